@@ -1,0 +1,1 @@
+"""All settings of Klear: frozen pydantic models that import nothing heavy."""

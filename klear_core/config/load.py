@@ -1,0 +1,181 @@
+"""From a profile folder and `--set key=value` to one validated config, with errors that name the key and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from klear_core.config.data import CurateConfig
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import RlConfig
+from klear_core.errors import ConfigError
+
+Tree = dict[str, Any]
+"""Nested settings as TOML and JSON have them."""
+
+
+def load_profile(folder: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """Read every `*.toml` of a profile folder, apply `key.path=value` overrides and validate.
+
+    Tables carry their full names (`[rl.optim]`), so a key is spelled the same in a file and after `--set`.
+    ConfigError names the file or override, the key, its value and what is allowed.
+    """
+    settings = read_profile(folder)
+    for override in overrides:
+        settings = apply_override(settings, override)
+    return validate(settings, origin=str(folder))
+
+
+def read_profile(folder: Path) -> Tree:
+    """The profile's own settings, without defaults. ConfigError if the folder, its TOML or a doubly-set key is wrong."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such profile folder; profiles here: {_profiles_near(folder)}")
+    files = sorted(folder.glob("*.toml"))
+    if not files:
+        raise ConfigError(f"{folder}: no *.toml file in this folder, so it is not a profile")
+    settings: Tree = {}
+    for file in files:
+        try:
+            own = tomllib.loads(file.read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise ConfigError(f"{file}: not valid TOML: {e}") from e
+        for key in own:
+            if key in settings:
+                raise ConfigError(f"{file}: [{key}] is already set by another file of this profile; keep each table in one file")
+        settings |= own
+    return settings
+
+
+def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
+    """`settings` with one `key.path=value` set; the value is TOML, and text that is not TOML is a string.
+
+    Setting `X.kind` to another kind forgets the other settings of X: they belong to the old kind.
+    """
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override!r}: expected key.path=value, for example --set rl.loss.eps_high=0.28")
+    tree = _copy(settings)
+    table = tree
+    for i, key in enumerate(keys[:-1]):
+        nested = table.setdefault(key, {})
+        if not isinstance(nested, dict):
+            raise ConfigError(f"--set {override!r}: {'.'.join(keys[: i + 1])} is {nested!r}, not a table with keys of its own")
+        table = nested
+    value = _toml_value(text.strip())
+    if keys[-1] == "kind" and table.get("kind") != value:
+        table.clear()
+    table[keys[-1]] = value
+    return tree
+
+
+def validate(settings: Mapping[str, Any], *, origin: str) -> PipelineConfig:
+    """Defaults overlaid with `settings`, as a PipelineConfig; ConfigError lists every wrong key at once."""
+    try:
+        return PipelineConfig.model_validate(with_defaults(settings))
+    except ValidationError as e:
+        problems = [_explain(error) for error in e.errors()]
+        raise ConfigError(f"{origin}: " + "; ".join(dict.fromkeys(problems))) from e
+
+
+def with_defaults(settings: Mapping[str, Any]) -> Tree:
+    """Partial settings over the default `kind` of every tagged union, which a table of theirs then need not repeat."""
+    kinds = _kinds_of(PipelineConfig())
+    optional = {"rl_code": RlConfig, "curate_rl": CurateConfig}
+    kinds |= {key: _kinds_of(cls()) for key, cls in optional.items() if isinstance(settings.get(key), Mapping)}
+    return overlay(kinds, settings)
+
+
+def _kinds_of(cfg: BaseModel) -> Tree:
+    """The nested tables that have a `kind`, with nothing else in them: other defaults are pydantic's to fill in."""
+    kinds: Tree = {}
+    for key, value in cfg:
+        if key == "kind":
+            kinds[key] = value
+        elif isinstance(value, BaseModel) and (below := _kinds_of(value)):
+            kinds[key] = below
+    return kinds
+
+
+def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """`base` with the settings of `over` in their places; a table of another `kind` replaces the whole table."""
+    if "kind" in over and over["kind"] != base.get("kind"):
+        return _copy(over)
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = overlay(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _copy(tree: Mapping[str, Any]) -> Tree:
+    return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+
+
+def _toml_value(text: str) -> object:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _profiles_near(folder: Path) -> str:
+    parent = folder.parent if folder.parent.is_dir() else Path("configs")
+    names = sorted(str(p) for p in parent.iterdir() if p.is_dir() and any(p.glob("*.toml"))) if parent.is_dir() else []
+    return ", ".join(names) or "none"
+
+
+def _explain(error: Any) -> str:
+    """One validation error as `key = value: what is wrong`, with a suggestion for a misspelt key."""
+    loc = [str(part) for part in error["loc"]]
+    key = ".".join(_without_tags(loc))
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(loc[:-1])
+        close = difflib.get_close_matches(loc[-1], known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
+        return f"{key}: unknown key; {hint}"
+    if error["type"] == "missing":
+        return f"{key}: missing, and it has no default"
+    return f"{key} = {error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+def _without_tags(loc: Sequence[str]) -> list[str]:
+    """The path as a user writes it: a tagged union's tag is not a key."""
+    keys: list[str] = []
+    model: Any = PipelineConfig
+    for part in loc:
+        options = _models_in(model)
+        if any(_tag_of(option) == part for option in options) and not any(part in o.model_fields for o in options):
+            model = next(o for o in options if _tag_of(o) == part)
+            continue
+        keys.append(part)
+        fields = [o.model_fields[part] for o in options if part in o.model_fields]
+        model = fields[0].annotation if fields else model
+    return keys
+
+
+def _known_keys(loc: Sequence[str]) -> list[str]:
+    model: Any = PipelineConfig
+    for part in loc:
+        options = _models_in(model)
+        tagged = [o for o in options if _tag_of(o) == part]
+        fields = [o.model_fields[part] for o in options if part in o.model_fields]
+        model = tagged[0] if tagged else fields[0].annotation if fields else model
+    return sorted({name for option in _models_in(model) for name in option.model_fields})
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The settings classes inside an annotation: itself, a union's members, a tuple's items."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for arg in get_args(annotation) for model in _models_in(arg)]
+
+
+def _tag_of(model: type[BaseModel]) -> str | None:
+    kind = model.model_fields.get("kind")
+    return str(kind.default) if kind is not None else None

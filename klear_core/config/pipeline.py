@@ -1,0 +1,52 @@
+"""The whole run: one model whose fields are the stages, in the order in which they run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from klear_core.config.base import Settings
+from klear_core.config.data import BenchmarkConfig, CurateConfig
+from klear_core.config.distill import DistillConfig
+from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.rl import RlConfig
+from klear_core.config.sft import SftConfig
+from klear_core.config.train import ModelConfig, TinyModelConfig
+from klear_core.config.verify import VerifyConfig
+
+
+class WorkspaceConfig(Settings):
+    """Where things are kept, and how hard to try. Never changes a result."""
+
+    root: str = "runs"
+    """Folder for artifacts, tracking and logs; relative paths are taken from the working directory."""
+    retries: int = Field(default=2, ge=0)
+    """Further tries of a failed stage, with exponential backoff; a wrong config is never retried."""
+    timeout_s: int | None = Field(default=None, ge=1)
+    """Of one try of a stage."""
+    check_artifacts: Literal["content", "size"] = "content"
+    """What is compared before an artifact is reused: every byte, or names and sizes alone, for stores on slow networks."""
+
+
+class PipelineConfig(Settings):
+    """One pipeline run."""
+
+    name: str = Field(default="klear", pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    seed: int = Field(default=0, ge=0)
+    workspace: WorkspaceConfig = WorkspaceConfig()
+    verify: VerifyConfig = VerifyConfig()
+    """One judge for distillation, RL and evaluation."""
+    benchmarks: tuple[BenchmarkConfig, ...] = ()
+    """Evaluated on, and kept out of training by decontamination."""
+    curate: CurateConfig = CurateConfig()
+    curate_rl: CurateConfig | None = None
+    """Prompts of their own for RL (the paper's MathSub and CodeSub); None trains RL on the problems of `curate`."""
+    model: ModelConfig = TinyModelConfig()
+    distill: DistillConfig = DistillConfig()
+    sft: SftConfig = SftConfig()
+    rl: RlConfig = RlConfig()
+    """Math RL, the first RL stage."""
+    rl_code: RlConfig | None = None
+    """Code RL, after math RL, from the same code; None leaves it out."""
+    evaluate: EvaluateConfig = EvaluateConfig()

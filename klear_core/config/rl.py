@@ -1,0 +1,262 @@
+"""Settings of GPPO reinforcement learning. "Scripts" are those published with Klear-Reasoner, where they differ from the paper."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from klear_core.config.base import Settings
+from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig
+from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
+
+GPPO_PRESETS: dict[str, tuple[float, float]] = {"paper": (1.0, 1.0), "ce_gppo": (0.5, 1.0), "high_only": (0.0, 1.0)}
+"""Beta low and high by name: Klear-Reasoner equation 11, CE-GPPO section 5.1, and only positive tokens kept."""
+
+
+class BetaSchedule(Settings):
+    """From `start_step` the betas move in a straight line, and at `end_step` they are these; equal steps are a jump."""
+
+    start_step: int = Field(ge=0)
+    end_step: int = Field(ge=0)
+    beta_low: float = Field(ge=0)
+    beta_high: float = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> BetaSchedule:
+        if self.end_step < self.start_step:
+            raise ValueError(f"end_step {self.end_step} lies before start_step {self.start_step}")
+        return self
+
+
+class GppoConfig(Settings):
+    """Gradient-preserving clipping in its general form (Klear-Reasoner equations 11 and 17, CE-GPPO equation 8)."""
+
+    kind: Literal["gppo"] = "gppo"
+    preset: Literal["paper", "ce_gppo", "high_only", "custom"] = "paper"
+    """Names the betas; leave it out to set them yourself."""
+    eps_low: float = Field(default=0.2, ge=0, lt=1)
+    """Paper section 4.1."""
+    eps_high: float = Field(default=0.28, ge=0)
+    """Paper section 4.1; CE-GPPO has 0.2."""
+    beta_low: float = Field(default=1.0, ge=0)
+    """Weight of negative tokens below the range; the paper has 1, the authors' later advice 0.25 to 0.5."""
+    beta_high: float = Field(default=1.0, ge=0)
+    """Weight of positive tokens above the range."""
+    schedule: BetaSchedule | None = None
+    """Betas that change during the run (CE-GPPO shows (0, 1), then (0.5, 1) from step 585)."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Caps the loss of negative tokens at this many advantages, without gradient. Not in the paper; its scripts have 10."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_and_betas_agree(cls, values: Any) -> Any:
+        """Fills the betas from the preset, or names the preset from the betas."""
+        if not isinstance(values, dict):
+            return values
+        preset = values.get("preset")
+        if preset in GPPO_PRESETS:
+            for key, beta in zip(("beta_low", "beta_high"), GPPO_PRESETS[preset], strict=True):
+                if values.setdefault(key, beta) != beta:
+                    raise ValueError(f"{key}={values[key]} contradicts preset {preset!r}, where it is {beta}; use preset 'custom'")
+        elif preset is None:
+            betas = (values.get("beta_low", 1.0), values.get("beta_high", 1.0))
+            values["preset"] = next((name for name, known in GPPO_PRESETS.items() if known == betas), "custom")
+        return values
+
+
+class ClipConfig(Settings):
+    """PPO's clipped objective; with eps_high above eps_low it is clip-higher (DAPO)."""
+
+    kind: Literal["clip"] = "clip"
+    eps_low: float = Field(default=0.2, ge=0, lt=1)
+    eps_high: float = Field(default=0.28, ge=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Caps the loss of negative tokens at this many advantages, without gradient (DAPO's code: 10)."""
+
+
+class CispoConfig(Settings):
+    """Clipped importance weights times log-probability (MiniMax-M1; as Klear-Reasoner equation 16 when two-sided)."""
+
+    kind: Literal["cispo"] = "cispo"
+    eps_low: float = Field(default=0.2, ge=0, lt=1)
+    """Read only when two-sided."""
+    eps_high: float = Field(default=0.28, ge=0)
+    """Weights end at 1 + eps_high. Some codebases mean the bound itself by this name."""
+    two_sided: bool = False
+    """Also keep weights above 1 - eps_low; MiniMax and ScaleRL bound the upper side only."""
+
+
+class GspoConfig(Settings):
+    """PPO's clipped objective on the ratio of whole sequences, length-normalised (GSPO, arXiv 2507.18071)."""
+
+    kind: Literal["gspo"] = "gspo"
+    eps_low: float = Field(default=3e-4, ge=0, lt=1)
+    eps_high: float = Field(default=4e-4, ge=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+
+
+LossConfig = Annotated[GppoConfig | ClipConfig | CispoConfig | GspoConfig, Field(discriminator="kind")]
+
+
+class ErcConfig(Settings):
+    """Tokens whose entropy moved out of (low, high) times the old one keep their value and lose their gradient (ERC, arXiv 2512.05591)."""
+
+    low: float = Field(default=0.95, gt=0, lt=1)
+    high: float = Field(default=1.05, gt=1)
+
+
+class MismatchConfig(Settings):
+    """What to do where sampler and learner disagree on the log-probs of the same weights. Needs `old_logps = "learner"`."""
+
+    truncate_at: float | None = Field(default=None, ge=1)
+    """Weigh tokens by learner over sampler probability, at most this (truncated importance sampling); None: no weight."""
+    max_sequence_ratio: float | None = Field(default=None, gt=1)
+    """Mask sequences whose geometric mean of that ratio, or its inverse, is above this; None keeps all."""
+
+
+class GrpoAdvantage(Settings):
+    """Reward minus the group's mean, over the group's standard deviation (paper equation 4)."""
+
+    kind: Literal["grpo"] = "grpo"
+    std: Literal["population", "sample", "none"] = "population"
+    """The paper's equation has the population std, its code the sample std; `none` is Dr.GRPO (arXiv 2503.20783)."""
+
+
+class RlooAdvantage(Settings):
+    """Reward minus the mean of the group's other rewards (arXiv 2402.14740)."""
+
+    kind: Literal["rloo"] = "rloo"
+
+
+class BatchAdvantage(Settings):
+    """Reward minus the group's mean, over the standard deviation of the whole batch (REINFORCE++-baseline, arXiv 2501.03262)."""
+
+    kind: Literal["batch"] = "batch"
+
+
+AdvantageConfig = Annotated[GrpoAdvantage | RlooAdvantage | BatchAdvantage, Field(discriminator="kind")]
+
+
+class RewardConfig(Settings):
+    """From a verdict to a reward; the numbers are those of the scripts (METHOD 4.1)."""
+
+    correct: float = Field(default=1.0, ge=-100, le=100)
+    wrong: float = Field(default=-1.0, ge=-100, le=100)
+    """Reward of score 0; scores between go in a straight line. The paper's soft code reward is 0 to 1, its code has -1 to 1."""
+    soft: bool = True
+    """Reward a share of passed tests; False rewards only the full score."""
+    missing_close: float | None = Field(default=-0.5, ge=-100, le=100)
+    """Reward of an answer without `</think>`, whatever it says; None judges it like any other. Above `wrong`, it favours truncation."""
+    missing_open: float | None = Field(default=-2.0, ge=-100, le=100)
+    """Reward of an answer without `<think>` (checked second); None where the prompt opens it."""
+
+
+class OverlongConfig(Settings):
+    """Answers that ran out of tokens, by the sampler's finish reason. The authors advise `drop` below a 32K budget."""
+
+    handling: Literal["keep", "drop", "mask"] = "keep"
+    """`drop`: leave the group before advantages; `mask`: count in the group's advantages but carry no loss."""
+    penalty_tokens: int = Field(default=0, ge=0)
+    """The last this many tokens of the budget are penalised, growing in a straight line (DAPO: 4096); 0: no penalty."""
+    penalty: float = Field(default=1.0, ge=0, le=100)
+    """Taken off the reward of an answer that fills the budget (DAPO: 1)."""
+
+
+class GroupFilterConfig(Settings):
+    """Which groups are worth a gradient."""
+
+    zero_advantage: Literal["reward", "accuracy", "off"] = "reward"
+    """Drop groups whose rewards (the paper) or 0/1 accuracies (its code, for code problems too) are all equal."""
+    min_accuracy: float = Field(default=0.0, ge=0, le=1)
+    max_accuracy: float = Field(default=1.0, ge=0, le=1)
+    """Groups with a mean accuracy outside these bounds are dropped."""
+
+
+class RolloutConfig(Settings):
+    """How prompts become judged groups."""
+
+    groups_per_step: int = Field(default=128, ge=1)
+    """Groups to train on in one RL step, at most (section 4.1)."""
+    samples_per_group: int = Field(default=8, ge=2)
+    """Section 4.1."""
+    oversample: float = Field(default=1.0, ge=1, le=16)
+    """Prompts asked in a round, as a multiple of `groups_per_step` (scripts: 2, that is 256 for 128)."""
+    max_rounds: int = Field(default=1, ge=1, le=100)
+    """Rounds of prompts to fill a step with informative groups; 1 never refills (scripts), more is DAPO's dynamic sampling."""
+    max_prompt_tokens: int = Field(default=4096, ge=1)
+    """Longer prompts are left out and counted; the scripts cut their beginning off."""
+    sampling: SamplingConfig = SamplingConfig()
+    engine: LocalEngineConfig = TorchEngineConfig()
+
+
+class RlRuntime(TrainRuntime):
+    """Where RL runs."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig(every_steps=10)
+    """An RL step at 8B takes minutes: ten are what one may lose."""
+    num_rollout_actors: int = Field(default=2, ge=1)
+    rollout_threads: int = Field(default=1, ge=1)
+    """CPU threads of one rollout actor."""
+    rollout_gpus: float | None = Field(default=None, ge=0)
+    """GPUs of one rollout actor; None: what its engine needs, if there are GPUs. Fractions share one."""
+    learner_gpus: float | None = Field(default=None, ge=0)
+    """GPUs of one learner process; None: one, if there are GPUs."""
+    stall_timeout_s: float = Field(default=1800, gt=0)
+    """No progress for this long is an error that names who waits for what."""
+    max_restarts: int = Field(default=8, ge=0)
+    """Lost actors to replace in one run before giving up."""
+
+
+class RlConfig(Settings):
+    """Reinforcement learning with verifiable rewards."""
+
+    domain: Literal["math", "code"] = "math"
+    num_steps: int = Field(default=500, ge=1)
+    """Undisclosed; the paper's plots end at 240."""
+    minibatches_per_step: int = Field(default=8, ge=1)
+    """Optimizer steps per RL step (scripts: 8 math, 4 code); with 1 every ratio is 1 and all clip losses are the same."""
+    optim: OptimConfig = OptimConfig(lr=1e-6, warmup_steps=10, weight_decay=0.1)
+    """Section 4.1 (code RL: 5e-7); warm-up and decay as in the scripts."""
+    keep_optimizer: bool = False
+    """Leave the optimizer's state beside the model, for a later stage that continues with it."""
+    continue_optimizer: bool = False
+    """Start with the optimizer state (and float32 weights) that the input model's stage kept; undisclosed in the paper."""
+    loss: LossConfig = GppoConfig()
+    erc: ErcConfig | None = None
+    """Entropy-ratio masking on top of the loss."""
+    mismatch: MismatchConfig = MismatchConfig()
+    old_logps: Literal["learner", "sampler"] = "learner"
+    """Who gives the old log-probs: the learner in a pass of its own (scripts), or the sampler for free."""
+    normalise: Literal["token", "sample", "budget"] = "token"
+    """Divide by all loss tokens (paper equation 11), average rows first (GRPO, GSPO), or divide by rows x token budget (Dr.GRPO)."""
+    max_log_ratio: float = Field(default=20.0, gt=0, le=30)
+    """Bound of |log ratio|, so that no weight can overflow (ERC's code: 20); tokens beyond are counted."""
+    lm_coef: float = Field(default=0.1, ge=0)
+    """Alpha of the language-model loss on correct samples (equation 13)."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the k3 estimate of KL(policy, initial model); the paper has none. Above 0 a frozen copy is kept."""
+    entropy_coef: float = Field(default=0.0, ge=0, le=1)
+    """Weight of an entropy bonus; the paper has none, CE-GPPO saw 0.003 explode."""
+    advantage: AdvantageConfig = GrpoAdvantage()
+    reward: RewardConfig = RewardConfig()
+    overlong: OverlongConfig = OverlongConfig()
+    group_filter: GroupFilterConfig = GroupFilterConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    max_staleness: int = Field(default=0, ge=0, le=16)
+    """Versions that a sample may lag behind the learner; 0 is synchronous, 1 is one step off, more is asynchronous."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    runtime: RlRuntime = RlRuntime()
+
+    @model_validator(mode="after")
+    def _mismatch_needs_learner_logps(self) -> RlConfig:
+        corrects = self.mismatch.truncate_at is not None or self.mismatch.max_sequence_ratio is not None
+        if corrects and self.old_logps != "learner":
+            raise ValueError("mismatch correction compares learner with sampler log-probs: set old_logps to 'learner'")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_at_a_temperature(self) -> RlConfig:
+        if self.rollout.sampling.temperature == 0:
+            raise ValueError("rollout.sampling.temperature = 0 is greedy: all answers of a group would be the same; RL needs more than 0")
+        return self

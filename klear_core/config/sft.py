@@ -1,0 +1,35 @@
+"""Settings of long-CoT SFT."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from klear_core.config.base import Settings
+from klear_core.config.train import OptimConfig, TrainRuntime
+
+
+class SftConfig(Settings):
+    """Long-CoT supervised fine-tuning; numbers of Klear-Reasoner section 4.1 where it states them."""
+
+    optim: OptimConfig = OptimConfig(lr=8e-5, min_lr_ratio=0.5)
+    num_epochs: int = Field(default=4, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    """Ends the run early; the schedule ends there too."""
+    rows_per_step: int = Field(default=128, ge=1)
+    """Undisclosed in the paper."""
+    max_tokens: int = Field(default=32_768, ge=2)
+    """Longest row, prompt and response."""
+    overlong: Literal["drop", "cut"] = "drop"
+    normalise: Literal["token", "sample"] = "token"
+    """Divide the loss by all loss tokens of the step, or average rows first. Equation 8 reads per sample."""
+    source_weights: dict[str, Annotated[float, Field(ge=0)]] = {}
+    """How often a source's rows come in an epoch: 2 is twice, 0.5 a different half each epoch, unnamed sources once. Paper: undisclosed."""
+    validation_frac: float = Field(default=0.02, ge=0, lt=0.5)
+    """Share of problems, all their traces included, that is held out."""
+    max_validation_rows: int = Field(default=512, ge=1)
+    """Held-out rows beyond this go back into training."""
+    eval_every_steps: int = Field(default=100, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    runtime: TrainRuntime = TrainRuntime()

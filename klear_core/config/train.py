@@ -1,0 +1,73 @@
+"""Settings of the base model, and of training shared by SFT and RL."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from klear_core.config.base import Settings
+
+
+class TinyModelConfig(Settings):
+    """A randomly initialised Qwen3 with a tokenizer built on the spot."""
+
+    kind: Literal["tiny"] = "tiny"
+    hidden_size: int = Field(default=64, ge=8)
+    num_layers: int = Field(default=3, ge=1)
+    num_heads: int = Field(default=4, ge=1)
+    num_kv_heads: int = Field(default=2, ge=1)
+    head_dim: int = Field(default=16, ge=2)
+    intermediate_size: int = Field(default=192, ge=8)
+    max_position_embeddings: int = Field(default=512, ge=16)
+    embedding_std: float = Field(default=0.1, gt=0)
+    """Measured: 0.02, the usual value, cripples a tiny model with tied embeddings."""
+
+
+class HfModelConfig(Settings):
+    """Any Hugging Face causal-LM folder on disk, with its tokenizer and chat template."""
+
+    kind: Literal["hf"] = "hf"
+    path: str
+    max_position_embeddings: int | None = Field(default=None, ge=16)
+    """Raised in the config of the trained model; the paper's RL needs 4096 + 32768 = 36864."""
+
+
+ModelConfig = Annotated[TinyModelConfig | HfModelConfig, Field(discriminator="kind")]
+
+
+class OptimConfig(Settings):
+    """AdamW with warm-up, then constant or cosine to a floor."""
+
+    lr: float = Field(gt=0, le=1)
+    """Peak learning rate."""
+    min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
+    """The floor of the cosine as a share of the peak; 1 keeps the rate constant. Paper's SFT: 0.5 (8e-5 to 4e-5)."""
+    warmup_steps: int = Field(default=0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Applied to matrices only, not to norms and embeddings."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+
+class CheckpointConfig(Settings):
+    """How often to save, so that a killed stage goes on. Does not change the result."""
+
+    every_steps: int = Field(default=100, ge=1)
+    keep: int = Field(default=2, ge=1)
+    asynchronous: bool = False
+
+
+class TrainRuntime(Settings):
+    """Where training runs and how it is cut up; none of it changes the result beyond float rounding."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of the learner."""
+    num_workers: int = Field(default=1, ge=1)
+    """Learner processes (FSDP2 ranks)."""
+    tokens_per_microbatch: int = Field(default=16_384, ge=1)
+    activation_checkpointing: bool = False
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    max_nonfinite_steps: int = Field(default=5, ge=0)
+    """More skipped steps than this stop the stage."""
