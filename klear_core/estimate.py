@@ -1,0 +1,170 @@
+"""What a run will cost, before it runs: tokens and memory by stage, from the settings alone. Upper bounds, not forecasts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource, Source
+from klear_core.config.distill import HttpTeacherConfig
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import RlConfig
+from klear_core.config.train import HfModelConfig, TinyModelConfig, TrainRuntime
+
+_TRAIN_BYTES_PER_PARAM = 16  # fp32 weights, gradients and two Adam moments
+_BYTE_VOCAB = 320
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """The numbers that memory follows from."""
+
+    num_params: int
+    hidden_size: int
+    num_layers: int
+    kv_values_per_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """`max_tokens` are those generated (or trained on, for sft); `memory_gb` is per process or GPU. None: not known beforehand."""
+
+    stage: str
+    max_tokens: int | None
+    memory_gb: float | None
+    note: str
+
+
+def estimate(config: PipelineConfig) -> list[StageEstimate]:
+    """One line for every stage that generates or trains."""
+    size = model_size(config)
+    rows = [_distill(config), _sft(config, size), _rl("rl", config.rl, size)]
+    if config.rl_code is not None:
+        rows.append(_rl("rl_code", config.rl_code, size))
+    return [*rows, _evaluate(config, size)]
+
+
+def model_size(config: PipelineConfig) -> ModelSize | None:
+    """From the settings of a tiny model or the config.json of a Hugging Face folder; None if that is not there."""
+    match config.model:
+        case TinyModelConfig() as m:
+            attention = m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads) * m.hidden_size
+            layer = attention + 3 * m.hidden_size * m.intermediate_size
+            kv = 2 * m.num_layers * m.num_kv_heads * m.head_dim
+            return ModelSize(
+                num_params=_BYTE_VOCAB * m.hidden_size + m.num_layers * layer,
+                hidden_size=m.hidden_size,
+                num_layers=m.num_layers,
+                kv_values_per_token=kv,
+            )
+        case HfModelConfig(path=path):
+            file = Path(path) / "config.json"
+            return _size_of_hf(json.loads(file.read_text())) if file.is_file() else None
+
+
+def count_rows(source: Source) -> int | None:
+    """Rows a source will give, if that can be told without reading it through."""
+    match source:
+        case ProceduralSource(num_problems=n):
+            return n
+        case FileSource(path=path, limit=limit):
+            count = _rows_in(Path(path))
+            return limit if count is None else min(count, limit or count)
+
+
+def _size_of_hf(raw: dict[str, int]) -> ModelSize:
+    hidden, layers, heads = raw["hidden_size"], raw["num_hidden_layers"], raw["num_attention_heads"]
+    kv_heads = raw.get("num_key_value_heads") or heads
+    head_dim = raw.get("head_dim") or hidden // heads
+    layer = head_dim * (2 * heads + 2 * kv_heads) * hidden + 3 * hidden * raw["intermediate_size"]
+    embeddings = raw["vocab_size"] * hidden * (1 if raw.get("tie_word_embeddings") else 2)
+    return ModelSize(
+        num_params=embeddings + layers * layer, hidden_size=hidden, num_layers=layers, kv_values_per_token=2 * layers * kv_heads * head_dim
+    )
+
+
+def _rows_in(path: Path) -> int | None:
+    if path.suffix == ".parquet" and path.is_file():
+        import pyarrow.parquet as pq
+
+        return int(pq.read_metadata(path).num_rows)
+    if path.suffix == ".jsonl" and path.is_file():
+        with path.open("rb") as f:
+            return sum(1 for line in f if line.strip())
+    return None
+
+
+def _num_problems(config: PipelineConfig) -> int | None:
+    counts = [count_rows(source) for source in config.curate.sources]
+    return None if None in counts else sum(n for n in counts if n is not None)
+
+
+def _num_traces(config: PipelineConfig) -> int | None:
+    problems = _num_problems(config)
+    limit = config.distill.max_problems
+    asked = limit if problems is None else min(problems, limit or problems)
+    return None if asked is None else asked * config.distill.samples_per_problem
+
+
+def _distill(config: PipelineConfig) -> StageEstimate:
+    traces = _num_traces(config)
+    teacher = config.distill.teacher
+    if not isinstance(teacher, HttpTeacherConfig):
+        return StageEstimate(stage="distill", max_tokens=None, memory_gb=None, note=f"{traces} traces by the procedural teacher")
+    tokens = None if traces is None else traces * teacher.max_tokens
+    return StageEstimate(
+        stage="distill", max_tokens=tokens, memory_gb=None, note=f"{teacher.model}: {traces or 'unknown number of'} traces"
+    )
+
+
+def _sft(config: PipelineConfig, size: ModelSize | None) -> StageEstimate:
+    traces = _num_traces(config)
+    rows = [
+        n
+        for n in (traces and traces * config.sft.num_epochs, config.sft.max_steps and config.sft.max_steps * config.sft.rows_per_step)
+        if n
+    ]
+    tokens = min(rows) * config.sft.max_tokens if rows else None
+    memory = _train_memory_gb(size, config.sft.runtime, is_bf16=config.sft.dtype == "bfloat16")
+    return StageEstimate(stage="sft", max_tokens=tokens, memory_gb=memory, note=f"rows of up to {config.sft.max_tokens} tokens")
+
+
+def _rl(stage: str, cfg: RlConfig, size: ModelSize | None) -> StageEstimate:
+    rollouts = cfg.num_steps * cfg.rollout.groups_per_step * cfg.rollout.samples_per_group
+    memory = _train_memory_gb(size, cfg.runtime, is_bf16=cfg.dtype == "bfloat16")
+    return StageEstimate(
+        stage=stage,
+        max_tokens=rollouts * cfg.rollout.sampling.max_new_tokens,
+        memory_gb=memory,
+        note=f"{rollouts} rollouts in {cfg.num_steps} steps",
+    )
+
+
+def _evaluate(config: PipelineConfig, size: ModelSize | None) -> StageEstimate:
+    counts = [_benchmark_rows(b) for b in config.benchmarks]
+    num_models = 3 + (config.rl_code is not None)
+    memory = None if size is None else size.num_params * (2 if config.evaluate.engine.kind == "vllm" else 4) / 1e9
+    if None in counts:
+        return StageEstimate(stage="evaluate", max_tokens=None, memory_gb=memory, note="a benchmark file is missing")
+    answers = sum(n * (b.num_samples + config.evaluate.greedy) for n, b in zip(counts, config.benchmarks, strict=True) if n)
+    tokens = num_models * answers * config.evaluate.sampling.max_new_tokens
+    return StageEstimate(
+        stage="evaluate", max_tokens=tokens, memory_gb=memory, note=f"{num_models} models, {answers} answers each; weights only"
+    )
+
+
+def _benchmark_rows(benchmark: BenchmarkConfig) -> int | None:
+    return benchmark.expected_rows or count_rows(benchmark.source)
+
+
+def _train_memory_gb(size: ModelSize | None, runtime: TrainRuntime, *, is_bf16: bool) -> float | None:
+    """Weights, gradients and Adam moments, sharded over the workers, and activations of one micro-batch.
+
+    Per token and layer about 34 values of the hidden size are kept (Korthikanti et al., arXiv 2205.05198, without the
+    attention scores), 2 with activation checkpointing.
+    """
+    if size is None:
+        return None
+    values = (2 if runtime.activation_checkpointing else 34) * size.hidden_size * size.num_layers * runtime.tokens_per_microbatch
+    return (size.num_params * _TRAIN_BYTES_PER_PARAM / runtime.num_workers + values * (2 if is_bf16 else 4)) / 1e9

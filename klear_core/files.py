@@ -1,0 +1,170 @@
+"""What the artifact store needs of a file system: content hashes, a lock that dies with its holder, and errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from klear_core.errors import ConfigError, ResourceError
+
+_HASH_THREADS = 8
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_held_locks: set[int] = set()
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, as 64 hex digits."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def sha256_of_all(paths: Sequence[Path]) -> list[str]:
+    """SHA-256 of every file, in order. Hashing releases the GIL, so threads bring it to the speed of the disk."""
+    if len(paths) < 2:
+        return [sha256_of(p) for p in paths]
+    with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(sha256_of, paths))
+
+
+def content_digest(path: Path, *, cache: Path | None = None) -> str:
+    """20 hex digits over a file, or over the names and contents of a folder's files (hidden ones left out).
+
+    `cache` is a JSON file that remembers hashes by path, size, inode and both time stamps, as git's index does: a 16 GB
+    model is read once, not at every plan. ConfigError if there is nothing at `path`.
+    """
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
+    else:
+        raise ConfigError(f"{path}: no such file or folder (looked from {Path.cwd()})")
+    names = [p.name if path.is_file() else p.relative_to(path).as_posix() for p in files]
+    hashes = _cached_hashes(files, cache)
+    text = "\n".join(f"{sha}  {name}" for sha, name in zip(hashes, names, strict=True)) if path.is_dir() else hashes[0]
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def sync_tree(folder: Path) -> None:
+    """Ask the disk to keep every file and folder below `folder`, so that a power cut after a rename finds them whole."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync_path(Path(parent, name))
+        sync_path(Path(parent))
+
+
+def sync_path(path: Path) -> None:
+    """Ask the disk to keep a file's content, or a folder's names."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def file_lock(path: Path, *, on_wait: Callable[[str], None], patience_s: float = 2.0) -> Iterator[None]:
+    """Hold the kernel lock on `path`; it ends with the process, however that ends.
+
+    `on_wait` is called once, with what the holder wrote about itself, after `patience_s` of waiting.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    _held_locks.add(fd)
+    try:
+        _wait_for_lock(fd, on_wait, patience_s)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        yield
+    finally:
+        _held_locks.discard(fd)
+        os.close(fd)
+
+
+class DiskErrors:
+    """`with DiskErrors(path):` turns a full disk, whichever library met it, into a ResourceError with the numbers and the fix."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        """Watch the block."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Translate; anything else goes on as it is."""
+        if error is None or isinstance(error, ResourceError) or not _says_disk_full(error):
+            return
+        usage = shutil.disk_usage(next(p for p in (self.path, *self.path.parents) if p.exists()))
+        where = getattr(error, "filename", None) or self.path
+        raise ResourceError(
+            f"{where}: no space left on the disk ({usage.free / 1e6:.0f} MB free of {usage.total / 1e9:.1f} GB). Free some, or point "
+            f"workspace.root at a bigger disk; then run the same command again: what was done is kept"
+        ) from error
+
+
+def _says_disk_full(error: BaseException) -> bool:
+    """Torch and safetensors raise their own types for a failed write, with the system's words inside."""
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        return True
+    return isinstance(error, Exception) and any(os.strerror(code) in str(error) for code in _DISK_FULL)
+
+
+def _wait_for_lock(fd: int, on_wait: Callable[[str], None], patience_s: float) -> None:
+    deadline: float | None = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if deadline is not None and time.monotonic() > deadline:
+                on_wait(os.pread(fd, 200, 0).decode(errors="replace") or "another process")
+                deadline = None
+            time.sleep(0.1)  # polling, so that Ctrl-C and a stage's timeout get through
+        else:
+            return
+
+
+def _release_in_child() -> None:
+    """A forked child shares the lock and would hold it on after we are dead."""
+    for fd in _held_locks:
+        os.close(fd)
+    _held_locks.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _cached_hashes(files: Sequence[Path], cache: Path | None) -> list[str]:
+    known: dict[str, str] = {}
+    if cache is not None and cache.exists():
+        try:
+            known = json.loads(cache.read_text())
+        except json.JSONDecodeError:
+            known = {}  # a cache may be lost
+    keys = [_stat_key(p) for p in files]
+    unknown = [i for i, key in enumerate(keys) if key not in known]
+    for i, sha in zip(unknown, sha256_of_all([files[i] for i in unknown]), strict=True):
+        known[keys[i]] = sha
+    if cache is not None and unknown:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        beside = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
+        beside.write_text(json.dumps(known))
+        beside.replace(cache)
+    return [known[key] for key in keys]
+
+
+def _stat_key(path: Path) -> str:
+    s = path.stat()
+    return f"{path.resolve()}|{s.st_size}|{s.st_ino}|{s.st_mtime_ns}|{s.st_ctime_ns}"

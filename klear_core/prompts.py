@@ -1,0 +1,158 @@
+"""From questions to token ids and from sampled text back to reasoning and answer; the only place that knows the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from klear_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    Tokenizer = Any  # transformers ships no types for its fast tokenizers
+
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+TURN_END = "<|im_end|>"
+PAD = "<|endoftext|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Qwen's turns, without its tool and thinking switches: what Qwen3's own template renders for one user turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitResponse:
+    """A response in its two parts; `is_closed` is False if the thinking never ended (then `answer` is empty)."""
+
+    reasoning: str
+    answer: str
+    is_closed: bool
+
+
+def render_prompt(tokenizer: Tokenizer, question: str) -> tuple[int, ...]:
+    """One user turn and the opening of the assistant's; no system prompt, nothing added (the paper's protocol, section 4.1)."""
+    return tuple(tokenizer.encode(prompt_text(tokenizer, question), add_special_tokens=False))
+
+
+def prompt_text(tokenizer: Tokenizer, question: str) -> str:
+    """What `render_prompt` encodes."""
+    messages = [{"role": "user", "content": question}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """Many texts at once, on all cores."""
+    return [tuple(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+
+
+def render_response(reasoning: str, answer: str) -> str:
+    """The R1 shape that the model learns to write."""
+    return f"{THINK_OPEN}\n{reasoning}\n{THINK_CLOSE}\n\n{answer}"
+
+
+def encode_response(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """A response as the model should produce it: its tokens and the end of the turn."""
+    return (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
+
+
+def decode_response(tokenizer: Tokenizer, token_ids: tuple[int, ...] | list[int]) -> str:
+    """Sampled ids as text: thinking tags stay, the end of the turn and padding go."""
+    hidden = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    text: str = tokenizer.decode([i for i in token_ids if i not in hidden], skip_special_tokens=False)
+    return text
+
+
+def split_response(text: str) -> SplitResponse:
+    """The text after the last `</think>` is the answer: a model that thinks twice is judged by what it says at last."""
+    before, tag, after = text.rpartition(THINK_CLOSE)
+    if not tag:
+        return SplitResponse(reasoning=_without_open_tag(text), answer="", is_closed=False)
+    return SplitResponse(reasoning=_without_open_tag(before), answer=after.strip(), is_closed=True)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder, its eos token being what ends a turn in its chat template. Never asks a hub.
+
+    Base models name the end of a document there (Qwen3-8B-Base), which no chat turn ends in. ConfigError if there is no tokenizer,
+    no chat template, or no single token that ends a turn.
+    """
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ConfigError(f"{folder}: no tokenizer_config.json; a model folder must hold its tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{folder}: the tokenizer has no chat template")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or _turn_end(tokenizer)
+    tokenizer.eos_token = _turn_end(tokenizer)
+    return tokenizer
+
+
+def build_byte_tokenizer() -> Tokenizer:
+    """256 bytes and Qwen's special tokens: any text can be encoded, nothing is ever unknown. Token id = byte value."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {char: byte for byte, char in enumerate(_byte_chars())}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, "<|im_start|>", TURN_END)])
+    inner.add_tokens([AddedToken(t, special=False, normalized=False) for t in (THINK_OPEN, THINK_CLOSE)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=TURN_END, pad_token=PAD, clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def padded_vocab_size(tokenizer: Tokenizer) -> int:
+    """The next multiple of 64: matrix kernels like it."""
+    size: int = len(tokenizer)
+    return -(-size // 64) * 64
+
+
+def check_template(tokenizer: Tokenizer) -> None:
+    """What SFT and sampling take for granted of a tokenizer; ConfigError says which part does not hold."""
+    question, text = "1+1 = ?", render_response("1+1=2", "\\boxed{2}")
+    prompt_ids, response_ids = render_prompt(tokenizer, question), encode_response(tokenizer, text)
+    if decode_response(tokenizer, response_ids) != text:
+        raise ConfigError(f"template: {text!r} comes back from the tokenizer as {decode_response(tokenizer, response_ids)!r}")
+    prompt = tokenizer.decode(prompt_ids, skip_special_tokens=False)
+    if question not in prompt:
+        raise ConfigError(f"template: the question {question!r} is not in the prompt {prompt!r}")
+    if prompt.rstrip().endswith(THINK_OPEN):
+        raise ConfigError(f"template: the prompt already opens the thinking ({prompt!r}); remove {THINK_OPEN} from the chat template")
+    joined = tuple(tokenizer.encode(prompt + text, add_special_tokens=False)) + response_ids[-1:]
+    if joined != prompt_ids + response_ids:
+        raise ConfigError("template: prompt and response give other tokens together than apart, so sampling would not see what SFT taught")
+    if _turn_end(tokenizer) != tokenizer.eos_token:
+        raise ConfigError(f"template: a turn ends in {_turn_end(tokenizer)!r}, but the tokenizer's eos_token is {tokenizer.eos_token!r}")
+
+
+def _turn_end(tokenizer: Tokenizer) -> str:
+    """What the template puts after an assistant's words; ConfigError unless it is one token."""
+    said = "1+1=2"
+    messages = [{"role": "user", "content": "1+1 = ?"}, {"role": "assistant", "content": said}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    end = text.rpartition(said)[2].strip()
+    if len(tokenizer.encode(end, add_special_tokens=False)) != 1:
+        raise ConfigError(f"template: an assistant's turn ends in {end!r}, which is not one token, so an answer would have no end")
+    return end
+
+
+def _without_open_tag(text: str) -> str:
+    return text.strip().removeprefix(THINK_OPEN).strip()
+
+
+def _byte_chars() -> list[str]:
+    """The printable stand-in of every byte that byte-level tokenizers use (GPT-2): itself if printable, else from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256))
+    return [chr(b) if b in printable else chr(256 + next(others)) for b in range(256)]

@@ -1,0 +1,105 @@
+"""What an evaluation found, as `report.json` holds it. Whoever reads scores reads them with their interval and decoding profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from klear_core.config.base import Settings
+from klear_core.config.engine import EngineConfig, SamplingConfig
+from klear_core.errors import ArtifactError
+from klear_core.types import Difficulty, Outcome
+
+REPORT_FILE = "report.json"
+
+
+class DecodingProfile(Settings):
+    """Everything about sampling that a score depends on; two scores are comparable if these are equal."""
+
+    sampling: SamplingConfig
+    engine: EngineConfig
+    seed_policy: str
+    """How the seed of each sample came about, in words."""
+
+
+class Score(Settings):
+    """A mean over problems of values in 0..1, with its interval."""
+
+    value: float = Field(ge=0, le=1)
+    low: float = Field(ge=0, le=1)
+    high: float = Field(ge=0, le=1)
+    num_problems: int = Field(ge=1)
+    """Problems with at least one scored sample."""
+    num_samples: int = Field(ge=1)
+    """Scored samples, over all problems."""
+
+
+class PassAtK(Settings):
+    """The chance that at least one of k samples is right: the unbiased estimate, averaged over problems."""
+
+    k: int = Field(ge=1)
+    score: Score
+    """Its `num_problems` are those with at least k scored samples; others cannot be estimated."""
+
+
+class DifficultyScore(Settings):
+    """The scores of one difficulty's problems; None where none of them could be scored."""
+
+    difficulty: Difficulty
+    num_problems: int = Field(ge=1)
+    avg: Score | None
+    greedy: Score | None
+
+
+class EvalReport(Settings):
+    """One benchmark's scores of one model. What could not be judged is in no mean; it is counted here."""
+
+    benchmark: str
+    decoding: DecodingProfile
+    seed: int
+    """The run seed that all sample seeds were derived from."""
+    confidence: float = Field(gt=0, lt=1)
+    """Of every interval here, 0.95 for 95 %."""
+    num_problems: int = Field(ge=1)
+    """Problems asked, scored or not."""
+    num_samples: int = Field(ge=1)
+    """n: samples per problem."""
+    avg: Score
+    """avg@n, also known as pass@1: the mean over problems of the share of right samples."""
+    pass_at: tuple[PassAtK, ...]
+    """For k = 1, 2, 4, ... up to n."""
+    greedy: Score | None
+    """One greedy answer a problem; None if it was not asked for."""
+    truncated_frac: float = Field(ge=0, le=1)
+    """Of the samples, scored or not: ran out of tokens."""
+    greedy_truncated_frac: float | None = Field(ge=0, le=1)
+    mean_tokens: float = Field(ge=0)
+    """Per sample."""
+    unscored: dict[Outcome, int]
+    """Samples that could not be judged, by outcome; empty if all could."""
+    greedy_unscored: dict[Outcome, int]
+    unscored_problems: tuple[str, ...]
+    """Ids of the problems without one scored sample: they are missing from `avg`."""
+    by_difficulty: tuple[DifficultyScore, ...]
+
+
+_REPORTS: TypeAdapter[tuple[EvalReport, ...]] = TypeAdapter(tuple[EvalReport, ...])
+
+
+def write_reports(folder: Path, reports: tuple[EvalReport, ...]) -> None:
+    """Write `report.json` of an evaluation, atomically."""
+    beside = folder / (REPORT_FILE + ".tmp")
+    beside.write_bytes(_REPORTS.dump_json(reports, indent=2))
+    beside.replace(folder / REPORT_FILE)
+
+
+def read_reports(folder: Path) -> tuple[EvalReport, ...]:
+    """The reports of an evaluation's artifact folder, one a benchmark; ArtifactError names the file."""
+    path = folder / REPORT_FILE
+    try:
+        return _REPORTS.validate_json(path.read_bytes())
+    except OSError as e:
+        raise ArtifactError(f"{path}: cannot be read ({e.strerror}); an evaluation writes it last") from e
+    except ValidationError as e:
+        raise ArtifactError(f"{path}: not an evaluation report: {e}") from e

@@ -1,0 +1,244 @@
+"""The records that flow through Klear. Importing this loads nothing heavy.
+
+Axis letters used with tensors and ragged lists: B rows, T tokens, G samples of one prompt, P prompts, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+
+class Domain(StrEnum):
+    """What a problem is about, which decides the verifier."""
+
+    MATH = "math"
+    CODE = "code"
+
+
+class Difficulty(StrEnum):
+    """How hard a problem is for the reference model or by its source's rating."""
+
+    EASY = "easy"
+    MEDIUM = "medium"
+    HARD = "hard"
+    UNKNOWN = "unknown"
+
+
+class Outcome(StrEnum):
+    """What judging led to. Only SCORED and NO_ANSWER say something about the model."""
+
+    SCORED = "scored"
+    NO_ANSWER = "no_answer"
+    BAD_REFERENCE = "bad_reference"
+    JUDGE_FAILED = "judge_failed"
+    SANDBOX_FAILED = "sandbox_failed"
+    TIMED_OUT = "timed_out"
+
+    @property
+    def is_models_doing(self) -> bool:
+        """Whether the score may reward or punish the model (the rest is counted and left out)."""
+        return self in (Outcome.SCORED, Outcome.NO_ANSWER)
+
+
+FinishReason = Literal["stop", "length", "abort"]
+"""`stop`: an end token; `length`: the token budget ran out; `abort`: cut off by us (weights changed, shutdown)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathReference:
+    """The accepted answers of a math problem; any of them is right."""
+
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StdinCase:
+    """One run of a program: its standard input and the standard output that is expected."""
+
+    input: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCase:
+    """One call: a JSON array of arguments and the JSON value that is expected."""
+
+    args_json: str
+    expected_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StdinTests:
+    """Programs that read standard input and write standard output."""
+
+    cases: tuple[StdinCase, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTests:
+    """Calls of `fn_name`, a function or a method of the class `Solution` (LeetCode, LiveCodeBench)."""
+
+    fn_name: str
+    cases: tuple[CallCase, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssertTests:
+    """Python source of assertions, one test per entry (HumanEval, MBPP)."""
+
+    programs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeReference:
+    """The tests of a code problem. `checker` is Python source of a special judge, empty if answers are unique."""
+
+    tests: StdinTests | CallTests | AssertTests
+    time_limit_s: float | None = None
+    memory_limit_mb: int | None = None
+    is_order_free: bool = False
+    checker: str = ""
+
+
+Reference = MathReference | CodeReference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A prompt with a checkable reference. `problem_id` is `problem_id_of(question)`."""
+
+    problem_id: str
+    source: str
+    domain: Domain
+    question: str
+    reference: Reference
+    difficulty: Difficulty
+
+
+def problem_id_of(question: str, domain: Domain) -> str:
+    """16 hex digits of the question's content: the same text has the same id in every run and source."""
+    return hashlib.blake2b(f"{domain}\x1f{question.strip()}".encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """One thing that a step removed, and why (`reason` is a short slug that ledgers count by)."""
+
+    problem_id: str
+    step: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sampled answer. `logps` are the sampler's own, at its sampling temperature, one per token (nats)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logps: tuple[float, ...]
+    finish_reason: FinishReason
+    policy_versions: tuple[int, ...]
+    """The version of the weights that sampled each token; all equal unless the weights changed midway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a verifier says of one answer. `score` means something only where the outcome is the model's doing."""
+
+    outcome: Outcome
+    score: float
+    detail: str = ""
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether the whole reference was met: a program that passes some of its tests is wrong."""
+        return self.outcome is Outcome.SCORED and self.score >= 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherReply:
+    """One teacher sample, as it came: reasoning without its tags, the text after it, and how it ended."""
+
+    reasoning: str
+    answer: str
+    finish_reason: FinishReason
+    num_tokens: int
+    """As the teacher's endpoint counted; for local teachers, counted in whitespace-separated words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherTrace:
+    """A teacher reply bound to its problem and judged. Wrong ones are kept: the verdict travels along."""
+
+    problem_id: str
+    question: str
+    difficulty: Difficulty
+    source: str
+    teacher: str
+    sample_idx: int
+    reasoning: str
+    answer: str
+    finish_reason: FinishReason
+    num_tokens: int
+    verdict: Verdict
+    prompt_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftExample:
+    """One training row; `loss_mask` is True on the tokens to be learnt."""
+
+    problem_id: str
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One judged completion. `reward` includes format terms and is meaningful only if the outcome is the model's doing."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    verdict: Verdict
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """All rollouts of one prompt in one step."""
+
+    problem: Problem
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """One rollout ready to learn from: prompt + response tokens; mask, logps and advantage are zero on the prompt."""
+
+    problem_id: str
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    old_logps: tuple[float, ...]
+    advantage: float
+    is_correct: bool
+    oldest_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSample:
+    """One judged benchmark answer. `decoding` is "sampled" or "greedy"; greedy has one sample, index 0."""
+
+    benchmark: str
+    problem_id: str
+    question: str
+    difficulty: Difficulty
+    decoding: Literal["sampled", "greedy"]
+    sample_idx: int
+    response: str
+    num_tokens: int
+    finish_reason: FinishReason
+    verdict: Verdict

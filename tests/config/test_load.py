@@ -1,0 +1,85 @@
+import pytest
+
+from klear_core.config.base import config_digest
+from klear_core.config.data import FileSource
+from klear_core.config.load import apply_override, load_profile, validate
+from klear_core.config.rl import ClipConfig, GppoConfig
+from klear_core.errors import ConfigError
+
+
+@pytest.fixture
+def profile(tmp_path):
+    (tmp_path / "run.toml").write_text('name = "mine"\nseed = 3\n')
+    (tmp_path / "rl.toml").write_text("[rl]\nnum_steps = 7\n[rl.loss]\nbeta_low = 0.5\n")
+    return tmp_path
+
+
+def test_a_profile_says_only_what_differs(profile):
+    cfg = load_profile(profile)
+    assert (cfg.name, cfg.seed, cfg.rl.num_steps) == ("mine", 3, 7)
+    assert cfg.rl.loss == GppoConfig(beta_low=0.5)
+
+
+def test_override_wins_over_the_file(profile):
+    assert load_profile(profile, ["rl.num_steps=9", "rl.loss.eps_high=0.3"]).rl.loss == GppoConfig(beta_low=0.5, eps_high=0.3)
+
+
+def test_changing_the_kind_forgets_the_settings_of_the_old_kind(profile):
+    assert load_profile(profile, ["rl.loss.kind=clip"]).rl.loss == ClipConfig()
+
+
+def test_optional_stage_takes_defaults_for_what_it_does_not_say(profile):
+    cfg = load_profile(profile, ["rl_code.loss.beta_low=0.25", "rl_code.domain=code"])
+    assert cfg.rl_code is not None
+    assert cfg.rl_code.loss == GppoConfig(beta_low=0.25)
+
+
+def test_list_values_are_toml():
+    tree = apply_override({}, 'curate.sources=[{kind="file", path="a.jsonl"}]')
+    assert tree == {"curate": {"sources": [{"kind": "file", "path": "a.jsonl"}]}}
+
+
+def test_text_that_is_not_toml_is_a_string():
+    assert apply_override({}, "model.path=models/Qwen3-8B-Base") == {"model": {"path": "models/Qwen3-8B-Base"}}
+
+
+def test_unknown_key_is_named_with_the_nearest_known_one(profile):
+    with pytest.raises(ConfigError, match=r"rl\.loss\.eps_hihg: unknown key; did you mean eps_high\?"):
+        load_profile(profile, ["rl.loss.eps_hihg=0.3"])
+
+
+def test_out_of_range_value_is_named_with_its_bound(profile):
+    with pytest.raises(ConfigError, match=r"rl\.num_steps = 0: .*greater than or equal to 1"):
+        load_profile(profile, ["rl.num_steps=0"])
+
+
+def test_all_wrong_keys_are_reported_at_once():
+    with pytest.raises(ConfigError, match=r"(?s)sede.*nmae"):
+        validate({"sede": 1, "nmae": "x"}, origin="here")
+
+
+def test_missing_folder_names_the_profiles_that_exist(profile):
+    with pytest.raises(ConfigError, match=str(profile)):
+        load_profile(profile.parent / "nope")
+
+
+def test_key_set_in_two_files_is_refused(profile):
+    (profile / "z.toml").write_text("[rl]\nnum_steps = 8\n")
+    with pytest.raises(ConfigError, match=r"z\.toml: \[rl\] is already set"):
+        load_profile(profile)
+
+
+def test_override_without_a_value_is_refused(profile):
+    with pytest.raises(ConfigError, match=r"expected key\.path=value"):
+        load_profile(profile, ["rl.num_steps"])
+
+
+def test_runtime_settings_do_not_change_the_digest(profile):
+    a, b = load_profile(profile), load_profile(profile, ["rl.runtime.num_rollout_actors=7"])
+    assert config_digest(a.rl) == config_digest(b.rl)
+    assert config_digest(a.rl) != config_digest(load_profile(profile, ["rl.num_steps=8"]).rl)
+
+
+def test_a_bare_path_is_a_file_source(profile):
+    cfg = load_profile(profile, ['curate.sources=["a.jsonl"]'])
+    assert cfg.curate.sources == (FileSource(path="a.jsonl"),)

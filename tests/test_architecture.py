@@ -1,0 +1,71 @@
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import klear_core
+
+HEAVY = {"torch", "transformers", "ray", "vllm", "prefect", "mlflow", "pyarrow", "math_verify", "pebble", "matplotlib", "pandas"}
+
+OWN_DOORS = {
+    "klear_core.rl.actors": {"ray"},
+    "klear_core.generate.vllm_engine": {"vllm"},
+}
+
+
+def modules_loaded_by(module: str) -> set[str]:
+    code = f"import sys, {module}; print(*sorted({{m.partition('.')[0] for m in sys.modules}}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(result.stdout.split())
+
+
+def all_core_modules() -> list[str]:
+    return [m.name for m in pkgutil.walk_packages(klear_core.__path__, prefix="klear_core.")]
+
+
+def test_a_fresh_import_of_the_core_loads_nothing_heavy():
+    assert (
+        not modules_loaded_by("klear_core, klear_core.types, klear_core.config.pipeline, klear_core.artifacts, klear_core.records") & HEAVY
+    )
+
+
+def test_the_command_line_starts_without_anything_heavy():
+    assert not modules_loaded_by("flows.cli") & HEAVY
+
+
+@pytest.mark.parametrize(
+    "module", ["klear_core.rl.learner", "klear_core.rl.losses", "klear_core.sft.loop", "klear_core.generate.torch_engine"]
+)
+def test_learner_losses_and_torch_engine_need_torch_and_transformers_only(module):
+    heavy = modules_loaded_by(module) & HEAVY
+    assert heavy <= {"torch", "transformers", "pandas"}, heavy  # transformers itself imports pandas where it is installed
+
+
+@pytest.mark.parametrize("library", ["prefect", "mlflow", "ray", "vllm"])
+def test_each_orchestration_library_has_one_door_in_the_core(library):
+    doors = {name for name, allowed in OWN_DOORS.items() if library in allowed}
+    users = {m for m in all_core_modules() if _names(m, library)}
+    assert users <= doors
+
+
+def _names(module: str, library: str) -> bool:
+    import ast
+    import importlib.util
+
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    with open(spec.origin) as f:
+        tree = ast.parse(f.read())
+    for node in ast.walk(tree):
+        names = (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+        if any(name.partition(".")[0] == library for name in names):
+            return True
+    return False
