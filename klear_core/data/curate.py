@@ -1,0 +1,164 @@
+"""Curation: from prompt sources to training problems. Nothing is filtered by accuracy; whatever goes is counted by reason."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from klear_core.config.data import CurateConfig, FileSource
+from klear_core.data.benchmarks import read_benchmarks
+from klear_core.data.candidates import Candidate
+from klear_core.data.decontaminate import Decontaminator, Protected
+from klear_core.data.dedup import Deduplicator
+from klear_core.data.difficulty import problem_from
+from klear_core.data.sources import READ, check_questions, check_sources, read_questions, read_source, source_name
+from klear_core.errors import DataError
+from klear_core.ledger import LedgerStep, StageSummary
+from klear_core.metrics import Telemetry
+from klear_core.records import shard_name, write_shard
+from klear_core.seeding import seed_for
+from klear_core.types import Dropped, Problem
+
+T = TypeVar("T")
+
+Objection = Callable[[Candidate], Dropped | None]
+"""Why a candidate goes, or None."""
+
+_STEPS = (READ, "length", "dedup", "decontaminate")
+
+
+def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
+    """Write `problems/*.parquet` and `dropped/*.parquet`: read, too long, dedup, decontaminate, tag, shuffle.
+
+    Sources are streamed; the problems that stay must fit into memory, where they are shuffled. DataError if a source has
+    no usable row or no problem is left.
+    """
+    check_curation(cfg)
+    dedup = Deduplicator(cfg.dedup)
+    decontaminator = Decontaminator(cfg.decontaminate, _protected_questions(cfg, benchmarks))
+    objections = (_length_limit(cfg.max_question_chars), dedup.repeat_of, decontaminator.leak_in)
+    problems: list[Problem] = []
+    dropped: list[Dropped] = []
+    num_rows: Counter[str] = Counter()
+    for i, source in enumerate(cfg.sources):
+        name = source_name(source)
+        telemetry.progress(i, len(cfg.sources), name)
+        for row in _usable_rows(read_source(source, seed=seed), name):
+            num_rows[name] += 1
+            why = row if isinstance(row, Dropped) else _first_objection(row, objections)
+            if why is None:
+                assert isinstance(row, Candidate)
+                problems.append(problem_from(row, cfg.difficulty))
+            else:
+                dropped.append(why)
+    if not problems:
+        raise DataError(f"curation left no problem of {num_rows.total()} rows: {dict(Counter(d.reason for d in dropped))}")
+    problems.sort(key=lambda p: seed_for(seed, "data/shuffle", p.problem_id))
+    _write_shards(workdir / "problems", problems, cfg.runtime.rows_per_shard)
+    _write_shards(workdir / "dropped", dropped, cfg.runtime.rows_per_shard)
+    telemetry.progress(len(cfg.sources), len(cfg.sources), "done")
+    return _summary(problems, dropped, num_rows, dedup, decontaminator)
+
+
+def check_curation(cfg: CurateConfig) -> None:
+    """ConfigError if a source or a protected question set is missing or cannot be read; looks at first rows only."""
+    check_sources(cfg.sources)
+    for source in cfg.decontaminate.also:
+        check_questions(source)
+
+
+def _protected_questions(cfg: CurateConfig, benchmarks: Path) -> Iterator[Protected]:
+    for name, problem in read_benchmarks(benchmarks):
+        yield Protected(benchmark=name, question_id=problem.problem_id, question=problem.question)
+    for source in cfg.decontaminate.also:
+        yield from _also_protected(source)
+
+
+def _also_protected(source: FileSource) -> Iterator[Protected]:
+    for number, question in enumerate(read_questions(source), 1):
+        if isinstance(question, Dropped):
+            raise DataError(f"{source.path}: a question that is to be kept out of training cannot be read: {question.detail}")
+        yield Protected(benchmark=source_name(source), question_id=f"row {number}", question=question)
+
+
+def _usable_rows(rows: Iterator[Candidate | Dropped], source: str) -> Iterator[Candidate | Dropped]:
+    """The rows as they come; DataError at the end if not one of them was a candidate."""
+    dropped: Counter[str] = Counter()
+    first = ""
+    is_usable = False
+    for row in rows:
+        if isinstance(row, Candidate):
+            is_usable = True
+        else:
+            dropped[row.reason] += 1
+            first = first or row.detail
+        yield row
+    if not is_usable:
+        raise DataError(f"source {source}: none of its {dropped.total()} rows can be used: {dict(dropped)}; the first: {first}")
+
+
+def _length_limit(max_chars: int) -> Objection:
+    def too_long(candidate: Candidate) -> Dropped | None:
+        length = len(candidate.question)
+        if length <= max_chars:
+            return None
+        detail = f"{candidate.source}: {length} characters, at most {max_chars} are allowed"
+        return Dropped(problem_id=candidate.problem_id, step="length", reason="question_too_long", detail=detail)
+
+    return too_long
+
+
+def _first_objection(candidate: Candidate, objections: Sequence[Objection]) -> Dropped | None:
+    return next((why for objection in objections if (why := objection(candidate)) is not None), None)
+
+
+def _write_shards(folder: Path, records: Sequence[T], rows_per_shard: int) -> None:
+    """One shard at least, also without records. A killed try may have left shards of another size, so it starts clean."""
+    shutil.rmtree(folder, ignore_errors=True)
+    count = max(1, -(-len(records) // rows_per_shard))
+    for i in range(count):
+        write_shard(folder / shard_name(i, count), records[i * rows_per_shard : (i + 1) * rows_per_shard])
+
+
+def _summary(
+    problems: Sequence[Problem], dropped: Sequence[Dropped], num_rows: Counter[str], dedup: Deduplicator, decontaminator: Decontaminator
+) -> StageSummary:
+    kept = Counter(p.source for p in problems)
+    noted = {
+        READ: {f"rows_of_{name}": n for name, n in num_rows.items()},
+        "length": {},
+        "dedup": {f"repeats_in_{name}": n for name, n in sorted(dedup.repeats.items())}
+        | {"repeats_with_another_answer": dedup.num_conflicting_answers},
+        "decontaminate": {f"kept_of_{name}": kept[name] for name in num_rows},
+    }
+    ledger: list[LedgerStep] = []
+    num_in = num_rows.total()
+    for step in _STEPS:
+        reasons = dict(sorted(Counter(d.reason for d in dropped if d.step == step).items()))
+        num_out = num_in - sum(reasons.values())
+        ledger.append(
+            LedgerStep(
+                step=step, unit="row" if step == READ else "problem", num_in=num_in, num_out=num_out, dropped=reasons, noted=noted[step]
+            )
+        )
+        num_in = num_out
+    assert num_in == len(problems), (num_in, len(problems))
+    tags = dict(sorted(Counter(p.difficulty.value for p in problems).items()))
+    ledger.append(LedgerStep(step="difficulty", unit="problem", num_in=num_in, num_out=num_in, noted=tags))
+    return StageSummary(
+        counts={"rows": num_rows.total(), "problems": len(problems), "protected_questions": decontaminator.num_protected},
+        ledger=tuple(ledger),
+        notes=_notes(num_rows, kept, decontaminator),
+    )
+
+
+def _notes(num_rows: Counter[str], kept: Counter[str], decontaminator: Decontaminator) -> tuple[str, ...]:
+    notes = [f"source {name}: no row was left after curation" for name in num_rows if not kept[name]]
+    if not decontaminator.num_protected:
+        notes.append("there is no benchmark, so nothing was compared with one")
+    if decontaminator.common_phrases:
+        notes.append(f"{len(decontaminator.common_phrases)} word grams stand in so many benchmark questions that they condemned nothing")
+    return tuple(notes)

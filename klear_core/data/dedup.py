@@ -1,0 +1,60 @@
+"""Exact removal of repeated questions; the first one seen stays."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+
+from klear_core.config.data import DedupConfig
+from klear_core.data.candidates import Candidate
+from klear_core.data.normalise import tokens_of
+from klear_core.types import Dropped, MathReference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _First:
+    """What is remembered of the first of its kind."""
+
+    problem_id: str
+    source: str
+    answers: frozenset[str] | None
+    """None for code: two sets of tests of one problem differ without contradicting each other."""
+
+
+class Deduplicator:
+    """Knows all questions so far, by 16 bytes each."""
+
+    def __init__(self, cfg: DedupConfig) -> None:
+        self._cfg = cfg
+        self._seen: dict[bytes, _First] = {}
+        self.repeats: Counter[str] = Counter()
+        """Repeats by the source in which they came."""
+        self.num_conflicting_answers = 0
+        """Repeats whose answer differs in writing from that of the first."""
+
+    def repeat_of(self, candidate: Candidate) -> Dropped | None:
+        """Why the candidate goes: an earlier one asks the same. None if it is the first to ask."""
+        answers = _written_answers(candidate)
+        first = _First(problem_id=candidate.problem_id, source=candidate.source, answers=answers)
+        earlier = self._seen.setdefault(self._key(candidate), first)
+        if earlier is first:
+            return None
+        is_conflict = earlier.answers is not None and answers is not None and earlier.answers.isdisjoint(answers)
+        self.repeats[candidate.source] += 1
+        self.num_conflicting_answers += is_conflict
+        detail = f"{candidate.source}: same question as {earlier.problem_id} of {earlier.source}" + (
+            ", another answer" if is_conflict else ""
+        )
+        return Dropped(problem_id=candidate.problem_id, step="dedup", reason="repeated_question", detail=detail)
+
+    def _key(self, candidate: Candidate) -> bytes:
+        text = " ".join(tokens_of(candidate.question)) if self._cfg.normalise else ""
+        text = text or candidate.question  # a question without any word or sign stays what it is
+        return hashlib.blake2b(f"{candidate.domain}\x1f{text}".encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _written_answers(candidate: Candidate) -> frozenset[str] | None:
+    if not isinstance(candidate.reference, MathReference):
+        return None
+    return frozenset(" ".join(tokens_of(a)) or a for a in candidate.reference.answers)

@@ -1,0 +1,97 @@
+"""The row formats that hold math or code: RL training rows in verl's layout, and Klear's own."""
+
+from __future__ import annotations
+
+import re
+
+from klear_core.data.code_schemas import code_reference, without_opening
+from klear_core.data.fields import (
+    Fields,
+    RowError,
+    Schema,
+    answer_at,
+    grade_at,
+    keys,
+    rating_at,
+    text_at,
+    user_message,
+    value_at,
+)
+from klear_core.errors import DataError
+from klear_core.types import MathReference, Reference
+from klear_core.verify.references import reference_from_json
+
+_INSTRUCTION = re.compile(
+    r"\s*(let's think step by step|please reason step by step),? and (output|put) (the|your) final answer (with)?in \\boxed\{+\}+\.?\s*$",
+    re.IGNORECASE,
+)
+"""What DeepScaleR, One-Shot RLVR and Qwen add to the question; the paper's prompts carry no instruction (METHOD 2.1)."""
+
+
+def _is_code(fields: Fields) -> bool:
+    """By `ability`, and where that names neither domain by `data_source`, which selects the verifier in KlearReasoner."""
+    ability, data_source = text_at(fields, "ability"), text_at(fields, "data_source")
+    if ability in ("math", "code"):
+        return ability == "code"
+    for mark, is_code in (("math", False), ("coder1", True)):
+        if mark in data_source:
+            return is_code
+    raise RowError("unknown_domain", "ability", f"neither ability {ability!r} nor data_source {data_source!r} says math or code")
+
+
+def _rl_question(fields: Fields) -> str:
+    """The bare `question` where a row has one, else the user's message without the source's own instructions."""
+    if fields.get("question"):
+        return text_at(fields, "question")
+    text = user_message(fields, "prompt")
+    if "<|im_start|>" in text:
+        raise RowError("templated_prompt", "prompt", "holds a chat template, and there is no bare `question` beside it")
+    return without_opening(_INSTRUCTION.sub("", text))
+
+
+def _rl_reference(fields: Fields) -> Reference:
+    if _is_code(fields):
+        return code_reference(fields)
+    return MathReference(answers=(answer_at(fields, "reward_model", "ground_truth"),))
+
+
+def _rl_rating(fields: Fields) -> float | None:
+    """SimpleRL's rows carry MATH's level of 1 to 5."""
+    return rating_at(fields, "level", top=5)
+
+
+def _own_reference(fields: Fields) -> Reference:
+    try:
+        return reference_from_json(value_at(fields, "reference"))
+    except DataError as e:
+        raise RowError("bad_reference", "reference", str(e)) from e
+
+
+def _own_rating(fields: Fields) -> float | None:
+    """A `difficulty` of easy, medium or hard, or a share in [0, 1]; may be left out."""
+    return grade_at(fields, "difficulty") if isinstance(fields.get("difficulty"), str) else rating_at(fields, "difficulty", top=1)
+
+
+MIXED_SCHEMAS = (
+    Schema(
+        name="klear_rl",
+        signatures=keys("data_source prompt ability reward_model"),
+        question=_rl_question,
+        reference=_rl_reference,
+        rating=_rl_rating,
+    ),
+    Schema(
+        name="verl",
+        signatures=keys("data_source prompt ability reward_model extra_info", "data_source prompt ability reward_model question answer"),
+        question=_rl_question,
+        reference=_rl_reference,
+        rating=_rl_rating,
+    ),
+    Schema(
+        name="problem",
+        signatures=keys("question reference"),
+        question=lambda fields: text_at(fields, "question"),
+        reference=_own_reference,
+        rating=_own_rating,
+    ),
+)

@@ -1,0 +1,60 @@
+"""What makes two questions the same text: words and signs, whatever their case, spacing, punctuation and LaTeX typesetting."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_SPACING = re.compile(
+    r"\\(?:[,;:!> ()\[\]]|(?:quad|qquad|displaystyle|limits|nolimits|left|right|[bB]igg?[lrm]?)(?![a-zA-Z]))|\\\\|~|\{,\}(?=\d)"
+)
+_STYLE = re.compile(r"\\(?:text|textbf|textit|texttt|textrm|emph|mathrm|mathbf|mathit|mathsf|boldsymbol|operatorname)(?![a-zA-Z])\*?")
+_NAMES = re.compile(r"\\(?:[dt]frac|[dt]binom|cdot|times|ast|leq|le|geq|ge|neq|ne|lvert|rvert|vert|mid)(?![a-zA-Z])")
+_NAME_MEANS = {
+    "dfrac": " frac ", "tfrac": " frac ", "dbinom": " binom ", "tbinom": " binom ",
+    "cdot": "*", "times": "*", "ast": "*", "leq": "<=", "le": "<=", "geq": ">=", "ge": ">=", "neq": "!=", "ne": "!=",
+    "lvert": "|", "rvert": "|", "vert": "|", "mid": "|",
+}  # fmt: skip
+_CHARACTERS = str.maketrans(
+    {
+        "\N{MINUS SIGN}": "-",
+        "\N{EN DASH}": "-",
+        "\N{EM DASH}": "-",
+        "\N{MULTIPLICATION SIGN}": "*",
+        "\N{MIDDLE DOT}": "*",
+        "\N{DOT OPERATOR}": "*",
+        "\N{ASTERISK OPERATOR}": "*",
+        "\N{DIVISION SIGN}": "/",
+        "\N{LESS-THAN OR EQUAL TO}": "<=",
+        "\N{GREATER-THAN OR EQUAL TO}": ">=",
+        "\N{NOT EQUAL TO}": "!=",
+        "\N{DIVIDES}": "|",
+    }
+)
+_THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_SUBSCRIPT = re.compile(r"([_^][A-Za-z])(?=[A-Za-z])")
+"""`A_iA_1` is A_i A_1: without braces a subscript is one character."""
+_LONE_LETTERS = re.compile(r"(?<![^\W\d_])([^\W\d_])\s+(?=[^\W\d_](?![^\W\d_]))")
+"""Some typeset the triangle ABC as `A B C`."""
+_TOKEN = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|[-+*/=<>!^|()\[\]&%]")
+
+
+def tokens_of(text: str) -> list[str]:
+    """Numbers, runs of letters, and the signs that carry meaning in mathematics, lower-cased.
+
+    Folded away are white space, other punctuation, dollar signs, braces and LaTeX commands that only typeset.
+    """
+    plain = _NAMES.sub(lambda m: _NAME_MEANS[m[0][1:]], _STYLE.sub(" ", _SPACING.sub(_spacing_means, text)))
+    plain = unicodedata.normalize("NFKC", plain).translate(_CHARACTERS).casefold()
+    plain = _LONE_LETTERS.sub(r"\1", _SUBSCRIPT.sub(r"\1 ", _THOUSANDS_COMMA.sub("", plain)))
+    return _TOKEN.findall(plain)
+
+
+def is_word(token: str) -> bool:
+    """Whether a token is a number or a run of letters."""
+    return token[0].isalnum()
+
+
+def _spacing_means(match: re.Match[str]) -> str:
+    """White space between words, but nothing inside a number (`10{,}000`)."""
+    return "" if match[0] == "{,}" else " "

@@ -1,0 +1,114 @@
+"""From a source's settings to candidates; every row that cannot be used is reported with its place, field and reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar, assert_never
+
+from klear_core.config.data import FileSource, ProceduralSource, Source
+from klear_core.data.candidates import Candidate
+from klear_core.data.fields import Fields, RowError, Schema
+from klear_core.data.procedural import check_procedural, generate_chains
+from klear_core.data.rowfiles import BrokenRow, read_rows, stem_of
+from klear_core.data.schemas import schema_for
+from klear_core.errors import ConfigError
+from klear_core.types import CodeReference, Domain, Dropped
+
+T = TypeVar("T")
+
+READ = "read"
+"""The ledger step of everything that is dropped here."""
+
+_FIRST_ROWS = 5
+"""How far `check_source` looks for a row that can be used."""
+
+
+def read_source(source: Source, *, seed: int) -> Iterator[Candidate | Dropped]:
+    """All rows of a source in order, each as a candidate or as a drop; `seed` matters to procedural sources only.
+
+    ConfigError or DataError where the source as a whole cannot be read.
+    """
+    match source:
+        case ProceduralSource():
+            yield from generate_chains(source, seed=seed)
+        case FileSource():
+            yield from _parse_rows(source, partial(_candidate, source=source_name(source)))
+        case _:
+            assert_never(source)
+
+
+def read_questions(source: FileSource) -> Iterator[str | Dropped]:
+    """The questions alone, of rows with and without references."""
+    return _parse_rows(source, lambda fields, schema: schema.question(fields))
+
+
+def check_sources(sources: Iterable[Source]) -> None:
+    """`check_source` for each; ConfigError also if two share a name, for drops and repeats are counted by it."""
+    names: dict[str, Source] = {}
+    for source in sources:
+        name = source_name(source)
+        if name in names:
+            raise ConfigError(
+                f"two sources are called {name!r} ({_origin(names[name])} and {_origin(source)}); give one of them another name"
+            )
+        names[name] = source
+        check_source(source)
+
+
+def check_source(source: Source) -> None:
+    """Look at a source briefly: ConfigError if its file is missing or none of its first rows can be used."""
+    match source:
+        case ProceduralSource():
+            check_procedural(source)
+        case FileSource():
+            _refuse_unusable(source, list(islice(read_source(source, seed=0), _FIRST_ROWS)))
+        case _:
+            assert_never(source)
+
+
+def check_questions(source: FileSource) -> None:
+    """As `check_source`, for a set of which only the questions are read."""
+    _refuse_unusable(source, list(islice(read_questions(source), _FIRST_ROWS)))
+
+
+def source_name(source: Source) -> str:
+    """The name by which rows of this source are counted."""
+    return source.name or (stem_of(Path(source.path)) if isinstance(source, FileSource) else "")
+
+
+def _refuse_unusable(source: FileSource, head: list[Candidate | Dropped] | list[str | Dropped]) -> None:
+    if not head:
+        raise ConfigError(f"{source.path}: holds no row")
+    dropped = [row for row in head if isinstance(row, Dropped)]
+    if len(dropped) == len(head):
+        raise ConfigError(
+            f"{source.path}: with row_schema {source.row_schema!r} none of the first {len(head)} rows can be used; {dropped[0].detail}"
+        )
+
+
+def _parse_rows(source: FileSource, parse: Callable[[Fields, Schema], T]) -> Iterator[T | Dropped]:
+    """What `parse` makes of each row up to the limit; the format is decided on the first whole row."""
+    schema: Schema | None = None
+    for row in islice(read_rows(Path(source.path)), source.limit):
+        if isinstance(row, BrokenRow):
+            yield Dropped(problem_id=row.where, step=READ, reason=row.reason, detail=f"{row.where}: {row.detail}")
+            continue
+        schema = schema or schema_for(source.row_schema, row.fields, where=row.where)
+        try:
+            yield parse(row.fields, schema)
+        except RowError as e:
+            yield Dropped(problem_id=row.where, step=READ, reason=e.reason, detail=f"{row.where}: {e}")
+
+
+def _candidate(fields: Fields, schema: Schema, *, source: str) -> Candidate:
+    question = schema.question(fields)
+    reference = schema.reference(fields)
+    domain = Domain.CODE if isinstance(reference, CodeReference) else Domain.MATH
+    return Candidate(source=source, domain=domain, question=question, reference=reference, rating=schema.rating(fields))
+
+
+def _origin(source: Source) -> str:
+    return source.path if isinstance(source, FileSource) else "procedural"

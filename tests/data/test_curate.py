@@ -1,0 +1,146 @@
+import json
+from collections import Counter
+
+import pytest
+
+from klear_core.config.data import BenchmarkConfig, CurateConfig, CurateRuntime, DecontaminateConfig, FileSource, ProceduralSource
+from klear_core.data.benchmarks import prepare_benchmarks
+from klear_core.data.curate import check_curation, curate
+from klear_core.errors import ConfigError, DataError
+from klear_core.metrics import NullTelemetry
+from klear_core.records import read_shards
+from klear_core.types import Difficulty, Dropped, Problem
+
+LEAK = "A train leaves the old station at noon and runs at sixty miles an hour for two hours"
+
+
+def file_source(tmp_path, name, rows):
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return FileSource(path=str(path))
+
+
+def row(question, answer="1"):
+    return {"problem": question, "answer": answer, "difficulty": 9.0}
+
+
+def bench_folder(tmp_path):
+    source = file_source(tmp_path, "bench", [{"question": LEAK + ". How far?", "answer": "#### 120"}])
+    prepare_benchmarks([BenchmarkConfig(name="bench", source=source)], seed=0, workdir=tmp_path / "bench", telemetry=NullTelemetry())
+    return tmp_path / "bench"
+
+
+def run(cfg, tmp_path, *, seed=0, out="out"):
+    benchmarks = tmp_path / "bench" if (tmp_path / "bench").is_dir() else bench_folder(tmp_path)
+    summary = curate(cfg, benchmarks=benchmarks, seed=seed, workdir=tmp_path / out, telemetry=NullTelemetry())
+    problems = list(read_shards(tmp_path / out / "problems", Problem))
+    return summary, problems, _dropped(tmp_path / out)
+
+
+def _dropped(folder):
+    from klear_core.records import read_shard
+
+    return [d for shard in sorted((folder / "dropped").glob("*.parquet")) for d in read_shard(shard, Dropped)]
+
+
+def test_every_row_is_a_problem_or_a_drop_with_a_reason(tmp_path):
+    one = file_source(tmp_path, "one", [row("Find a."), row("Find b."), "broken\n", row("x" * 101), row("find  A")])
+    two = file_source(tmp_path, "two", [row("Find b.", "2"), row(f"{LEAK}. How many miles?"), row("Find c.", "")])
+    summary, problems, dropped = run(CurateConfig(sources=(one, two), max_question_chars=100), tmp_path)
+    assert sorted(p.question for p in problems) == ["Find a.", "Find b."]
+    assert Counter((d.step, d.reason) for d in dropped) == {
+        ("read", "not_json"): 1,
+        ("read", "no_reference"): 1,
+        ("length", "question_too_long"): 2,  # the leak is longer than 100 characters, too
+        ("dedup", "repeated_question"): 2,
+    }
+    assert [(s.step, s.num_in, s.num_out) for s in summary.ledger] == [
+        ("read", 8, 6),
+        ("length", 6, 4),
+        ("dedup", 4, 2),
+        ("decontaminate", 2, 2),
+        ("difficulty", 2, 2),
+    ]
+    assert summary.ledger[2].noted == {"repeats_in_one": 1, "repeats_in_two": 1, "repeats_with_another_answer": 1}
+    assert summary.counts == {"rows": 8, "problems": 2, "protected_questions": 1}
+    assert any("two: no row was left" in note for note in summary.notes)
+
+
+def test_benchmark_questions_never_reach_training(tmp_path):
+    source = file_source(tmp_path, "one", [row(f"{LEAK}. How many miles?"), row("Find a.")])
+    _, problems, dropped = run(CurateConfig(sources=(source,)), tmp_path)
+    assert [p.question for p in problems] == ["Find a."]
+    assert [d.reason for d in dropped] == ["in_bench"]
+
+
+def test_questions_without_references_can_be_kept_out_too(tmp_path):
+    source = file_source(tmp_path, "one", [row("Count the ways to tile a three by eight board with dominoes"), row("Find a.")])
+    also = file_source(
+        tmp_path, "other", [{"problem": "count the ways to tile a three by eight board with dominoes!", "expected_answer": None}]
+    )
+    summary, problems, dropped = run(CurateConfig(sources=(source,), decontaminate=DecontaminateConfig(also=(also,))), tmp_path)
+    assert [p.question for p in problems] == ["Find a."]
+    assert [d.reason for d in dropped] == ["in_other"]
+    assert summary.counts["protected_questions"] == 2
+
+
+def test_difficulty_is_the_sources_own(tmp_path):
+    source = file_source(tmp_path, "one", [row("Find a.")])
+    summary, problems, _ = run(CurateConfig(sources=(source, ProceduralSource(num_problems=4))), tmp_path)
+    assert Counter(p.difficulty for p in problems) == {Difficulty.EASY: 1, Difficulty.MEDIUM: 2, Difficulty.HARD: 2}
+    assert summary.ledger[-1].noted == {"easy": 1, "hard": 2, "medium": 2}
+
+
+def test_the_seed_decides_the_order_and_the_shard_size_does_not(tmp_path):
+    cfg = CurateConfig(sources=(ProceduralSource(num_problems=50),))
+    small = cfg.model_copy(update={"runtime": CurateRuntime(rows_per_shard=7)})
+    _, first, _ = run(cfg, tmp_path)
+    _, again, _ = run(small, tmp_path, out="again")
+    assert first == again
+    assert len(list((tmp_path / "again" / "problems").glob("*.parquet"))) == 8
+    assert [p.problem_id for p in first] != sorted(p.problem_id for p in first)
+    _, other, _ = run(cfg, tmp_path, seed=1, out="other")
+    assert other != first
+
+
+def test_the_order_of_sources_does_not_decide_the_order_of_problems(tmp_path):
+    one, two = (file_source(tmp_path, name, [row(f"Find {name}{i}.") for i in range(20)]) for name in ("one", "two"))
+    _, forward, _ = run(CurateConfig(sources=(one, two)), tmp_path)
+    _, backward, _ = run(CurateConfig(sources=(two, one)), tmp_path, out="backward")
+    assert forward == backward
+
+
+def test_shards_of_a_killed_try_do_not_survive(tmp_path):
+    stale = tmp_path / "out" / "problems" / "00007-of-00009.parquet"
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"half")
+    _, problems, _ = run(CurateConfig(sources=(ProceduralSource(num_problems=5),)), tmp_path)
+    assert len(problems) == 5
+    assert not stale.exists()
+
+
+def test_a_source_without_a_usable_row_is_an_error_that_counts_why(tmp_path):
+    bad = file_source(tmp_path, "bad", [row("q", ""), row("", "1")])
+    with pytest.raises(ConfigError, match="none of the first 2 rows can be used"):
+        run(CurateConfig(sources=(bad,)), tmp_path)
+
+
+def test_nothing_left_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"left no problem of 1 rows: \{'question_too_long': 1\}"):
+        run(CurateConfig(sources=(file_source(tmp_path, "one", [row("Find a.")]),), max_question_chars=3), tmp_path)
+
+
+def test_an_unreadable_protected_question_stops_curation(tmp_path):
+    also = file_source(tmp_path, "other", [{"problem": "fine", "expected_answer": "1"}, {"problem": "", "expected_answer": "1"}])
+    cfg = CurateConfig(sources=(ProceduralSource(num_problems=5),), decontaminate=DecontaminateConfig(also=(also,)))
+    check_curation(cfg)
+    with pytest.raises(DataError, match=r"kept out of training cannot be read.*other\.jsonl:2"):
+        run(cfg, tmp_path)
+
+
+def test_training_and_held_out_chains_share_nothing_and_none_is_mistaken_for_a_leak(tmp_path):
+    held_out = BenchmarkConfig(name="chains", source=ProceduralSource(split="heldout", num_problems=256))
+    prepare_benchmarks([held_out], seed=3, workdir=tmp_path / "bench", telemetry=NullTelemetry())
+    _, problems, dropped = run(CurateConfig(sources=(ProceduralSource(),)), tmp_path, seed=3)
+    assert len(problems) + len(dropped) == 4096
+    assert len(dropped) <= 2

@@ -1,0 +1,54 @@
+import pytest
+
+from klear_core.data.normalise import tokens_of
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Let $x$ be real.", "let x be REAL"),
+        ("Find $\\frac{1}{2}+x$", "find \\( \\dfrac{1}{2} + x \\)"),
+        ("$2 \\cdot 3$", "2 * 3"),
+        ("$2\\times3$", "2\N{MULTIPLICATION SIGN}3"),
+        ("$a\\le b$", "a ≤ b"),
+        ("$a\\leq b$", "a <= b"),
+        ("10{,}000 or 10,000", "10000 or 10000"),
+        ("$\\left( 3, \\frac{\\pi}{2} \\right)$", "(3,\\frac{\\pi}{2})"),
+        ("$x\\, =\\;2$", "x = 2"),
+        ("$x^{2}$", "x^2"),
+        ("$17_{b}$", "17_b"),
+        ("Find $\\text{gcd}(a,b)$", "Find \\operatorname{gcd}(a, b)."),
+        ("a  b\n\tc", "a b c"),
+        ("$A_iA_1A_{i+1}$", "$A_i A_{1} A_{i+1}$"),
+        ("trapezoid $A B C D$ with $A B=5$", "trapezoid $ABCD$ with $AB = 5$"),
+        ("don\N{RIGHT SINGLE QUOTATION MARK}t \N{LEFT DOUBLE QUOTATION MARK}quote\N{RIGHT DOUBLE QUOTATION MARK}", 'don\'t "quote"'),
+        ("\N{LATIN SMALL LIGATURE FI}nd", "find"),
+        ("3 \N{MINUS SIGN} 4", "3 - 4"),
+    ],
+)
+def test_typesetting_does_not_matter(one, other):
+    assert tokens_of(one) == tokens_of(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("3+4", "3-4"),
+        ("3*4", "3+4"),
+        ("x^2", "x2"),
+        ("0.5", "0 5"),
+        ("1.5", "15"),
+        ("(a+b)*c", "a+(b*c)"),
+        ("a < b", "a > b"),
+        ("12 3", "1 23"),
+        ("mod 10: 3,+4=?", "mod 10: 3,-4=?"),
+        ("5!", "5"),
+        ("\\frac{1}{23}", "\\frac{12}{3}"),
+    ],
+)
+def test_what_changes_the_meaning_stays(one, other):
+    assert tokens_of(one) != tokens_of(other)
+
+
+def test_other_scripts_have_words_too():
+    assert tokens_of("Найдите x. 求解 y") == ["найдите", "x", "求解", "y"]
