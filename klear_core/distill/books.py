@@ -1,0 +1,112 @@
+"""The books of distillation: every sample that was asked for is found again, as a trace or under a reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from klear_core.distill.select import unjudged
+from klear_core.ledger import LedgerStep
+from klear_core.types import Dropped, TeacherTrace
+
+STEPS = ("ask", "complete", "judge", "select")
+"""What a sample goes through: the teacher replies, the reply is whole, it is judged, the policy keeps it."""
+
+
+class Books:
+    """Counts of what finished shards hold; the same after a resume, for they are made from the shards' own records."""
+
+    def __init__(self) -> None:
+        self.num_traces = 0
+        self.num_tokens = 0
+        self.num_correct: Counter[str] = Counter()
+        """Right answers by difficulty."""
+        self.num_judged: Counter[str] = Counter()
+        """Answers that were right or wrong, by difficulty, kept or not."""
+        self._dropped: dict[str, Counter[str]] = {step: Counter() for step in STEPS}
+        self._noted: dict[str, Counter[str]] = {step: Counter() for step in STEPS}
+
+    def add(self, traces: Iterable[TeacherTrace], dropped: Iterable[Dropped]) -> None:
+        """Enter one shard."""
+        for trace in traces:
+            self._enter(trace)
+        for drop in dropped:
+            self._dropped[drop.step][drop.reason] += 1
+            kind, _, difficulty = drop.reason.partition("_")
+            if drop.step == "select" and kind == "wrong":
+                self.num_judged[difficulty] += 1
+
+    def _enter(self, trace: TeacherTrace) -> None:
+        self.num_traces += 1
+        self.num_tokens += trace.num_tokens
+        verdict = trace.verdict
+        if trace.finish_reason != "stop":
+            self._noted["complete"]["truncated_but_kept"] += 1
+        if not verdict.outcome.is_models_doing:
+            self._noted["judge"][f"{verdict.outcome}_but_kept"] += 1
+            return
+        self.num_judged[trace.difficulty] += 1
+        if verdict.is_correct:
+            self.num_correct[trace.difficulty] += 1
+        else:
+            self._noted["select"][f"wrong_but_kept_{trace.difficulty}"] += 1
+
+    def ledger(self) -> tuple[LedgerStep, ...]:
+        """One entry a step, in order; what left one entered the next."""
+        num_out = self.num_traces
+        entries: list[LedgerStep] = []
+        for step in reversed(STEPS):
+            dropped, noted = self._dropped[step], self._noted[step]
+            num_in = num_out + dropped.total()
+            counts = {"dropped": dict(sorted(dropped.items())), "noted": dict(sorted(noted.items()))}
+            entries.append(LedgerStep(step=step, unit="trace", num_in=num_in, num_out=num_out, **counts))
+            num_out = num_in
+        return tuple(reversed(entries))
+
+    def metrics(self) -> dict[str, float]:
+        """Counts and rates so far, under their names for tracking."""
+        metrics: dict[str, float] = {
+            "distill/trace/count": self.num_traces,
+            "distill/trace/tokens_mean": self.num_tokens / max(self.num_traces, 1),
+            "distill/request/failed": self._dropped["ask"].total(),
+            "distill/reply/incomplete": self._dropped["complete"].total(),
+            "distill/judge/failed": self._dropped["judge"].total(),
+        }
+        if self.num_judged:
+            metrics["distill/accuracy/all"] = self.num_correct.total() / self.num_judged.total()
+        return metrics | {f"distill/accuracy/{d}": self.num_correct[d] / n for d, n in sorted(self.num_judged.items())}
+
+
+class FailureBudget:
+    """Decides when too much has failed. Failures of unfinished shards are forgiven: they will be asked again."""
+
+    def __init__(self, max_failure_rate: float) -> None:
+        self.max_failure_rate = max_failure_rate
+        self._num_asked = 0
+        self._num_failed = 0
+
+    def settle(self, *, num_asked: int, num_failed: int) -> None:
+        """Enter a finished shard."""
+        self._num_asked += num_asked
+        self._num_failed += num_failed
+
+    def is_exceeded(self, *, num_asked: int, num_failed: int) -> bool:
+        """Whether a shard that asks `num_asked` times and already failed `num_failed` times breaks the limit for good.
+
+        A shard is only finished within the limit, so that a rerun after the fix can finish what was left.
+        """
+        return self._num_failed + num_failed > self.max_failure_rate * (self._num_asked + num_asked)
+
+
+def failures_of(outcomes: Iterable[TeacherTrace | Dropped]) -> list[Dropped]:
+    """The samples that met trouble with the teacher or the judge, also those that a setting keeps all the same."""
+    found: list[Dropped] = []
+    for outcome in outcomes:
+        match outcome:
+            case Dropped(step="ask" | "judge"):
+                found.append(outcome)
+            case TeacherTrace(verdict=verdict) if not verdict.outcome.is_models_doing:
+                found.append(unjudged(outcome))
+            case _:
+                pass
+    return found

@@ -1,0 +1,231 @@
+"""Distillation: every problem is put to the teacher, every reply is judged, and the policy says which traces are learnt from.
+
+Wrong traces stay with their verdict (no accuracy filter, Klear-Reasoner section 3.1). A shard of problems is the unit of
+resume: what is finished is never asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+from klear_core.config.distill import DistillConfig, HttpTeacherConfig, ProceduralTeacherConfig, TeacherConfig
+from klear_core.config.verify import VerifyConfig
+from klear_core.distill.books import Books, FailureBudget, failures_of
+from klear_core.distill.select import drop_reason, dropped, why_incomplete
+from klear_core.distill.teacher import Teacher, TeacherFailure, TeacherResult
+from klear_core.errors import DataError, JudgeError, TeacherError
+from klear_core.ledger import LedgerStep, StageSummary
+from klear_core.metrics import Telemetry
+from klear_core.prompts import render_response
+from klear_core.records import read_shard, read_shards, write_shard
+from klear_core.seeding import seed_for
+from klear_core.shards import Shard, plan_shards, work_shards
+from klear_core.types import Dropped, Problem, TeacherTrace, Verdict
+
+log = logging.getLogger(__name__)
+
+Judge = Callable[[Problem, str], Awaitable[Verdict]]
+"""The verdict on a whole model output: `JudgePool.judge_async`."""
+
+
+def distill(cfg: DistillConfig, verify: VerifyConfig, *, problems: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
+    """Write `workdir/traces` and `workdir/dropped`, from the problems of a curation's artifact folder.
+
+    TeacherError or JudgeError if more than `cfg.max_failure_rate` fails; finished shards are kept for the rerun.
+    """
+    from klear_core.verify import build_verifier
+
+    offered = list(read_shards(problems / "problems", Problem))
+    if not offered:
+        raise DataError(f"{problems}: there is no problem to distill; see the ledger of curation for where they went")
+    chosen = choose_problems(offered, max_problems=cfg.max_problems, seed=seed)
+    with build_verifier(verify) as judges:
+        notes = judges.prepare(chosen)
+        summary = asyncio.run(_with_teacher(cfg, judges.judge_async, chosen, seed=seed, workdir=workdir, telemetry=telemetry))
+    summary = summary.model_copy(update={"notes": (*summary.notes, *notes)})
+    if len(chosen) == len(offered):
+        return summary
+    left_out = {"over_max_problems": len(offered) - len(chosen)}
+    limit = LedgerStep(step="limit", unit="problem", num_in=len(offered), num_out=len(chosen), dropped=left_out)
+    return summary.model_copy(update={"ledger": (limit, *summary.ledger)})
+
+
+def choose_problems(problems: Sequence[Problem], *, max_problems: int | None, seed: int) -> list[Problem]:
+    """All problems, or `max_problems` of them drawn by seed, in their own order."""
+    if max_problems is None or len(problems) <= max_problems:
+        return list(problems)
+    drawn = sorted(problems, key=lambda p: seed_for(seed, "distill/problems", p.problem_id))[:max_problems]
+    ids = {p.problem_id for p in drawn}
+    return [p for p in problems if p.problem_id in ids]
+
+
+async def _with_teacher(
+    cfg: DistillConfig, judge: Judge, problems: Sequence[Problem], *, seed: int, workdir: Path, telemetry: Telemetry
+) -> StageSummary:
+    teacher = build_teacher(cfg.teacher)
+    try:
+        return await collect_traces(cfg, teacher, judge, problems, seed=seed, workdir=workdir, telemetry=telemetry)
+    finally:
+        await teacher.close()
+
+
+def build_teacher(cfg: TeacherConfig) -> Teacher:
+    """The teacher that the settings name; ConfigError if its API key is missing."""
+    match cfg:
+        case ProceduralTeacherConfig():
+            from klear_core.distill.procedural import ProceduralTeacher
+
+            return ProceduralTeacher(cfg)
+        case HttpTeacherConfig():
+            from klear_core.distill.http import HttpTeacher
+
+            return HttpTeacher(cfg)
+        case _:
+            assert_never(cfg)
+
+
+async def collect_traces(
+    cfg: DistillConfig,
+    teacher: Teacher,
+    judge: Judge,
+    problems: Sequence[Problem],
+    *,
+    seed: int,
+    workdir: Path,
+    telemetry: Telemetry,
+) -> StageSummary:
+    """Ask for what is not there yet, judge it while the teacher goes on, and write it shard by shard."""
+    problems_per_shard = max(1, cfg.runtime.traces_per_shard // cfg.samples_per_problem)
+    shards = plan_shards(workdir / "traces", problems, items_per_shard=problems_per_shard)
+    run = _Collection(cfg, teacher, judge, seed=seed, telemetry=telemetry, num_problems=len(problems))
+    todo = [shard for shard in shards if not shard.is_done]
+    for shard in shards:
+        if shard.is_done:
+            run.reopen(shard)
+    if len(todo) < len(shards):
+        log.info("distill: %d of %d shards are there already", len(shards) - len(todo), len(shards))
+    async with aclosing(work_shards(todo, run.work, limit=cfg.runtime.max_in_flight)) as finished:
+        async for shard, results in finished:
+            run.finish(shard, results)
+    return run.summary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Solved:
+    """What came of one problem."""
+
+    traces: tuple[TeacherTrace, ...]
+    dropped: tuple[Dropped, ...]
+
+
+class _Collection:
+    """One run of the stage: how problems become traces, and what has been counted so far."""
+
+    def __init__(self, cfg: DistillConfig, teacher: Teacher, judge: Judge, *, seed: int, telemetry: Telemetry, num_problems: int) -> None:
+        self.cfg = cfg
+        self.teacher = teacher
+        self.judge = judge
+        self.seed = seed
+        self.telemetry = telemetry
+        self.num_problems = num_problems
+        self.books = Books()
+        self.budget = FailureBudget(cfg.max_failure_rate)
+        self.num_shards_done = 0
+        self.num_problems_done = 0
+        self.failures: dict[Path, list[Dropped]] = {}
+        """Of the shards being worked on."""
+
+    def reopen(self, shard: Shard[Problem]) -> None:
+        """Count a shard that an earlier run finished."""
+        self.num_problems_done += len(shard.items)
+        self._settle(shard, read_shard(shard.path, TeacherTrace), read_shard(_dropped_path(shard), Dropped))
+
+    async def work(self, shard: Shard[Problem], problem: Problem) -> _Solved:
+        """Put one problem to the teacher and judge its replies. Raises once too much has failed."""
+        replies = await self.teacher.solve(problem, num_samples=self.cfg.samples_per_problem, seed=self.seed)
+        assert len(replies) == self.cfg.samples_per_problem, (len(replies), self.cfg.samples_per_problem)
+        outcomes = await asyncio.gather(*(self._judge(problem, i, reply) for i, reply in enumerate(replies)))
+        solved = _Solved(
+            traces=tuple(o for o in outcomes if isinstance(o, TeacherTrace)),
+            dropped=tuple(o for o in outcomes if isinstance(o, Dropped)),
+        )
+        self._check_failures(shard, failures_of(outcomes))
+        self.num_problems_done += 1
+        self.telemetry.progress(self.num_problems_done, self.num_problems, "problems distilled")
+        return solved
+
+    async def _judge(self, problem: Problem, sample_idx: int, reply: TeacherResult) -> TeacherTrace | Dropped:
+        if isinstance(reply, TeacherFailure):
+            return dropped(problem.problem_id, sample_idx, step="ask", reason=reply.reason, detail=reply.detail)
+        if reason := why_incomplete(reply, self.cfg.select):
+            detail = f"{reply.num_tokens} tokens, finish_reason {reply.finish_reason}"
+            return dropped(problem.problem_id, sample_idx, step="complete", reason=reason, detail=detail)
+        trace = TeacherTrace(
+            problem_id=problem.problem_id,
+            question=problem.question,
+            difficulty=problem.difficulty,
+            source=problem.source,
+            teacher=self.teacher.name,
+            sample_idx=sample_idx,
+            reasoning=reply.reasoning,
+            answer=reply.answer,
+            finish_reason=reply.finish_reason,
+            num_tokens=reply.num_tokens,
+            verdict=await self.judge(problem, render_response(reply.reasoning, reply.answer)),
+            prompt_version=self.teacher.prompt_version,
+        )
+        return drop_reason(trace, self.cfg.select) or trace
+
+    def finish(self, shard: Shard[Problem], results: Sequence[_Solved]) -> None:
+        """Write a shard. Its traces come last, for they say that it is done."""
+        traces = [trace for solved in results for trace in solved.traces]
+        drops = [drop for solved in results for drop in solved.dropped]
+        write_shard(_dropped_path(shard), drops)
+        write_shard(shard.path, traces)
+        self.failures.pop(shard.path, None)
+        self._settle(shard, traces, drops)
+        retries = {f"distill/retry/{reason}": float(count) for reason, count in self.teacher.retries.items()}
+        self.telemetry.log(self.books.metrics() | retries, step=self.num_shards_done)
+
+    def _settle(self, shard: Shard[Problem], traces: Sequence[TeacherTrace], drops: Sequence[Dropped]) -> None:
+        self.num_shards_done += 1
+        self.books.add(traces, drops)
+        self.budget.settle(num_asked=self._num_asked(shard), num_failed=len(failures_of([*traces, *drops])))
+
+    def _num_asked(self, shard: Shard[Problem]) -> int:
+        return len(shard.items) * self.cfg.samples_per_problem
+
+    def _check_failures(self, shard: Shard[Problem], new: Sequence[Dropped]) -> None:
+        failures = self.failures.setdefault(shard.path, [])
+        failures.extend(new)
+        if failures and self.budget.is_exceeded(num_asked=self._num_asked(shard), num_failed=len(failures)):
+            raise _too_many_failures(failures, num_asked=self._num_asked(shard), max_failure_rate=self.cfg.max_failure_rate)
+
+    def summary(self) -> StageSummary:
+        """The stage's counts and its ledger."""
+        books = self.books
+        counts: dict[str, int | float] = {"problems": self.num_problems, "traces": books.num_traces, "tokens": books.num_tokens}
+        if books.num_judged:
+            counts["teacher_accuracy"] = round(books.num_correct.total() / books.num_judged.total(), 4)
+        return StageSummary(counts=counts, ledger=books.ledger(), seeds={"distill": self.seed})
+
+
+def _dropped_path(shard: Shard[Problem]) -> Path:
+    return shard.path.parents[1] / "dropped" / shard.path.name
+
+
+def _too_many_failures(failures: Sequence[Dropped], *, num_asked: int, max_failure_rate: float) -> TeacherError | JudgeError:
+    by_reason = ", ".join(f"{n} {reason}" for reason, n in Counter(f.reason for f in failures).most_common())
+    last = failures[-1]
+    error_type = TeacherError if last.step == "ask" else JudgeError
+    return error_type(
+        f"distill: {len(failures)} of the {num_asked} answers of a shard failed ({by_reason}), above distill.max_failure_rate = "
+        f"{max_failure_rate:g}; the last: problem {last.problem_id}, {last.detail}. Finished shards are kept: fix the cause and run again"
+    )

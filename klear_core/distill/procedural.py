@@ -1,0 +1,53 @@
+"""A teacher that needs no network: it solves chain problems step by step, and errs as it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from klear_core.config.distill import ProceduralTeacherConfig
+from klear_core.data.procedural import ChainProblem, ChainStep, apply_step, parse_chain
+from klear_core.distill.teacher import TeacherFailure, TeacherResult
+from klear_core.errors import DataError
+from klear_core.seeding import seed_for
+from klear_core.types import Problem, TeacherReply
+
+
+class ProceduralTeacher:
+    """Writes `3+4=7`, `7*7=9`, ... and boxes the last value. A wrong step is carried on honestly to a wrong answer."""
+
+    name = "procedural"
+    prompt_version = "chain-1"
+    retries: Mapping[str, int] = {}
+
+    def __init__(self, cfg: ProceduralTeacherConfig) -> None:
+        self.cfg = cfg
+
+    async def solve(self, problem: Problem, *, num_samples: int, seed: int) -> Sequence[TeacherResult]:
+        """Samples that differ in their slips alone; a question that is no chain problem is `unsupported`."""
+        try:
+            chain = parse_chain(problem.question)
+        except DataError as e:
+            return [TeacherFailure(reason="unsupported", detail=str(e))] * num_samples
+        return [self._write(chain, Random(seed_for(seed, "distill/teacher", problem.problem_id, i))) for i in range(num_samples)]  # noqa: S311
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def _write(self, chain: ChainProblem, rng: Random) -> TeacherReply:
+        lines: list[str] = []
+        value = chain.start
+        for step in chain.steps:
+            result = self._result(value, step, chain.modulus, rng)
+            lines.append(f"{value}{step.operator}{step.operand}={result}")
+            value = result
+        reasoning, answer = "\n".join(lines), f"\\boxed{{{value}}}"
+        num_words = len(reasoning.split()) + len(answer.split())
+        return TeacherReply(reasoning=reasoning, answer=answer, finish_reason="stop", num_tokens=num_words)
+
+    def _result(self, value: int, step: ChainStep, modulus: int, rng: Random) -> int:
+        """The right value; now and then any other (a slip), or, in the blind spot, mostly one more than is right (a false belief)."""
+        right = apply_step(value, step, modulus)
+        if step.operator == "*" and step.operand in self.cfg.blind_spot_factors:
+            return (right + 1) % modulus if rng.random() < self.cfg.blind_spot_rate else right
+        return (right + rng.randrange(1, modulus)) % modulus if rng.random() < self.cfg.slip_rate else right
