@@ -1,0 +1,61 @@
+"""The seam between Klear and whatever samples tokens: tokens in, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from klear_core.types import Completion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """One request's decoding; `seed` makes its samples reproducible on the same engine.
+
+    Log-probs are of the distribution a token was drawn from. With top_p = 1, top_k = 0 and repetition_penalty = 1 that is
+    `log_softmax(logits / temperature)`, the learner's own; otherwise it is renormalised over what those three leave, and old
+    log-probs for a policy ratio must be recomputed. Greedy (temperature 0) reports temperature 1, untruncated.
+    """
+
+    num_samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    max_new_tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.max_new_tokens < 1:
+            raise ValueError(f"num_samples = {self.num_samples} and max_new_tokens = {self.max_new_tokens} must be at least 1")
+
+
+WeightSource = Path | Mapping[str, "Tensor"]
+"""New weights: a Hugging Face folder, or all tensors under their Hugging Face names."""
+
+
+class InferenceEngine(Protocol):
+    """Samples answers. Calls overlap freely: batching is the engine's own business."""
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """`params.num_samples` completions of one prompt, in sample order. ValueError if the prompt leaves no room."""
+        ...
+
+    async def close(self) -> None:
+        """Release what is held; waiting requests fail."""
+        ...
+
+
+class TrainableEngine(InferenceEngine, Protocol):
+    """An engine whose weights follow the policy under training."""
+
+    version: int
+
+    async def load_weights(self, weights: WeightSource, *, version: int) -> None:
+        """Use these weights from the next token on; cached prefixes of the old ones are forgotten."""
+        ...

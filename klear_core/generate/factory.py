@@ -1,0 +1,44 @@
+"""From a config to a running engine. Each engine's library is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import assert_never
+
+from klear_core.config.engine import EngineConfig, HttpEngineConfig, LocalEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.generate.engine import InferenceEngine, TrainableEngine
+
+
+async def build_engine(cfg: EngineConfig, model_folder: Path, *, num_threads: int, seed: int) -> InferenceEngine:
+    """An engine that serves the model of this Hugging Face folder; an endpoint serves what it serves, and the folder is not read.
+
+    ConfigError if the engine cannot run this model, ResourceError if it is not installed. `seed` is the engine's own;
+    samples depend on `SamplingParams.seed`.
+    """
+    match cfg:
+        case TorchEngineConfig() | VllmEngineConfig():
+            return await build_trainable_engine(cfg, model_folder, num_threads=num_threads, seed=seed)
+        case HttpEngineConfig():
+            from klear_core.generate.http_engine import HttpEngine
+
+            return HttpEngine(cfg)
+        case _:
+            assert_never(cfg)
+
+
+async def build_trainable_engine(
+    cfg: LocalEngineConfig, model_folder: Path, *, num_threads: int, seed: int, version: int = 0
+) -> TrainableEngine:
+    """As `build_engine`, for engines whose weights can be set; `version` is that of the folder's weights."""
+    match cfg:
+        case TorchEngineConfig():
+            from klear_core.generate.torch_engine import TorchEngine
+
+            return await asyncio.to_thread(TorchEngine, model_folder, cfg, num_threads=num_threads, version=version)
+        case VllmEngineConfig():
+            from klear_core.generate.vllm_engine import VllmEngine
+
+            return await VllmEngine.start(cfg, model_folder, num_threads=num_threads, seed=seed, version=version)
+        case _:
+            assert_never(cfg)

@@ -1,0 +1,90 @@
+"""An engine that says what it is told to, for tests of whatever uses engines. No model, no threads, no clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from klear_core.generate.engine import SamplingParams, WeightSource
+from klear_core.generate.requests import OpenRequests
+from klear_core.types import Completion, FinishReason
+
+END_ID = 256
+"""Ends every fake answer that stops by itself. All other token ids are bytes of UTF-8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeAnswer:
+    """One scripted completion. With `after`, it is given only once that event is set."""
+
+    text: str
+    logp: float = -0.5
+    """Of every token, nats."""
+    finish_reason: FinishReason = "stop"
+    after: asyncio.Event | None = None
+
+
+Script = Callable[[tuple[int, ...], SamplingParams, int], FakeAnswer | Exception]
+"""(prompt_ids, params, sample index) -> the answer, or the exception that the request fails with."""
+
+
+class FakeEngine:
+    """An `InferenceEngine` and `TrainableEngine` that answers from a script and records what it was asked and given.
+
+    Answers longer than `max_new_tokens` or `max_len` are cut and end for length, as a model's would.
+    """
+
+    def __init__(self, script: Script, *, max_len: int = 1_000_000, version: int = 0) -> None:
+        self.version = version
+        self.requests: list[tuple[tuple[int, ...], SamplingParams]] = []
+        self.loads: list[tuple[WeightSource, int]] = []
+        self._script = script
+        self._max_len = max_len
+        self._open = OpenRequests("fake engine")
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """What the script says, in sample order."""
+        if not 0 < len(prompt_ids) < self._max_len:
+            raise ValueError(f"prompt of {len(prompt_ids)} tokens: 1 to {self._max_len - 1} leave room for an answer")
+        return await self._open.run(self._answer(tuple(prompt_ids), params))
+
+    async def load_weights(self, weights: WeightSource, *, version: int) -> None:
+        """Take note of the weights, and call further tokens by this version."""
+        self.loads.append((weights, version))
+        self.version = version
+
+    async def close(self) -> None:
+        """Requests that wait fail with ResourceError."""
+        self._open.close()
+
+    async def _answer(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[Completion]:
+        self.requests.append((prompt_ids, params))
+        budget = min(params.max_new_tokens, self._max_len - len(prompt_ids))
+        completions = []
+        for sample_idx in range(params.num_samples):
+            answer = self._script(prompt_ids, params, sample_idx)
+            if isinstance(answer, Exception):
+                raise answer
+            if answer.after is not None:
+                await answer.after.wait()
+            completions.append(_completion(answer, budget=budget, version=self.version))
+        return completions
+
+
+def scripted(answers: dict[str, str]) -> Script:
+    """The same text for every sample of a prompt; prompts are given as text, their token ids are its UTF-8 bytes."""
+    return lambda prompt_ids, _params, _sample_idx: FakeAnswer(text=answers[bytes(prompt_ids).decode()])
+
+
+def _completion(answer: FakeAnswer, *, budget: int, version: int) -> Completion:
+    full_ids = (*answer.text.encode(), *([END_ID] if answer.finish_reason == "stop" else []))
+    is_cut = len(full_ids) > budget
+    token_ids = full_ids[:budget]
+    return Completion(
+        text=bytes(token_ids).decode(errors="replace") if is_cut else answer.text,
+        token_ids=token_ids,
+        logps=(answer.logp,) * len(token_ids),
+        finish_reason="length" if is_cut else answer.finish_reason,
+        policy_versions=(version,) * len(token_ids),
+    )

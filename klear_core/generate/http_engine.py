@@ -1,0 +1,181 @@
+"""Sampling from an OpenAI-compatible completions endpoint that takes and returns token ids (vLLM: `return_token_ids`).
+
+Log-probs follow the endpoint's own setting; start vLLM with `--logprobs-mode processed_logprobs` so that they include the
+temperature, as those of the other engines do. Its default leaves the temperature out, and nothing in a reply tells the two apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from klear_core.config.engine import HttpEngineConfig
+from klear_core.errors import ConfigError, ResourceError
+from klear_core.generate.engine import SamplingParams
+from klear_core.generate.requests import OpenRequests
+from klear_core.seeding import seed_for
+from klear_core.types import Completion, FinishReason
+
+FIRST_PAUSE_S = 0.5
+"""Before the first retry; doubles with each, up to LONGEST_PAUSE_S, unless the endpoint asks for another."""
+LONGEST_PAUSE_S = 30.0
+BUSY_STATUSES = frozenset({408, 409, 429, 500, 502, 503, 504})
+"""Worth another try; every other status above 399 is final."""
+
+
+class _Model(BaseModel):
+    id: str
+    max_model_len: int | None = None
+    """vLLM says it, others may not."""
+
+
+class _Models(BaseModel):
+    data: list[_Model]
+
+
+class _LogProbs(BaseModel):
+    token_logprobs: list[float]
+
+
+class _Choice(BaseModel):
+    text: str
+    token_ids: list[int]
+    logprobs: _LogProbs
+    finish_reason: FinishReason
+
+
+class _Reply(BaseModel):
+    choices: list[_Choice]
+
+
+class HttpEngine:
+    """An `InferenceEngine` over HTTP. Its weights are the endpoint's business: all tokens are of version 0.
+
+    Each sample is a request of its own with a seed of its own, so that a retry repeats no other sample.
+    """
+
+    def __init__(
+        self,
+        cfg: HttpEngineConfig,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._cfg, self._sleep = cfg, sleep
+        self._client = httpx.AsyncClient(
+            base_url=cfg.base_url.rstrip("/") + "/", headers=_headers(cfg), timeout=cfg.runtime.timeout_s, transport=transport
+        )
+        self._slots = asyncio.Semaphore(cfg.runtime.max_concurrency)
+        self._model_lock = asyncio.Lock()
+        self._model: _Model | None = None
+        self._open = OpenRequests("HTTP engine")
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """`params.num_samples` completions in sample order.
+
+        ValueError if the endpoint finds no room for the prompt, ConfigError if it refuses us or gives no token ids,
+        ResourceError if it stays busy or out of reach through all retries.
+        """
+        return await self._open.run(self._samples(list(prompt_ids), params))
+
+    async def close(self) -> None:
+        """Close all connections; waiting requests fail."""
+        self._open.close()
+        await self._client.aclose()
+
+    async def _samples(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
+        budget = await self._budget(len(prompt_ids), params)
+        tasks = [asyncio.create_task(self._sample(prompt_ids, params, sample_idx=i, budget=budget)) for i in range(params.num_samples)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one failed: the others have nobody to answer
+                task.cancel()
+
+    async def _budget(self, prompt_len: int, params: SamplingParams) -> int:
+        max_len = (await self._served_model()).max_model_len
+        if prompt_len == 0 or (max_len is not None and prompt_len >= max_len):
+            raise ValueError(f"prompt of {prompt_len} tokens: 1 to {(max_len or 0) - 1} leave room for an answer of {self._cfg.model}")
+        return params.max_new_tokens if max_len is None else min(params.max_new_tokens, max_len - prompt_len)
+
+    async def _served_model(self) -> _Model:
+        async with self._model_lock:  # ask once, however many requests begin together
+            if self._model is None:
+                models = _Models.model_validate_json(await self._request("GET", "models", None)).data
+                found = [model for model in models if model.id == self._cfg.model]
+                if not found:
+                    raise ConfigError(f"model = {self._cfg.model!r} is not served at {self._cfg.base_url}: {[m.id for m in models]} are")
+                self._model = found[0]
+        return self._model
+
+    async def _sample(self, prompt_ids: list[int], params: SamplingParams, *, sample_idx: int, budget: int) -> Completion:
+        body: dict[str, object] = {
+            "model": self._cfg.model,
+            "prompt": prompt_ids,
+            "max_tokens": budget,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "repetition_penalty": params.repetition_penalty,
+            "seed": seed_for(params.seed, "generate/sample", sample_idx),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+        content = await self._request("POST", "completions", body)
+        try:
+            (choice,) = _Reply.model_validate_json(content).choices
+        except ValidationError as error:
+            raise ConfigError(f"{self._cfg.base_url}/completions does not answer with token ids and log-probs: {error}") from error
+        token_ids, logps = tuple(choice.token_ids), tuple(choice.logprobs.token_logprobs)
+        if len(token_ids) != len(logps):
+            raise ConfigError(f"{self._cfg.base_url}/completions gave {len(token_ids)} token ids and {len(logps)} log-probs")
+        return Completion(
+            text=choice.text, token_ids=token_ids, logps=logps, finish_reason=choice.finish_reason, policy_versions=(0,) * len(token_ids)
+        )
+
+    async def _request(self, method: str, path: str, body: dict[str, object] | None) -> bytes:
+        """The reply's body, after as many tries as the config allows."""
+        trouble = ""
+        for attempt in range(self._cfg.runtime.max_retries + 1):
+            pause_s = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
+            try:
+                async with self._slots:
+                    response = await self._client.request(method, path, json=body)
+            except httpx.TransportError as error:
+                trouble = f"{type(error).__name__}: {error}"
+            else:
+                if response.is_success:
+                    return response.content
+                trouble = f"HTTP {response.status_code}: {response.text[:500]}"
+                if response.status_code not in BUSY_STATUSES:
+                    raise _final_error(response.status_code, f"{response.url}: {trouble}")
+                pause_s = _asked_pause_s(response) or pause_s
+            if attempt < self._cfg.runtime.max_retries:
+                await self._sleep(pause_s)
+        raise ResourceError(f"{self._cfg.base_url}/{path} failed {self._cfg.runtime.max_retries + 1} times; the last: {trouble}")
+
+
+def _headers(cfg: HttpEngineConfig) -> dict[str, str]:
+    if not cfg.api_key_env:
+        return {}
+    key = os.environ.get(cfg.api_key_env, "")
+    if not key:
+        raise ConfigError(f"api_key_env = {cfg.api_key_env!r}: this environment variable is not set")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _final_error(status: int, message: str) -> ValueError:
+    if status in (400, 413, 422):  # our fields are well formed: what can be wrong is the prompt
+        return ValueError(message)
+    return ConfigError(message)
+
+
+def _asked_pause_s(response: httpx.Response) -> float | None:
+    text = response.headers.get("retry-after", "")
+    return min(float(text), LONGEST_PAUSE_S) if text.isdigit() else None

@@ -1,0 +1,46 @@
+"""The tokenizer of a model folder, as far as engines need it: token ids to text, and which tokens end an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from klear_core.errors import ConfigError
+from klear_core.types import FinishReason
+
+
+class FolderTokenizer:
+    """`tokenizer.json` of a Hugging Face folder. ConfigError if it is missing, or if no end token is declared."""
+
+    def __init__(self, model_folder: Path) -> None:
+        path = model_folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{path} is missing: engines need a fast tokenizer")
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self.stop_ids = self._stop_ids(model_folder)
+
+    def decode(self, token_ids: Sequence[int], finish_reason: FinishReason) -> str:
+        """The text with all special tokens in sight (think tags may be some of them), except the one that ended it."""
+        shown_ids = token_ids[:-1] if finish_reason == "stop" else token_ids
+        text: str = self._tokenizer.decode(list(shown_ids), skip_special_tokens=False)
+        return text
+
+    def _stop_ids(self, model_folder: Path) -> tuple[int, ...]:
+        """The tokenizer's eos and all of `generation_config.json`, in rising order."""
+        eos = _read_json(model_folder / "tokenizer_config.json").get("eos_token")
+        eos_id = self._tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos) if eos else None
+        listed = _read_json(model_folder / "generation_config.json").get("eos_token_id")
+        found = {*(listed if isinstance(listed, list) else [listed]), eos_id} - {None}
+        if not found:
+            raise ConfigError(f"{model_folder}: no end token in tokenizer_config.json or generation_config.json: nothing would ever stop")
+        return tuple(sorted(found))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    assert isinstance(content, dict), path
+    return content

@@ -1,0 +1,254 @@
+"""The running batch of the torch engine: rows join and leave between decode steps, and never influence each other.
+
+The first `num_running` cache rows are at work; when one ends, the last takes its place, so no step computes for the dead.
+Axis letters: R all rows there is room for, B rows at work, T positions of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from klear_core.generate.engine import SamplingParams
+from klear_core.generate.torch_qwen3 import KvCache, Qwen3, round_up
+from klear_core.generate.torch_sampling import Decoding, draw, penalise
+
+MIN_ROWS = 4
+"""Below this, matrix products take another kernel that sums in another order, and a row's bits depend on the batch size."""
+PREFILL_TOKENS = 16_384
+"""Padded tokens of one prefill pass; bounds its memory."""
+
+OwnerT = TypeVar("OwnerT")
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Row(Generic[OwnerT]):
+    """One sample under way. `end` is the length, prompt included, at which its budget is spent."""
+
+    owner: OwnerT
+    prompt_ids: tuple[int, ...]
+    key: int
+    params: SamplingParams
+    end: int
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """(index of the first new token, version of the weights that sample from there on)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRow(Generic[OwnerT]):
+    """A finished sample: the new tokens with the end token, if there is one."""
+
+    row: Row[OwnerT]
+    token_ids: tuple[int, ...]
+    logps: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(slots=True, kw_only=True)
+class _State:
+    """What the decode step reads and writes of each row, as tensors with room for R rows."""
+
+    position_R: Tensor
+    """Index of the newest token, the one whose key and value are not in the cache yet."""
+    end_R: Tensor
+    tokens_RT: Tensor
+    logps_RT: Tensor
+    keys_R: Tensor
+    temperature_R: Tensor
+    top_p_R: Tensor
+    top_k_R: Tensor
+    penalty_R: Tensor
+
+    @staticmethod
+    def empty(device: torch.device) -> _State:
+        long = torch.zeros(0, dtype=torch.int64, device=device)
+        real = torch.zeros(0, device=device)
+        return _State(
+            position_R=long,
+            end_R=long,
+            tokens_RT=long[:, None],
+            logps_RT=real[:, None],
+            keys_R=long,
+            temperature_R=real,
+            top_p_R=real,
+            top_k_R=long,
+            penalty_R=real,
+        )
+
+    def grow(self, num_rows: int, length: int) -> None:
+        for name, old in self._tensors():
+            new = old.new_zeros((num_rows, length)[: old.dim()])
+            new[tuple(slice(size) for size in old.shape)] = old
+            setattr(self, name, new)
+
+    def move(self, source_R: Tensor, target_R: Tensor) -> None:
+        for _, tensor in self._tensors():
+            tensor[target_R] = tensor[source_R]
+
+    def decoding(self, num_rows: int) -> Decoding:
+        return Decoding(
+            keys_B=self.keys_R[:num_rows],
+            temperature_B=self.temperature_R[:num_rows],
+            top_p_B=self.top_p_R[:num_rows],
+            top_k_B=self.top_k_R[:num_rows],
+        )
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [(f.name, getattr(self, f.name)) for f in fields(self)]
+
+
+class Batch(Generic[OwnerT]):
+    """Static tensors of up to `max_rows` rows. Not thread-safe: one thread owns it."""
+
+    def __init__(self, model: Qwen3, *, stop_ids: Sequence[int], max_rows: int, version: int) -> None:
+        self.max_rows, self.version = max_rows, version
+        self._model = model
+        self._cache = KvCache(model.shape, dtype=model.dtype, device=model.device)
+        self._state = _State.empty(model.device)
+        self._stop_ids = self._ints(stop_ids)
+        self._rows: list[Row[OwnerT]] = []
+        self._is_truncated = self._is_penalised = False
+
+    @property
+    def num_running(self) -> int:
+        """Rows at work."""
+        return len(self._rows)
+
+    def add(self, rows: Sequence[Row[OwnerT]]) -> None:
+        """Start these rows. All but the last prompt token are prefilled, once for samples of the same prompt."""
+        first, state = self.num_running, self._state
+        self._rows += rows
+        assert self.num_running <= self.max_rows, (self.num_running, self.max_rows)
+        self._reserve(self.num_running, max(len(row.prompt_ids) for row in rows) + 1)
+        new = slice(first, self.num_running)
+        state.position_R[new] = self._ints([len(row.prompt_ids) - 1 for row in rows])
+        state.end_R[new] = self._ints([row.end for row in rows])
+        state.keys_R[new] = self._ints([row.key for row in rows])
+        state.temperature_R[new] = self._reals([row.params.temperature for row in rows])
+        state.top_p_R[new] = self._reals([row.params.top_p for row in rows])
+        state.top_k_R[new] = self._ints([row.params.top_k for row in rows])
+        state.penalty_R[new] = self._reals([row.params.repetition_penalty for row in rows])
+        for i, row in enumerate(rows, start=first):
+            state.tokens_RT[i, : len(row.prompt_ids)] = self._ints(row.prompt_ids)
+            row.marks.append((0, self.version))
+        self._note_decoding()
+        self._prefill({i: row.prompt_ids[:-1] for i, row in enumerate(rows, start=first)})
+
+    def step(self) -> list[EndedRow[OwnerT]]:
+        """One token for every row at work; the rows that ended with it, which have left the batch."""
+        num_rows, state = max(self.num_running, MIN_ROWS), self._state
+        state.position_R[self.num_running : num_rows] = 0  # rows without an owner, there for the sake of MIN_ROWS
+        longest = int(state.position_R[:num_rows].max())
+        self._reserve(num_rows, longest + 2)
+        positions_B, index_B = state.position_R[:num_rows], torch.arange(num_rows, device=self._model.device)
+        logits_BV = self._model.decode(state.tokens_RT[index_B, positions_B], positions_B, self._cache, length=longest + 1)
+        if self._is_penalised:
+            logits_BV = penalise(logits_BV, self._seen(positions_B, longest + 1), state.penalty_R[:num_rows])
+        tokens_B, logps_B = draw(logits_BV, positions_B, state.decoding(num_rows), is_truncated=self._is_truncated)
+        positions_B += 1
+        state.tokens_RT[index_B, positions_B] = tokens_B
+        state.logps_RT[index_B, positions_B] = logps_B
+        is_stop_B = torch.isin(tokens_B, self._stop_ids)
+        has_ended_B = is_stop_B | (positions_B + 1 >= state.end_R[:num_rows])
+        ended = has_ended_B[: self.num_running].nonzero()[:, 0].tolist()
+        if not ended:
+            return []
+        stops = is_stop_B.tolist()
+        results = [self._result(i, is_stop=stops[i]) for i in ended]
+        self._remove(ended)
+        return results
+
+    def drop(self, is_unwanted: Callable[[OwnerT], bool]) -> None:
+        """Stop rows whose owner no longer waits."""
+        self._remove([i for i, row in enumerate(self._rows) if is_unwanted(row.owner)])
+
+    def renew(self, version: int) -> None:
+        """The weights have changed: compute all keys and values anew; further tokens are of this version."""
+        self.version = version
+        prefixes = {}
+        for i, (row, position) in enumerate(zip(self._rows, self._state.position_R.tolist(), strict=False)):
+            row.marks.append((position + 1 - len(row.prompt_ids), version))
+            prefixes[i] = tuple(self._state.tokens_RT[i, :position].tolist())
+        self._prefill(prefixes)
+
+    def _prefill(self, prefixes: dict[int, tuple[int, ...]]) -> None:
+        unique = sorted(set(prefixes.values()), key=lambda ids: (len(ids), ids))
+        for chunk in _chunks([ids for ids in unique if ids]):
+            source = {ids: i for i, ids in enumerate(chunk)}
+            places = [(row, source[ids]) for row, ids in prefixes.items() if ids in source]
+            length = round_up(len(chunk[-1]))
+            tokens_BT = self._ints([ids + (0,) * (length - len(ids)) for ids in chunk])
+            rows_R, source_R = self._ints(places).unbind(-1)
+            self._model.prefill(tokens_BT, self._cache, rows_R=rows_R, source_R=source_R)
+
+    def _seen(self, positions_B: Tensor, length: int) -> Tensor:
+        """Token ids that each row already holds, padded with its own first."""
+        tokens_BT = self._state.tokens_RT[: len(positions_B), :length]
+        is_past_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) <= positions_B[:, None]
+        return torch.where(is_past_BT, tokens_BT, tokens_BT[:, :1])
+
+    def _result(self, index: int, *, is_stop: bool) -> EndedRow[OwnerT]:
+        row = self._rows[index]
+        new = slice(len(row.prompt_ids), int(self._state.position_R[index]) + 1)
+        token_ids = tuple(self._state.tokens_RT[index, new].tolist())
+        starts = [start for start, _ in row.marks[1:]] + [len(token_ids)]
+        versions = [v for (start, v), end in zip(row.marks, starts, strict=True) for _ in range(start, end)]
+        return EndedRow(
+            row=row,
+            token_ids=token_ids,
+            logps=tuple(self._state.logps_RT[index, new].tolist()),
+            versions=tuple(versions),
+            finish_reason="stop" if is_stop else "length",
+        )
+
+    def _remove(self, indices: Sequence[int]) -> None:
+        if not indices:
+            return
+        num_left = self.num_running - len(indices)
+        gone = set(indices)
+        holes = [i for i in indices if i < num_left]
+        movers = [i for i in range(num_left, self.num_running) if i not in gone]
+        if holes:
+            holes_R, movers_R = self._ints(holes), self._ints(movers)
+            self._cache.move(movers_R, holes_R, length=int(self._state.position_R[movers_R].max()))
+            self._state.move(movers_R, holes_R)
+            for hole, mover in zip(holes, movers, strict=True):
+                self._rows[hole] = self._rows[mover]
+        del self._rows[num_left:]
+        self._note_decoding()
+
+    def _note_decoding(self) -> None:
+        self._is_truncated = any(row.params.top_p < 1 or row.params.top_k > 0 for row in self._rows)
+        self._is_penalised = any(row.params.repetition_penalty != 1 for row in self._rows)
+
+    def _reserve(self, num_rows: int, length: int) -> None:
+        """Double what is too small, up to what can ever be needed: growing copies."""
+        cache, most_rows = self._cache, max(self.max_rows, MIN_ROWS)
+        if num_rows > cache.num_rows or length > cache.length:
+            num_rows = cache.num_rows if num_rows <= cache.num_rows else min(most_rows, max(num_rows, MIN_ROWS, 2 * cache.num_rows))
+            length = cache.length if length <= cache.length else min(round_up(self._model.shape.max_len), max(length, 2 * cache.length))
+            cache.reserve(num_rows, length)
+            self._state.grow(cache.num_rows, cache.length)
+
+    def _ints(self, values: Sequence[object]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+
+    def _reals(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._model.device)
+
+
+def _chunks(prefixes: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Prefixes, shortest first, in lots of at most PREFILL_TOKENS after padding."""
+    chunk: list[tuple[int, ...]] = []
+    for ids in prefixes:
+        if chunk and round_up(len(ids)) * (len(chunk) + 1) > PREFILL_TOKENS:
+            yield chunk
+            chunk = []
+        chunk.append(ids)
+    if chunk:
+        yield chunk

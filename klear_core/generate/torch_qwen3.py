@@ -1,0 +1,236 @@
+"""Qwen3 for inference only: weights in fused buffers, a KV cache of rows, prefill and one-token decode in plain torch.
+
+Axis letters: N tokens of all rows laid end to end, R cache rows, B rows at work, T tokens of a row, L cached positions,
+H query heads, K key/value heads, G query heads of one key/value head, D head size, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from klear_core.errors import ConfigError
+from klear_core.generate.engine import WeightSource
+from klear_core.generate.weights import check_shapes, tensor_shapes, tensors
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Layer number, query_NHD, key_NKD, value_NKD (rotated and normalised) -> attended_NHD, flattened over heads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Shape:
+    """What `config.json` says of the model, as far as inference depends on it."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    max_len: int
+    is_tied: bool
+
+
+def read_shape(folder: Path) -> Qwen3Shape:
+    """ConfigError if the folder holds anything but a plain Qwen3: vLLM runs the others."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing: a Hugging Face model folder is needed")
+    raw: dict[str, Any] = json.loads(path.read_text())
+    rope: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    unsupported = {
+        "model_type": raw.get("model_type") != "qwen3",
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "attention_bias": bool(raw.get("attention_bias")),
+        "use_sliding_window": bool(raw.get("use_sliding_window")),
+        "rope_parameters": rope.get("rope_type", rope.get("type", "default")) != "default",
+    }
+    for key, is_unsupported in unsupported.items():
+        if is_unsupported:
+            raise ConfigError(f'{path}: {key} = {raw.get(key)!r}: the torch engine runs plain Qwen3 models only; set engine.kind = "vllm"')
+    return Qwen3Shape(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=raw["num_attention_heads"],
+        num_kv_heads=raw["num_key_value_heads"],
+        head_dim=raw["head_dim"],
+        norm_eps=raw["rms_norm_eps"],
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        max_len=raw["max_position_embeddings"],
+        is_tied=bool(raw.get("tie_word_embeddings")),
+    )
+
+
+class Qwen3:
+    """The weights and the forward pass. Computes what `transformers.Qwen3ForCausalLM` computes, with fewer and larger products."""
+
+    def __init__(self, shape: Qwen3Shape, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        s = shape
+        num_qk, qkv_size = s.num_heads + s.num_kv_heads, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+
+        def buffers(*size: int) -> list[Tensor]:
+            return [torch.zeros(size, dtype=dtype, device=device) for _ in range(s.num_layers)]
+
+        self._norm1, self._norm2 = buffers(s.hidden_size), buffers(s.hidden_size)
+        self._qkv, self._out = buffers(qkv_size, s.hidden_size), buffers(s.hidden_size, s.num_heads * s.head_dim)
+        self._qk_norm = buffers(num_qk, s.head_dim)
+        self._gate_up, self._down = buffers(2 * s.intermediate_size, s.hidden_size), buffers(s.hidden_size, s.intermediate_size)
+        self._norm = torch.zeros(s.hidden_size, dtype=dtype, device=device)
+        self._embed = torch.zeros(s.vocab_size, s.hidden_size, dtype=dtype, device=device)
+        self._head = self._embed if s.is_tied else torch.zeros_like(self._embed)
+        self._cos_LD, self._sin_LD = self._rope_tables()
+
+    def load(self, weights: WeightSource) -> None:
+        """Overwrite all weights in place. ConfigError, with nothing changed, if a name or shape does not fit."""
+        targets = self._targets()
+        check_shapes(tensor_shapes(weights), {name: _stored_shape(name, target) for name, target in targets.items()})
+        for name, tensor in tensors(weights):
+            if name in targets:
+                target = targets[name]
+                target.copy_(tensor.expand_as(target))
+
+    def prefill(self, tokens_BT: Tensor, cache: KvCache, *, rows_R: Tensor, source_R: Tensor) -> None:
+        """Write keys and values of all tokens into cache rows `rows_R`; row i gets those of prompt `source_R[i]`.
+
+        Prompts are padded on the right: what a row holds past its own length is never attended to.
+        """
+        num_prompts, num_tokens = tokens_BT.shape
+        positions_N = torch.arange(num_tokens, device=self.device).repeat(num_prompts)
+
+        def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+            q, k, v = (x.view(num_prompts, num_tokens, -1, self.shape.head_dim).transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
+            cache.keys[layer][rows_R, :, :num_tokens] = k[source_R]
+            cache.values[layer][rows_R, :, :num_tokens] = v[source_R]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).reshape(num_prompts * num_tokens, -1)
+
+        self._layers(tokens_BT.reshape(-1), positions_N, attend)
+
+    def decode(self, tokens_B: Tensor, positions_B: Tensor, cache: KvCache, *, length: int) -> Tensor:
+        """One token for each of the first B cache rows, at its position (all < length); returns logits_BV in float32."""
+        s, num_rows = self.shape, len(tokens_B)
+        length = round_up(length)
+        is_future_BL = torch.arange(length, device=self.device) > positions_B[:, None]
+        bias_B11L = torch.zeros(num_rows, 1, 1, length, dtype=self.dtype, device=self.device)
+        bias_B11L.masked_fill_(is_future_BL[:, None, None], -torch.inf)
+        slots_BK = cache.slots(positions_B)
+
+        def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+            cache.write(layer, slots_BK, k_NKD, v_NKD)
+            q_BKGD = q_NHD.reshape(num_rows, s.num_kv_heads, -1, s.head_dim) * s.head_dim**-0.5
+            scores_BKGL = q_BKGD @ cache.keys[layer][:num_rows, :, :length].transpose(-1, -2)
+            probs_BKGL = torch.softmax(scores_BKGL.add_(bias_B11L), -1)
+            return (probs_BKGL @ cache.values[layer][:num_rows, :, :length]).reshape(num_rows, -1)
+
+        hidden_BC = self._layers(tokens_B, positions_B, attend)
+        return F.linear(self._rms_norm(hidden_BC, self._norm), self._head).float()
+
+    def _layers(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        s = self.shape
+        num_qk = s.num_heads + s.num_kv_heads
+        cos_N1D, sin_N1D = self._cos_LD[positions_N][:, None], self._sin_LD[positions_N][:, None]
+        x_NC = F.embedding(tokens_N, self._embed)
+        for i in range(s.num_layers):
+            qkv = F.linear(self._rms_norm(x_NC, self._norm1[i]), self._qkv[i]).view(len(x_NC), -1, s.head_dim)
+            qk = self._rms_norm(qkv[:, :num_qk], self._qk_norm[i])
+            qk = qk * cos_N1D + qk.roll(s.head_dim // 2, -1) * sin_N1D  # the sine carries the minus of rotate_half
+            attended = attend(i, qk[:, : s.num_heads], qk[:, s.num_heads :], qkv[:, num_qk:])
+            x_NC = x_NC + F.linear(attended, self._out[i])
+            gate, up = F.linear(self._rms_norm(x_NC, self._norm2[i]), self._gate_up[i]).chunk(2, -1)
+            x_NC = x_NC + F.linear(F.silu(gate) * up, self._down[i])
+        return x_NC
+
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), eps=self.shape.norm_eps) * weight
+
+    def _rope_tables(self) -> tuple[Tensor, Tensor]:
+        s = self.shape
+        exponents = torch.arange(0, s.head_dim, 2, device=self.device).float() / s.head_dim
+        angles = torch.arange(s.max_len, device=self.device).float()[:, None] * (1.0 / s.rope_theta**exponents)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([cos, cos], -1).to(self.dtype), torch.cat([-sin, sin], -1).to(self.dtype)
+
+    def _targets(self) -> dict[str, Tensor]:
+        """Where each Hugging Face tensor goes: a view into a fused buffer."""
+        s = self.shape
+        num_q, num_kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        targets = {"model.embed_tokens.weight": self._embed, "model.norm.weight": self._norm}
+        if not s.is_tied:
+            targets["lm_head.weight"] = self._head
+        for i in range(s.num_layers):
+            q, k, v = torch.split(self._qkv[i], [num_q, num_kv, num_kv])
+            gate, up = self._gate_up[i].chunk(2)
+            layer = {
+                "input_layernorm": self._norm1[i],
+                "post_attention_layernorm": self._norm2[i],
+                "self_attn.q_proj": q,
+                "self_attn.k_proj": k,
+                "self_attn.v_proj": v,
+                "self_attn.o_proj": self._out[i],
+                "self_attn.q_norm": self._qk_norm[i][: s.num_heads],
+                "self_attn.k_norm": self._qk_norm[i][s.num_heads :],
+                "mlp.gate_proj": gate,
+                "mlp.up_proj": up,
+                "mlp.down_proj": self._down[i],
+            }
+            targets |= {f"model.layers.{i}.{name}.weight": target for name, target in layer.items()}
+        return targets
+
+
+class KvCache:
+    """Keys and values of all layers as [R, K, L, D]: row r, position p is where row r's p-th token lives. Grows, never shrinks."""
+
+    def __init__(self, shape: Qwen3Shape, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_rows = self.length = 0
+        self._num_heads, self._head_dim = shape.num_kv_heads, shape.head_dim
+        empty = torch.zeros(0, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
+        self.keys, self.values = [empty] * shape.num_layers, [empty] * shape.num_layers
+
+    def reserve(self, num_rows: int, length: int) -> None:
+        """Room for at least this many rows and positions; contents stay."""
+        if num_rows <= self.num_rows and length <= self.length:
+            return
+        self.num_rows, self.length = max(num_rows, self.num_rows), round_up(max(length, self.length))
+        for layers in (self.keys, self.values):
+            for i, old in enumerate(layers):
+                layers[i] = old.new_zeros(self.num_rows, self._num_heads, self.length, self._head_dim)
+                layers[i][: old.shape[0], :, : old.shape[2]] = old
+
+    def slots(self, positions_B: Tensor) -> Tensor:
+        """Flat indices over (row, head, position) of one position in each of the first B rows."""
+        row_heads = torch.arange(len(positions_B) * self._num_heads, device=positions_B.device)
+        return row_heads * self.length + positions_B.repeat_interleave(self._num_heads)
+
+    def write(self, layer: int, slots_BK: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> None:
+        """Put one key and value per row and head where `slots` said."""
+        self.keys[layer].view(-1, self._head_dim).index_copy_(0, slots_BK, k_BKD.reshape(-1, self._head_dim))
+        self.values[layer].view(-1, self._head_dim).index_copy_(0, slots_BK, v_BKD.reshape(-1, self._head_dim))
+
+    def move(self, source_R: Tensor, target_R: Tensor, *, length: int) -> None:
+        """Copy whole rows, up to `length` positions."""
+        for layers in (self.keys, self.values):
+            for cached in layers:
+                cached[target_R, :, :length] = cached[source_R, :, :length]
+
+
+def round_up(length: int, multiple: int = 16) -> int:
+    """To whole vectors: sums over a padded axis then run in the same order whatever the batch."""
+    return -(-length // multiple) * multiple
+
+
+def _stored_shape(name: str, target: Tensor) -> tuple[int, ...]:
+    """One norm of queries and one of keys are stored for all heads."""
+    return (target.shape[-1],) if name.endswith(("q_norm.weight", "k_norm.weight")) else tuple(target.shape)

@@ -1,0 +1,77 @@
+"""From logits to a token and its log-probability, row by row: no row's draw depends on its neighbours.
+
+The log-probability is that of the distribution the token was drawn from, as vLLM's `processed_logprobs`:
+with top_p = 1, top_k = 0 and no repetition penalty it is `log_softmax(logits / temperature)` over the whole vocabulary, which
+is what a learner computes. With any of the three it is renormalised over what they leave, and a learner that wants old
+log-probs of its own (untruncated) policy must recompute them. Greedy tokens carry temperature 1 and ignore top_p and top_k.
+
+Axis letters: B rows, L positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK = {shift: (1 << (64 - shift)) - 1 for shift in (12, 27, 30, 31)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """Sampling parameters of B rows."""
+
+    keys_B: Tensor
+    """One int64 per sample; with the position it fixes the draw."""
+    temperature_B: Tensor
+    top_p_B: Tensor
+    top_k_B: Tensor
+
+
+def draw(logits_BV: Tensor, positions_B: Tensor, decoding: Decoding, *, is_truncated: bool) -> tuple[Tensor, Tensor]:
+    """tokens_B and logps_B (float32, nats). `is_truncated`: whether any row has top_p < 1 or top_k > 0."""
+    is_greedy_B = decoding.temperature_B == 0
+    scaled_BV = logits_BV / torch.where(is_greedy_B, 1.0, decoding.temperature_B)[:, None]
+    if is_truncated:
+        top_k_B, top_p_B = decoding.top_k_B.masked_fill(is_greedy_B, 0), decoding.top_p_B.masked_fill(is_greedy_B, 1.0)
+        scaled_BV = truncate(scaled_BV, top_k_B, top_p_B)
+    logp_BV = torch.log_softmax(scaled_BV, -1)
+    cdf_BV = torch.cumsum(logp_BV.exp(), -1, dtype=torch.float64)
+    threshold_B1 = uniforms(decoding.keys_B, positions_B)[:, None] * cdf_BV[:, -1:]
+    sampled_B = torch.searchsorted(cdf_BV, threshold_B1, right=True)[:, 0]  # right: never a token of probability zero
+    tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), sampled_B)
+    return tokens_B, logp_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+def penalise(logits_BV: Tensor, seen_BL: Tensor, penalty_B: Tensor) -> Tensor:
+    """Divide positive and multiply negative logits of tokens already in the row (CTRL, arXiv 1909.05858), prompt included."""
+    is_seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter_(1, seen_BL, True)
+    penalty_B1 = penalty_B[:, None]
+    return torch.where(is_seen_BV, torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1), logits_BV)
+
+
+def truncate(scaled_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
+    """-inf outside the top_k largest (0: all) and then outside the smallest set whose probability reaches top_p."""
+    sorted_BV, order_BV = scaled_BV.sort(stable=True, dim=-1, descending=True)
+    rank_V = torch.arange(scaled_BV.shape[-1], device=scaled_BV.device)
+    keep_k_B = torch.where(top_k_B == 0, len(rank_V), top_k_B)
+    sorted_BV = sorted_BV.masked_fill(rank_V >= keep_k_B[:, None], -torch.inf)
+    probs_BV = sorted_BV.softmax(-1)
+    mass_before_BV = probs_BV.cumsum(-1) - probs_BV
+    is_cut_BV = (mass_before_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
+    sorted_BV = sorted_BV.masked_fill(is_cut_BV, -torch.inf)
+    return torch.empty_like(scaled_BV).scatter_(1, order_BV, sorted_BV)
+
+
+def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
+    """One float64 in [0, 1) for each (key, position): splitmix64 (Steele, Lea and Flood 2014), 52 bits."""
+    z = keys_B + (positions_B + 1) * -0x61C8864680B583EB
+    z = (z ^ _shift(z, 30)) * -0x40A7B892E31B1A47
+    z = (z ^ _shift(z, 27)) * -0x6B2FB644ECCEEE15
+    z = z ^ _shift(z, 31)
+    return _shift(z, 12).double() * 2.0**-52
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & _MASK[bits]  # torch shifts int64 arithmetically; the mask makes it logical

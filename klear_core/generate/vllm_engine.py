@@ -1,0 +1,255 @@
+"""vLLM as an engine: an `AsyncLLM` whose core runs in a process of its own. The only import of vllm. Needs vLLM 0.32 or later.
+
+Log-probs are `processed_logprobs`: of the distribution each token was drawn from, temperature included, as the torch engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from klear_core.config.engine import VllmEngineConfig
+from klear_core.errors import ConfigError, ResourceError
+from klear_core.generate.engine import SamplingParams, WeightSource
+from klear_core.generate.requests import OpenRequests
+from klear_core.generate.text import FolderTokenizer
+from klear_core.generate.weights import Shapes, check_shapes, tensor_shapes
+from klear_core.seeding import seed_for
+from klear_core.types import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+HANDOVER_FOLDER = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+"""Where new weights wait for the engine process: in memory if the system has a place for that, else in its temporary folder."""
+
+
+class VllmEngine:
+    """An `InferenceEngine` and `TrainableEngine`; belongs to the event loop it was started on."""
+
+    @classmethod
+    async def start(cls, cfg: VllmEngineConfig, model_folder: Path, *, num_threads: int, seed: int, version: int = 0) -> VllmEngine:
+        """Load the model in a new process: ResourceError without vllm, ConfigError if the window is asked for wider than it is.
+
+        `num_threads` is per tensor-parallel rank and counts on CPU only.
+        """
+        try:
+            from vllm import AsyncEngineArgs
+            from vllm.outputs import WeightVersionSpan  # noqa: F401 (tells 0.32 from versions that cannot label tokens)
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise ResourceError(
+                f'engine.kind = "vllm" needs vllm 0.32 or later: install klear[gpu], or klear[cpu-engine] without a GPU ({error})'
+            ) from error
+        tokenizer = FolderTokenizer(model_folder)
+        args = AsyncEngineArgs(**engine_arguments(cfg, model_folder, seed=seed))
+        with _environment(num_threads):
+            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+        engine = cls(llm, tokenizer, tensor_shapes(model_folder), version=version)
+        await llm.update_weight_version(str(version))
+        return engine
+
+    def __init__(self, llm: AsyncLLM, tokenizer: FolderTokenizer, shapes: Shapes, *, version: int) -> None:
+        self.version = version
+        self._llm, self._tokenizer, self._shapes = llm, tokenizer, shapes
+        self._max_len: int = llm.model_config.max_model_len
+        self._open = OpenRequests("vLLM engine")
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """`params.num_samples` completions in sample order, each with a seed of its own. ResourceError if the engine process dies."""
+        if not 0 < len(prompt_ids) < self._max_len:
+            raise ValueError(f"prompt of {len(prompt_ids)} tokens: 1 to {self._max_len - 1} leave room for an answer")
+        return await self._open.run(self._samples(list(prompt_ids), params))
+
+    async def load_weights(self, weights: WeightSource, *, version: int) -> None:
+        """Overwrite the weights in place, without a restart. ConfigError, with nothing changed, if a name or shape does not fit.
+
+        Running requests are frozen meanwhile and go on with the new weights, their keys and values computed anew: without this
+        reset vLLM would answer prompts it has seen from the old weights' cache, silently and off by nats.
+        """
+        check_shapes(tensor_shapes(weights), self._shapes)  # vLLM keeps old tensors for missing ones, with a mere warning
+        async with self._folder_of(weights) as folder:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        await self._llm.collective_rpc("refresh_tied_head")
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise ResourceError(f"vLLM kept its prefix cache while loading version {version}: answers would mix two policies")
+        await self._llm.update_weight_version(str(version))
+        self.version = version
+        await self._llm.resume_generation()
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory to someone else: weights move to host memory, cached keys and values are dropped."""
+        await self._llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        """Take the memory back; the weights are those from before `sleep`."""
+        await self._llm.wake_up()
+
+    async def close(self) -> None:
+        """End the engine process; waiting requests fail."""
+        self._open.close()
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()  # or it takes the end of the process for a crash, and logs it as one
+        await asyncio.to_thread(self._llm.shutdown)
+
+    async def _samples(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
+        tasks = [asyncio.create_task(self._sample(prompt_ids, params, sample_idx=i)) for i in range(params.num_samples)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one failed: the others have nobody to answer
+                task.cancel()
+
+    async def _sample(self, prompt_ids: list[int], params: SamplingParams, *, sample_idx: int) -> Completion:
+        from vllm import SamplingParams as VllmParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        asked = VllmParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            repetition_penalty=params.repetition_penalty,
+            max_tokens=min(params.max_new_tokens, self._max_len - len(prompt_ids)),
+            seed=seed_for(params.seed, "generate/sample", sample_idx),
+            stop_token_ids=list(self._tokenizer.stop_ids),
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            async for output in self._llm.generate({"prompt_token_ids": prompt_ids}, asked, uuid.uuid4().hex):
+                return self._completion(output.outputs[0])
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise ResourceError(f"the vLLM engine process failed: {error!r}") from error
+        raise ResourceError("vLLM ended a request without an answer")
+
+    def _completion(self, output: Any) -> Completion:
+        token_ids = tuple(output.token_ids)
+        assert output.finish_reason in ("stop", "length", "abort"), output.finish_reason
+        finish_reason = cast(FinishReason, output.finish_reason)
+        spans = output.weight_versions or []
+        return Completion(
+            text=self._tokenizer.decode(token_ids, finish_reason),
+            token_ids=token_ids,
+            logps=tuple(logprobs[token_id].logprob for token_id, logprobs in zip(token_ids, output.logprobs, strict=True)),
+            finish_reason=finish_reason,
+            policy_versions=tuple(int(span.version) for span in spans for _ in range(span.start, span.end)),
+        )
+
+    @contextlib.asynccontextmanager
+    async def _folder_of(self, weights: WeightSource) -> AsyncIterator[Path]:
+        """The weights as files that the engine process can read; tensors do not survive vLLM's own calls between processes."""
+        if isinstance(weights, Path):
+            yield weights
+            return
+        with tempfile.TemporaryDirectory(dir=HANDOVER_FOLDER) as folder:
+            kept = {name: tensor for name, tensor in weights.items() if name in self._shapes}
+            await asyncio.to_thread(_save, kept, Path(folder))
+            yield Path(folder)
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its workers, for `collective_rpc`."""
+
+    def refresh_tied_head(self) -> None:
+        """On CPU a tied head is a packed copy of the embedding, which vLLM's reload leaves as it was (seen in 0.32)."""
+        head = getattr(self.model_runner.get_model(), "lm_head", None)  # type: ignore[attr-defined]
+        if head is not None and hasattr(head, "quant_method"):
+            head.quant_method.process_weights_after_loading(head)
+
+
+def engine_arguments(cfg: VllmEngineConfig, model_folder: Path, *, seed: int) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
+    model = _config(model_folder)
+    window = round(model["max_position_embeddings"] * (cfg.yarn_factor or 1))
+    if cfg.max_model_len is not None and cfg.max_model_len > window:
+        raise ConfigError(
+            f"max_model_len = {cfg.max_model_len} exceeds the {window} positions of {model_folder}; yarn_factor stretches them"
+        )
+    arguments: dict[str, Any] = {
+        "model": str(model_folder),
+        "dtype": cfg.dtype,
+        "max_model_len": cfg.max_model_len or window,
+        "tensor_parallel_size": cfg.runtime.tensor_parallel,
+        "gpu_memory_utilization": cfg.runtime.gpu_memory_utilization,
+        "max_num_seqs": cfg.runtime.max_num_seqs,
+        "enforce_eager": cfg.runtime.enforce_eager,
+        "enable_sleep_mode": cfg.runtime.sleep_mode,
+        "seed": seed % 2**32,  # numpy takes no more
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # the folder's sampling defaults are not ours
+        "disable_log_stats": True,
+        "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
+    }
+    if cfg.runtime.kv_cache_mb is not None:
+        arguments["kv_cache_memory_bytes"] = cfg.runtime.kv_cache_mb << 20
+    if cfg.yarn_factor is not None:
+        arguments["hf_overrides"] = {"rope_parameters": _yarn(cfg, model), "max_position_embeddings": window}
+    return arguments
+
+
+def _yarn(cfg: VllmEngineConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """YaRN (arXiv 2309.00071) over the model's own window; vLLM expects `max_position_embeddings` to be the stretched one."""
+    own: dict[str, Any] = model.get("rope_parameters") or {}
+    if own.get("rope_type", "default") != "default":
+        raise ConfigError(f"yarn_factor = {cfg.yarn_factor}: the model already has rope_parameters {own}")
+    yarn: dict[str, Any] = {
+        "rope_type": "yarn",
+        "rope_theta": own.get("rope_theta") or model["rope_theta"],
+        "factor": cfg.yarn_factor,
+        "original_max_position_embeddings": model["max_position_embeddings"],
+    }
+    return yarn if cfg.yarn_attention_factor is None else yarn | {"attention_factor": cfg.yarn_attention_factor}
+
+
+def _save(weights: Mapping[str, Tensor], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+
+
+@contextlib.contextmanager
+def _environment(num_threads: int) -> Iterator[None]:
+    """What the engine process inherits. Measured on CPU: without the OMP settings two threads run ten times slower than one,
+
+    bound engines share a core, and the first request with log-probs waits half a minute for a compiler.
+    """
+    wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        wanted |= {
+            "OMP_NUM_THREADS": str(num_threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _config(model_folder: Path) -> dict[str, Any]:
+    path = model_folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing: a Hugging Face model folder is needed")
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content

@@ -1,0 +1,208 @@
+"""What every engine promises (klear_core/generate/engine.py), one suite for all of them."""
+
+import asyncio
+import contextlib
+import importlib.util
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from completions_endpoint import MODEL, serve
+from qwen3_folder import build_model, write_folder
+
+from klear_core.config.engine import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig, VllmRuntime
+from klear_core.errors import ResourceError
+from klear_core.generate.engine import InferenceEngine, SamplingParams, TrainableEngine
+from klear_core.generate.factory import build_engine, build_trainable_engine
+from klear_core.generate.fake_engine import FakeAnswer, FakeEngine
+from klear_core.seeding import seed_for
+from klear_core.types import Completion
+
+MAX_LEN = 160
+PROMPTS = [[65 + (7 * i + j) % 50 for j in range(length)] for i, length in enumerate((1, 3, 20, 40, 5))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """One kind of engine: how to start it, and whether we can set its weights."""
+
+    start: Callable[[Path], contextlib.AbstractAsyncContextManager[InferenceEngine]]
+    is_trainable: bool
+
+
+@contextlib.asynccontextmanager
+async def _fake(_folder: Path) -> AsyncIterator[InferenceEngine]:
+    def noise(prompt_ids: tuple[int, ...], params: SamplingParams, sample_idx: int) -> FakeAnswer:
+        if params.max_new_tokens > MAX_LEN:
+            return FakeAnswer(text="endless" * MAX_LEN, after=asyncio.Event())
+        draw = 0 if params.temperature == 0 else seed_for(params.seed, "noise", sample_idx, *prompt_ids)
+        return FakeAnswer(text=f"{draw:x}"[: 1 + draw % 16], logp=-0.25)
+
+    yield FakeEngine(noise, max_len=MAX_LEN)
+
+
+@contextlib.asynccontextmanager
+async def _torch(folder: Path) -> AsyncIterator[InferenceEngine]:
+    engine = await build_trainable_engine(TorchEngineConfig(), folder, num_threads=1, seed=0)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@contextlib.asynccontextmanager
+async def _vllm(folder: Path) -> AsyncIterator[InferenceEngine]:
+    runtime = VllmRuntime(enforce_eager=True, kv_cache_mb=64, max_num_seqs=32)
+    engine = await build_trainable_engine(VllmEngineConfig(dtype="float32", runtime=runtime), folder, num_threads=1, seed=0)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@contextlib.asynccontextmanager
+async def _http(folder: Path) -> AsyncIterator[InferenceEngine]:
+    async with _torch(folder) as behind, serve(behind, max_model_len=MAX_LEN) as base_url:
+        engine = await build_engine(HttpEngineConfig(base_url=base_url, model=MODEL), folder, num_threads=1, seed=0)
+        yield engine
+        await engine.close()
+
+
+NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (klear[gpu] or klear[cpu-engine])")
+ENGINES = [
+    pytest.param(Engines(start=_fake, is_trainable=True), id="fake"),
+    pytest.param(Engines(start=_torch, is_trainable=True), id="torch"),
+    pytest.param(Engines(start=_http, is_trainable=False), id="http"),
+    pytest.param(Engines(start=_vllm, is_trainable=True), id="vllm", marks=[NEEDS_VLLM, pytest.mark.slow]),
+]
+pytestmark = pytest.mark.parametrize("engines", ENGINES)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"), build_model(max_len=MAX_LEN, head_dim=32))
+
+
+def params(**changes: float) -> SamplingParams:
+    defaults = {"num_samples": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_new_tokens": 12, "seed": 7}
+    return SamplingParams(**(defaults | changes))  # type: ignore[arg-type]
+
+
+def run(engines: Engines, folder: Path, body: Callable[[InferenceEngine], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with engines.start(folder) as engine:
+            await body(engine)
+
+    asyncio.run(main())
+
+
+def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
+    return [c.token_ids for c in completions]
+
+
+def test_a_request_gives_that_many_samples_each_with_one_logp_and_version_per_token(engines: Engines, folder: Path) -> None:
+    async def body(engine: InferenceEngine) -> None:
+        completions = await engine.generate(PROMPTS[2], params(num_samples=5))
+        assert len(completions) == 5
+        for completion in completions:
+            assert 1 <= len(completion.token_ids) <= 12
+            assert len(completion.token_ids) == len(completion.logps) == len(completion.policy_versions)
+            assert all(logp <= 0 for logp in completion.logps)
+            assert completion.finish_reason == "stop" or len(completion.token_ids) == 12
+            assert "<|im_end|>" not in completion.text
+
+    run(engines, folder, body)
+
+
+def test_samples_depend_on_the_seed_and_the_index_and_come_in_order(engines: Engines, folder: Path) -> None:
+    async def body(engine: InferenceEngine) -> None:
+        three = await engine.generate(PROMPTS[1], params())
+        again = await engine.generate(PROMPTS[1], params())
+        five = await engine.generate(PROMPTS[1], params(num_samples=5))
+        other = await engine.generate(PROMPTS[1], params(seed=8))
+        assert tokens(three) == tokens(again) == tokens(five[:3])
+        assert tokens(three) != tokens(other)
+        assert len(set(tokens(five))) > 1
+
+    run(engines, folder, body)
+
+
+def test_a_request_does_not_depend_on_its_company(engines: Engines, folder: Path) -> None:
+    async def body(engine: InferenceEngine) -> None:
+        together = await asyncio.gather(*(engine.generate(prompt, params(seed=i)) for i, prompt in enumerate(PROMPTS)))
+        for i, prompt in enumerate(PROMPTS):
+            alone = await engine.generate(prompt, params(seed=i))
+            assert tokens(alone) == tokens(together[i])
+            for a, b in zip(alone, together[i], strict=True):
+                assert a.logps == pytest.approx(b.logps, abs=1e-4)
+
+    run(engines, folder, body)
+
+
+def test_greedy_samples_are_all_the_same(engines: Engines, folder: Path) -> None:
+    async def body(engine: InferenceEngine) -> None:
+        first, second = await engine.generate(PROMPTS[3], params(temperature=0.0, num_samples=2))
+        (other_seed,) = await engine.generate(PROMPTS[3], params(temperature=0.0, num_samples=1, seed=9))
+        assert first.token_ids == second.token_ids == other_seed.token_ids
+
+    run(engines, folder, body)
+
+
+def test_an_answer_that_meets_its_budget_ends_for_length(engines: Engines, folder: Path) -> None:
+    async def body(engine: InferenceEngine) -> None:
+        completions = await engine.generate(PROMPTS[0], params(max_new_tokens=1, num_samples=8))
+        assert all(len(c.token_ids) == 1 for c in completions)
+        assert "length" in {c.finish_reason for c in completions}
+
+    run(engines, folder, body)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(engines: Engines, folder: Path) -> None:
+    async def body(engine: InferenceEngine) -> None:
+        for prompt in ([], [65] * MAX_LEN, [65] * (MAX_LEN + 1)):
+            with pytest.raises(ValueError, match="leave room"):
+                await engine.generate(prompt, params())
+        last = await engine.generate([65] * (MAX_LEN - 1), params())
+        assert {len(c.token_ids) for c in last} == {1}
+
+    run(engines, folder, body)
+
+
+def test_after_close_requests_fail(engines: Engines, folder: Path) -> None:
+    async def body(engine: InferenceEngine) -> None:
+        await engine.close()
+        with pytest.raises(ResourceError, match=r"closed|stopped"):
+            await engine.generate(PROMPTS[0], params())
+
+    run(engines, folder, body)
+
+
+def test_close_fails_requests_that_wait(engines: Engines, folder: Path) -> None:
+    async def body(engine: InferenceEngine) -> None:
+        many = [asyncio.create_task(engine.generate(PROMPTS[4], params(max_new_tokens=1000, num_samples=64, seed=i))) for i in range(8)]
+        await asyncio.sleep(0)
+        await engine.close()
+        results = await asyncio.gather(*many, return_exceptions=True)
+        assert any(isinstance(result, ResourceError) for result in results)
+        assert all(isinstance(result, ResourceError | list) for result in results)
+
+    run(engines, folder, body)
+
+
+def test_versions_follow_the_weights(engines: Engines, folder: Path) -> None:
+    async def body(engine: InferenceEngine) -> None:
+        if not engines.is_trainable:
+            assert {v for c in await engine.generate(PROMPTS[2], params()) for v in c.policy_versions} == {0}
+            return
+        trainable: TrainableEngine = engine  # type: ignore[assignment]
+        assert trainable.version == 0
+        before = await engine.generate(PROMPTS[2], params())
+        await trainable.load_weights(folder, version=4)
+        after = await engine.generate(PROMPTS[2], params())
+        assert trainable.version == 4
+        assert {v for c in before for v in c.policy_versions} == {0}
+        assert {v for c in after for v in c.policy_versions} == {4}
+        assert tokens(before) == tokens(after)  # the weights are the same
+
+    run(engines, folder, body)

@@ -1,0 +1,188 @@
+import asyncio
+import importlib.util
+import json
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from qwen3_folder import build_model, write_folder
+from transformers import Qwen3ForCausalLM
+
+from klear_core.config.engine import VllmEngineConfig, VllmRuntime
+from klear_core.errors import ConfigError, ResourceError
+from klear_core.generate.engine import SamplingParams
+from klear_core.generate.vllm_engine import VllmEngine, engine_arguments
+from klear_core.types import Completion
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed (klear[gpu] or klear[cpu-engine])")
+MAX_LEN = 512
+SHORT = tuple(range(65, 85))
+LONG = tuple(65 + (i * i) % 97 for i in range(354))
+"""Longer than two blocks of vLLM's CPU prefix cache (128 tokens each): what is stale shows only there."""
+TOLERANCE = 5e-5
+"""Nats, float32, between vLLM's CPU kernels and transformers' forward; seen: 1e-5 to 2e-5."""
+CPU_RUNTIME = VllmRuntime(enforce_eager=True, kv_cache_mb=64, max_num_seqs=32)
+T = TypeVar("T")
+
+
+def params(**changes: float) -> SamplingParams:
+    defaults = {"num_samples": 2, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_new_tokens": 30, "seed": 1}
+    return SamplingParams(**(defaults | changes))  # type: ignore[arg-type]
+
+
+def model_of(seed: int, *, is_tied: bool) -> Qwen3ForCausalLM:
+    return build_model(seed=seed, hidden_size=64, head_dim=32, max_len=MAX_LEN, is_tied=is_tied)
+
+
+@torch.no_grad()
+def reference_logps(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, temperature: float) -> torch.Tensor:
+    """logp_TV of transformers' forward over the whole sequence, at the new tokens."""
+    return torch.log_softmax(model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].float() / temperature, -1)
+
+
+def logp_error(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, temperature: float) -> float:
+    logp_TV = reference_logps(model, prompt, completion, temperature)
+    expected = logp_TV.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return (expected - torch.tensor(completion.logps)).abs().max().item()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """An engine and the loop it lives on."""
+
+    engine: VllmEngine
+    loop: asyncio.Runner
+    is_tied: bool
+
+    def run(self, body: Callable[[VllmEngine], Awaitable[T]]) -> T:
+        async def main() -> T:
+            return await body(self.engine)
+
+        return self.loop.run(main())
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = write_folder(tmp_path_factory.mktemp("model"), model_of(0, is_tied=request.param))
+    with asyncio.Runner() as loop:
+        cfg = VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME)
+        engine = loop.run(VllmEngine.start(cfg, folder, num_threads=1, seed=2**62))
+        yield Running(engine=engine, loop=loop, is_tied=request.param)
+        loop.run(engine.close())
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_logps_and_greedy_choices_are_the_new_models_after_every_update(running: Running, tmp_path: Path) -> None:
+    async def body(engine: VllmEngine) -> None:
+        for version in (1, 2, 3, 4):
+            model = model_of(version, is_tied=running.is_tied)
+            await engine.load_weights(
+                write_folder(tmp_path / str(version), model) if version == 3 else dict(model.state_dict()), version=version
+            )
+            assert engine.version == version
+            for prompt in (SHORT, LONG):  # the same each time, so that an old prefix cache would be found
+                for completion in await engine.generate(prompt, params()):
+                    assert logp_error(model, prompt, completion, 0.8) < TOLERANCE
+                    assert set(completion.policy_versions) == {version}
+                (greedy,) = await engine.generate(prompt, params(temperature=0.0, num_samples=1))
+                logp_TV = reference_logps(model, prompt, greedy, 1.0)
+                gap_T = logp_TV.amax(-1) - logp_TV.gather(1, torch.tensor(greedy.token_ids)[:, None])[:, 0]
+                assert gap_T.max() < TOLERANCE
+                assert logp_error(model, prompt, greedy, 1.0) < TOLERANCE
+
+    running.run(body)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_running_requests_go_on_with_new_weights_and_say_so(running: Running) -> None:
+    old, new = model_of(10, is_tied=running.is_tied), model_of(11, is_tied=running.is_tied)
+
+    async def body(engine: VllmEngine) -> None:
+        await engine.load_weights(dict(old.state_dict()), version=10)
+        hot = params(temperature=2.0, max_new_tokens=140, num_samples=6)
+        long = asyncio.create_task(engine.generate(LONG, hot))
+        await engine.generate(SHORT, params(max_new_tokens=3))
+        await engine.load_weights(dict(new.state_dict()), version=11)
+        mixed = [c for c in await long if set(c.policy_versions) == {10, 11}]
+        assert mixed
+        for completion in mixed:
+            first_new = completion.policy_versions.index(11)
+            assert len(completion.policy_versions) == len(completion.token_ids)
+            for scorer, span in ((old, slice(0, first_new)), (new, slice(first_new, None))):
+                logp_TV = reference_logps(scorer, LONG, completion, 2.0)
+                expected = logp_TV.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+                assert torch.allclose(expected[span], torch.tensor(completion.logps)[span], atol=TOLERANCE)
+
+    running.run(body)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_weights_that_do_not_fit_are_refused_before_anything_changes(running: Running) -> None:
+    async def body(engine: VllmEngine) -> None:
+        before, version = await engine.generate(SHORT, params()), engine.version
+        partial = {k: v for k, v in model_of(5, is_tied=running.is_tied).state_dict().items() if "layers.1" not in k}
+        with pytest.raises(ConfigError, match="missing"):
+            await engine.load_weights(partial, version=99)
+        assert engine.version == version
+        assert [c.token_ids for c in await engine.generate(SHORT, params())] == [c.token_ids for c in before]
+
+    running.run(body)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_yarn_computes_what_transformers_yarn_computes(tmp_path: Path) -> None:
+    model = build_model(hidden_size=64, head_dim=32, max_len=128)
+    folder = write_folder(tmp_path / "plain", model)
+    cfg = VllmEngineConfig(dtype="float32", yarn_factor=2.5, runtime=CPU_RUNTIME)
+    stretched = write_folder(tmp_path / "stretched", model)
+    path = stretched / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | engine_arguments(cfg, folder, seed=0)["hf_overrides"]))
+    reference = Qwen3ForCausalLM.from_pretrained(stretched).float().eval()
+    prompt = LONG[:200]  # beyond the model's own 128
+
+    async def main() -> None:
+        engine = await VllmEngine.start(cfg, folder, num_threads=1, seed=0)
+        completions = await engine.generate(prompt, params())
+        await engine.close()
+        assert max(logp_error(reference, prompt, c, 0.8) for c in completions) < TOLERANCE
+        assert max(logp_error(model, prompt, c, 0.8) for c in completions) > 0.1
+
+    asyncio.run(main())
+
+
+def test_a_window_wider_than_the_model_is_refused_unless_yarn_stretches_it(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, build_model(max_len=256))
+    with pytest.raises(ConfigError, match=r"max_model_len = 640 exceeds the 256"):
+        engine_arguments(VllmEngineConfig(max_model_len=640), folder, seed=0)
+    stretched = engine_arguments(VllmEngineConfig(max_model_len=640, yarn_factor=2.5, yarn_attention_factor=1.05), folder, seed=2**40)
+    assert stretched["max_model_len"] == 640
+    assert stretched["hf_overrides"]["max_position_embeddings"] == 640
+    assert stretched["hf_overrides"]["rope_parameters"] == {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 2.5,
+        "original_max_position_embeddings": 256,
+        "attention_factor": 1.05,
+    }
+    assert 0 <= stretched["seed"] < 2**32
+
+
+@pytest.mark.skipif(HAS_VLLM, reason="vllm is installed")
+def test_without_vllm_the_error_says_what_to_install(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, build_model())
+    with pytest.raises(ResourceError, match=r"klear\[gpu\]"):
+        asyncio.run(VllmEngine.start(VllmEngineConfig(), folder, num_threads=1, seed=0))
+    assert "vllm" not in sys.modules

@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import pytest
+import torch
+from qwen3_folder import build_model
+
+from klear_core.errors import ConfigError
+from klear_core.generate.weights import HEAD, check_shapes, tensor_shapes, tensors
+
+
+def test_one_file_many_shards_and_a_mapping_are_the_same_weights(tmp_path: Path) -> None:
+    model = build_model(is_tied=False)
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    expected = dict(model.state_dict())
+    for source in (tmp_path / "one", tmp_path / "many", expected):
+        assert tensor_shapes(source) == {name: tuple(tensor.shape) for name, tensor in expected.items()}
+        found = dict(tensors(source))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    build_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    lost = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ConfigError, match=lost.name):
+        tensor_shapes(tmp_path)
+
+
+def test_a_tied_head_may_come_along_and_nothing_else() -> None:
+    expected = {"a": (2, 3)}
+    check_shapes({"a": (2, 3), HEAD: (2, 3)}, expected)
+    for found, complaint in (
+        ({}, r"missing \['a'\]"),
+        ({"a": (3, 2)}, r"a has shape \(3, 2\)"),
+        ({"a": (2, 3), "b": (1,)}, r"unknown \['b'\]"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            check_shapes(found, expected)
+    with pytest.raises(ConfigError, match="missing"):
+        check_shapes({"a": (2, 3)}, expected | {HEAD: (2, 3)})
