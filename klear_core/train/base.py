@@ -1,0 +1,137 @@
+"""The model that everything starts from: a tiny random Qwen3, or a pointer to a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, assert_never
+
+from klear_core.config.train import HfModelConfig, ModelConfig, TinyModelConfig
+from klear_core.errors import ArtifactError, ConfigError
+from klear_core.ledger import StageSummary
+from klear_core.metrics import Telemetry
+from klear_core.seeding import seed_for
+
+if TYPE_CHECKING:
+    from torch import nn
+
+POINTER = "model.json"
+
+
+def prepare_base(cfg: ModelConfig, *, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
+    """Write `workdir/model`, or `workdir/model.json` that points to a folder too big to copy."""
+    telemetry.progress(0, 1, "base model")
+    match cfg:
+        case TinyModelConfig():
+            summary = _make_tiny(cfg, seed=seed, folder=workdir / "model")
+        case HfModelConfig():
+            summary = _point_to(cfg, workdir)
+        case _:
+            assert_never(cfg)
+    telemetry.progress(1, 1, "base model")
+    return summary
+
+
+def model_folder(artifact: Path) -> Path:
+    """The Hugging Face folder of a model artifact; ArtifactError if what it points to is gone."""
+    folder = artifact / "model"
+    if folder.is_dir():
+        return folder
+    pointer = artifact / POINTER
+    if not pointer.is_file():
+        raise ArtifactError(f"{artifact}: neither model/ nor {POINTER} is here")
+    pointed = json.loads(pointer.read_text())
+    folder = Path(pointed["path"])
+    if not (folder / "config.json").is_file():
+        raise ArtifactError(f"{pointer}: points to {folder}, which has no config.json any more")
+    if _weight_sizes(folder) != pointed["weights"]:
+        raise ArtifactError(f"{pointer}: the weights in {folder} are not those that it was made for; run the base stage again")
+    return folder
+
+
+def wanted_window(artifact: Path) -> int | None:
+    """`max_position_embeddings` that trained models shall have, if the base asked for one."""
+    pointer = artifact / POINTER
+    if not pointer.is_file():
+        return None
+    window: int | None = json.loads(pointer.read_text())["max_position_embeddings"]
+    return window
+
+
+def _make_tiny(cfg: TinyModelConfig, *, seed: int, folder: Path) -> StageSummary:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from klear_core.prompts import build_byte_tokenizer, check_template, padded_vocab_size
+
+    transformers_logging.disable_progress_bar()
+    tokenizer = build_byte_tokenizer()
+    check_template(tokenizer)
+    config = Qwen3Config(
+        vocab_size=padded_vocab_size(tokenizer),
+        hidden_size=cfg.hidden_size,
+        num_hidden_layers=cfg.num_layers,
+        num_attention_heads=cfg.num_heads,
+        num_key_value_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        intermediate_size=cfg.intermediate_size,
+        max_position_embeddings=cfg.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+    init_seed = seed_for(seed, "base/init")
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3ForCausalLM(config)
+        _reset_weights(model, cfg, init_seed)
+    beside = folder.with_name("model.tmp")
+    model.save_pretrained(beside)
+    tokenizer.save_pretrained(beside)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed after this point
+    beside.rename(folder)
+    return StageSummary(counts={"parameters": model.num_parameters()}, seeds={"base/init": init_seed})
+
+
+def _reset_weights(model: nn.Module, cfg: TinyModelConfig, seed: int) -> None:
+    """Normal weights: embeddings at `embedding_std`, matrices at 1/sqrt(fan_in), those that write to the residual also / sqrt(2L)."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim < 2:
+                continue  # norms start at one
+            std = cfg.embedding_std if "embed_tokens" in name else p.shape[1] ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std /= (2 * cfg.num_layers) ** 0.5
+            p.normal_(0.0, std, generator=generator)
+
+
+def _point_to(cfg: HfModelConfig, workdir: Path) -> StageSummary:
+    from klear_core.prompts import check_template, load_tokenizer
+    from klear_core.train.model import check_architecture
+
+    folder = Path(cfg.path).expanduser().resolve()
+    check_architecture(folder)
+    weights = _weight_sizes(folder)
+    if not weights:
+        raise ConfigError(f"{folder}: no *.safetensors weights here")
+    tokenizer = load_tokenizer(folder)
+    check_template(tokenizer)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    if config["vocab_size"] < len(tokenizer):
+        raise ConfigError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config['vocab_size']}")
+    beside = workdir / (POINTER + ".tmp")
+    pointed = {"path": str(folder), "max_position_embeddings": cfg.max_position_embeddings, "weights": weights}
+    beside.write_text(json.dumps(pointed, indent=2))
+    beside.replace(workdir / POINTER)
+    return StageSummary(counts={"weight_bytes": sum(weights.values())})
+
+
+def _weight_sizes(folder: Path) -> dict[str, int]:
+    """Bytes by file: tells another model from this one, not a flipped bit, for hashing 16 GB would cost every stage a minute."""
+    return {f.name: f.stat().st_size for f in sorted(folder.glob("*.safetensors"))}

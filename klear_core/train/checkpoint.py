@@ -1,0 +1,177 @@
+"""Checkpoints that are whole or not there: model, optimizer, random state and the caller's counters, by step.
+
+A checkpoint is a folder `step-00000100`. It is written beside, sealed with the checksum of every file, and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from klear_core.config.train import CheckpointConfig
+from klear_core.errors import ArtifactError, ResourceError
+from klear_core.train.parallel import World
+
+log = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
+
+SEAL = "seal.json"
+
+Counters = Mapping[str, int | float]
+"""Whatever else a loop must know to go on (policy version, skipped steps, data position), as plain numbers."""
+
+
+class Checkpoints:
+    """The checkpoints of one stage in one folder. Every rank of the world makes the same calls."""
+
+    def __init__(self, folder: Path, cfg: CheckpointConfig, world: World) -> None:
+        self.folder = folder
+        self.cfg = cfg
+        self.world = world
+        self._writer: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        is_group_needed = cfg.asynchronous and world.size > 1  # the writer's messages must not mix with those of training
+        self._group = dist.new_group(backend="gloo") if is_group_needed else None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after `step` finished updates is to be saved."""
+        return step % self.cfg.every_steps == 0
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, counters: Counters) -> None:
+        """Save the state after `step` updates; with `asynchronous`, from a copy while training goes on."""
+        self.wait()
+        state = _state_of(model, optimizer, self.world)
+        seal = {"step": step, "counters": dict(counters)}
+        if not self.cfg.asynchronous:
+            self._write(step, state, seal)
+            return
+        self._writer = threading.Thread(target=self._write_guarded, args=(step, _copy(state), seal), daemon=True)
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Until the last asynchronous save is whole; raises what it failed with."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def load_latest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, int | float]] | None:
+        """Restore the newest whole checkpoint and return its step and counters; None if there is none.
+
+        A damaged one is skipped with a warning, for the one before it loses less than starting over.
+        """
+        name = self.world.broadcast(self._newest_whole() if self.world.rank == 0 else None)
+        if name is None:
+            return None
+        folder = self.folder / name
+        seal = json.loads((folder / SEAL).read_text())
+        state = _state_of(model, optimizer, self.world)
+        random_key = f"random.{self.world.rank}"
+        if random_key not in FileSystemReader(folder).read_metadata().state_dict_metadata:
+            del state[random_key]  # saved by fewer ranks than there are now
+        try:
+            load_shards(state, checkpoint_id=folder, no_dist=self.world.size == 1)
+        except CheckpointException as e:
+            raise ArtifactError(f"checkpoint {folder} does not fit this model and optimizer: {_causes(e)}") from e
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if random_key in state:
+            torch.set_rng_state(state[random_key])
+        return seal["step"], seal["counters"]
+
+    def _write_guarded(self, step: int, state: dict[str, Any], seal: dict[str, Any]) -> None:
+        try:
+            self._write(step, state, seal)
+        except BaseException as e:  # noqa: BLE001  # carried to the training thread, which raises it in wait()
+            self._failure = e
+
+    def _write(self, step: int, state: dict[str, Any], seal: dict[str, Any]) -> None:
+        beside, final = self.folder / "unfinished", self.folder / f"step-{step:08d}"
+        if self.world.rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(final, ignore_errors=True)  # damaged, or it would have been resumed from
+        self._barrier()
+        try:
+            save_shards(state, checkpoint_id=beside, no_dist=self.world.size == 1, process_group=self._group)
+        except CheckpointException as e:  # a BaseException: nothing that handles errors would see it
+            raise ResourceError(f"checkpoint {final} could not be written: {_causes(e)}") from e
+        self._barrier()
+        if self.world.rank == 0:
+            seal["files"] = {f.name: _digest(f) for f in sorted(beside.iterdir())}
+            (beside / SEAL).write_text(json.dumps(seal))
+            beside.rename(final)
+            for old in self._names()[: -self.cfg.keep]:
+                shutil.rmtree(self.folder / old)
+        self._barrier()
+
+    def _barrier(self) -> None:
+        if self.world.size > 1:
+            dist.barrier(group=self._group)
+
+    def _names(self) -> list[str]:
+        return sorted(p.name for p in self.folder.glob("step-*") if p.is_dir())
+
+    def _newest_whole(self) -> str | None:
+        for name in reversed(self._names()):
+            trouble = _trouble_with(self.folder / name)
+            if trouble is None:
+                return name
+            log.warning("checkpoint %s is skipped: %s", self.folder / name, trouble)
+        return None
+
+
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state, f"random.{world.rank}": torch.get_rng_state()}
+
+
+def _copy(state: Any) -> Any:
+    """The state as it is now, on the CPU: training goes on to overwrite the original."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {k: _copy(v) for k, v in state.items()}
+    if isinstance(state, list):
+        return [_copy(v) for v in state]
+    return state
+
+
+def _causes(failure: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {error!r}" for rank, (error, _trace) in failure.failures.items())
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "blake2b").hexdigest()[:32]
+
+
+def _trouble_with(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, in words."""
+    try:
+        seal = json.loads((folder / SEAL).read_text())
+    except (OSError, json.JSONDecodeError) as e:
+        return f"{SEAL} cannot be read ({e})"
+    for name, digest in seal["files"].items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if _digest(folder / name) != digest:
+            return f"{name} is damaged"
+    return None

@@ -1,0 +1,128 @@
+"""A causal LM under training: any Hugging Face folder, run over packed rows up to the hidden states that predict loss tokens.
+
+Axis letters: B rows, T tokens, N loss tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from klear_core.errors import ConfigError
+from klear_core.prompts import load_tokenizer
+from klear_core.train import attention
+from klear_core.train.packing import MicroBatch
+
+R = TypeVar("R")
+Head = Callable[[Tensor, Tensor], R]
+"""(hidden_NH, lm_head_weight_VH) -> what the caller wants, a tensor or a tuple of tensors."""
+
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Policy(nn.Module):
+    """The model, called as `policy(micro, head)`: the head runs inside, where a sharded model has its weights gathered."""
+
+    def __init__(self, hf: nn.Module) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def forward(self, micro: MicroBatch, head: Head[R]) -> R:
+        """`head` gets the hidden states before each loss token and the LM-head weight."""
+        hf: Any = self.hf
+        hidden_BTH = hf.base_model(
+            input_ids=micro.token_ids_BT,
+            position_ids=micro.position_ids_BT,
+            use_cache=False,
+            bounds=micro.bounds,
+            max_row_len=micro.max_row_len,
+        ).last_hidden_state
+        return head(hidden_BTH.flatten(0, 1)[micro.select_N], hf.get_output_embeddings().weight)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+
+def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "float32") -> Policy:
+    """The model of a Hugging Face folder in training mode; ConfigError if its forward pass is not one that we compute.
+
+    `dtype` is that of the weights. Training keeps float32, whatever it computes in: at a rate of 1e-6 an update is lost in bf16.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    check_architecture(folder)
+    attention.register()
+    transformers_logging.disable_progress_bar()
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation=attention.NAME, local_files_only=True)
+    if getattr(hf.get_output_embeddings(), "bias", None) is not None:
+        raise ConfigError(f"{folder}: the LM head has a bias, which the fused head does not add")
+    return Policy(hf.to(device)).train()
+
+
+def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """`auto` takes CUDA where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA device; allowed here: auto, cpu")
+    return torch.device(device)
+
+
+def check_architecture(folder: Path) -> None:
+    """Refuse what scales logits or attention in ways that Klear's packed forward pass would silently leave out."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder}: no config.json; not a model folder")
+    config: dict[str, Any] = json.loads(path.read_text())
+    neutral = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+    for key, value in neutral.items():
+        if config.get(key, value) not in (value, None):
+            raise ConfigError(f"{path}: {key}={config[key]!r}; Klear trains models without it")
+    odd = {t for t in config.get("layer_types") or () if t != "full_attention"}
+    if odd or config.get("use_sliding_window"):
+        raise ConfigError(f"{path}: layers with {', '.join(sorted(odd)) or 'sliding_attention'}; Klear trains full attention only")
+
+
+def export_model(state: dict[str, Tensor], source: Path, target: Path, *, max_position_embeddings: int | None = None) -> None:
+    """Write weights under their Hugging Face names, with the config and tokenizer of `source`, as a folder that loads as is.
+
+    `max_position_embeddings` raises the config's window (never lowers it): vLLM refuses prompt + response beyond it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = load_tokenizer(source)
+    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    if max_position_embeddings is not None:
+        config.max_position_embeddings = max(config.max_position_embeddings, max_position_embeddings)
+    config.dtype = next(iter(state.values())).dtype
+    config.eos_token_id = tokenizer.eos_token_id
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(config)
+    shell.generation_config = _generation_config(source, tokenizer.eos_token_id)
+    beside = target.with_name(target.name + ".tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    shell.save_pretrained(beside, state_dict=state)
+    tokenizer.save_pretrained(beside)
+    shutil.rmtree(target, ignore_errors=True)  # of a run that was killed after this point
+    beside.rename(target)
+
+
+def _generation_config(source: Path, eos_token_id: int) -> Any:
+    """The source's, with the end of a turn first among the tokens that stop."""
+    from transformers import GenerationConfig
+
+    path = source / "generation_config.json"
+    config = GenerationConfig.from_pretrained(source, local_files_only=True) if path.is_file() else GenerationConfig()
+    listed = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    config.eos_token_id = [eos_token_id, *(i for i in listed if i not in (None, eos_token_id))]
+    return config

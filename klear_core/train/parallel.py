@@ -1,0 +1,162 @@
+"""Many learner processes as one: FSDP2 shards the model, gradients add up over ranks. One process runs the same code.
+
+There is no context or tensor parallelism: a row must fit on one GPU, with activation checkpointing if need be.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+
+from klear_core.config.train import TrainRuntime
+from klear_core.errors import ResourceError
+from klear_core.metrics import NullTelemetry, Telemetry
+from klear_core.train.model import DTYPES, Dtype, Policy, pick_device
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process among the learner's processes."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Added up over all ranks."""
+        if self.size == 1:
+            return value
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+@contextmanager
+def join_world(runtime: TrainRuntime, *, rank: int, init_method: str, sees_only_its_gpu: bool = False) -> Iterator[World]:
+    """Be rank `rank` of `runtime.num_workers` processes that meet at `init_method` (`file://...`, `tcp://host:port`).
+
+    `sees_only_its_gpu`: whoever started the process hid all other GPUs from it, as Ray does.
+    """
+    device = _device_of_rank(runtime, 0, 1) if sees_only_its_gpu else _device_of_rank(runtime, rank, runtime.num_workers)
+    if device.type == "cpu":
+        torch.set_num_threads(runtime.num_threads)
+    world = World(rank=rank, size=runtime.num_workers, device=device)
+    if world.size > 1:
+        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world.size, timeout=timedelta(minutes=30))
+    try:
+        yield world
+    finally:
+        if dist.is_initialized():  # also by `parallelise`, for one rank
+            dist.destroy_process_group()
+
+
+def run_ranks(body: Callable[[World, Telemetry], R], runtime: TrainRuntime, telemetry: Telemetry) -> R:
+    """Run `body` on every rank and return what rank 0, this process, made of it; only rank 0 speaks through `telemetry`.
+
+    The other ranks are spawned on this machine, so `body` must be picklable. ResourceError if one dies; none outlives this call.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        init_method = f"file://{folder}/meet"
+        spawn = torch.multiprocessing.get_context("spawn")
+        others = [
+            spawn.Process(target=_run_other_rank, args=(body, runtime, rank, init_method), daemon=True)
+            for rank in range(1, runtime.num_workers)
+        ]
+        for process in others:
+            process.start()
+        try:
+            with join_world(runtime, rank=0, init_method=init_method) as world:
+                return body(world, telemetry)
+        except RuntimeError as e:  # how torch.distributed reports a lost peer
+            connection.wait([p.sentinel for p in others], timeout=5)  # the connection breaks before the exit code is known
+            failed = [f"rank {i + 1} (exit code {p.exitcode})" for i, p in enumerate(others) if p.exitcode]
+            if failed:
+                raise ResourceError(f"learner processes died: {', '.join(failed)}; rank 0 then failed with: {e}") from e
+            raise
+        finally:
+            for process in others:
+                process.join(timeout=30)  # they finish with us
+                process.kill()
+
+
+def _run_other_rank(body: Callable[[World, Telemetry], R], runtime: TrainRuntime, rank: int, init_method: str) -> None:
+    with join_world(runtime, rank=rank, init_method=init_method) as world:
+        body(world, NullTelemetry())
+
+
+def _device_of_rank(runtime: TrainRuntime, index: int, num_wanted: int) -> torch.device:
+    device = pick_device(runtime.device)
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count()
+    if num_wanted > count:
+        raise ResourceError(f"runtime.num_workers={runtime.num_workers}, but this machine has {count} GPUs")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def parallelise(policy: Policy, world: World, *, dtype: Dtype, activation_checkpointing: bool) -> Policy:
+    """Make the policy compute in `dtype` over float32 weights, sharded over the ranks by layer.
+
+    One rank in float32 stays as it is. Gradients are summed over ranks, not averaged, so a loss must divide by global counts.
+    """
+    hf: Any = policy.hf
+    if activation_checkpointing:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if world.size == 1 and dtype == "float32":
+        return policy
+    _ensure_process_group(world)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+    for layer in hf.base_model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    for module in (policy, *hf.base_model.layers):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction with a factor
+    return policy
+
+
+def _ensure_process_group(world: World) -> None:
+    """FSDP2 wants a process group even for one rank, which needs no meeting place then."""
+    if not dist.is_initialized():
+        assert world.size == 1, "several ranks join in join_world"
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def full_weights(policy: nn.Module, *, dtype: Dtype | None = None) -> dict[str, Tensor]:
+    """All weights under their Hugging Face names, gathered on the CPU of rank 0 (other ranks get an empty dict). Every rank must call."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    state: dict[str, Any] = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {k.removeprefix("hf."): v if dtype is None else v.to(DTYPES[dtype]) for k, v in state.items()}

@@ -1,0 +1,78 @@
+"""One optimizer step over a packed batch, the same for SFT and RL: accumulate, check, clip, update."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from klear_core.config.train import OptimConfig
+from klear_core.errors import TrainingError
+from klear_core.train.logps import HeadOutput
+from klear_core.train.model import Head
+from klear_core.train.optim import apply_update, grad_norm, lr_at, make_optimizer
+from klear_core.train.packing import MicroBatch, PackedBatch, Row
+from klear_core.train.parallel import World
+
+log = logging.getLogger(__name__)
+
+Objective = Callable[[MicroBatch], Head[HeadOutput]]
+"""For each micro-batch, the head whose summed losses are the step's loss: whoever makes it divides by the global count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step did. `outputs` are this rank's, one a micro-batch; `loss` is the sum over all ranks."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    is_applied: bool
+    """False: loss or gradient was not finite, and the weights are untouched."""
+    outputs: tuple[HeadOutput, ...]
+
+
+class Updater:
+    """The optimizer and its schedule over a (possibly sharded) model."""
+
+    def __init__(self, model: nn.Module, cfg: OptimConfig, world: World, *, num_steps: int) -> None:
+        self.model = model
+        self.optimizer = make_optimizer(model, cfg)
+        self.cfg = cfg
+        self.world = world
+        self.num_steps = num_steps
+
+    def step(self, batch: PackedBatch, objective: Objective, *, step: int) -> StepResult:
+        """Forward and backward over all micro-batches, then one update at the rate of `step`."""
+        outputs = []
+        for micro in batch.micros:
+            out: HeadOutput = self.model(micro, objective(micro))
+            out.loss.backward()  # type: ignore[no-untyped-call]
+            outputs.append(HeadOutput(out.loss.detach(), out.logp_N, out.entropy_N))
+        loss = self.world.sum(torch.stack([o.loss for o in outputs]).sum())
+        norm = grad_norm(self.model)
+        is_applied = bool(torch.isfinite(loss) & torch.isfinite(norm))
+        lr = lr_at(step, self.cfg, self.num_steps)
+        if is_applied:
+            apply_update(self.model, self.optimizer, lr=lr, norm=norm, max_grad_norm=self.cfg.max_grad_norm)
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss=loss.item(), grad_norm=norm.item(), lr=lr, is_applied=is_applied, outputs=tuple(outputs))
+
+
+def keep_bad_batch(folder: Path, rows: Sequence[Row], *, step: int, num_skipped: int, max_skipped: int) -> None:
+    """Save the rows of a skipped step for inspection; TrainingError if that was one skip too many."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step:08d}.json"
+    beside = folder / f"{path.name}.{os.getpid()}.tmp"  # every rank comes here
+    beside.write_text(json.dumps([{"token_ids": list(r.token_ids), "loss_mask": [int(m) for m in r.loss_mask]} for r in rows]))
+    beside.replace(path)
+    log.warning("step %d skipped: loss or gradient not finite; its rows are in %s", step, path)
+    if num_skipped > max_skipped:
+        raise TrainingError(f"{num_skipped} steps with a loss or gradient that is not finite, {max_skipped} are allowed; see {folder}")

@@ -1,0 +1,25 @@
+"""Operations of a step, counted by hand."""
+
+import torch
+from tiny_models import random_rows, tiny_folder
+
+from klear_core.train.flops import FlopCount, peak_flops
+from klear_core.train.model import load_model
+
+
+def test_a_tiny_model_is_counted_by_hand(tmp_path):
+    count = FlopCount.of(load_model(tiny_folder(tmp_path), device="cpu"))
+    attention = 16 * 16 + 2 * 16 * 8 + 16 * 16  # q, k and v, o: 2 query heads and 1 key head of 8
+    assert count.layer_params == 2 * (attention + 3 * 16 * 24)
+    assert count.head_params == 320 * 16
+    assert count.attention_width == 2 * 2 * 8
+
+
+def test_a_step_counts_tokens_loss_tokens_and_pairs():
+    count = FlopCount(layer_params=100, head_params=10, attention_width=3)
+    rows = random_rows([4, 6], prompt=3)  # 10 tokens, 4 of them learnt, (16 + 36) / 2 pairs
+    assert count.step(rows) == 6 * (100 * 10 + 10 * 4 + 2 * 3 * 26)
+
+
+def test_a_cpu_has_no_peak():
+    assert peak_flops(torch.device("cpu")) is None

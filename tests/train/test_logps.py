@@ -1,0 +1,130 @@
+"""The fused head against hand values and against plain float64."""
+
+import math
+
+import pytest
+import torch
+
+from klear_core.train.logps import chunk_size, fused_loss, token_logps
+
+F64 = torch.float64
+
+
+def plain(hidden, weight, target, temperature):
+    logp = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+    return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def inputs(num_tokens=13, hidden=5, vocab=11, dtype=F64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    h = torch.randn(num_tokens, hidden, generator=g, dtype=dtype).requires_grad_()
+    w = torch.randn(vocab, hidden, generator=g, dtype=dtype).requires_grad_()
+    return h, w, torch.randint(vocab, (num_tokens,), generator=g)
+
+
+def wavy(logp, entropy, weight):
+    """A pointwise loss with curvature in both inputs."""
+    return weight * (torch.exp(0.3 * logp) - 0.7 * logp * entropy)
+
+
+def test_two_equal_logits_give_half_and_log_two():
+    h, w = torch.tensor([[1.0]]), torch.tensor([[3.0], [3.0]])
+    out = token_logps(h, w, torch.tensor([1]))
+    assert out.logp_N.item() == pytest.approx(math.log(0.5))
+    assert out.entropy_N.item() == pytest.approx(math.log(2))
+
+
+def test_temperature_two_halves_the_logits():
+    h, w = torch.tensor([[2.0]]), torch.tensor([[math.log(9.0) / 2], [0.0]])
+    assert token_logps(h, w, torch.tensor([0])).logp_N.exp().item() == pytest.approx(0.9)
+    assert token_logps(h, w, torch.tensor([0]), temperature=2.0).logp_N.exp().item() == pytest.approx(0.75)
+
+
+def test_gradient_of_one_token_is_p_minus_onehot():
+    h = torch.tensor([[1.0]], requires_grad=True)
+    w = torch.tensor([[0.0], [math.log(3.0)]], requires_grad=True)  # p = 1/4, 3/4
+    fused_loss(h, w, torch.tensor([0]), lambda logp, _e, _w: -logp).loss.backward()
+    assert w.grad.flatten().tolist() == pytest.approx([-0.75, 0.75])
+    assert h.grad.item() == pytest.approx(0.75 * math.log(3.0))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("tokens_per_chunk", [1, 4, 13])
+def test_both_forms_equal_plain_float64(temperature, tokens_per_chunk):
+    h, w, target = inputs()
+    how = {"temperature": temperature, "max_logits": tokens_per_chunk * 11}
+    weight = torch.linspace(-1, 2, 13, dtype=F64)
+    want = wavy(*plain(h, w, target, temperature), weight).sum()
+    want_h, want_w = torch.autograd.grad(want, (h, w))
+
+    fused = fused_loss(h, w, target, lambda lp, e, at: wavy(lp, e, weight[at]), need_entropy=True, **how)
+    got = torch.autograd.grad(fused.loss, (h, w))
+    torch.testing.assert_close(fused.loss, want)
+    torch.testing.assert_close(got, (want_h, want_w))
+
+    joined = wavy(*token_logps(h, w, target, **how), weight).sum()
+    torch.testing.assert_close(joined, want)
+    torch.testing.assert_close(torch.autograd.grad(joined, (h, w)), (want_h, want_w))
+
+
+def test_second_factor_scales_the_gradient():
+    h, w, target = inputs()
+    loss = fused_loss(h, w, target, lambda lp, _e, _at: -lp).loss
+    once = torch.autograd.grad(loss, h, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(3 * loss, h)[0], 3 * once)
+
+
+def test_float32_agrees_with_float64_on_a_large_vocabulary():
+    h, w, target = inputs(num_tokens=7, hidden=16, vocab=50_000, dtype=torch.float32)
+    logp, entropy = plain(h.double(), w.double(), target, 1.0)
+    out = token_logps(h, w, target)
+    torch.testing.assert_close(out.logp_N.double(), logp, atol=2e-5, rtol=0)
+    torch.testing.assert_close(out.entropy_N.double(), entropy, atol=2e-5, rtol=0)
+
+
+def test_bfloat16_weights_give_float32_logps_and_bfloat16_gradients():
+    h, w, target = inputs(dtype=torch.bfloat16)
+    out = fused_loss(h, w, target, lambda lp, _e, _at: -lp / 13)
+    out.loss.backward()
+    assert out.logp_N.dtype == torch.float32
+    assert w.grad.dtype == torch.bfloat16
+    want_h, want_w = torch.autograd.grad(-plain(h.double(), w.double(), target, 1.0)[0].mean(), (h, w))
+    torch.testing.assert_close(w.grad, want_w, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(h.grad, want_h, atol=2e-2, rtol=2e-2)
+
+
+def test_extreme_logits_stay_finite():
+    h = torch.tensor([[1.0], [1.0]], requires_grad=True)
+    w = torch.tensor([[3e4], [-3e4], [0.0]], requires_grad=True)
+    out = token_logps(h, w, torch.tensor([0, 1]))
+    assert out.logp_N.tolist() == [0.0, -6e4]
+    assert out.entropy_N.tolist() == [0.0, 0.0]
+    (out.logp_N.sum() + out.entropy_N.sum()).backward()
+    assert torch.isfinite(w.grad).all()
+    assert torch.isfinite(h.grad).all()
+
+
+def test_a_loss_that_ignores_its_tokens_has_zero_gradient():
+    h, w, target = inputs()
+    fused_loss(h, w, target, lambda lp, _e, _at: torch.zeros_like(lp)).loss.backward()
+    assert h.grad.abs().max() == 0
+    assert w.grad.abs().max() == 0
+
+
+def test_no_tokens_give_no_loss_and_zero_gradients():
+    h, w, target = inputs(num_tokens=0)
+    out = fused_loss(h, w, target, lambda lp, _e, _at: -lp)
+    out.loss.backward()
+    assert out.loss == 0
+    assert w.grad.abs().max() == 0
+
+
+def test_entropy_is_nan_where_nobody_asked_for_it():
+    h, w, target = inputs()
+    assert fused_loss(h, w, target, lambda lp, _e, _at: -lp).entropy_N.isnan().all()
+
+
+def test_chunks_are_even_and_within_the_budget():
+    assert chunk_size(torch.empty(10, 1), 9, 40) == 3  # at most 4 at once: 3 chunks of 3, not 4 + 4 + 1
+    assert chunk_size(torch.empty(100, 1), 9, 40) == 1
+    assert chunk_size(torch.empty(320, 1), 4096, None) == 4096  # a tiny vocabulary is one chunk

@@ -1,0 +1,150 @@
+"""The policy's forward pass against transformers, packed against alone, and what is written against what is read."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import packed, random_rows, tiny_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from klear_core.errors import ConfigError
+from klear_core.train.logps import fused_loss, token_logps
+from klear_core.train.model import export_model, load_model, pick_device
+from klear_core.train.parallel import full_weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("base"))
+
+
+def logps_of(policy, rows, layout, tokens=1 << 20):
+    """Log-probs of each row's loss tokens, by row."""
+    found = {}
+    for micro in packed(rows, layout, tokens).micros:
+        out = policy(micro, lambda h, w, m=micro: token_logps(h, w, m.target_N))
+        found.update(zip(micro.rows, out.logp_N.detach().split(micro.counts), strict=True))
+    return [found[i] for i in range(len(rows))]
+
+
+def gradient_of(folder, rows, layout, tokens):
+    policy = load_model(folder, device="cpu")
+    batch = packed(rows, layout, tokens)
+    for micro in batch.micros:
+        policy(micro, lambda h, w, m=micro: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -lp / batch.num_loss_tokens)).loss.backward()
+    return [p.grad for p in policy.parameters()]
+
+
+def test_log_probs_equal_those_of_transformers(folder):
+    (row,) = random_rows([20])
+    ids = torch.tensor([row.token_ids])
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(ids).logits[0, :-1].log_softmax(-1)
+    want = plain.gather(1, ids[0, 1:, None])[2:, 0]
+    for layout in ("padded", "varlen"):
+        torch.testing.assert_close(logps_of(load_model(folder, device="cpu"), [row], layout)[0], want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["padded", "varlen"])
+def test_packed_rows_have_the_log_probs_that_they_have_alone(folder, layout):
+    rows = random_rows([5, 31, 12, 12, 48, 7])
+    policy = load_model(folder, device="cpu")
+    together = logps_of(policy, rows, layout)
+    for i, row in enumerate(rows):
+        torch.testing.assert_close(together[i], logps_of(policy, [row], layout)[0], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["padded", "varlen"])
+def test_gradient_does_not_depend_on_how_rows_are_cut_up(folder, layout):
+    rows = random_rows([5, 31, 12, 12, 48, 7])
+    alone = gradient_of(folder, rows, "varlen", 1)
+    for tokens in (50, 1 << 20):
+        torch.testing.assert_close(gradient_of(folder, rows, layout, tokens), alone, atol=1e-6, rtol=1e-4)
+
+
+def test_another_rows_tokens_do_not_matter(folder):
+    policy = load_model(folder, device="cpu")
+    first, second = random_rows([10, 10])
+    other = random_rows([10], seed=1)[0]
+    for layout in ("padded", "varlen"):
+        a = logps_of(policy, [first, second], layout)[0]
+        b = logps_of(policy, [first, other], layout)[0]
+        assert torch.equal(a, b)
+
+
+def test_exported_weights_load_as_they_were(folder, tmp_path):
+    policy = load_model(folder, device="cpu")
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(1.0)
+    export_model(full_weights(policy), folder, tmp_path / "model", max_position_embeddings=100)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(torch.equal(a, b) for a, b in zip(policy.hf.parameters(), again.parameters(), strict=True))
+    assert again.config.max_position_embeddings == 100
+    assert again.config.tie_word_embeddings
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
+
+
+def test_export_stops_at_the_end_of_a_turn_and_at_what_the_source_stopped_at(folder, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(folder, source)
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|endoftext|>"}))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, "temperature": 0.6, "do_sample": True}))
+    export_model(full_weights(load_model(source, device="cpu")), source, tmp_path / "model")
+    made = tmp_path / "model"
+    assert AutoTokenizer.from_pretrained(made).eos_token == "<|im_end|>"
+    generation = json.loads((made / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["temperature"]) == ([258, 256], 0.6)
+    assert json.loads((made / "config.json").read_text())["eos_token_id"] == 258
+
+
+def test_export_never_lowers_the_window_and_replaces_what_a_killed_run_left(folder, tmp_path):
+    for _ in range(2):
+        export_model(full_weights(load_model(folder, device="cpu")), folder, tmp_path / "model", max_position_embeddings=16)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["max_position_embeddings"] == 64
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_export_in_bfloat16_says_so_in_the_config(folder, tmp_path):
+    export_model(full_weights(load_model(folder, device="cpu"), dtype="bfloat16"), folder, tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"use_sliding_window": True}, "full attention only"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused(folder, tmp_path, change, complaint):
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError, match=complaint):
+        load_model(tmp_path, device="cpu")
+
+
+def test_attention_dropout_is_refused(folder):
+    policy = load_model(folder, device="cpu")
+    policy.hf.base_model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(ConfigError, match=r"dropout 0\.1"):
+        logps_of(policy, random_rows([5]), "padded")
+
+
+def test_a_model_that_drops_row_bounds_is_refused(folder):
+    policy = load_model(folder, device="cpu")
+    inner = policy.hf.base_model.forward
+    policy.hf.base_model.forward = lambda bounds, max_row_len, **given: inner(**given)
+    with pytest.raises(ConfigError, match="does not hand attention arguments down"):
+        logps_of(policy, random_rows([5, 6]), "varlen")
+
+
+def test_asking_for_a_missing_gpu_is_a_config_error():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert pick_device("auto") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        pick_device("cuda")

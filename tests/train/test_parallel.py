@@ -1,0 +1,96 @@
+"""Two gloo ranks on the CPU are one process, in loss, gradient norm, weights and checkpoints."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from tiny_models import random_rows, tiny_folder
+
+from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
+from klear_core.errors import ResourceError
+from klear_core.metrics import NullTelemetry
+from klear_core.train.checkpoint import Checkpoints
+from klear_core.train.logps import fused_loss
+from klear_core.train.model import load_model
+from klear_core.train.packing import pack
+from klear_core.train.parallel import full_weights, parallelise, run_ranks
+from klear_core.train.step import Updater
+
+ROWS = [random_rows([9, 30, 14, 22, 5], seed=s) for s in range(3)] + [random_rows([12])]  # at last one rank has nothing to do
+
+
+def train(folder, checkpoints, num_steps, dtype, world, telemetry):
+    """Up to `num_steps` steps from the newest checkpoint on; what rank 0 saw."""
+    policy = parallelise(load_model(folder, device=world.device), world, dtype=dtype, activation_checkpointing=dtype == "bfloat16")
+    updater = Updater(policy, OptimConfig(lr=1e-2, weight_decay=0.1), world, num_steps=4)
+    kept = Checkpoints(checkpoints, CheckpointConfig(asynchronous=True), world)
+    first, _ = kept.load_latest(policy, updater.optimizer) or (0, {})
+    seen = []
+    for s in range(first, num_steps):
+        batch = pack(ROWS[s], layout="padded", tokens_per_microbatch=60, rank=world.rank, num_ranks=world.size)
+        result = updater.step(
+            batch,
+            lambda m, n=batch.num_loss_tokens: lambda h, w: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -lp / n),
+            step=s,
+        )
+        seen.append((result.loss, result.grad_norm))
+    kept.save(num_steps, policy, updater.optimizer, {})
+    kept.wait()
+    return seen, full_weights(policy)
+
+
+def run(folder, checkpoints, *, num_workers, num_steps=4, dtype="float32"):
+    body = partial(train, folder, checkpoints, num_steps, dtype)
+    return run_ranks(body, TrainRuntime(device="cpu", num_workers=num_workers), NullTelemetry())
+
+
+def assert_same(a, b, atol):
+    torch.testing.assert_close(torch.tensor(a[0]), torch.tensor(b[0]), atol=atol, rtol=0)
+    assert a[1].keys() == b[1].keys()
+    torch.testing.assert_close(a[1], b[1], atol=atol, rtol=0)
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one_process(tmp_path):
+    folder = tiny_folder(tmp_path / "base")
+    one = run(folder, tmp_path / "one", num_workers=1)
+    two = run(folder, tmp_path / "two", num_workers=2)
+    assert_same(one, two, 1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_saved_by_two_ranks_goes_on_with_one_and_back(tmp_path):
+    folder = tiny_folder(tmp_path / "base")
+    whole = run(folder, tmp_path / "whole", num_workers=1)
+    run(folder, tmp_path / "cut", num_workers=2, num_steps=1)
+    run(folder, tmp_path / "cut", num_workers=1, num_steps=2)
+    seen, weights = run(folder, tmp_path / "cut", num_workers=2)
+    assert_same((whole[0][2:], whole[1]), (seen, weights), 1e-5)
+
+
+@pytest.mark.slow
+def test_bfloat16_computes_near_float32_and_keeps_float32_weights(tmp_path):
+    folder = tiny_folder(tmp_path / "base")
+    (full, _), (half, weights) = (run(folder, tmp_path / d, num_workers=1, num_steps=1, dtype=d) for d in ("float32", "bfloat16"))
+    assert half[0][0] == pytest.approx(full[0][0], rel=1e-2)
+    assert half[0][0] != full[0][0]
+    assert {w.dtype for w in weights.values()} == {torch.float32}
+
+
+def die_on_rank_one(world, telemetry):
+    if world.rank == 1:
+        os._exit(3)
+    world.barrier()
+
+
+@pytest.mark.slow
+def test_a_dead_rank_is_named():
+    with pytest.raises(ResourceError, match=r"rank 1 \(exit code 3\)"):
+        run_ranks(die_on_rank_one, TrainRuntime(device="cpu", num_workers=2), NullTelemetry())
+
+
+def test_one_worker_runs_here_and_returns_its_result(tmp_path):
+    telemetry = NullTelemetry()
+    got = run_ranks(lambda world, t: (world.rank, world.size, t is telemetry), TrainRuntime(device="cpu"), telemetry)
+    assert got == (0, 1, True)

@@ -1,0 +1,71 @@
+"""One optimizer step: the same from any cut of the batch, and never applied if it is not finite."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import ONE, packed, random_rows, tiny_folder
+
+from klear_core.config.train import OptimConfig
+from klear_core.errors import TrainingError
+from klear_core.train.logps import fused_loss
+from klear_core.train.model import load_model
+from klear_core.train.step import Updater, keep_bad_batch
+
+CFG = OptimConfig(lr=1e-2, min_lr_ratio=0.1, warmup_steps=2, max_grad_norm=0.5)
+
+
+def mean_nll(batch, factor=1.0):
+    def objective(micro):
+        return lambda h, w: fused_loss(h, w, micro.target_N, lambda lp, _e, _at: -factor * lp / batch.num_loss_tokens)
+
+    return objective
+
+
+def updater(folder):
+    policy = load_model(folder, device="cpu")
+    return policy, Updater(policy, CFG, ONE, num_steps=10)
+
+
+def test_loss_norm_and_weights_do_not_depend_on_micro_batches(tmp_path):
+    folder, rows = tiny_folder(tmp_path), random_rows([9, 30, 14, 22])
+    results, weights = [], []
+    for tokens in (1 << 20, 31):
+        policy, up = updater(folder)
+        batch = packed(rows, "padded", tokens)
+        results.append(up.step(batch, mean_nll(batch), step=0))
+        weights.append([p.detach() for p in policy.parameters()])
+    assert len(results[0].outputs) < len(results[1].outputs)
+    assert results[0].loss == pytest.approx(results[1].loss, rel=1e-6)
+    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
+    torch.testing.assert_close(weights[0], weights[1], atol=1e-6, rtol=0)
+
+
+def test_a_step_reports_the_scheduled_rate_and_lowers_the_loss(tmp_path):
+    _, up = updater(tiny_folder(tmp_path))
+    batch = packed(random_rows([9, 30]))
+    results = [up.step(batch, mean_nll(batch), step=s) for s in range(3)]
+    assert [r.lr for r in results] == pytest.approx([0.005, 0.01, 0.01])
+    assert results[2].loss < results[0].loss
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_leaves_weights_and_moments_untouched(tmp_path, factor):
+    policy, up = updater(tiny_folder(tmp_path))
+    batch = packed(random_rows([9, 30]))
+    up.step(batch, mean_nll(batch), step=0)
+    before = [p.detach().clone() for p in policy.parameters()]
+    moments = [s["exp_avg"].clone() for s in up.optimizer.state.values()]
+    assert not up.step(batch, mean_nll(batch, factor), step=1).is_applied
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, up.optimizer.state.values(), strict=True))
+    assert up.step(batch, mean_nll(batch), step=2).is_applied
+
+
+def test_a_skipped_batch_is_kept_and_one_too_many_stops(tmp_path):
+    rows = random_rows([4])
+    keep_bad_batch(tmp_path / "skipped", rows, step=7, num_skipped=1, max_skipped=1)
+    kept = json.loads((tmp_path / "skipped" / "step-00000007.json").read_text())
+    assert kept == [{"token_ids": list(rows[0].token_ids), "loss_mask": [0, 0, 0, 1]}]
+    with pytest.raises(TrainingError, match=r"2 steps .* 1 are allowed"):
+        keep_bad_batch(tmp_path / "skipped", rows, step=9, num_skipped=2, max_skipped=1)

@@ -1,0 +1,44 @@
+"""Small model folders and rows for the tests of train and sft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from klear_core.config.train import TinyModelConfig
+from klear_core.metrics import NullTelemetry
+from klear_core.train.base import model_folder, prepare_base
+from klear_core.train.packing import Layout, PackedBatch, pack
+from klear_core.train.parallel import World
+from klear_core.types import SftExample
+
+ONE = World(rank=0, size=1, device=torch.device("cpu"))
+TINY = TinyModelConfig(
+    hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=24, max_position_embeddings=64
+)
+
+
+def tiny_base(workdir: Path, *, seed: int = 0) -> Path:
+    """A base artifact; its model folder is `model_folder(...)` of it."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    prepare_base(TINY, seed=seed, workdir=workdir, telemetry=NullTelemetry())
+    return workdir
+
+
+def tiny_folder(workdir: Path, *, seed: int = 0) -> Path:
+    return model_folder(tiny_base(workdir, seed=seed))
+
+
+def random_rows(lengths: Sequence[int], *, prompt: int = 3, seed: int = 0) -> list[SftExample]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i, n in enumerate(lengths):
+        ids = tuple(torch.randint(0, 256, (n,), generator=generator).tolist())
+        rows.append(SftExample(problem_id=f"p{i}", token_ids=ids, loss_mask=(False,) * prompt + (True,) * (n - prompt)))
+    return rows
+
+
+def packed(rows: Sequence[SftExample], layout: Layout = "padded", tokens: int = 1 << 20) -> PackedBatch:
+    return pack(rows, layout=layout, tokens_per_microbatch=tokens)
