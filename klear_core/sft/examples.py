@@ -1,0 +1,124 @@
+"""From teacher traces to rows of tokens: rendered, masked, counted, and kept on disk, for 1.5 million of them fill no memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from klear_core.errors import DataError
+from klear_core.ledger import LedgerStep
+from klear_core.prompts import THINK_OPEN, encode_all, prompt_text, render_response
+from klear_core.types import SftExample, TeacherTrace
+
+if TYPE_CHECKING:
+    Tokenizer = Any
+
+Overlong = Literal["drop", "cut"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unusable:
+    """Why a trace gives no row."""
+
+    reason: str
+
+
+def make_examples(
+    traces: Sequence[TeacherTrace], tokenizer: Tokenizer, *, max_tokens: int, overlong: Overlong
+) -> list[SftExample | Unusable]:
+    """Prompt and response as sampling will see them; the loss is on thinking, answer and the end of the turn, not on the prompt.
+
+    A trace that ran out of tokens is taught as far as it went, without an end.
+    """
+    prompts = encode_all(tokenizer, [prompt_text(tokenizer, t.question) for t in traces])
+    responses = encode_all(tokenizer, [_response_text(t) for t in traces])
+    examples: list[SftExample | Unusable] = []
+    for trace, prompt_ids, response_ids in zip(traces, prompts, responses, strict=True):
+        end = (tokenizer.eos_token_id,) if trace.finish_reason == "stop" else ()
+        token_ids = prompt_ids + response_ids + end
+        if not trace.reasoning.strip() and not trace.answer.strip():
+            examples.append(Unusable(reason="empty"))
+        elif tokenizer.eos_token_id in response_ids:
+            examples.append(Unusable(reason="end_token_in_text"))
+        elif len(token_ids) > max_tokens and (overlong == "drop" or len(prompt_ids) >= max_tokens):
+            examples.append(Unusable(reason="overlong"))
+        else:
+            token_ids = token_ids[:max_tokens]
+            loss_mask = (False,) * len(prompt_ids) + (True,) * (len(token_ids) - len(prompt_ids))
+            examples.append(SftExample(problem_id=trace.problem_id, token_ids=token_ids, loss_mask=loss_mask))
+    return examples
+
+
+def _response_text(trace: TeacherTrace) -> str:
+    if trace.finish_reason != "stop" and not trace.answer.strip():
+        return f"{THINK_OPEN}\n{trace.reasoning}"  # it never stopped thinking
+    return render_response(trace.reasoning, trace.answer)
+
+
+class TokenStore:
+    """All rows of a run in one memory-mapped file; a row is read when its step comes."""
+
+    def __init__(self, folder: Path) -> None:
+        index = np.load(folder / "index.npz")
+        self._tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32, mode="r")
+        self._ends = index["ends"]
+        self._prompt_lens = index["prompt_lens"]
+        self.problem_ids: list[str] = index["problem_ids"].tolist()
+        self.sources: list[str] = index["sources"].tolist()
+        self.ledger = LedgerStep.model_validate_json((folder / "ledger.json").read_text())
+
+    def __len__(self) -> int:
+        return len(self.problem_ids)
+
+    def __getitem__(self, row: int) -> SftExample:
+        start, end, prompt_len = int(self._ends[row - 1]) if row else 0, int(self._ends[row]), int(self._prompt_lens[row])
+        token_ids = tuple(self._tokens[start:end].tolist())
+        loss_mask = (False,) * prompt_len + (True,) * (end - start - prompt_len)
+        return SftExample(problem_id=self.problem_ids[row], token_ids=token_ids, loss_mask=loss_mask)
+
+
+def build_store(traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Path, *, max_tokens: int, overlong: Overlong) -> TokenStore:
+    """Tokenise all traces into `folder`, or reuse what a killed run had finished; DataError if no trace gives a row."""
+    if (folder / "index.npz").is_file():  # written last
+        return TokenStore(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    dropped: Counter[str] = Counter()
+    num_in = num_cut = num_unended = 0
+    prompt_lens, lens, problem_ids, sources = [], [], [], []
+    with (folder / "tokens.bin").open("wb") as f:
+        for trace, example in _stream(traces, tokenizer, max_tokens=max_tokens, overlong=overlong):
+            num_in += 1
+            if isinstance(example, Unusable):
+                dropped[example.reason] += 1
+                continue
+            f.write(np.array(example.token_ids, dtype=np.uint32).tobytes())
+            lens.append(len(example.token_ids))
+            prompt_lens.append(example.loss_mask.index(True))
+            problem_ids.append(trace.problem_id)
+            sources.append(trace.source)
+            num_unended += trace.finish_reason != "stop"
+            num_cut += trace.finish_reason == "stop" and example.token_ids[-1] != tokenizer.eos_token_id
+    if not lens:
+        raise DataError(f"none of {num_in} traces gives a training row (max_tokens {max_tokens}); dropped: {dict(dropped)}")
+    noted = {"cut": num_cut, "taught_without_end": num_unended}
+    ledger = LedgerStep(step="tokenise", unit="trace", num_in=num_in, num_out=len(lens), dropped=dict(dropped), noted=noted)
+    (folder / "ledger.json").write_text(ledger.model_dump_json())
+    beside = folder / "index.tmp.npz"
+    np.savez(beside, ends=np.cumsum(lens), prompt_lens=np.array(prompt_lens), problem_ids=np.array(problem_ids), sources=np.array(sources))
+    beside.replace(folder / "index.npz")
+    return TokenStore(folder)
+
+
+def _stream(
+    traces: Iterable[TeacherTrace], tokenizer: Tokenizer, *, max_tokens: int, overlong: Overlong
+) -> Iterator[tuple[TeacherTrace, SftExample | Unusable]]:
+    """Batches large enough for all cores and small enough for memory."""
+    source = iter(traces)
+    while batch := list(islice(source, 512)):
+        yield from zip(batch, make_examples(batch, tokenizer, max_tokens=max_tokens, overlong=overlong), strict=True)

@@ -1,0 +1,157 @@
+"""Long-CoT supervised fine-tuning, from traces to a model folder. Killed anywhere and rerun, it ends with the same weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from klear_core.config.sft import SftConfig
+from klear_core.ledger import LedgerStep, StageSummary
+from klear_core.metrics import Telemetry
+from klear_core.prompts import check_template, load_tokenizer
+from klear_core.records import read_shards
+from klear_core.sft.examples import TokenStore, build_store
+from klear_core.sft.loss import sft_objective
+from klear_core.sft.order import RowOrder, split_rows
+from klear_core.train.attention import layout_for
+from klear_core.train.base import model_folder, wanted_window
+from klear_core.train.checkpoint import Checkpoints
+from klear_core.train.flops import FlopCount, peak_flops
+from klear_core.train.model import DTYPES, Policy, export_model, load_model
+from klear_core.train.packing import PackedBatch, pack
+from klear_core.train.parallel import World, full_weights, parallelise, run_ranks
+from klear_core.train.step import Updater, keep_bad_batch
+from klear_core.types import SftExample, TeacherTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What every rank is told."""
+
+    cfg: SftConfig
+    model: Path
+    store: Path
+    seed: int
+    workdir: Path
+
+
+def train_sft(cfg: SftConfig, *, model: Path, traces: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
+    """Train on `traces/traces/*.parquet` from `model`; leaves `workdir/model`, a Hugging Face folder in `cfg.dtype`.
+
+    ConfigError if the chat template is not fit for it, DataError if no trace is usable, TrainingError after too many bad steps.
+    """
+    tokenizer = load_tokenizer(model_folder(model))
+    check_template(tokenizer)
+    store = workdir / "scratch" / "tokens"
+    rows = read_shards(traces / "traces", TeacherTrace)
+    build_store(rows, tokenizer, store, max_tokens=cfg.max_tokens, overlong=cfg.overlong)
+    job = _Job(cfg=cfg, model=model, store=store, seed=seed, workdir=workdir)
+    return run_ranks(partial(_train_rank, job), cfg.runtime, telemetry)
+
+
+def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
+    cfg, store = job.cfg, TokenStore(job.store)
+    split = split_rows(store.problem_ids, frac=cfg.validation_frac, max_rows=cfg.max_validation_rows, seed=job.seed)
+    order = _row_order(cfg, store, split.train, seed=job.seed)
+    num_steps = min(order.num_steps, cfg.max_steps or order.num_steps)
+    validation = [store[r] for r in split.validation]
+
+    policy = load_model(model_folder(job.model), device=world.device)
+    speed = _Speedometer(FlopCount.of(policy), world)
+    parallelise(policy, world, dtype=cfg.dtype, activation_checkpointing=cfg.runtime.activation_checkpointing)
+    updater = Updater(policy, cfg.optim, world, num_steps=num_steps)
+    checkpoints = Checkpoints(job.workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
+    first, counters = checkpoints.load_latest(policy, updater.optimizer) or (0, {"num_skipped": 0, "num_tokens": 0, "train_loss": 0.0})
+
+    for step in range(first, num_steps):
+        speed.start()
+        rows = [store[r] for r in order.step(step)]
+        batch = _pack(rows, cfg, world)
+        result = updater.step(batch, sft_objective(rows, cfg.normalise), step=step)
+        counters["num_tokens"] += batch.num_tokens
+        if result.is_applied:
+            counters["train_loss"] = result.loss
+        else:
+            counters["num_skipped"] += 1
+            _keep_bad_batch(rows, job, step=step, num_skipped=int(counters["num_skipped"]))
+        done = step + 1
+        metrics = {
+            "sft/loss/train": result.loss,
+            "sft/grad/norm": result.grad_norm,
+            "sft/optim/lr": result.lr,
+            "sft/optim/skipped": counters["num_skipped"],
+            "sft/batch/tokens": batch.num_tokens,
+            "sft/batch/fill": batch.fill,
+            "sft/data/epoch": done * cfg.rows_per_step / order.rows_per_epoch,
+        }
+        metrics |= speed.metrics(rows)
+        if validation and (done % cfg.eval_every_steps == 0 or done == num_steps):
+            metrics["sft/loss/validation"] = _validation_loss(policy, validation, cfg, world)
+        telemetry.log(metrics, step=done)
+        telemetry.progress(done, num_steps, f"loss {result.loss:.3f}")
+        if checkpoints.is_due(done) or done == num_steps:
+            checkpoints.save(done, policy, updater.optimizer, counters)
+    checkpoints.wait()
+
+    if validation:
+        counters["validation_loss"] = _validation_loss(policy, validation, cfg, world)
+    weights = full_weights(policy, dtype=cfg.dtype)
+    if world.rank == 0:
+        export_model(weights, model_folder(job.model), job.workdir / "model", max_position_embeddings=wanted_window(job.model))
+    held_out = LedgerStep(
+        step="hold_out", unit="row", num_in=len(store), num_out=len(split.train), dropped={"validation": len(split.validation)}
+    )
+    return StageSummary(counts={"steps": num_steps} | counters, ledger=(store.ledger, held_out), seeds={"sft": job.seed})
+
+
+class _Speedometer:
+    """Tokens a second and, where the hardware's peak is known, the share of it that was used."""
+
+    def __init__(self, flops: FlopCount, world: World) -> None:
+        self._flops = flops
+        peak = peak_flops(world.device)
+        self._peak = None if peak is None else peak * world.size
+        self._started = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._started = time.perf_counter()
+
+    def metrics(self, rows: Sequence[SftExample]) -> dict[str, float]:
+        """Of a step over these rows that ends now."""
+        seconds = time.perf_counter() - self._started
+        speed = {"sft/time/tokens_per_s": sum(len(r.token_ids) for r in rows) / seconds}
+        return speed if self._peak is None else speed | {"sft/time/mfu": self._flops.step(rows) / seconds / self._peak}
+
+
+def _row_order(cfg: SftConfig, store: TokenStore, rows: Sequence[int], *, seed: int) -> RowOrder:
+    return RowOrder(rows, store.sources, weights=cfg.source_weights, num_epochs=cfg.num_epochs, rows_per_step=cfg.rows_per_step, seed=seed)
+
+
+def _keep_bad_batch(rows: Sequence[SftExample], job: _Job, *, step: int, num_skipped: int) -> None:
+    allowed = job.cfg.runtime.max_nonfinite_steps
+    keep_bad_batch(job.workdir / "skipped", rows, step=step, num_skipped=num_skipped, max_skipped=allowed)
+
+
+def _pack(rows: Sequence[SftExample], cfg: SftConfig, world: World) -> PackedBatch:
+    return pack(
+        rows,
+        layout=layout_for(world.device, DTYPES[cfg.dtype]),
+        tokens_per_microbatch=cfg.runtime.tokens_per_microbatch,
+        device=world.device,
+        rank=world.rank,
+        num_ranks=world.size,
+    )
+
+
+@torch.no_grad()
+def _validation_loss(policy: Policy, rows: Sequence[SftExample], cfg: SftConfig, world: World) -> float:
+    """Token cross-entropy over all held-out rows, in nats."""
+    objective = sft_objective(rows, cfg.normalise)
+    losses = [policy(micro, objective(micro)).loss for micro in _pack(rows, cfg, world).micros]
+    return float(world.sum(torch.stack(losses).sum()))

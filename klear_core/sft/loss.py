@@ -1,0 +1,41 @@
+"""The SFT loss: token cross-entropy, divided once by the counts of the whole step, whatever the micro-batches and ranks.
+
+Klear-Reasoner's equation 8 prints a mean probability per sequence; we read it as the log-probability (METHOD 1.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from klear_core.train.logps import HeadOutput, fused_loss
+from klear_core.train.model import Head
+from klear_core.train.packing import MicroBatch, Row
+from klear_core.train.step import Objective
+
+Normalise = Literal["token", "sample"]
+
+
+def row_weights(rows: Sequence[Row], normalise: Normalise) -> Tensor:
+    """What each loss token of a row counts, float32 [rows]; over all loss tokens they sum to 1.
+
+    `token`: 1 / loss tokens of the step. `sample`: 1 / (loss tokens of the row * rows).
+    """
+    counts = torch.tensor([sum(r.loss_mask) for r in rows], dtype=torch.float32)
+    assert bool((counts > 0).all()), "a row without loss tokens teaches nothing"
+    return torch.ones_like(counts) / counts.sum() if normalise == "token" else 1 / (counts * len(rows))
+
+
+def sft_objective(rows: Sequence[Row], normalise: Normalise) -> Objective:
+    """Cross-entropy of the step's rows for each of its micro-batches; the losses of all micro-batches and ranks add up to the mean."""
+    weights = row_weights(rows, normalise)
+
+    def objective(micro: MicroBatch) -> Head[HeadOutput]:
+        weight_N = weights.to(micro.row_N.device)[micro.row_N]
+        return partial(fused_loss, target_N=micro.target_N, loss_fn=lambda logp_C, _entropy_C, where: -weight_N[where] * logp_C)
+
+    return objective

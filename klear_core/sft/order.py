@@ -1,0 +1,65 @@
+"""Which rows come when: held-out problems, source weights, a fresh permutation every epoch; a function of the seed and the step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from klear_core.seeding import seed_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Row numbers of both sides; a problem is on one side only, unless the limit sent some of its rows back."""
+
+    train: tuple[int, ...]
+    validation: tuple[int, ...]
+
+
+def split_rows(problem_ids: Sequence[str], *, frac: float, max_rows: int, seed: int) -> Split:
+    """Hold out about `frac` of the problems, by a hash of the id, and at most `max_rows` rows (whole problems, lowest hash first)."""
+    draws = {p: seed_for(seed, "sft/validation", p) / 2**63 for p in set(problem_ids)}
+    rows_of: dict[str, list[int]] = {}
+    for row, problem_id in enumerate(problem_ids):
+        rows_of.setdefault(problem_id, []).append(row)
+    validation: list[int] = []
+    for problem_id in sorted((p for p in draws if draws[p] < frac), key=lambda p: draws[p]):
+        if len(validation) + len(rows_of[problem_id]) > max_rows:
+            break
+        validation += rows_of[problem_id]
+    held_out = set(validation)
+    return Split(train=tuple(r for r in range(len(problem_ids)) if r not in held_out), validation=tuple(sorted(validation)))
+
+
+class RowOrder:
+    """The stream of training rows, cut into steps; epochs follow each other without a gap."""
+
+    def __init__(
+        self, rows: Sequence[int], sources: Sequence[str], *, weights: Mapping[str, float], num_epochs: int, rows_per_step: int, seed: int
+    ) -> None:
+        self._by_source = {s: np.array([r for r in rows if sources[r] == s]) for s in sorted({sources[r] for r in rows})}
+        self._weights = weights
+        self._rows_per_step = rows_per_step
+        self._seed = seed
+        self.rows_per_epoch = len(self._epoch(0))
+        self.num_rows = self.rows_per_epoch * num_epochs
+        self.num_steps = -(-self.num_rows // rows_per_step)
+        self._cached_epoch = lru_cache(maxsize=2)(self._epoch)
+
+    def step(self, step: int) -> list[int]:
+        """Row numbers of one step; the last one may be smaller."""
+        places = range(step * self._rows_per_step, min((step + 1) * self._rows_per_step, self.num_rows))
+        return [int(self._cached_epoch(i // self.rows_per_epoch)[i % self.rows_per_epoch]) for i in places]
+
+    def _epoch(self, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Each source's rows as often as its weight says, whole copies first, shuffled together. All epochs have the same length."""
+        rng = np.random.default_rng(seed_for(self._seed, "sft/order", epoch))
+        parts = []
+        for source, rows in self._by_source.items():
+            weight = self._weights.get(source, 1.0)
+            parts += [rows] * int(weight)
+            parts.append(rng.permutation(rows)[: round((weight - int(weight)) * len(rows))])
+        return rng.permutation(np.concatenate(parts))

@@ -1,0 +1,147 @@
+"""SFT end to end on a tiny model: it learns, it says so, and a killed run ends where an unbroken one does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sft_traces import config, inputs
+
+from klear_core.errors import ConfigError, TrainingError
+from klear_core.metrics import NullTelemetry
+from klear_core.prompts import CHAT_TEMPLATE, load_tokenizer
+from klear_core.sft.loop import train_sft
+
+
+class KilledError(Exception):
+    """Stands for SIGKILL: nobody catches it."""
+
+
+class Recorder(NullTelemetry):
+    """Keeps what was logged; dies at a step if told so."""
+
+    def __init__(self, die_at: int | None = None):
+        self.rows: dict[int, dict[str, float]] = {}
+        self.die_at = die_at
+
+    def log(self, metrics, *, step):
+        self.rows[step] = dict(metrics)
+        if step == self.die_at:
+            raise KilledError
+
+    def column(self, name):
+        return [self.rows[s][name] for s in sorted(self.rows) if name in self.rows[s]]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> tuple[Path, Path]:
+    return inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def run(given, workdir, telemetry=None, **changes):
+    model, traces = given
+    return train_sft(config(**changes), model=model, traces=traces, seed=5, workdir=workdir, telemetry=telemetry or NullTelemetry())
+
+
+def weights(workdir):
+    return load_file(workdir / "model" / "model.safetensors")
+
+
+def assert_same_weights(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_loss_falls_and_metrics_say_what_was_done(given, tmp_path):
+    seen = Recorder()
+    summary = run(given, tmp_path, seen, num_epochs=12)
+    losses = seen.column("sft/loss/train")
+    assert losses[-1] < 0.6 * losses[0]
+    assert seen.column("sft/loss/validation")[-1] == summary.counts["validation_loss"]
+    assert list(seen.rows) == list(range(1, int(summary.counts["steps"]) + 1))
+    assert all(len(name.split("/")) == 3 for name in seen.rows[4])
+    assert seen.column("sft/optim/lr")[:4] == pytest.approx([4e-3 / 3, 8e-3 / 3, 4e-3, 4e-3], rel=1e-2)
+    assert summary.counts["num_tokens"] == sum(seen.column("sft/batch/tokens"))
+
+
+def test_the_ledger_accounts_for_every_trace(given, tmp_path):
+    tokenise, hold_out = run(given, tmp_path).ledger
+    assert tokenise.num_in == 40
+    assert tokenise.num_out == hold_out.num_in
+    assert hold_out.dropped["validation"] >= 1
+
+
+def test_max_steps_ends_the_run_and_the_schedule(given, tmp_path):
+    seen = Recorder()
+    assert run(given, tmp_path, seen, max_steps=5).counts["steps"] == 5
+    assert seen.rows[5]["sft/optim/lr"] == pytest.approx(0.05 * 4e-3)
+
+
+@pytest.mark.parametrize("die_at", [1, 4, 5, 9])  # before any checkpoint, mid-epoch, at an epoch's end, at the last step
+def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(given, tmp_path, die_at):
+    whole, again = Recorder(), Recorder()
+    summary = run(given, tmp_path / "whole", whole)
+    with pytest.raises(KilledError):
+        run(given, tmp_path / "cut", Recorder(die_at))
+    resumed = run(given, tmp_path / "cut", again)
+    assert summary.counts == resumed.counts
+    assert summary.counts["steps"] == 9
+    assert min(again.rows) == (die_at - 1) // 3 * 3 + 1  # it went on from the checkpoint before, one every 3 steps
+    for step, row in again.rows.items():
+        assert row["sft/loss/train"] == whole.rows[step]["sft/loss/train"]
+    assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_a_run_killed_after_its_last_step_only_exports(given, tmp_path):
+    summary = run(given, tmp_path)
+    want = weights(tmp_path)
+    seen = Recorder()
+    assert run(given, tmp_path, seen) == summary
+    assert seen.rows == {}
+    assert_same_weights(want, weights(tmp_path))
+
+
+def test_micro_batches_do_not_change_the_losses(given, tmp_path):
+    whole, cut = Recorder(), Recorder()
+    model, traces = given
+    for seen, tokens in ((whole, 1 << 16), (cut, 64)):
+        cfg = config(max_steps=4)
+        cfg = cfg.model_copy(update={"runtime": cfg.runtime.model_copy(update={"tokens_per_microbatch": tokens})})
+        train_sft(cfg, model=model, traces=traces, seed=5, workdir=tmp_path / str(tokens), telemetry=seen)
+    assert whole.column("sft/loss/train") == pytest.approx(cut.column("sft/loss/train"), rel=1e-4)
+
+
+def test_the_result_loads_with_its_tokenizer(given, tmp_path):
+    run(given, tmp_path, max_steps=1, dtype="float32")
+    assert load_tokenizer(tmp_path / "model").chat_template == CHAT_TEMPLATE
+
+
+def test_a_bad_template_stops_before_the_first_step(tmp_path):
+    model, traces = inputs(tmp_path / "in")
+    template = model / "model" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant\\n", "assistant\\n<think>\\n"))
+    with pytest.raises(ConfigError, match="already opens the thinking"):
+        run((model, traces), tmp_path / "out")
+
+
+def test_weights_that_are_not_finite_stop_the_stage_and_leave_the_batches(tmp_path):
+    model, traces = inputs(tmp_path / "in")
+    path = model / "model" / "model.safetensors"
+    from safetensors.torch import save_file
+
+    broken = load_file(path)
+    broken["model.norm.weight"][0] = float("nan")
+    save_file(broken, path, metadata={"format": "pt"})
+    with pytest.raises(TrainingError, match="6 steps"):
+        run((model, traces), tmp_path / "out")
+    assert len(list((tmp_path / "out" / "skipped").iterdir())) == 6
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_process(given, tmp_path):
+    one, two = Recorder(), Recorder()
+    run(given, tmp_path / "one", one, max_steps=5)
+    run(given, tmp_path / "two", two, max_steps=5, num_workers=2)
+    assert two.column("sft/loss/train") == pytest.approx(one.column("sft/loss/train"), abs=1e-5)
+    assert two.column("sft/loss/validation") == pytest.approx(one.column("sft/loss/validation"), abs=1e-5)
+    assert two.column("sft/grad/norm") == pytest.approx(one.column("sft/grad/norm"), rel=1e-4)
