@@ -1,0 +1,185 @@
+"""The learner: one rank's model and optimizer, and the RL step that turns samples into updates. Every rank makes the same calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from klear_core.config.rl import RlConfig
+from klear_core.config.train import CheckpointConfig
+from klear_core.errors import ConfigError
+from klear_core.rl.losses import at_step, log_ratio
+from klear_core.rl.objective import Denominators, OldPolicy, Targets, head_of, make_targets
+from klear_core.rl.samples import cut_minibatches
+from klear_core.rl.stats import TokenStats
+from klear_core.seeding import seed_for
+from klear_core.train.attention import layout_for
+from klear_core.train.base import model_folder, wanted_window
+from klear_core.train.checkpoint import Checkpoints, Counters
+from klear_core.train.flops import FlopCount, peak_flops
+from klear_core.train.logps import token_logps
+from klear_core.train.model import DTYPES, Policy, export_model, load_model
+from klear_core.train.packing import MicroBatch, PackedBatch, pack
+from klear_core.train.parallel import World, full_weights, parallelise
+from klear_core.train.step import StepResult, Updater, keep_bad_batch
+from klear_core.types import TrainSample
+
+_OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MiniBatch:
+    """One optimizer step: its rows, packed, and what the loss needs of each micro-batch of this rank, in order."""
+
+    rows: Sequence[TrainSample]
+    packed: PackedBatch
+    targets: tuple[Targets, ...]
+
+
+class Learner:
+    """`version` counts RL steps; an RL step with no samples changes nothing but the version."""
+
+    def __init__(self, cfg: RlConfig, model: Path, *, seed: int, workdir: Path, world: World) -> None:
+        self.cfg = cfg
+        self.version = 0
+        self._model = model
+        self._seed = seed
+        self._workdir = workdir
+        self._world = world
+        self._num_skipped = 0
+        self._policy = self._load()
+        self._reference = self._load().requires_grad_(False) if cfg.kl_coef > 0 else None
+        self._updater = Updater(self._policy, cfg.optim, world, num_steps=cfg.num_steps)
+        self._checkpoints = Checkpoints(workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
+        self._flops, self._peak_flops = FlopCount.of(self._policy), peak_flops(world.device)
+        if cfg.continue_optimizer:
+            self._take_over(model / _OPTIMIZER)
+
+    def restore(self) -> Counters | None:
+        """Go back to the newest checkpoint, and return what was saved with it; None if there is none, and nothing is changed."""
+        found = self._checkpoints.load_latest(self._policy, self._updater.optimizer)
+        if found is None:
+            return None
+        self.version, counters = found
+        self._num_skipped = int(counters["learner/skipped"])
+        return {k: v for k, v in counters.items() if not k.startswith("learner/")}
+
+    def save(self, counters: Counters) -> None:
+        """Keep the present state and the caller's counters as a checkpoint."""
+        self._checkpoints.save(self.version, self._policy, self._updater.optimizer, {**counters, "learner/skipped": self._num_skipped})
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The present weights under their Hugging Face names, in the training dtype on the CPU of rank 0 (others: empty)."""
+        return full_weights(self._policy, dtype=self.cfg.dtype)
+
+    def export(self, target: Path) -> None:
+        """Write the policy as a Hugging Face folder (rank 0), after the last asynchronous checkpoint; beside it the optimizer, if asked."""
+        self._checkpoints.wait()
+        if self.cfg.keep_optimizer:
+            self._kept(target.parent / _OPTIMIZER).save(self.version, self._policy, self._updater.optimizer, {})
+        weights = self.weights()
+        if self._world.rank == 0:
+            export_model(weights, model_folder(self._model), target, max_position_embeddings=wanted_window(self._model))
+
+    def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """Up to `minibatches_per_step` updates from these samples; metrics of the step. TrainingError after too many bad updates."""
+        started = time.perf_counter()
+        cfg = self.cfg.model_copy(update={"loss": at_step(self.cfg.loss, self.version)})
+        cut = cut_minibatches(samples, cfg.minibatches_per_step, seed=seed_for(self._seed, "rl/minibatches", self.version))
+        minibatches = [self._prepare(rows, cfg) for rows in cut]  # all of them before the first update moves the policy
+        stats = TokenStats(self._world.device)
+        results = [self._update(minibatch, cfg, stats) for minibatch in minibatches]
+        metrics = self._describe(minibatches, results, stats) | self._staleness(samples)
+        if self._peak_flops is not None:
+            available = self._peak_flops * self._world.size * (time.perf_counter() - started)
+            metrics["rl/speed/mfu"] = self._flops.step(samples) / available
+        self.version += 1
+        return metrics
+
+    def _load(self) -> Policy:
+        policy = load_model(model_folder(self._model), device=self._world.device)
+        checkpointing = self.cfg.runtime.activation_checkpointing
+        return parallelise(policy, self._world, dtype=self.cfg.dtype, activation_checkpointing=checkpointing)
+
+    def _kept(self, folder: Path) -> Checkpoints:
+        return Checkpoints(folder, CheckpointConfig(keep=1), self._world)
+
+    def _take_over(self, folder: Path) -> None:
+        if not folder.is_dir() or self._kept(folder).load_latest(self._policy, self._updater.optimizer) is None:
+            raise ConfigError(f"continue_optimizer: {folder} holds no optimizer state; set keep_optimizer in the stage that made the model")
+
+    def _prepare(self, rows: Sequence[TrainSample], cfg: RlConfig) -> _MiniBatch:
+        packed = pack(
+            rows,
+            layout=layout_for(self._world.device, DTYPES[cfg.dtype]),
+            tokens_per_microbatch=cfg.runtime.tokens_per_microbatch,
+            device=self._world.device,
+            rank=self._world.rank,
+            num_ranks=self._world.size,
+        )
+        counts = Denominators.of(rows)
+        targets = [make_targets(micro, rows, self._ask_old(micro, rows, cfg), counts, cfg) for micro in packed.micros]
+        return _MiniBatch(rows=rows, packed=packed, targets=tuple(targets))
+
+    @torch.no_grad()
+    def _ask_old(self, micro: MicroBatch, rows: Sequence[TrainSample], cfg: RlConfig) -> OldPolicy:
+        sampler_logp_N = micro.gather([r.old_logps for r in rows])
+        nan_N = torch.full_like(sampler_logp_N, torch.nan)
+        head = partial(token_logps, target_N=micro.target_N, temperature=cfg.rollout.sampling.temperature)
+        ref_logp_N = self._reference(micro, head).logp_N if self._reference is not None else nan_N
+        asks_learner = cfg.old_logps == "learner" or cfg.erc is not None
+        logp_N, entropy_N = self._policy(micro, head) if asks_learner else (nan_N, nan_N)
+        return OldPolicy(
+            logp_N=logp_N if cfg.old_logps == "learner" else sampler_logp_N,
+            sampler_logp_N=sampler_logp_N,
+            entropy_N=entropy_N,
+            ref_logp_N=ref_logp_N,
+        )
+
+    def _update(self, minibatch: _MiniBatch, cfg: RlConfig, stats: TokenStats) -> StepResult:
+        targets = {id(micro): t for micro, t in zip(minibatch.packed.micros, minibatch.targets, strict=True)}
+        result = self._updater.step(minibatch.packed, lambda micro: head_of(targets[id(micro)], cfg, stats), step=self.version)
+        if not result.is_applied:
+            self._num_skipped += 1
+            allowed = cfg.runtime.max_nonfinite_steps
+            folder = self._workdir / "skipped"
+            keep_bad_batch(folder, minibatch.rows, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed)
+        return result
+
+    def _describe(self, minibatches: Sequence[_MiniBatch], results: Sequence[StepResult], stats: TokenStats) -> dict[str, float]:
+        """Metrics of the updates; every rank takes part in the sums."""
+        totals = self._world.sum(stats.totals())
+        metrics = {"rl/optim/updates": float(sum(r.is_applied for r in results)), "rl/optim/skipped": float(self._num_skipped)}
+        if not results:
+            return metrics
+        norms = [r.grad_norm for r in results]
+        metrics |= {
+            "rl/loss/mean": sum(r.loss for r in results) / len(results),
+            "rl/grad/norm": sum(norms) / len(norms),
+            "rl/grad/max": max(norms),
+            "rl/optim/lr": results[0].lr,
+            "rl/batch/tokens": float(sum(m.packed.num_tokens for m in minibatches)),
+            "rl/batch/fill": sum(m.packed.fill for m in minibatches) / len(minibatches),
+        }
+        return metrics | stats.metrics(totals) | self._mismatch(minibatches[0], results[0])
+
+    def _mismatch(self, first: _MiniBatch, result: StepResult) -> dict[str, float]:
+        """How far sampler and learner disagree, on the first mini-batch, where the learner still is as the step found it.
+
+        With stale samples the policy's own movement since they were sampled is part of it.
+        """
+        gaps = [log_ratio(o.logp_N, t.sampler_logp_N) for o, t in zip(result.outputs, first.targets, strict=True)]
+        bound = self.cfg.max_log_ratio
+        gap_N = torch.cat(gaps).clamp(-bound, bound)
+        k3_sum = self._world.sum((gap_N.exp() - 1 - gap_N).sum()).item()
+        largest = gap_N.abs().max().item() if gap_N.numel() else 0.0
+        return {"rl/mismatch/k3": k3_sum / first.packed.num_loss_tokens, "rl/mismatch/max": largest}
+
+    def _staleness(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        ages = [self.version - s.oldest_version for s in samples]
+        return {"rl/staleness/mean": sum(ages) / len(ages), "rl/staleness/max": float(max(ages))} if ages else {}

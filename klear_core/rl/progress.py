@@ -1,0 +1,78 @@
+"""How far an RL stage is, as plain numbers that a checkpoint can hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from klear_core.config.rl import RlConfig
+from klear_core.ledger import LedgerStep, StageSummary
+from klear_core.rl.groups import Fates
+
+_FATE = "fate/"
+ALL_ONE = 1e-4
+"""Ratios nearer to 1 than this do nothing that rounding does not do."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Finished steps and what they consumed; everything in it survives a kill."""
+
+    step: int = 0
+    position: int = 0
+    """Of the prompt stream, behind the last prompt that was used."""
+    fates: Fates = field(default_factory=Fates)
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    steps_without_update: int = 0
+    largest_ratio_gap: float = 0.0
+    """The largest |ratio - 1| seen."""
+    pass_rate: float = 0.0
+    """Of the last step with a judged answer."""
+
+    def after(self, metrics: Mapping[str, float], fates: Fates, *, position: int, sampled_tokens: int) -> None:
+        """Count one finished step."""
+        self.step += 1
+        self.position = position
+        self.fates.add(fates)
+        self.sampled_tokens += sampled_tokens
+        self.trained_tokens += int(metrics.get("rl/batch/tokens", 0))
+        self.steps_without_update += metrics["rl/optim/updates"] == 0
+        if "rl/ratio/max" in metrics:
+            self.largest_ratio_gap = max(self.largest_ratio_gap, metrics["rl/ratio/max"] - 1, 1 - metrics["rl/ratio/min"])
+        self.pass_rate = metrics.get("rl/pass/rate", self.pass_rate)
+
+    def counters(self) -> dict[str, int | float]:
+        """All of it, flat."""
+        plain = {name: getattr(self, name) for name in self.__slots__ if name != "fates"}
+        return plain | {_FATE + name: n for name, n in self.fates.counts.items()}
+
+    @classmethod
+    def of(cls, counters: Mapping[str, int | float] | None) -> Progress:
+        """The inverse of `counters`; None is the very beginning."""
+        if counters is None:
+            return cls()
+        fates = {k.removeprefix(_FATE): int(v) for k, v in counters.items() if k.startswith(_FATE)}
+        plain = {k: v for k, v in counters.items() if not k.startswith(_FATE)}
+        return cls(**plain, fates=Fates(Counter(fates)))  # type: ignore[arg-type]
+
+    def summary(self, cfg: RlConfig, choice: LedgerStep, *, seed: int) -> StageSummary:
+        """What the stage says of its result."""
+        notes = []
+        if self.largest_ratio_gap < ALL_ONE:
+            notes.append(
+                f"every ratio was 1: nothing was ever clipped, and all clip losses are the same. "
+                f"minibatches_per_step is {cfg.minibatches_per_step}; ratios move only with several, or with stale samples"
+            )
+        if self.steps_without_update:
+            notes.append(f"{self.steps_without_update} of {self.step} steps changed nothing: no informative group, or only skipped updates")
+        counts: dict[str, int | float] = {
+            "steps": self.step,
+            "prompts": sum(self.fates.of("group").values()),
+            "rollouts": sum(self.fates.of("rollout").values()),
+            "sampled_tokens": self.sampled_tokens,
+            "trained_tokens": self.trained_tokens,
+            "last_pass_rate": self.pass_rate,
+        }
+        return StageSummary(counts=counts, ledger=(choice, *self.fates.ledger()), seeds={"rl": seed}, notes=tuple(notes))

@@ -1,0 +1,186 @@
+"""From problems to judged groups of answers. Every answer is a request of its own, judged as soon as it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from klear_core.config.rl import RlConfig
+from klear_core.errors import TrainingError
+from klear_core.generate.engine import InferenceEngine, SamplingParams
+from klear_core.prompts import render_prompt
+from klear_core.rl.groups import Fates, keep_informative
+from klear_core.rl.rewards import overlong_penalty, reward_of
+from klear_core.seeding import seed_for
+from klear_core.types import Problem, Rollout, RolloutGroup, Verdict
+
+if TYPE_CHECKING:
+    Tokenizer = Any
+
+_LOOKS = 8  # how often a stall is looked for within its timeout
+
+Judge = Callable[[Problem, str], Awaitable[Verdict]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One problem of the stream; `position` tells its visits in different epochs apart."""
+
+    position: int
+    problem: Problem
+
+
+class PromptStream:
+    """All problems in an order of their own for every epoch. The position is its whole state."""
+
+    def __init__(self, problems: Sequence[Problem], *, seed: int, position: int = 0) -> None:
+        assert problems, "a stream needs a problem"
+        self.position = position
+        self._problems = sorted(problems, key=lambda p: p.problem_id)  # the order must not depend on how they were stored
+        self._seed = seed
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next problems; positions count from 0 and never repeat."""
+        start, self.position = self.position, self.position + count
+        return [Prompt(position=i, problem=self._at(i)) for i in range(start, self.position)]
+
+    def _at(self, position: int) -> Problem:
+        epoch, index = divmod(position, len(self._problems))
+        if self._order[0] != epoch:
+            order = list(range(len(self._problems)))
+            random.Random(seed_for(self._seed, "rl/stream", epoch)).shuffle(order)  # noqa: S311
+            self._order = (epoch, order)
+        return self._problems[self._order[1][index]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """The groups of one RL step."""
+
+    groups: tuple[RolloutGroup, ...]
+    """All that were sampled."""
+    kept: tuple[RolloutGroup, ...]
+    """Those to train on, at most `groups_per_step`, with unusable answers taken out."""
+    fates: Fates
+    """Of all prompts and answers that are not in `kept`."""
+    position: int
+    """Of the prompt stream, once these were taken from it."""
+    seconds: float
+
+
+class Collector:
+    """Asks prompts until a step has enough informative groups, or its rounds are used up."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        judge: Judge,
+        stream: PromptStream,
+        tokenizer: Tokenizer,
+        cfg: RlConfig,
+        *,
+        seed: int,
+        who_is_asked: Callable[[], str],
+    ) -> None:
+        """`who_is_asked` says in words what the engine is doing, for the error that ends a stall."""
+        self._engine = engine
+        self._judge = judge
+        self._stream = stream
+        self._tokenizer = tokenizer
+        self._cfg = cfg
+        self._seed = seed
+        self._who_is_asked = who_is_asked
+        self._num_sampling = 0
+        self._num_judging = 0
+        self._num_events = 0
+
+    async def collect(self) -> Collected:
+        """The groups of the next step. TrainingError if nothing at all happens for `stall_timeout_s`."""
+        started = time.monotonic()
+        rollout = self._cfg.rollout
+        groups: list[RolloutGroup] = []
+        kept: list[RolloutGroup] = []
+        fates = Fates()
+        for _ in range(rollout.max_rounds):
+            prompts = self._stream.take(round(rollout.groups_per_step * rollout.oversample))
+            sampled = await self._groups(prompts, fates)
+            informative = keep_informative(sampled, self._cfg.group_filter, self._cfg.overlong)
+            fates.add(informative.fates)
+            groups += sampled
+            kept += informative.groups
+            if len(kept) >= rollout.groups_per_step:
+                break
+        for surplus in kept[rollout.groups_per_step :]:
+            fates.group("surplus")
+            fates.rollout("group_surplus", len(surplus.rollouts))
+        return Collected(
+            groups=tuple(groups),
+            kept=tuple(kept[: rollout.groups_per_step]),
+            fates=fates,
+            position=self._stream.position,
+            seconds=time.monotonic() - started,
+        )
+
+    async def _groups(self, prompts: Sequence[Prompt], fates: Fates) -> list[RolloutGroup]:
+        """One group for each prompt that is not too long, in the order of the prompts."""
+        tasks: dict[int, list[asyncio.Task[Rollout]]] = {}
+        for prompt in prompts:
+            prompt_ids = render_prompt(self._tokenizer, prompt.problem.question)
+            if len(prompt_ids) > self._cfg.rollout.max_prompt_tokens:
+                fates.group("prompt_too_long")
+                continue
+            samples = range(self._cfg.rollout.samples_per_group)
+            tasks[prompt.position] = [asyncio.create_task(self._rollout(prompt, prompt_ids, i)) for i in samples]
+        await self._all_or_stall([t for group in tasks.values() for t in group])
+        problems = {p.position: p.problem for p in prompts}
+        return [RolloutGroup(problem=problems[at], rollouts=tuple(t.result() for t in group)) for at, group in tasks.items()]
+
+    async def _rollout(self, prompt: Prompt, prompt_ids: tuple[int, ...], sample_idx: int) -> Rollout:
+        sampling = self._cfg.rollout.sampling
+        params = SamplingParams(
+            num_samples=1,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            repetition_penalty=sampling.repetition_penalty,
+            max_new_tokens=sampling.max_new_tokens,
+            seed=seed_for(self._seed, "rl/rollout", prompt.position, sample_idx),
+        )
+        self._num_sampling += 1
+        (completion,) = await self._engine.generate(prompt_ids, params)
+        self._num_sampling -= 1
+        self._num_judging += 1
+        self._num_events += 1
+        verdict = await self._judge(prompt.problem, completion.text)
+        self._num_judging -= 1
+        self._num_events += 1
+        reward = reward_of(completion, verdict, self._cfg.reward)
+        reward -= overlong_penalty(len(completion.token_ids), sampling.max_new_tokens, self._cfg.overlong)
+        return Rollout(prompt_ids=prompt_ids, completion=completion, verdict=verdict, reward=reward)
+
+    async def _all_or_stall(self, tasks: Sequence[asyncio.Task[Rollout]]) -> None:
+        """Wait for all; the first failure ends the wait, and so does a time without any event."""
+        timeout_s = self._cfg.runtime.stall_timeout_s
+        pending: set[asyncio.Task[Rollout]] = set(tasks)
+        seen, seen_at = self._num_events, time.monotonic()
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=timeout_s / _LOOKS, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+                if seen != self._num_events:
+                    seen, seen_at = self._num_events, time.monotonic()
+                elif pending and time.monotonic() - seen_at >= timeout_s:
+                    raise TrainingError(
+                        f"rollouts stalled: in {timeout_s:g} s no answer was sampled or judged; {self._num_sampling} are waited for from "
+                        f"{self._who_is_asked()}, {self._num_judging} from the judges"
+                    )
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # none outlives the step or complains later that nobody asked about it

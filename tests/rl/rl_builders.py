@@ -1,0 +1,98 @@
+"""Small models, problems, samples and judges for the tests of rl."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from klear_core.config.engine import SamplingConfig
+from klear_core.config.rl import GppoConfig, RewardConfig, RlConfig, RlRuntime, RolloutConfig
+from klear_core.config.train import CheckpointConfig, OptimConfig, TinyModelConfig
+from klear_core.metrics import NullTelemetry
+from klear_core.records import shard_name, write_shard
+from klear_core.train.base import prepare_base
+from klear_core.train.parallel import World
+from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem, TrainSample, Verdict
+
+ONE = World(rank=0, size=1, device=torch.device("cpu"))
+TINY = TinyModelConfig(
+    hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=24, max_position_embeddings=64
+)
+RAW_REWARD = RewardConfig(missing_close=None, missing_open=None)
+"""For models that never learnt to think in tags."""
+
+
+def tiny_base(workdir: Path) -> Path:
+    workdir.mkdir(parents=True, exist_ok=True)
+    prepare_base(TINY, seed=0, workdir=workdir, telemetry=NullTelemetry())
+    return workdir
+
+
+def problem(name: str, *, domain: Domain = Domain.MATH) -> Problem:
+    reference = MathReference(answers=("1",))
+    return Problem(problem_id=name, source="s", domain=domain, question=name, reference=reference, difficulty=Difficulty.EASY)
+
+
+def problem_artifact(folder: Path, problems: Sequence[Problem]) -> Path:
+    write_shard(folder / "problems" / shard_name(0, 1), problems)
+    return folder
+
+
+def sample(
+    name: str,
+    token_ids: Sequence[int],
+    logps: Sequence[float],
+    *,
+    prompt: Sequence[int] = (1, 2),
+    advantage: float = 1.0,
+    is_correct: bool = False,
+    version: int = 0,
+) -> TrainSample:
+    return TrainSample(
+        problem_id=name,
+        token_ids=(*prompt, *token_ids),
+        loss_mask=(False,) * len(prompt) + (True,) * len(token_ids),
+        old_logps=(0.0,) * len(prompt) + tuple(logps),
+        advantage=advantage,
+        is_correct=is_correct,
+        oldest_version=version,
+    )
+
+
+def random_samples(count: int, *, seed: int = 0, logp: float = -5.0) -> list[TrainSample]:
+    """Rows of different lengths, half of them correct, advantages of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(count):
+        length = int(torch.randint(2, 12, (), generator=generator))
+        ids = torch.randint(0, 256, (length,), generator=generator).tolist()
+        sign = 1 if i % 2 else -1
+        samples.append(sample(f"p{i // 2}", ids, [logp] * length, advantage=sign * (1 + i % 3), is_correct=sign > 0))
+    return samples
+
+
+def rl_config(**changes: object) -> RlConfig:
+    """Four prompts of four answers of eight tokens, float32, ratios against the sampler."""
+    rollout = RolloutConfig(groups_per_step=4, samples_per_group=4, sampling=SamplingConfig(max_new_tokens=8))
+    settings: dict[str, object] = {
+        "num_steps": 3,
+        "minibatches_per_step": 2,
+        "optim": OptimConfig(lr=1e-3),
+        "loss": GppoConfig(),
+        "lm_coef": 0.0,
+        "old_logps": "sampler",
+        "reward": RAW_REWARD,
+        "rollout": rollout,
+        "dtype": "float32",
+        "runtime": RlRuntime(device="cpu", checkpoint=CheckpointConfig(every_steps=1), stall_timeout_s=60),
+    }
+    return RlConfig.model_validate(settings | changes)
+
+
+async def low_byte_judge(asked: Problem, response: str) -> Verdict:
+    """Right if the answer starts with a byte below `P`, as one in four does at first: a thing that any model can learn."""
+    await asyncio.sleep(0)
+    return Verdict(outcome=Outcome.SCORED, score=float(response[:1] < "P"))

@@ -1,0 +1,312 @@
+"""Learner and rollout actors on a real Ray, with real SIGKILLs. What a run learns must not depend on any of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from rl_builders import low_byte_judge, problem, rl_config, tiny_base
+from safetensors.torch import load_file
+
+from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
+from klear_core.config.train import CheckpointConfig
+from klear_core.errors import ResourceError, TrainingError
+from klear_core.generate.engine import SamplingParams
+from klear_core.metrics import NullTelemetry
+from klear_core.rl.loop import run_rl
+from klear_core.rl.progress import Progress
+from klear_core.rl.rollout import Judge
+from klear_core.rl.shells import to_arrays, to_tensors
+from klear_core.rl.workers import LocalWorkers, RlRun, Workers
+from klear_core.types import Problem, Verdict
+
+ray = pytest.importorskip("ray")
+from klear_core.rl.actors import RayPolicy, RayWorkers, StoredWeights, plan_gpus  # noqa: E402
+
+PROBLEMS = [problem(f"q{i}") for i in range(6)]
+NUM_STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100 << 20)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_base(tmp_path_factory.mktemp("base"))
+
+
+def config(**runtime: object) -> RlConfig:
+    """Two answers of up to 40 tokens at a time, so that a kill finds some half finished and others not begun."""
+    settings = {"device": "cpu", "stall_timeout_s": 120, "checkpoint": CheckpointConfig(every_steps=2)} | runtime
+    engine = {"kind": "torch", "runtime": {"max_batch_size": 2}}
+    rollout = RolloutConfig.model_validate(
+        {"groups_per_step": 4, "samples_per_group": 8, "sampling": {"max_new_tokens": 40}, "engine": engine}
+    )
+    return rl_config(num_steps=NUM_STEPS, rollout=rollout, runtime=RlRuntime.model_validate(settings))
+
+
+def run(cfg: RlConfig, base: Path, workdir: Path, judge: Judge = low_byte_judge, workers: Workers | None = None) -> Progress:
+    job = RlRun(cfg=cfg, model=base, seed=0, workdir=workdir)
+    return asyncio.run(run_rl(job, PROBLEMS, judge, NullTelemetry(), workers or RayWorkers()))
+
+
+def weights(workdir: Path) -> dict[str, torch.Tensor]:
+    (file,) = (workdir / "model").glob("*.safetensors")
+    return load_file(file)
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    x, y = weights(a), weights(b)
+    return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Progress]:
+    """The same run in one process."""
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    return workdir, run(config(), base, workdir, workers=LocalWorkers())
+
+
+def actors_of(name: str) -> list[psutil.Process]:
+    """Living processes of our own Ray that run an actor of this class."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{name}"):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def kill(name: str, count: int) -> None:
+    for process in actors_of(name)[:count]:
+        process.kill()
+
+
+class Saboteur:
+    """A judge that does something to the actors when it has seen so many answers, and judges on."""
+
+    def __init__(self, after: int, do: Callable[[], None]) -> None:
+        self.num_seen = 0
+        self.after = after
+        self.do = do
+
+    async def __call__(self, asked: Problem, response: str) -> Verdict:
+        self.num_seen += 1
+        if self.num_seen == self.after:
+            self.do()
+        return await low_byte_judge(asked, response)
+
+
+def test_weights_travel_as_the_same_bits() -> None:
+    tensors = {"a": torch.randn(3, 2), "b": torch.randn(4).to(torch.bfloat16), "c": torch.tensor(7)}
+    back = to_tensors(to_arrays(tensors))
+    assert all(torch.equal(back[k], tensors[k]) and back[k].dtype == tensors[k].dtype for k in tensors)
+
+
+def test_gpus_are_planned_before_anything_starts() -> None:
+    cfg = config(device="auto", num_workers=2)
+    assert (plan_gpus(cfg, 0).learner, plan_gpus(cfg, 0).rollout) == (0, 0)
+    assert (plan_gpus(cfg, 8).learner, plan_gpus(cfg, 8).rollout) == (1, 1)
+    with pytest.raises(ResourceError, match="need 4 GPUs; Ray has 1"):
+        plan_gpus(cfg, 1)
+    shared = config(device="auto", learner_gpus=0.5, rollout_gpus=0.25)
+    assert plan_gpus(shared, 1).rollout == 0.25
+
+
+def test_without_ray_the_stage_says_so(base: Path, tmp_path: Path) -> None:
+    if ray.is_initialized():
+        pytest.skip("another test has started Ray")
+    with pytest.raises(ResourceError, match="Ray is not running"):
+        run(config(), base, tmp_path)
+
+
+@pytest.mark.slow
+def test_actors_learn_exactly_what_one_process_learns(
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+) -> None:
+    progress = run(config(), base, tmp_path)
+    assert progress.counters() == undisturbed[1].counters()
+    assert same_weights(tmp_path, undisturbed[0])
+    assert not psutil.wait_procs(actors_of("RolloutActor") + actors_of("LearnerActor"), timeout=30)[1]
+
+
+@pytest.mark.slow
+def test_two_learner_ranks_learn_what_one_learns_up_to_rounding(
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+) -> None:
+    """One step, for later ones sample from weights that differ in their last bits."""
+    one, two = config().model_copy(update={"num_steps": 1}), config(num_workers=2).model_copy(update={"num_steps": 1})
+    run(one, base, tmp_path / "one", workers=LocalWorkers())
+    run(two, base, tmp_path / "two")
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=2e-6, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_killed_rollout_actor_is_replaced_and_no_answer_is_lost_or_doubled(
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+) -> None:
+    """Killed in the second step, with new weights in place: the same answers come from the one that replaces it."""
+    workers, busy = RayWorkers(), []
+
+    def kill_one() -> None:
+        busy.append(workers.status())
+        kill("RolloutActor", 1)
+
+    judge = Saboteur(after=32 + 5, do=kill_one)
+    progress = run(config(), base, tmp_path, judge, workers)
+    assert "(0 requests)" not in busy[0]
+    assert judge.num_seen == 32 * NUM_STEPS
+    assert progress.counters() == undisturbed[1].counters()
+    assert same_weights(tmp_path, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_all_rollout_actors_may_die_at_once(session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]) -> None:
+    run(config(), base, tmp_path, Saboteur(after=40, do=partial(kill, "RolloutActor", 2)))
+    assert same_weights(tmp_path, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_a_learner_killed_between_its_steps_goes_on_from_its_checkpoint(
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+) -> None:
+    """Killed while the fourth step is sampled: the third, behind the checkpoint of the second, is done again."""
+    judge = Saboteur(after=3 * 32 + 5, do=partial(kill, "LearnerActor", 1))
+    progress = run(config(), base, tmp_path, judge)
+    assert judge.num_seen > 32 * NUM_STEPS
+    assert progress.counters() == undisturbed[1].counters()
+    assert same_weights(tmp_path, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_a_learner_killed_in_the_middle_of_a_step_goes_on_from_its_checkpoint(
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+) -> None:
+    killed: list[int] = []
+
+    def watch() -> None:
+        while not killed:
+            for process in actors_of("LearnerActor"):
+                if process.cmdline()[0].endswith(".step"):
+                    process.kill()
+                    killed.append(process.pid)
+            time.sleep(0.001)
+
+    judge = Saboteur(after=2 * 32 + 1, do=threading.Thread(target=watch, daemon=True).start)
+    progress = run(config(), base, tmp_path, judge)
+    assert killed
+    assert progress.counters() == undisturbed[1].counters()
+    assert same_weights(tmp_path, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_one_loss_too_many_is_an_error_that_names_the_actor(session: None, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"rollout actor \d was lost; runtime.max_restarts = 0 allows no more"):
+        run(config(max_restarts=0), base, tmp_path, Saboteur(after=5, do=partial(kill, "RolloutActor", 1)))
+
+
+@pytest.mark.slow
+def test_a_frozen_actor_is_a_stall_that_names_it(session: None, base: Path, tmp_path: Path) -> None:
+    def freeze() -> None:
+        for process in actors_of("RolloutActor"):
+            process.send_signal(signal.SIGSTOP)
+
+    with pytest.raises(
+        TrainingError, match=r"rollouts stalled: in 6 s .* waited for from rollout actor 0 \(\d+ requests\), rollout actor 1"
+    ):
+        run(config(stall_timeout_s=6), base, tmp_path, Saboteur(after=5, do=freeze))
+    frozen = actors_of("RolloutActor")
+    for process in frozen:
+        process.send_signal(signal.SIGCONT)
+    assert not psutil.wait_procs(frozen, timeout=20)[1]  # they had been told to end, and do once they can
+
+
+@pytest.mark.slow
+def test_a_broken_engine_ends_the_step_with_its_own_error(session: None, base: Path, tmp_path: Path) -> None:
+    async def drive() -> None:
+        workers = RayWorkers()
+        _, policy = await workers.start(RlRun(cfg=config(), model=base, seed=0, workdir=tmp_path))
+        params = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
+        try:
+            with pytest.raises(ValueError, match="vocabulary"):
+                await policy.generate([10**6], params)
+            assert isinstance(policy, RayPolicy)
+            await policy._seats[0].actor.close.remote()
+            with pytest.raises(ResourceError, match="engine"):
+                await policy.generate([1], params)
+            with pytest.raises(ResourceError, match="engine"):
+                await policy.generate([1], params)
+        finally:
+            await workers.close()
+
+    asyncio.run(drive())
+
+
+@pytest.mark.slow
+def test_errors_inside_an_actor_arrive_as_themselves(session: None, base: Path, tmp_path: Path) -> None:
+    (base / "model" / "config.json").rename(tmp_path / "config.json")
+    try:
+        with pytest.raises(Exception, match=r"config\.json") as caught:
+            run(config(), base, tmp_path / "work")
+        assert "RayTaskError" not in type(caught.value).__name__
+    finally:
+        (tmp_path / "config.json").rename(base / "model" / "config.json")
+
+
+@pytest.mark.slow
+def test_a_stage_whose_driver_is_killed_leaves_no_actor_and_goes_on_to_the_same_weights(
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+) -> None:
+    """The driver, with a Ray of its own, dies after the checkpoint of the second step."""
+    driver = subprocess.Popen([sys.executable, __file__, str(base), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "step 3 is done\n"
+    actors = actors_of("RolloutActor") + actors_of("LearnerActor")
+    assert len(actors) == 3
+    driver.kill()
+    driver.wait()
+    assert not psutil.wait_procs(actors, timeout=30)[1]
+    progress = run(config(), base, tmp_path)
+    assert progress.counters() == undisturbed[1].counters()
+    assert same_weights(tmp_path, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_stored_weights_are_read_only_when_looked_at(session: None) -> None:
+    stored = StoredWeights(ray.put(to_arrays({"w": torch.ones(2)})))
+    assert list(stored) == ["w"]
+    stored["w"].add_(1)  # a copy: the store is shared
+    assert stored["w"].tolist() == [1, 1]
+
+
+class _SaysWhenToKill(NullTelemetry):
+    def log(self, _metrics: object, *, step: int) -> None:  # type: ignore[override]
+        if step == 3:
+            print("step 3 is done", flush=True)
+            time.sleep(60)
+
+
+if __name__ == "__main__":
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100 << 20)
+    job = RlRun(cfg=config(), model=Path(sys.argv[1]), seed=0, workdir=Path(sys.argv[2]))
+    asyncio.run(run_rl(job, PROBLEMS, low_byte_judge, _SaysWhenToKill(), RayWorkers()))

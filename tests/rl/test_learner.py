@@ -1,0 +1,186 @@
+"""The learner on a tiny model: updates, exact resume, bad steps, and one step from any cut of the batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from rl_builders import ONE, random_samples, rl_config, tiny_base
+from torch import Tensor
+
+from klear_core.config.rl import ErcConfig, GspoConfig, RlConfig, RlRuntime
+from klear_core.config.train import CheckpointConfig, OptimConfig
+from klear_core.errors import ConfigError, TrainingError
+from klear_core.rl.learner import Learner
+from klear_core.train.base import model_folder
+from klear_core.train.logps import token_logps
+from klear_core.train.model import load_model
+from klear_core.train.packing import pack
+from klear_core.types import TrainSample
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_base(tmp_path_factory.mktemp("base"))
+
+
+def learner(base: Path, workdir: Path, cfg: RlConfig) -> Learner:
+    return Learner(cfg, base, seed=0, workdir=workdir, world=ONE)
+
+
+def weights_after(base: Path, workdir: Path, cfg: RlConfig, *batches: Sequence[TrainSample]) -> dict[str, Tensor]:
+    it = learner(base, workdir, cfg)
+    for batch in batches:
+        it.step(batch)
+    return {k: w.clone() for k, w in it.weights().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_step_makes_one_update_for_each_minibatch_and_counts_one_version(base: Path, tmp_path: Path) -> None:
+    it = learner(base, tmp_path, rl_config(minibatches_per_step=3, old_logps="learner"))
+    metrics = it.step(random_samples(6))
+    assert metrics["rl/optim/updates"] == 3
+    assert it.version == 1
+
+
+def test_the_first_ratio_is_one_when_the_learner_gives_the_old_log_probs(base: Path, tmp_path: Path) -> None:
+    metrics = learner(base, tmp_path, rl_config(minibatches_per_step=1, old_logps="learner")).step(random_samples(6))
+    assert metrics["rl/ratio/min"] == metrics["rl/ratio/max"] == 1.0
+
+
+def test_several_updates_move_the_ratio(base: Path, tmp_path: Path) -> None:
+    metrics = learner(base, tmp_path, rl_config(minibatches_per_step=2, old_logps="learner")).step(random_samples(6))
+    assert metrics["rl/ratio/max"] > 1.0
+
+
+def mean_logp(it: Learner, samples: Sequence[TrainSample], folder: Path) -> float:
+    it.export(folder)
+    (micro,) = pack(samples, layout="padded", tokens_per_microbatch=1 << 20).micros
+    out = load_model(folder, device="cpu")(micro, partial(token_logps, target_N=micro.target_N))
+    return out.logp_N.mean().item()
+
+
+def test_rewarded_answers_become_likelier_and_punished_ones_less(base: Path, tmp_path: Path) -> None:
+    samples = random_samples(8)
+    good, bad = ([s for s in samples if s.is_correct == sign] for sign in (True, False))
+    it = learner(base, tmp_path, rl_config(num_steps=20, old_logps="learner", optim=OptimConfig(lr=1e-2)))
+    before = mean_logp(it, good, tmp_path / "a"), mean_logp(it, bad, tmp_path / "b")
+    for _ in range(5):
+        it.step(samples)
+    assert mean_logp(it, good, tmp_path / "c") > before[0] + 0.5
+    assert mean_logp(it, bad, tmp_path / "d") < before[1] - 0.5
+
+
+def test_no_sample_is_a_step_that_changes_nothing_but_the_version(base: Path, tmp_path: Path) -> None:
+    it = learner(base, tmp_path, rl_config())
+    before = {k: w.clone() for k, w in it.weights().items()}
+    metrics = it.step([])
+    assert metrics["rl/optim/updates"] == 0
+    assert it.version == 1
+    assert same(before, it.weights())
+
+
+def test_mismatch_is_zero_against_the_learners_own_log_probs_and_logged_otherwise(base: Path, tmp_path: Path) -> None:
+    metrics = learner(base, tmp_path, rl_config(minibatches_per_step=1)).step(random_samples(4))
+    assert metrics["rl/mismatch/k3"] > 0
+    assert metrics["rl/ratio/mean"] != pytest.approx(1.0)  # the ratio is against the sampler's
+
+
+@pytest.mark.parametrize("changes", [{}, {"old_logps": "learner"}, {"kl_coef": 0.1}, {"erc": ErcConfig()}, {"loss": GspoConfig()}])
+def test_every_form_of_the_loss_trains_on_finite_numbers(base: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+    metrics = learner(base, tmp_path, rl_config(lm_coef=0.1, entropy_coef=0.01, **changes)).step(random_samples(6))
+    assert metrics["rl/optim/updates"] == 2
+    assert all(torch.isfinite(torch.tensor(v)) for v in metrics.values())
+
+
+def test_resumed_training_equals_uninterrupted_training_bit_for_bit(base: Path, tmp_path: Path) -> None:
+    cfg = rl_config(num_steps=4, old_logps="learner")
+    batches = [random_samples(6, seed=i) for i in range(4)]
+    straight = weights_after(base, tmp_path / "a", cfg, *batches)
+    first = learner(base, tmp_path / "b", cfg)
+    for batch in batches[:2]:
+        first.step(batch)
+    first.save({"x": 7})
+    second = learner(base, tmp_path / "b", cfg)
+    assert second.restore() == {"x": 7}
+    assert second.version == 2
+    for batch in batches[2:]:
+        second.step(batch)
+    assert same(straight, second.weights())
+
+
+def test_without_a_checkpoint_there_is_nothing_to_restore(base: Path, tmp_path: Path) -> None:
+    assert learner(base, tmp_path, rl_config()).restore() is None
+
+
+@pytest.mark.parametrize("kind", ["gppo", "gspo"])
+def test_weights_do_not_depend_on_micro_batches(base: Path, tmp_path: Path, kind: str) -> None:
+    def runtime(tokens: int) -> RlRuntime:
+        return RlRuntime(device="cpu", tokens_per_microbatch=tokens, checkpoint=CheckpointConfig())
+
+    small, large = (rl_config(loss={"kind": kind}, old_logps="learner", runtime=runtime(t)) for t in (16, 4096))
+    a = weights_after(base, tmp_path / "a", small, random_samples(8))
+    b = weights_after(base, tmp_path / "b", large, random_samples(8))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=2e-6, rtol=0)
+
+
+def test_a_bad_update_is_skipped_saved_and_fatal_when_there_are_too_many(base: Path, tmp_path: Path) -> None:
+    runtime = RlRuntime(device="cpu", max_nonfinite_steps=1)
+    it = learner(base, tmp_path, rl_config(minibatches_per_step=1, runtime=runtime))
+    bad = list(random_samples(2))
+    bad[0] = type(bad[0])(**{f: getattr(bad[0], f) for f in bad[0].__slots__} | {"advantage": float("nan")})
+    before = {k: w.clone() for k, w in it.weights().items()}
+    metrics = it.step(bad)
+    assert (metrics["rl/optim/updates"], metrics["rl/optim/skipped"]) == (0, 1)
+    assert same(before, it.weights())
+    (saved,) = (tmp_path / "skipped").glob("*.json")
+    assert sorted(tuple(r["token_ids"]) for r in json.loads(saved.read_text())) == sorted(s.token_ids for s in bad)
+    with pytest.raises(TrainingError, match="2 steps with a loss or gradient that is not finite"):
+        it.step(bad)
+
+
+def test_staleness_is_counted_in_versions(base: Path, tmp_path: Path) -> None:
+    it = learner(base, tmp_path, rl_config())
+    it.step(random_samples(2))
+    metrics = it.step(random_samples(2))
+    assert (metrics["rl/staleness/mean"], metrics["rl/staleness/max"]) == (1, 1)
+
+
+def test_the_exported_folder_loads_with_the_trained_weights(base: Path, tmp_path: Path) -> None:
+    it = learner(base, tmp_path, rl_config())
+    it.step(random_samples(4))
+    it.export(tmp_path / "model")
+    loaded = load_model(tmp_path / "model", device="cpu")
+    for name, w in it.weights().items():
+        if name in dict(loaded.hf.named_parameters()):
+            assert torch.equal(dict(loaded.hf.named_parameters())[name], w)
+    assert not torch.equal(
+        it.weights()["model.embed_tokens.weight"], load_model(model_folder(base), device="cpu").hf.get_input_embeddings().weight
+    )
+
+
+def test_a_later_stage_continues_with_the_kept_optimizer(base: Path, tmp_path: Path) -> None:
+    """Two stages of two steps with the state handed on are one run of four, for the same batches at a constant rate."""
+    batches = [random_samples(6, seed=i) for i in range(4)]
+    straight = weights_after(base, tmp_path / "a", rl_config(minibatches_per_step=1, num_steps=4), *batches)
+    first = learner(base, tmp_path / "math", rl_config(minibatches_per_step=1, keep_optimizer=True))
+    for batch in batches[:2]:
+        first.step(batch)
+    first.export(tmp_path / "math" / "model")
+    second = rl_config(minibatches_per_step=1, continue_optimizer=True)
+    continued = weights_after(tmp_path / "math", tmp_path / "code", second, *batches[2:])
+    for name in straight:
+        torch.testing.assert_close(continued[name], straight[name], atol=1e-6, rtol=0)  # rows are shuffled by version
+
+
+def test_continuing_from_a_stage_that_kept_nothing_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set keep_optimizer in the stage that made the model"):
+        learner(base, tmp_path, rl_config(continue_optimizer=True))

@@ -1,0 +1,263 @@
+"""The vectors of METHOD 2.3 to 2.5 and 3.2: value and gradient of one token at old log-prob -1, and what may not happen at extremes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from klear_core.config.rl import BetaSchedule, CispoConfig, ClipConfig, ErcConfig, GppoConfig, GspoConfig, LossConfig
+from klear_core.rl.losses import TokenLoss, TrainBatch, at_step, joins_tokens, token_loss
+
+RATIOS = (0.25, 0.5, 0.9, 1.0, 1.2, 1.29, 1.5, 3.0, 12.0)
+ALL_LOSSES: tuple[LossConfig, ...] = (
+    GppoConfig(),
+    GppoConfig(beta_low=0.5, dual_clip=3),
+    GppoConfig(preset="high_only"),
+    ClipConfig(),
+    ClipConfig(dual_clip=10),
+    CispoConfig(),
+    CispoConfig(two_sided=True),
+    GspoConfig(),
+    GspoConfig(dual_clip=3),
+)
+
+
+def batch_of(
+    old_logps: list[float], advantages: list[float], *, rows: list[int] | None = None, dtype: torch.dtype = torch.float64
+) -> TrainBatch:
+    old_logp_N = torch.tensor(old_logps, dtype=dtype)
+    return TrainBatch(
+        old_logp_N=old_logp_N,
+        old_entropy_N=torch.full_like(old_logp_N, torch.nan),
+        advantage_N=torch.tensor(advantages, dtype=dtype),
+        correction_N=torch.ones_like(old_logp_N),
+        row_N=torch.tensor(rows if rows is not None else list(range(len(old_logps)))),
+        num_rows=len(old_logps),
+    )
+
+
+def loss_and_grad(logps: list[float], batch: TrainBatch, cfg: LossConfig, **options: object) -> tuple[TokenLoss, list[float]]:
+    logp_N = torch.tensor(logps, dtype=batch.old_logp_N.dtype, requires_grad=True)
+    settings: dict[str, object] = {"erc": None, "max_log_ratio": 20.0} | options
+    loss = token_loss(logp_N, torch.full_like(logp_N, torch.nan), batch, cfg, **settings)  # type: ignore[arg-type]
+    (grad_N,) = torch.autograd.grad(loss.loss_N.sum(), logp_N)
+    return loss, grad_N.tolist()
+
+
+def one_token(ratio: float, advantage: float, cfg: LossConfig) -> tuple[float, float]:
+    loss, grad = loss_and_grad([-1 + math.log(ratio)], batch_of([-1.0], [advantage]), cfg)
+    return loss.loss_N.item(), grad[0]
+
+
+def check_table(cfg: LossConfig, advantage: float, cells: list[tuple[float, float] | None]) -> None:
+    for ratio, cell in zip(RATIOS, cells, strict=True):
+        if cell is not None:
+            assert one_token(ratio, advantage, cfg) == pytest.approx(cell, abs=6e-5), (ratio, cfg)
+
+
+def same(*pairs: float) -> list[tuple[float, float] | None]:
+    return [(p, p) for p in pairs]
+
+
+def test_ppo_clip_vectors() -> None:
+    cfg = ClipConfig(eps_low=0.2, eps_high=0.2)
+    check_table(cfg, 1, [*same(-0.25, -0.5, -0.9, -1), None, (-1.2, 0), (-1.2, 0), (-1.2, 0), (-1.2, 0)])
+    check_table(cfg, -1, [(0.8, 0), (0.8, 0), *same(0.9, 1, 1.2, 1.29, 1.5, 3, 12)])
+
+
+def test_clip_higher_vectors() -> None:
+    check_table(ClipConfig(), 1, [*same(-0.25, -0.5, -0.9, -1, -1.2), (-1.28, 0), (-1.28, 0), (-1.28, 0), (-1.28, 0)])
+    check_table(ClipConfig(), -1, [(0.8, 0), (0.8, 0), *same(0.9, 1, 1.2, 1.29, 1.5, 3, 12)])
+
+
+def test_gppo_vectors() -> None:
+    check_table(GppoConfig(), 1, same(-0.25, -0.5, -0.9, -1, -1.2, -1.28, -1.28, -1.28, -1.28))
+    check_table(GppoConfig(), -1, same(0.8, 0.8, 0.9, 1, 1.2, 1.29, 1.5, 3, 12))
+
+
+def test_ce_gppo_scales_value_and_gradient_of_low_negative_tokens_only() -> None:
+    cfg = GppoConfig(preset="ce_gppo")
+    check_table(cfg, 1, same(-0.25, -0.5, -0.9, -1, -1.2, -1.28, -1.28, -1.28, -1.28))
+    check_table(cfg, -1, same(0.4, 0.4, 0.9, 1, 1.2, 1.29, 1.5, 3, 12))
+
+
+def test_high_only_is_gppo_above_and_silent_below() -> None:
+    cfg = GppoConfig(preset="high_only")
+    check_table(cfg, 1, same(-0.25, -0.5, -0.9, -1, -1.2, -1.28, -1.28, -1.28, -1.28))
+    check_table(cfg, -1, same(0, 0, 0.9, 1, 1.2, 1.29, 1.5, 3, 12))
+
+
+def test_dual_clip_caps_value_and_ends_the_gradient() -> None:
+    check_table(GppoConfig(dual_clip=10), -1, [*same(0.8, 0.8, 0.9, 1, 1.2, 1.29, 1.5, 3), (10, 0)])
+    check_table(GppoConfig(dual_clip=3), -1, [*same(0.8, 0.8, 0.9, 1, 1.2, 1.29, 1.5), None, (3, 0)])
+    check_table(ClipConfig(dual_clip=10), -1, [(0.8, 0), (0.8, 0), *same(0.9, 1, 1.2, 1.29, 1.5, 3), (10, 0)])
+    check_table(ClipConfig(dual_clip=10), 1, [*same(-0.25, -0.5, -0.9, -1, -1.2), (-1.28, 0), (-1.28, 0), (-1.28, 0), (-1.28, 0)])
+
+
+CISPO_UPPER_GRADS = (0.25, 0.5, 0.9, 1, 1.2, 1.28, 1.28, 1.28, 1.28)
+CISPO_BOTH_GRADS = (0.8, 0.8, 0.9, 1, 1.2, 1.28, 1.28, 1.28, 1.28)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_cispo_vectors(advantage: float) -> None:
+    upper = (0.5966, 0.8466, 0.9948, 1, 0.9812, 0.9541, 0.7610, -0.1262, -1.9007)
+    both = (1.9090, 1.3545, 0.9948, 1, 0.9812, 0.9541, 0.7610, -0.1262, -1.9007)
+    pairs = [(advantage * v, -advantage * g) for v, g in zip(upper, CISPO_UPPER_GRADS, strict=True)]
+    check_table(CispoConfig(), advantage, list(pairs))
+    pairs = [(advantage * v, -advantage * g) for v, g in zip(both, CISPO_BOTH_GRADS, strict=True)]
+    check_table(CispoConfig(two_sided=True), advantage, list(pairs))
+
+
+def test_gppo_keeps_gradient_where_clip_drops_it() -> None:
+    assert one_token(1.5, 1.0, ClipConfig())[1] == 0.0
+    assert one_token(1.5, 1.0, GppoConfig())[1] == pytest.approx(-1.28)
+
+
+def test_gppo_weight_is_bounded_where_the_straight_through_form_grows() -> None:
+    assert one_token(12.0, 1.0, GppoConfig())[1] == pytest.approx(-1.28)  # clip(r) - r detached, plus r, would pull with 12
+
+
+@pytest.mark.parametrize("cfg", ALL_LOSSES)
+def test_on_policy_every_loss_pulls_with_weight_exactly_one(cfg: LossConfig) -> None:
+    _, grad = loss_and_grad([-0.7, -2.5], batch_of([-0.7, -2.5], [1.5, -0.5]), cfg)
+    assert grad == [-1.5, 0.5]
+
+
+def test_gspo_clips_whole_sequences_by_their_mean_log_ratio() -> None:
+    batch = batch_of([-1.0, -1.0, -1.0, -1.0], [1.0, 1.0, -1.0, -1.0], rows=[0, 0, 1, 1])
+    cfg = GspoConfig(eps_low=0.2, eps_high=0.28)
+    # Row 0: log-ratios 1 and -0.6, mean 0.2: ratio exp(0.2) = 1.2214 stays inside. Row 1: mean -0.5: 0.6065, below 0.8.
+    loss, grad = loss_and_grad([0.0, -1.6, -1.0, -2.0], batch, cfg)
+    assert loss.loss_N.tolist() == pytest.approx([-1.2214, -1.2214, 0.8, 0.8], abs=1e-4)
+    assert grad == pytest.approx([-1.2214, -1.2214, 0, 0], abs=1e-4)
+    assert loss.low_N.tolist() == [False, False, True, True]
+
+
+def test_gspo_gradient_is_that_of_the_sequence_ratio() -> None:
+    old_logps, logps = [-1.0, -2.0, -0.5], [-1.1, -1.8, -0.55]
+    logp_N = torch.tensor(logps, dtype=torch.float64, requires_grad=True)
+    ratio = (logp_N - torch.tensor(old_logps, dtype=torch.float64)).mean().exp()
+    (expected_N,) = torch.autograd.grad(-3 * 0.7 * ratio, logp_N)  # each of three tokens carries the sequence's term
+    _, grad = loss_and_grad(logps, batch_of(old_logps, [0.7] * 3, rows=[0, 0, 0]), GspoConfig(eps_low=0.5, eps_high=0.5))
+    assert grad == pytest.approx(expected_N.tolist())
+
+
+def test_only_sequence_losses_join_tokens() -> None:
+    assert [joins_tokens(cfg) for cfg in (GppoConfig(), ClipConfig(), CispoConfig(), GspoConfig())] == [False, False, False, True]
+
+
+def test_clipped_sides_are_told_apart() -> None:
+    batch = batch_of([-1.0] * 5, [1.0, -1.0, 1.0, -1.0, -1.0])
+    logps = [-1 + math.log(r) for r in (1.5, 0.5, 0.5, 1.5, 12.0)]
+    loss, _ = loss_and_grad(logps, batch, GppoConfig(dual_clip=10))
+    assert loss.high_N.tolist() == [True, False, False, False, False]
+    assert loss.low_N.tolist() == [False, True, False, False, False]
+    assert loss.dual_N.tolist() == [False, False, False, False, True]
+
+
+def test_erc_keeps_values_and_removes_gradients_of_moved_entropies() -> None:
+    batch = batch_of([-1.0] * 5, [1.0] * 5)
+    old, new = [0.5, 0.5, 0.5, 0.0, 0.5], [0.5, 0.53, 0.47, 0.0, 0.524]
+    batch = TrainBatch(
+        old_logp_N=batch.old_logp_N,
+        old_entropy_N=torch.tensor(old, dtype=torch.float64),
+        advantage_N=batch.advantage_N,
+        correction_N=batch.correction_N,
+        row_N=batch.row_N,
+        num_rows=5,
+    )
+    logp_N = batch.old_logp_N.clone().requires_grad_()
+    loss = token_loss(logp_N, torch.tensor(new, dtype=torch.float64), batch, GppoConfig(), erc=ErcConfig(), max_log_ratio=20)
+    (grad_N,) = torch.autograd.grad(loss.loss_N.mean(), logp_N)
+    assert loss.loss_N.mean().item() == pytest.approx(-1.0)
+    assert grad_N.tolist() == pytest.approx([-0.2, 0, 0, -0.2, -0.2])
+
+
+def test_mismatch_factor_scales_value_and_gradient() -> None:
+    batch = batch_of([-1.0, -1.0], [1.0, 1.0])
+    scaled = TrainBatch(
+        old_logp_N=batch.old_logp_N,
+        old_entropy_N=batch.old_entropy_N,
+        advantage_N=batch.advantage_N,
+        correction_N=torch.tensor([0.5, 0.0], dtype=torch.float64),
+        row_N=batch.row_N,
+        num_rows=2,
+    )
+    loss, grad = loss_and_grad([-1.0, -1.0], scaled, GppoConfig())
+    assert loss.loss_N.tolist() == [-0.5, 0.0]
+    assert grad == [-0.5, 0.0]
+
+
+def smooth_surrogate(log_ratio: torch.Tensor, logp: torch.Tensor, advantage: float, cfg: LossConfig) -> torch.Tensor:
+    """Functions whose true derivative is the gradient that each loss promises, away from its bounds."""
+    ratio = log_ratio.exp()
+    if isinstance(cfg, CispoConfig):
+        return -advantage * ratio.detach().clamp(1 - cfg.eps_low if cfg.two_sided else 0, 1 + cfg.eps_high) * logp
+    if isinstance(cfg, ClipConfig):
+        return -torch.minimum(ratio * advantage, ratio.clamp(1 - cfg.eps_low, 1 + cfg.eps_high) * advantage)
+    raise AssertionError(cfg)
+
+
+@pytest.mark.parametrize("cfg", [ClipConfig(), CispoConfig(), CispoConfig(two_sided=True)])
+@pytest.mark.parametrize("advantage", [1.3, -0.4])
+def test_gradient_is_that_of_the_textbook_form(cfg: LossConfig, advantage: float) -> None:
+    for ratio in (0.3, 0.75, 0.85, 1.1, 1.4, 7.0):
+        logp = torch.tensor(-1 + math.log(ratio), dtype=torch.float64, requires_grad=True)
+        (expected,) = torch.autograd.grad(smooth_surrogate(logp + 1, logp, advantage, cfg), logp)
+        assert one_token(ratio, advantage, cfg)[1] == pytest.approx(expected.item())
+
+
+def test_inside_the_range_gppo_passes_finite_differences() -> None:
+    for ratio in (0.85, 1.0, 1.2):
+        low, high = one_token(ratio * math.exp(-1e-6), 0.7, GppoConfig())[0], one_token(ratio * math.exp(1e-6), 0.7, GppoConfig())[0]
+        assert one_token(ratio, 0.7, GppoConfig())[1] == pytest.approx((high - low) / 2e-6, rel=1e-5)
+
+
+ANY_LOGP = st.one_of(st.floats(allow_nan=False, width=32), st.sampled_from([0.0, -0.0, -104.0, -1e4, -math.inf, math.inf, 89.0]))
+
+
+@given(logp=ANY_LOGP, old=ANY_LOGP, advantage=st.floats(-1e3, 1e3, width=32), which=st.sampled_from(ALL_LOSSES))
+def test_every_finite_or_infinite_input_gives_finite_loss_and_gradient(
+    logp: float, old: float, advantage: float, which: LossConfig
+) -> None:
+    loss, grad = loss_and_grad([logp], batch_of([old], [advantage], dtype=torch.float32), which)
+    assert math.isfinite(loss.loss_N.item())
+    assert math.isfinite(grad[0])
+
+
+@pytest.mark.parametrize("cfg", ALL_LOSSES)
+def test_a_nan_is_not_hidden(cfg: LossConfig) -> None:
+    loss, _ = loss_and_grad([math.nan], batch_of([-1.0], [1.0]), cfg)
+    assert math.isnan(loss.loss_N.item())
+
+
+def test_log_ratios_beyond_the_bound_are_counted() -> None:
+    loss, _ = loss_and_grad([-0.1, -30.0, -1.0], batch_of([-30.0, -0.1, -1.0], [1.0] * 3), GppoConfig(), max_log_ratio=20.0)
+    assert loss.bounded_N.tolist() == [True, True, False]
+
+
+def test_betas_move_in_a_line_and_stay() -> None:
+    cfg = GppoConfig(preset="high_only", schedule=BetaSchedule(start_step=10, end_step=20, beta_low=0.5, beta_high=1.0))
+    betas = [(at_step(cfg, s).beta_low, at_step(cfg, s).beta_high) for s in (0, 10, 15, 20, 99)]  # type: ignore[union-attr]
+    assert betas == [(0, 1), (0, 1), (0.25, 1), (0.5, 1), (0.5, 1)]
+
+
+def test_a_schedule_without_length_is_a_jump() -> None:
+    cfg = GppoConfig(preset="high_only", schedule=BetaSchedule(start_step=585, end_step=585, beta_low=0.5, beta_high=1.0))
+    assert [at_step(cfg, s).beta_low for s in (584, 585)] == [0, 0.5]  # type: ignore[union-attr]
+
+
+def test_presets_name_their_betas_and_betas_their_preset() -> None:
+    assert (GppoConfig().beta_low, GppoConfig().beta_high) == (1, 1)
+    assert GppoConfig(preset="ce_gppo") == GppoConfig(beta_low=0.5)
+    assert GppoConfig(beta_low=0.3).preset == "custom"
+    assert GppoConfig.model_validate(GppoConfig(preset="high_only").model_dump()) == GppoConfig(beta_low=0)
+
+
+def test_a_preset_that_contradicts_its_betas_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"beta_low=0\.25 contradicts preset 'paper'"):
+        GppoConfig(preset="paper", beta_low=0.25)

@@ -1,0 +1,169 @@
+"""The whole loss of a mini-batch: METHOD's full-loss vector, each term by hand, and every cut of the batch alike."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from rl_builders import rl_config, sample
+
+from klear_core.config.rl import GrpoAdvantage, MismatchConfig, RlConfig
+from klear_core.rl.advantages import advantages
+from klear_core.rl.objective import Denominators, OldPolicy, head_of, make_targets
+from klear_core.rl.stats import TokenStats
+from klear_core.train.packing import MicroBatch, pack
+from klear_core.types import TrainSample
+
+VOCAB = 5
+CPU = torch.device("cpu")
+
+
+def old_of(logp_N: torch.Tensor, *, sampler_logp_N: torch.Tensor | None = None, ref_logp_N: torch.Tensor | None = None) -> OldPolicy:
+    nan_N = torch.full_like(logp_N, torch.nan)
+    return OldPolicy(
+        logp_N=logp_N,
+        sampler_logp_N=logp_N if sampler_logp_N is None else sampler_logp_N,
+        entropy_N=nan_N,
+        ref_logp_N=nan_N if ref_logp_N is None else ref_logp_N,
+    )
+
+
+def loss_and_logp_grad(
+    rows: list[TrainSample], logps: list[list[float]], cfg: RlConfig, old: OldPolicy | None = None
+) -> tuple[float, list[float]]:
+    """Loss and its derivative by each token's log-prob; the "model" is a table of logits with two tokens, so that any log-prob can be had.
+
+    With logits (x, 0) and target 0, logp = log sigmoid(x) and d logp / d x = 1 - p, which is divided out again.
+    """
+    (micro,) = pack(rows, layout="varlen", tokens_per_microbatch=1 << 20).micros
+    logp_N = micro.gather([[0.0, 0.0, *row] for row in logps], torch.float64)
+    x_N = (logp_N - torch.log1p(-logp_N.exp())).requires_grad_()
+    hidden_NH = torch.stack([x_N, torch.zeros_like(x_N)], dim=1)
+    old = old or old_of(micro.gather([r.old_logps for r in rows], torch.float64))
+    targets = make_targets(micro, rows, old, Denominators.of(rows), cfg)
+    out = head_of(targets, cfg, TokenStats(CPU))(hidden_NH, torch.eye(2, dtype=torch.float64))
+    (grad_N,) = torch.autograd.grad(out.loss, x_N)
+    by_place = sorted(zip(micro.row_N.tolist(), micro.column_N.tolist(), (grad_N / (1 - logp_N.exp())).tolist(), strict=True))
+    return out.loss.item(), [g for _, _, g in by_place]
+
+
+def three_responses() -> tuple[list[TrainSample], list[list[float]]]:
+    """Rewards [1, 1, -1]; ratios are 1 but for 1.5 at the first token and 0.5 at the last response's second."""
+    adv = advantages([[1, 1, -1]], GrpoAdvantage(std="sample"))[0]
+    logps = [[-0.1, -0.2], [-0.3], [-0.4, -0.5, -0.6]]
+    olds = [[-0.1 - math.log(1.5), -0.2], [-0.3], [-0.4, -0.5 - math.log(0.5), -0.6]]
+    rows = [sample("p", [0] * len(o), o, advantage=a, is_correct=i < 2) for i, (o, a) in enumerate(zip(olds, adv, strict=True))]
+    return rows, logps
+
+
+def test_full_loss_vector() -> None:
+    rows, logps = three_responses()
+    loss, grad = loss_and_logp_grad(rows, logps, rl_config(lm_coef=0.1))
+    assert loss == pytest.approx(0.2432419, abs=2e-6)
+    assert grad == pytest.approx([-0.156501, -0.129558, -0.129558, 0.19245, 0.15396, 0.19245], abs=2e-6)
+
+
+def test_policy_part_and_language_model_part_of_the_vector() -> None:
+    rows, logps = three_responses()
+    policy, _ = loss_and_logp_grad(rows, logps, rl_config(lm_coef=0.0))
+    both, _ = loss_and_logp_grad(rows, logps, rl_config(lm_coef=1.0))
+    assert policy == pytest.approx(0.2232419, abs=2e-6)
+    assert both - policy == pytest.approx(0.2, abs=1e-6)
+
+
+def test_without_a_correct_sample_the_language_model_part_is_zero() -> None:
+    rows, logps = [sample("p", [0], [-1.0])], [[-1.0]]
+    assert loss_and_logp_grad(rows, logps, rl_config(lm_coef=1.0))[0] == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize(("normalise", "expected"), [("token", 1.4), ("sample", 2.0), ("budget", 7 / 16)])
+def test_normalisation_vector(normalise: str, expected: float) -> None:
+    """Token losses [1, 1, 1, 1] and [3] (METHOD 2.6); the budget is 8 tokens for each of two rows."""
+    rows = [sample("a", [0] * 4, [-1.0] * 4, advantage=-1.0), sample("b", [0], [-1.0], advantage=-3.0)]
+    loss, _ = loss_and_logp_grad(rows, [[-1.0] * 4, [-1.0]], rl_config(normalise=normalise))
+    assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_kl_term_is_k3_of_the_reference() -> None:
+    rows = [sample("p", [0, 0], [-1.0, -1.0], advantage=0.0)]
+    old = old_of(torch.tensor([-1.0, -1.0]), ref_logp_N=torch.tensor([-1.0, -1.5]))
+    loss, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]], rl_config(kl_coef=2.0), old)
+    assert loss == pytest.approx(2.0 * (math.exp(-0.5) - 1 + 0.5) / 2, rel=1e-5)
+    assert grad == pytest.approx([0, 1 - math.exp(-0.5)], rel=1e-5)
+
+
+def test_entropy_bonus_is_the_mean_entropy() -> None:
+    rows = [sample("p", [0], [math.log(0.5)], advantage=0.0)]
+    loss, _ = loss_and_logp_grad(rows, [[math.log(0.5)]], rl_config(entropy_coef=0.1))
+    assert loss == pytest.approx(-0.1 * math.log(2))
+
+
+def test_truncated_importance_weights_scale_tokens_up_to_the_cap() -> None:
+    rows = [sample("p", [0, 0], [-1.0, -1.0])]
+    old = old_of(torch.tensor([-1.0, -1.0]), sampler_logp_N=torch.tensor([-1.0 - math.log(3), -1.0 - math.log(0.5)]))
+    cfg = rl_config(old_logps="learner", mismatch=MismatchConfig(truncate_at=2.0))
+    loss, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]], cfg, old)
+    assert grad == pytest.approx([-2.0 / 2, -0.5 / 2], rel=1e-5)
+    assert loss == pytest.approx(-1.25, rel=1e-5)
+
+
+def test_a_sequence_too_far_from_its_sampler_is_masked_whole_and_still_counted() -> None:
+    rows = [sample("a", [0, 0], [-1.0, -1.0]), sample("b", [0], [-1.0])]
+    old = old_of(torch.tensor([-1.0, -1.0, -1.0]), sampler_logp_N=torch.tensor([-1.0, -2.0, -1.3]))
+    cfg = rl_config(old_logps="learner", mismatch=MismatchConfig(max_sequence_ratio=1.5))  # exp(0.5) = 1.65, exp(0.3) = 1.35
+    _, grad = loss_and_logp_grad(rows, [[-1.0, -1.0], [-1.0]], cfg, old)
+    assert grad == pytest.approx([0, 0, -1 / 3], rel=1e-5)
+
+
+def test_infinite_log_probs_of_old_and_reference_stay_finite() -> None:
+    rows = [sample("p", [0, 0, 0], [-math.inf, -1.0, -1.0], is_correct=True)]
+    old = old_of(torch.tensor([-math.inf, -1.0, -1e30]), ref_logp_N=torch.tensor([-1.0, -math.inf, -1.0]))
+    loss, grad = loss_and_logp_grad(rows, [[-1.0, -1.0, -1.0]], rl_config(kl_coef=0.1, lm_coef=0.1), old)
+    assert math.isfinite(loss)
+    assert all(math.isfinite(g) for g in grad)
+
+
+def micro_losses(rows: list[TrainSample], micros: tuple[MicroBatch, ...], cfg: RlConfig) -> tuple[float, torch.Tensor, TokenStats]:
+    """Summed loss and the gradient by a head weight, over micro-batches whose hidden states depend on the token alone."""
+    weight_VH = torch.linspace(-1, 1, 256 * 4, dtype=torch.float64).reshape(256, 4).sin().requires_grad_()
+    table = torch.linspace(-2, 2, 256 * 4, dtype=torch.float64).reshape(256, 4).cos()
+    counts, stats = Denominators.of(rows), TokenStats(CPU)
+    total = torch.zeros((), dtype=torch.float64)
+    for micro in micros:
+        old = old_of(micro.gather([r.old_logps for r in rows], torch.float64))
+        head = head_of(make_targets(micro, rows, old, counts, cfg), cfg, stats)
+        total = total + head(table[micro.token_ids_BT.flatten()[micro.select_N]], weight_VH).loss
+    (grad_VH,) = torch.autograd.grad(total, weight_VH)
+    return total.item(), grad_VH, stats
+
+
+@pytest.mark.parametrize("kind", ["gppo", "clip", "cispo", "gspo"])
+@pytest.mark.parametrize("normalise", ["token", "sample", "budget"])
+def test_loss_gradient_and_statistics_do_not_depend_on_micro_batches(kind: str, normalise: str) -> None:
+    from rl_builders import random_samples
+
+    rows = random_samples(9, logp=-5.4)
+    cfg = rl_config(loss={"kind": kind}, normalise=normalise, lm_coef=0.1)
+    whole = micro_losses(rows, pack(rows, layout="varlen", tokens_per_microbatch=1 << 20).micros, cfg)
+    single = micro_losses(rows, pack(rows, layout="padded", tokens_per_microbatch=1).micros, cfg)
+    assert whole[0] == pytest.approx(single[0], rel=1e-9)
+    torch.testing.assert_close(whole[1], single[1], rtol=1e-6, atol=1e-12)
+    assert whole[2].metrics(whole[2].totals()) == pytest.approx(single[2].metrics(single[2].totals()), rel=1e-5)
+
+
+def test_statistics_by_hand() -> None:
+    rows, logps = three_responses()
+    (micro,) = pack(rows, layout="varlen", tokens_per_microbatch=1 << 20).micros
+    logp_N = micro.gather([[0.0, 0.0, *row] for row in logps], torch.float64)
+    x_N = logp_N - torch.log1p(-logp_N.exp())
+    cfg, stats = rl_config(), TokenStats(CPU)
+    targets = make_targets(micro, rows, old_of(micro.gather([r.old_logps for r in rows], torch.float64)), Denominators.of(rows), cfg)
+    head_of(targets, cfg, stats)(torch.stack([x_N, torch.zeros_like(x_N)], dim=1), torch.eye(2, dtype=torch.float64))
+    metrics = stats.metrics(stats.totals())
+    assert metrics["rl/ratio/mean"] == pytest.approx(1.0)
+    assert (metrics["rl/ratio/min"], metrics["rl/ratio/max"]) == pytest.approx((0.5, 1.5))
+    assert (metrics["rl/clip/low_frac"], metrics["rl/clip/high_frac"]) == pytest.approx((1 / 6, 1 / 6))
+    good, bad = 0.57735, 1.1547
+    pulls = [1.28 * good, good, good, bad, 0.8 * bad, bad]
+    assert metrics["rl/clip/pull_frac"] == pytest.approx((pulls[0] + pulls[4]) / sum(pulls), rel=1e-5)

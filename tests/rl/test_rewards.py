@@ -1,0 +1,55 @@
+"""Rewards as published (METHOD 4.1) and DAPO's length penalty."""
+
+from __future__ import annotations
+
+import pytest
+
+from klear_core.config.rl import OverlongConfig, RewardConfig
+from klear_core.rl.rewards import overlong_penalty, reward_of
+from klear_core.types import Completion, Outcome, Verdict
+
+RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0)
+WRONG = Verdict(outcome=Outcome.SCORED, score=0.0)
+NOTHING = Verdict(outcome=Outcome.NO_ANSWER, score=0.0)
+
+
+def answer(text: str) -> Completion:
+    return Completion(text=text, token_ids=(1,), logps=(0.0,), finish_reason="stop", policy_versions=(0,))
+
+
+WHOLE = answer("<think>\n1\n</think>\n\n\\boxed{1}")
+
+
+def test_right_wrong_and_no_answer() -> None:
+    assert [reward_of(WHOLE, v, RewardConfig()) for v in (RIGHT, WRONG, NOTHING)] == [1, -1, -1]
+
+
+def test_missing_tags_are_checked_before_the_verdict_and_the_closing_one_first() -> None:
+    assert reward_of(answer("<think> \\boxed{1}"), RIGHT, RewardConfig()) == -0.5
+    assert reward_of(answer("1 </think> \\boxed{1}"), RIGHT, RewardConfig()) == -2.0
+    assert reward_of(answer("\\boxed{1}"), RIGHT, RewardConfig()) == -0.5
+
+
+def test_format_terms_can_be_left_out() -> None:
+    cfg = RewardConfig(missing_close=None, missing_open=None)
+    assert reward_of(answer("\\boxed{1}"), RIGHT, cfg) == 1
+
+
+@pytest.mark.parametrize(("wrong", "reward"), [(-1.0, -0.5), (0.0, 0.25)])
+def test_four_of_sixteen_tests_passed_in_the_code_and_in_the_paper(wrong: float, reward: float) -> None:
+    assert reward_of(WHOLE, Verdict(outcome=Outcome.SCORED, score=4 / 16), RewardConfig(wrong=wrong)) == reward
+
+
+def test_hard_rewards_know_only_the_full_score() -> None:
+    cfg = RewardConfig(soft=False)
+    assert reward_of(WHOLE, Verdict(outcome=Outcome.SCORED, score=15 / 16), cfg) == -1
+    assert reward_of(WHOLE, RIGHT, cfg) == 1
+
+
+def test_length_penalty_grows_in_a_line_over_the_buffer() -> None:
+    cfg = OverlongConfig(penalty_tokens=20, penalty=0.5)
+    assert [overlong_penalty(n, 100, cfg) for n in (0, 80, 90, 100)] == [0, 0, 0.25, 0.5]
+
+
+def test_no_buffer_is_no_penalty() -> None:
+    assert overlong_penalty(100, 100, OverlongConfig()) == 0
