@@ -1,0 +1,111 @@
+"""Whether a program's output is the expected one. Runs on the host, on plain text and plain JSON values only."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from decimal import Decimal, InvalidOperation
+from typing import assert_never
+
+from klear_core.config.verify import CodeConfig
+
+_INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
+_MAX_NUMBER_CHARS = 400
+_MAX_DEPTH = 100
+
+
+def same_output(expected: str, output: str, cfg: CodeConfig, *, is_order_free: bool = False) -> bool:
+    """Compare standard outputs by the settings' rule; lines may come in any order only where the problem says so."""
+    if expected.strip() == output.strip():
+        return True
+    if cfg.compare == "exact" and not is_order_free:
+        return False
+    expected_lines, lines = _lines(expected), _lines(output)
+    if len(expected_lines) != len(lines):
+        return False
+    if is_order_free:
+        expected_lines, lines = sorted(expected_lines), sorted(lines)
+    return all(_same_line(e, o, cfg) for e, o in zip(expected_lines, lines, strict=True))
+
+
+def same_value(expected: object, value: object, cfg: CodeConfig, *, is_order_free: bool = False) -> bool:
+    """Compare JSON values: tuples are lists, True is 1 (as in Python and LiveCodeBench), floats within the tolerances."""
+    if is_order_free and isinstance(expected, list) and isinstance(value, list):
+        expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
+    return _same(expected, value, cfg, _MAX_DEPTH)
+
+
+def _lines(text: str) -> list[list[str]]:
+    return [tokens for line in text.split("\n") if (tokens := line.split())]
+
+
+def _same_line(expected: list[str], tokens: list[str], cfg: CodeConfig) -> bool:
+    if expected == tokens:
+        return True
+    if len(expected) != len(tokens):
+        return False
+    match cfg.compare:
+        case "exact" | "whitespace":
+            return False
+        case "decimal":
+            return all(_same_decimal(e, t) for e, t in zip(expected, tokens, strict=True))
+        case "tokens":
+            return all(_same_token(e, t, cfg) for e, t in zip(expected, tokens, strict=True))
+        case _:
+            assert_never(cfg.compare)
+
+
+def _same_token(expected: str, token: str, cfg: CodeConfig) -> bool:
+    if expected == token:
+        return True
+    if not _is_number(expected) or not _is_number(token):
+        return False
+    if _INTEGER.fullmatch(expected):
+        return _INTEGER.fullmatch(token) is None and _same_decimal(expected, token)  # 1.0 is 1; two integers differ by their text
+    return _close(float(expected), float(token), cfg)
+
+
+def _same_decimal(expected: str, token: str) -> bool:
+    if not _is_number(expected) or not _is_number(token):
+        return expected == token
+    try:
+        return Decimal(expected) == Decimal(token)
+    except InvalidOperation:
+        return False
+
+
+def _is_number(token: str) -> bool:
+    return len(token) <= _MAX_NUMBER_CHARS and _NUMBER.fullmatch(token) is not None
+
+
+def _close(expected: float, value: float, cfg: CodeConfig) -> bool:
+    if not (math.isfinite(expected) and math.isfinite(value)):
+        return expected == value
+    return abs(expected - value) <= max(cfg.abs_tolerance, cfg.rel_tolerance * abs(expected))
+
+
+def _same(expected: object, value: object, cfg: CodeConfig, depth: int) -> bool:
+    if depth == 0:
+        return False
+    if isinstance(expected, list) and isinstance(value, list):
+        return len(expected) == len(value) and all(_same(e, v, cfg, depth - 1) for e, v in zip(expected, value, strict=True))
+    if isinstance(expected, dict) and isinstance(value, dict):
+        return expected.keys() == value.keys() and all(_same(expected[k], value[k], cfg, depth - 1) for k in expected)
+    if isinstance(expected, float) and isinstance(value, int | float):
+        return _close(expected, _to_float(value), cfg)
+    if isinstance(expected, int) and isinstance(value, int | float):
+        return expected == value
+    return type(expected) is type(value) and expected == value
+
+
+def _to_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _sort_key(value: object) -> str:
+    return json.dumps(value, sort_keys=True)

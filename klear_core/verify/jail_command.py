@@ -1,0 +1,169 @@
+"""How each backend starts an interpreter in isolation: the command lines, and who runs them.
+
+Each firejail flag is explained in `infra/firejail/README.md`. Three that other projects use are left out
+on purpose: `--timeout` makes every run last two seconds, `--read-only=/` silently switches the user namespace off (fork bombs
+then starve all jails of the user), and a profile needs a package that may be absent.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, assert_never
+
+from klear_core.config.verify import SandboxConfig
+from klear_core.errors import SandboxError
+
+Backend = Literal["firejail", "bubblewrap", "rlimits-only"]
+
+SETUP_HINT = "as root on Debian or Ubuntu: sh infra/firejail/setup.sh"
+_BOOT = (
+    "import os,sys\nn=int.from_bytes(os.read(0,4),'big')\ns=b''\n"
+    "while len(s)<n:s+=os.read(0,n-len(s))\nexec(compile(s,'<klear supervisor>','exec'))"
+)
+_KEPT_TOP_LEVEL = frozenset(["usr", "bin", "sbin", "etc", "proc", "dev", "sys", "run", "tmp", "var", "home"])
+_WHITELISTABLE = frozenset(["opt", "srv", "mnt", "media"])
+_DENIED_CALLS = "socket,io_uring_setup,io_uring_enter,io_uring_register,memfd_secret"
+_FALLBACK_USER = "games"  # on Debian, Fedora and their kin: owns no process and no file of value
+_DEADLINE_S = 3600  # of a jail; a supervisor that lost its host ends long before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Whom the untrusted side runs as. `must_switch` if we are root."""
+
+    uid: int
+    gid: int
+    home: str
+    must_switch: bool
+
+
+def account_for(cfg: SandboxConfig) -> Account:
+    """Ourselves, or an ordinary user if we are root; SandboxError when there is none."""
+    if os.getuid() != 0:
+        try:
+            entry = pwd.getpwuid(os.getuid())
+        except KeyError as e:
+            raise SandboxError(f"user id {os.getuid()} has no passwd entry, which firejail needs; give it one ({e})") from e
+        return Account(uid=entry.pw_uid, gid=entry.pw_gid, home=entry.pw_dir, must_switch=False)
+    for name in [cfg.user] if cfg.user else ["klear-sandbox", _FALLBACK_USER]:
+        try:
+            entry = pwd.getpwnam(name)
+        except KeyError:
+            continue
+        if entry.pw_uid == 0:
+            raise SandboxError(f"verify.limits.user = {name!r} is root; untrusted programs never run as root")
+        return Account(uid=entry.pw_uid, gid=entry.pw_gid, home=entry.pw_dir, must_switch=True)
+    wanted = cfg.user or f"klear-sandbox or {_FALLBACK_USER}"
+    raise SandboxError(f"we are root and need an ordinary user for untrusted programs, but {wanted} does not exist; {SETUP_HINT}")
+
+
+def python_for(cfg: SandboxConfig) -> Path:
+    """The interpreter inside the sandbox: the configured one, the system's, or our own without its virtual environment."""
+    if cfg.python:
+        path = Path(cfg.python)
+        if not path.is_absolute() or not path.exists():
+            raise SandboxError(f"verify.limits.python = {cfg.python!r} must be the absolute path of an interpreter that exists")
+        return path
+    system = Path("/usr/bin/python3")
+    return system if system.exists() else Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+
+
+def clean_environment(account: Account) -> dict[str, str]:
+    """All that the untrusted side learns from its environment: six variables, no secret among them."""
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": account.home,
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def jail_command(backend: Backend, cfg: SandboxConfig, account: Account) -> list[str]:
+    """The command that runs our supervisor in isolation, ready for Popen. SandboxError if the backend is not installed."""
+    python = python_for(cfg)
+    interpreter = [str(python), "-I", *([] if cfg.with_packages else ["-S"]), "-c", _BOOT]
+    match backend:
+        case "firejail":
+            jail = [_find("firejail"), *_firejail_flags(cfg, account, python)]
+        case "bubblewrap":
+            jail = [_find("bwrap"), *_bubblewrap_flags(account, python)]
+        case "rlimits-only":
+            jail = []
+        case _:
+            assert_never(backend)
+    # `setpriv --pdeathsig` ends with us, `timeout` then ends its child: a signal on parent death does not survive firejail's setuid
+    guard = [_find("setpriv"), "--pdeathsig", "TERM", _find("timeout"), "-k", "0.5", str(_DEADLINE_S)]
+    become = [_find("setpriv"), f"--reuid={account.uid}", f"--regid={account.gid}", "--clear-groups"] if account.must_switch else []
+    return [*guard, *become, *jail, *interpreter]
+
+
+def _find(program: str) -> str:
+    path = shutil.which(program, path=os.environ.get("PATH", "") + ":/usr/bin:/bin:/usr/local/bin")
+    if path is None:
+        package = {"bwrap": "bubblewrap", "setpriv": "util-linux", "timeout": "coreutils"}.get(program, program)
+        raise SandboxError(f"{program} is not installed (package {package}; {SETUP_HINT})")
+    return path
+
+
+def _firejail_flags(cfg: SandboxConfig, account: Account, python: Path) -> list[str]:
+    flags = ["--quiet", "--noprofile", "--private-tmp", "--private-dev", "--no3d", "--net=none", "--protocol=unix"]
+    flags += [f"--seccomp={_DENIED_CALLS}", "--caps.drop=all", "--nonewprivs", "--noroot", "--nogroups", "--ipc-namespace"]
+    flags += ["--restrict-namespaces", "--hostname=sandbox"]
+    flags += [f"--read-only={path}" for path in ("/tmp", "/var/tmp", "/dev/shm", "/run/lock", "${HOME}")]  # noqa: S108
+    flags += [f"--rlimit-nproc={cfg.processes}", f"--rlimit-nofile={cfg.open_files}"]
+    return flags + _home_flags(account, python) + _blacklist_flags(python)
+
+
+def _home_flags(account: Account, python: Path) -> list[str]:
+    """An empty home. An interpreter that lives in it is shown alone, and read-only."""
+    home = Path(account.home)
+    prefix = _prefix_of(python)
+    if prefix.is_relative_to(home) and home != Path("/"):
+        return [f"--whitelist={prefix}", f"--read-only={prefix}"]
+    owns_home = home.is_dir() and home.stat().st_uid == account.uid
+    return ["--private"] if owns_home else []  # firejail refuses it for a home of another's; such a home is read-only anyway
+
+
+def _blacklist_flags(python: Path) -> list[str]:
+    prefix_top = _prefix_of(python).parts[1]
+    flags = []
+    for entry in sorted(os.scandir("/"), key=lambda e: e.name):
+        name = entry.name
+        if name in _KEPT_TOP_LEVEL or name.startswith("lib") or entry.is_symlink():
+            continue
+        if name == prefix_top:
+            flags += [f"--whitelist={_prefix_of(python)}"] if name in _WHITELISTABLE else []
+        else:
+            flags.append(f"--blacklist=/{name}")
+    return flags
+
+
+def _bubblewrap_flags(account: Account, python: Path) -> list[str]:
+    flags = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
+    flags += ["--uid", str(account.uid), "--gid", str(account.gid), "--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        top = Path("/") / name
+        if top.is_symlink():
+            flags += ["--symlink", str(top.readlink()), str(top)]
+        elif top.is_dir():
+            flags += ["--ro-bind", str(top), str(top)]
+    for path in ("/etc/ld.so.cache", "/etc/localtime"):
+        flags += ["--ro-bind-try", path, path]
+    flags += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", account.home]  # noqa: S108
+    prefix = _prefix_of(python)
+    if prefix != Path("/usr"):
+        flags += ["--ro-bind", str(prefix), str(prefix)]
+    remounts = [part for path in ("/tmp", "/dev/shm", "/dev", "/") for part in ("--remount-ro", path)]  # noqa: S108
+    return [*flags, "--tmpfs", "/dev/shm", *remounts, "--chdir", "/", "--"]  # noqa: S108
+
+
+def _prefix_of(python: Path) -> Path:
+    """The folder that holds an interpreter with its library: /usr for /usr/bin/python3."""
+    return python.resolve().parent.parent

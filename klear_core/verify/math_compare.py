@@ -1,0 +1,104 @@
+"""The one caller of math-verify. Runs in the main thread of a worker process, under an alarm of its own.
+
+math-verify's own time limits turn into a silent "wrong"; they are switched off and replaced by ours, which is an outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import FrameType
+
+import sympy
+from math_verify import parse, verify
+
+from klear_core.types import Outcome, Verdict
+from klear_core.verify.work import MathTask
+
+RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="equal")
+WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="different")
+UNREADABLE = Verdict(outcome=Outcome.SCORED, score=0.0, detail="the answer cannot be read as math")
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off: ours are on
+
+
+class _Alarm(BaseException):
+    """Not an Exception, so that `except Exception` in sympy lets it pass."""
+
+
+def compare(task: MathTask) -> Verdict:
+    """The verdict on one answer; `timed_out` when it needs more time or memory than the settings allow."""
+    try:
+        with _alarm_after(task.cfg.timeout_s):
+            return _compare(task)
+    except _Alarm:
+        return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.timeout_s:g} s")
+    except MemoryError:
+        return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.memory_mb} MB")
+
+
+def _compare(task: MathTask) -> Verdict:
+    digits = task.cfg.rounding_digits
+    readable_gold = readable_answer = False
+    if task.question is None:
+        answers = _parse_prose(task.prose)
+        compared = [[(_parse_boxed(gold), answers)] for gold in task.golds]
+    else:
+        compared = [[(_parse_boxed(p.gold), _parse_boxed(p.answer)) for p in pairs] for pairs in task.question.alternatives]
+    for pairs in compared:
+        readable_gold |= all(gold for gold, _ in pairs)
+        readable_answer |= all(answer for _, answer in pairs)
+        if all(gold and answer and _are_equal(gold, answer, digits) for gold, answer in pairs):
+            return RIGHT
+    if not readable_gold:
+        return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=f"no reference can be read as math: {task.golds[0][:200]!r}")
+    return WRONG if readable_answer else UNREADABLE
+
+
+@lru_cache(maxsize=4096)
+def _parse_boxed(text: str) -> tuple[object, ...]:
+    return tuple(parse(rf"\boxed{{{text}}}", parsing_timeout=None))
+
+
+def _parse_prose(text: str) -> tuple[object, ...]:
+    return tuple(parse(text, parsing_timeout=None))
+
+
+def _are_equal(gold: tuple[object, ...], answer: tuple[object, ...], digits: int) -> bool:
+    """Decimals by significant digits; everything else by math-verify."""
+    if _is_number(gold[0]) and _is_number(answer[0]) and (gold[0].has(sympy.Float) or answer[0].has(sympy.Float)):  # type: ignore[attr-defined]
+        return _decimals_agree(gold[0], answer[0], digits)
+    return bool(verify(list(gold), list(answer), float_rounding=digits, timeout_seconds=None))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, sympy.Expr) and bool(value.is_number) and value.is_extended_real is not False
+
+
+def _decimals_agree(gold: object, answer: object, digits: int) -> bool:
+    gold_value, answer_value = sympy.N(gold, 30), sympy.N(answer, 30)
+    if not (gold_value.is_finite and answer_value.is_finite):
+        return False
+    is_exact = bool(getattr(gold, "is_Integer", False)) or bool(getattr(answer, "is_Integer", False))
+    tolerance = sympy.Float(10, 30) ** -(12 if is_exact else digits) * (1 + sympy.Float("1e-9", 30))
+    return bool(abs(gold_value - answer_value) <= tolerance * abs(gold_value))
+
+
+@contextmanager
+def _alarm_after(timeout_s: float) -> Iterator[None]:
+    is_armed = True
+
+    def on_alarm(_signum: int, _frame: FrameType | None) -> None:
+        if is_armed:
+            raise _Alarm
+
+    signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s, 0.2)  # again and again: a bare `except` may swallow one
+    try:
+        yield
+    finally:
+        is_armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,0 +1,190 @@
+"""The judges behind one door: `judge` a problem's response, from any thread or event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self, assert_never
+
+from klear_core.config.verify import VerifyConfig
+from klear_core.errors import JudgeError, SandboxError
+from klear_core.types import CodeReference, Domain, MathReference, Outcome, Problem, Verdict
+from klear_core.verify.client import JudgeClient
+from klear_core.verify.code_text import check_size, chosen_tests, find_program, reference_fault
+from klear_core.verify.math_rules import decide, prose_verdict, usable_references
+from klear_core.verify.math_text import find_answer
+from klear_core.verify.window import NoAnswer, answer_window
+from klear_core.verify.work import CodeTask, Fault, MathTask, ProveSandbox, Task
+
+_RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="equal text")
+_WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="different text")
+_OUR_FAULTS = (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED, Outcome.TIMED_OUT)
+
+
+class JudgeHealth:
+    """Counts outcomes, and raises once too large a share says nothing about the model."""
+
+    def __init__(self, *, max_failed_frac: float, min_failed_count: int) -> None:
+        self._max_failed_frac = max_failed_frac
+        self._min_failed_count = min_failed_count
+        self._lock = threading.Lock()
+        self._counts: Counter[Outcome] = Counter()
+
+    @property
+    def counts(self) -> dict[Outcome, int]:
+        """Verdicts so far, by outcome."""
+        with self._lock:
+            return dict(self._counts)
+
+    def record(self, verdict: Verdict) -> None:
+        """Count a verdict; JudgeError when failures of ours exceed the limit."""
+        with self._lock:
+            self._counts[verdict.outcome] += 1
+            failed = sum(self._counts[o] for o in _OUR_FAULTS)
+            total = self._counts.total()
+        if verdict.outcome in _OUR_FAULTS and failed >= self._min_failed_count and failed > self._max_failed_frac * total:
+            raise JudgeError(
+                f"{failed} of {total} verdicts failed for reasons that are not the model's (limit {self._max_failed_frac:.0%}, "
+                f"verify.max_failed_frac); going on would train on noise. Last: {verdict.outcome}: {verdict.detail}"
+            )
+
+
+class JudgePool:
+    """Judges answers. Thread-safe; worker processes start with the first answer that needs one and end with `close`."""
+
+    def __init__(self, cfg: VerifyConfig) -> None:
+        self.cfg = cfg
+        self.health = JudgeHealth(max_failed_frac=cfg.max_failed_frac, min_failed_count=cfg.min_failed_count)
+        self._client = JudgeClient(cfg)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all judging processes."""
+        self._client.close()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the stage's artifact must know of how its answers were judged."""
+        if self.cfg.sandbox == "rlimits-only":
+            return ('untrusted programs ran with limits only, without isolation (verify.sandbox = "rlimits-only")',)
+        return ()
+
+    def prove_sandbox(self) -> str:
+        """The name of the sandbox, once it has proven itself: call it before spending. SandboxError says what is missing."""
+        return self._submit(ProveSandbox()).result().detail
+
+    def prepare(self, problems: Iterable[Problem]) -> tuple[str, ...]:
+        """Prove the sandbox before anything is spent, if one of the problems is code; the notes for the stage's artifact.
+
+        SandboxError says what is missing.
+        """
+        if not any(p.domain is Domain.CODE for p in problems):
+            return ()
+        self.prove_sandbox()
+        return self.notes
+
+    def judge(self, problem: Problem, response: str) -> Verdict:
+        """The verdict on a whole model output, think tags included. Raises only JudgeError and SandboxError: our failures."""
+        verdict = self.submit(problem, response).result()
+        self.health.record(verdict)
+        return verdict
+
+    async def judge_async(self, problem: Problem, response: str) -> Verdict:
+        """As `judge`, while the event loop goes on."""
+        future = self.submit(problem, response)
+        verdict = future.result() if future.done() else await asyncio.wrap_future(future)
+        self.health.record(verdict)
+        return verdict
+
+    def submit(self, problem: Problem, response: str) -> Future[Verdict]:
+        """The verdict to come, not yet counted in `health`."""
+        window = answer_window(response, self.cfg)
+        if isinstance(window, NoAnswer):
+            return _done(_no_answer(window, self.cfg))
+        match problem.reference:
+            case MathReference():
+                return self._submit(self._prepare_math(problem.reference, window))
+            case CodeReference():
+                program = find_program(window, self.cfg.code)
+                return self._submit(self._prepare_code(problem.problem_id, problem.reference, program))
+            case _:
+                assert_never(problem.reference)
+
+    def submit_program(self, problem_id: str, reference: CodeReference, program: str) -> Future[Verdict]:
+        """The verdict to come on a bare program, without a response around it."""
+        return self._submit(self._prepare_code(problem_id, reference, check_size(program, self.cfg.code)))
+
+    def _prepare_math(self, reference: MathReference, window: str) -> Verdict | MathTask:
+        cfg = self.cfg.math
+        golds = usable_references(reference.answers, cfg)
+        if not golds:
+            why = f"empty, unbalanced braces, or longer than {cfg.max_answer_chars} characters"
+            detail = f"no usable reference among {len(reference.answers)} ({why})"
+            return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
+        answer = find_answer(window, cfg)
+        if isinstance(answer, NoAnswer):
+            return _no_answer(answer, self.cfg)
+        decision = prose_verdict(golds, answer, cfg) if answer.is_prose else decide(golds, answer, cfg)
+        if decision is None:
+            return MathTask(golds=golds, question=None, prose=answer.texts[0], cfg=cfg)
+        if isinstance(decision, bool):
+            return _RIGHT if decision else _WRONG
+        return MathTask(golds=golds, question=decision, prose="", cfg=cfg)
+
+    def _prepare_code(self, problem_id: str, reference: CodeReference, program: str | NoAnswer) -> Verdict | CodeTask:
+        fault = reference_fault(reference, self.cfg.code)
+        if fault is not None:
+            return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=f"problem {problem_id}: {fault}")
+        if isinstance(program, NoAnswer):
+            return _no_answer(program, self.cfg, is_code=True)
+        reference = chosen_tests(reference, problem_id, self.cfg.code)
+        return CodeTask(problem_id=problem_id, program=program.encode("utf-8", "surrogatepass"), reference=reference)
+
+    def _submit(self, prepared: Verdict | Task) -> Future[Verdict]:
+        if isinstance(prepared, Verdict):
+            return _done(prepared)
+        verdict: Future[Verdict] = Future()
+        self._run(prepared, verdict, tries_left=1)
+        return verdict
+
+    def _run(self, task: Task, verdict: Future[Verdict], *, tries_left: int) -> None:
+        def settle(done: Future[Verdict | Fault]) -> None:
+            result = done.result()
+            match result:
+                case Verdict():
+                    verdict.set_result(result)
+                case Fault(kind="died") if tries_left > 0:
+                    self._run(task, verdict, tries_left=tries_left - 1)
+                case Fault(kind="no_sandbox"):
+                    verdict.set_exception(SandboxError(result.detail))
+                case Fault(kind="timed_out"):
+                    verdict.set_result(Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=result.detail))
+                case _:
+                    verdict.set_result(Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail=result.detail))
+
+        self._client.submit(task).add_done_callback(settle)
+
+
+def _done(verdict: Verdict) -> Future[Verdict]:
+    future: Future[Verdict] = Future()
+    future.set_result(verdict)
+    return future
+
+
+def _no_answer(answer: NoAnswer, cfg: VerifyConfig, *, is_code: bool = False) -> Verdict:
+    score = -1.0 if is_code and cfg.code.score == "plus_minus" else 0.0
+    return Verdict(outcome=Outcome.NO_ANSWER, score=score, detail=answer.reason)
+
+
+def build_verifier(cfg: VerifyConfig) -> JudgePool:
+    """The judges for these settings; use it as a context manager."""
+    return JudgePool(cfg)

@@ -1,0 +1,179 @@
+"""The judging process: a small program of its own that holds the pebble pools, so that the caller (which may hold CUDA,
+Ray and a hundred threads) is never forked and imports neither sympy nor pebble.
+
+    python -m klear_core.verify.server FD        tasks come and verdicts go over the socket FD; it ends when FD closes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import resource
+import signal
+import sys
+import threading
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
+from typing import assert_never
+
+import pebble
+
+from klear_core.config.verify import VerifyConfig
+from klear_core.errors import SandboxError
+from klear_core.types import Outcome, Verdict
+from klear_core.verify import code_judge, math_compare, selftest  # before the first fork: workers get sympy for nothing
+from klear_core.verify.jail import adopt_orphans, forget_dead_jails
+from klear_core.verify.jail_command import Backend
+from klear_core.verify.work import CodeTask, Fault, MathTask, ProveSandbox, Task
+
+_PR_SET_PDEATHSIG = 1
+_BACKSTOP_S = 3.0  # a worker that its own alarm could not stop is killed this much later
+_CODE_BACKSTOP_S = 120.0  # beyond all limits of a program's tests, which the jail enforces itself
+
+
+def main() -> None:
+    """Serve one caller until it closes its end."""
+    connection = Connection(int(sys.argv[1]))
+    Server(connection, VerifyConfig.model_validate_json(connection.recv_bytes())).serve()
+
+
+class Server:
+    """Runs tasks in worker processes; answers go back as they come, in any order."""
+
+    def __init__(self, connection: Connection, cfg: VerifyConfig) -> None:
+        self._connection = connection
+        self._cfg = cfg
+        self._send_lock = threading.Lock()
+        self._pools: list[pebble.ProcessPool] = []
+        self._backend: Backend | None = None
+
+    def serve(self) -> None:
+        """Until the caller closes its end or dies."""
+        try:
+            while True:
+                task_id, task = self._connection.recv()
+                try:
+                    future = self._schedule(task)
+                except SandboxError as e:
+                    self._send(task_id, Fault(kind="no_sandbox", detail=str(e)))
+                    continue
+                future.add_done_callback(functools.partial(self._reply, task_id))
+        except (EOFError, ConnectionError):
+            for pool in self._pools:
+                pool.stop()
+                pool.join()
+        forget_dead_jails()
+
+    def _schedule(self, task: Task) -> Future[Verdict]:
+        match task:
+            case MathTask():
+                compared: Future[Verdict] = self._math_pool.schedule(
+                    math_compare.compare, (task,), timeout=self._cfg.math.timeout_s + _BACKSTOP_S
+                )
+                return compared
+            case CodeTask():
+                self._prove()
+                judged: Future[Verdict] = self._code_pool.schedule(_judge_code, (task,), timeout=_code_timeout_s(task, self._cfg))
+                return judged
+            case ProveSandbox():
+                done: Future[Verdict] = Future()
+                done.set_result(Verdict(outcome=Outcome.SCORED, score=1.0, detail=self._prove()))
+                return done
+            case _:
+                assert_never(task)
+
+    def _prove(self) -> Backend:
+        if self._backend is None:
+            self._backend = selftest.proven_backend(self._cfg)
+        return self._backend
+
+    @functools.cached_property
+    def _math_pool(self) -> pebble.ProcessPool:
+        runtime = self._cfg.runtime
+        return self._keep(
+            pebble.ProcessPool(
+                max_workers=runtime.math_workers or os.cpu_count() or 1,
+                max_tasks=runtime.tasks_per_worker,
+                initializer=_start_math_worker,
+                initargs=(self._cfg.math.memory_mb,),
+            )
+        )
+
+    @functools.cached_property
+    def _code_pool(self) -> pebble.ProcessPool:
+        runtime = self._cfg.runtime
+        return self._keep(
+            pebble.ProcessPool(
+                max_workers=runtime.code_workers or 2 * (os.cpu_count() or 1),
+                max_tasks=runtime.tasks_per_worker,
+                initializer=_start_code_worker,
+                initargs=(self._prove(), self._cfg),
+            )
+        )
+
+    def _keep(self, pool: pebble.ProcessPool) -> pebble.ProcessPool:
+        self._pools.append(pool)
+        return pool
+
+    def _reply(self, task_id: int, future: Future[Verdict]) -> None:
+        self._send(task_id, _outcome_of(future))
+
+    def _send(self, task_id: int, result: Verdict | Fault) -> None:
+        try:
+            with self._send_lock:
+                self._connection.send((task_id, result))
+        except (BrokenPipeError, ConnectionError):
+            return  # the caller is gone; `serve` sees the end too
+
+
+def _outcome_of(future: Future[Verdict]) -> Verdict | Fault:
+    if future.cancelled():
+        return Fault(kind="died", detail="the judging process is stopping")
+    error = future.exception()
+    match error:
+        case None:
+            return future.result()
+        case TimeoutError():
+            return Fault(kind="timed_out", detail="a worker was killed at its wall clock")
+        case pebble.ProcessExpired():
+            return Fault(kind="died", detail=f"a worker died ({error})")
+        case _:
+            return Fault(kind="raised", detail=f"{type(error).__name__}: {error}"[:500])
+
+
+def _code_timeout_s(task: CodeTask, cfg: VerifyConfig) -> float:
+    return task.num_tests * code_judge.limits_for(task.reference, cfg).wall_s * 6 + _CODE_BACKSTOP_S
+
+
+def _start_math_worker(memory_mb: int) -> None:
+    _die_with_parent()
+    limit = memory_mb << 20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+_JUDGES: list[code_judge.CodeJudge] = []
+"""The one judge of a code worker: its jails outlive a task, and pebble hands nothing else from task to task."""
+
+
+def _start_code_worker(backend: Backend, cfg: VerifyConfig) -> None:
+    _die_with_parent()
+    adopt_orphans()
+    judge = code_judge.CodeJudge(backend, cfg)
+    _JUDGES[:] = [judge]
+    Finalize(judge, judge.close, exitpriority=10)  # runs however pebble ends a worker: recycled, stopped, its pipe closed
+
+
+def _judge_code(task: CodeTask) -> Verdict:
+    return _JUDGES[0].judge(task)
+
+
+def _die_with_parent() -> None:
+    """Workers must not outlive a server that was killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The part of a response in which an answer may stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from klear_core.config.verify import VerifyConfig
+
+OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
+NO_CLOSE_TAG = "no </think>"
+NO_OPEN_TAG = "no <think>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoAnswer:
+    """Why a response has no answer that could be judged."""
+
+    reason: str
+
+
+def answer_window(response: str, cfg: VerifyConfig) -> str | NoAnswer:
+    """The text that is searched for an answer, or which required tag is missing."""
+    has_close = CLOSE_TAG in response
+    if cfg.tags != "none" and not has_close:
+        return NoAnswer(reason=NO_CLOSE_TAG)
+    if cfg.tags == "both" and OPEN_TAG not in response:
+        return NoAnswer(reason=NO_OPEN_TAG)
+    if cfg.window == "whole" or not has_close:
+        return response
+    return response.rsplit(CLOSE_TAG, 1)[1]

@@ -1,0 +1,108 @@
+# ruff: noqa: E501, RUF001
+"""Comparators of outputs and of call results, by hand."""
+
+import pytest
+
+from klear_core.config.verify import CodeConfig
+from klear_core.verify.compare import same_output, same_value
+from klear_core.verify.wire import WireError, plain_value
+
+TOKENS, WHITESPACE, EXACT, DECIMAL = (CodeConfig(compare=c) for c in ("tokens", "whitespace", "exact", "decimal"))
+
+
+@pytest.mark.parametrize(
+    ("expected", "output", "tokens", "whitespace", "exact", "decimal"),
+    [
+        ("1 2\n", "1 2", True, True, True, True),
+        ("1 2", "1 2\n\n", True, True, True, True),
+        ("1\n2", "1 \n2", True, True, False, True),
+        ("1 2", "1  2", True, True, False, True),
+        ("1\n2", "1\n\n2", True, True, False, True),
+        ("1 2", "1\n2", False, False, False, False),
+        ("1\n2", "2\n1", False, False, False, False),
+        ("1", "1.0", True, False, False, True),
+        ("0.5", "0.50", True, False, False, True),
+        ("0.333333333", "0.3333333334", True, False, False, False),
+        ("0.3333", "0.3334", False, False, False, False),
+        ("1e-12", "2e-12", True, False, False, False),
+        ("123456789012", "123456789013", False, False, False, False),
+        ("1000000", "1000000.5", False, False, False, False),
+        ("YES", "NO", False, False, False, False),
+        ("YES", "yes", False, False, False, False),
+        ("abc def", "xyz uvw", False, False, False, False),
+        ("4", "garbage", False, False, False, False),
+        ("5", "5 5 5", False, False, False, False),
+        ("", "", True, True, True, True),
+        ("3", "", False, False, False, False),
+        ("3", "0_3", False, False, False, False),
+        ("3", "３", False, False, False, False),
+        ("nan", "nan", True, True, True, True),
+        ("1.0", "nan", False, False, False, False),
+        ("1.0", "inf", False, False, False, False),
+        ("1.5", "1e999", False, False, False, False),
+        ("-0.0", "0.0", True, False, False, True),
+        ("007", "7", False, False, False, True),
+    ],
+)
+def test_outputs(expected: str, output: str, tokens: bool, whitespace: bool, exact: bool, decimal: bool) -> None:
+    assert [same_output(expected, output, cfg) for cfg in (TOKENS, WHITESPACE, EXACT, DECIMAL)] == [tokens, whitespace, exact, decimal]
+
+
+def test_the_order_of_lines_counts_unless_the_problem_says_otherwise() -> None:
+    assert not same_output("1\n2", "2\n1", TOKENS)
+    assert same_output("1\n2", "2\n1", TOKENS, is_order_free=True)
+    assert not same_output("1\n2", "2\n2", TOKENS, is_order_free=True)
+
+
+@pytest.mark.parametrize(
+    ("expected", "value", "is_same"),
+    [
+        (3, 3, True),
+        (3, 3.0, True),
+        (3, "3", False),
+        (True, True, True),
+        (True, 1, True),
+        (0.1, 0.1 + 1e-12, True),
+        (1.0, 1, True),
+        (3, 3.0000001, False),
+        (10**20, 10**20 + 1, False),
+        (1.5, 10**400, False),
+        ([1, [2, 3]], [1, [2, 3]], True),
+        ([1, 2], [2, 1], False),
+        ({"a": 1}, {"a": 1}, True),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        (None, None, True),
+        (None, 0, False),
+        ("a", "a ", False),
+        ([], None, False),
+    ],
+)
+def test_values(expected: object, value: object, is_same: bool) -> None:
+    assert same_value(expected, value, TOKENS) is is_same
+
+
+def test_order_free_values_are_compared_as_bags() -> None:
+    assert same_value([[1, 2], [3]], [[3], [1, 2]], TOKENS, is_order_free=True)
+    assert not same_value([1, 1, 2], [1, 2, 2], TOKENS, is_order_free=True)
+
+
+@pytest.mark.parametrize(
+    ("frame", "value"),
+    [
+        (b'{"value": 3}', 3),
+        (b'{"value": ["t", [1, ["l", [2]]]]}', [1, [2]]),
+        (b'{"value": ["d", [[1, "a"], ["b", null]]]}', {"1": "a", "b": None}),
+        (b'{"value": ["n", "ListNode", [1, ["n", "ListNode", [2, null]]]]}', [1, 2]),
+    ],
+)
+def test_results_arrive_as_plain_json(frame: bytes, value: object) -> None:
+    assert plain_value(frame) == value
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"\xff\xff", b"[]", b'{"value": ["s", [1]]}', b'{"value": ["h", 0]}', b'{"value": {"a": 1}}', b'{"error": "E", "text": "t"}', b"[" * 100_000],
+)  # fmt: skip
+def test_what_is_no_result_is_refused(frame: bytes) -> None:
+    with pytest.raises(WireError):
+        plain_value(frame)

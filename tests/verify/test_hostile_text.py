@@ -1,0 +1,51 @@
+"""What runs in the caller's thread is linear in the response: no text makes a regular expression backtrack."""
+
+import time
+
+import pytest
+
+from klear_core.config.verify import CodeConfig, MathConfig
+from klear_core.verify.code_text import find_program
+from klear_core.verify.math_rules import decide, prose_verdict
+from klear_core.verify.math_text import Answer, find_answer
+
+MEGABYTE = 1 << 20
+TEXTS = {
+    "fence that does not end": "```" + "a" * MEGABYTE + "`",
+    "fences": "```\n" * (MEGABYTE // 4),
+    "backticks": "`" * MEGABYTE,
+    "indented fences": ("            ```" + "\n") * 50_000,
+    "spaces after a fence": "```" + " " * MEGABYTE + "`",
+    "box and spaces": "\\boxed" + " " * MEGABYTE,
+    "boxes and spaces": "\\boxed    " * (MEGABYTE // 10),
+    "braces": "\\boxed" + "{" * MEGABYTE,
+    "answer and spaces": "answer" + " " * 1500 + "x" * 480,
+    "answer and stars": "answer is x" + "*" * 1900 + "#",
+    "answers": "answer " * 290 + "#",
+    "answer and tabs": "answer:" + "\t:" * 900 + "x" * 180,
+    "units": "\\boxed{1" + "a " * 490 + "#}",
+    "numbers and units": "\\boxed{" + "1 a. " * 190 + "#}",
+    "choice": "\\boxed{A" + ")" * 900 + "\n#}",
+    "thousands": "\\boxed{" + "111,111" * 130 + "}",
+    "superscripts": "\\boxed{" + "²" * 900 + "}",
+    "names": "\\boxed{" + "a_" * 450 + "=1}",
+    "equations": "\\boxed{" + "a=" * 450 + "1}",
+    "tags": "</think>" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("gold", ["12 cm", "B", "yes"])
+def test_reading_a_math_answer_takes_little_time(gold: str, name: str) -> None:
+    started = time.process_time()
+    answer = find_answer(TEXTS[name], MathConfig())
+    if isinstance(answer, Answer):
+        (prose_verdict if answer.is_prose else decide)((gold,), answer, MathConfig())
+    assert time.process_time() - started < 1.0
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_finding_a_program_takes_little_time(name: str) -> None:
+    started = time.process_time()
+    find_program(TEXTS[name], CodeConfig())
+    assert time.process_time() - started < 1.0

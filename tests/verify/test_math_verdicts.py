@@ -1,0 +1,248 @@
+# ruff: noqa: E501, RUF001
+"""Tables of math answers under the default settings: right, odd but right, wrong, and hostile. Found in the wild: first a row here.
+
+Where math-verify alone says otherwise the row has a note: MV (0.7 and 0.9), MV7 (0.7 only), MV9 (0.9 only).
+"""
+
+import time
+
+import pytest
+from verify_builders import THINK, boxed, math_problem
+
+from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
+from klear_core.types import Outcome, Verdict
+from klear_core.verify import JudgePool, build_verifier
+
+RIGHT = [
+    ("73", "73"),
+    ("73", "073"),
+    ("73", "73.0"),
+    ("73", r"7.3\times10^1"),
+    ("73", "x=73"),
+    ("73", r"73\text{ cm}"),
+    ("73", r"73^\circ"),
+    ("73", r"73\%"),  # MV7 rejects
+    ("0.73", r"73\%"),
+    ("073", "73"),
+    (r"\boxed{73}", "73"),
+    ("$73$", "73"),
+    ("1000", "1,000"),
+    ("32348", r"\$32,\!348"),
+    ("900,\\!000,\\!000", "900000000"),
+    ("18", r"\$18"),
+    ("18", "18 dollars"),
+    ("5 cm", "5"),
+    (r"5\text{ cm}", "5 centimeters"),
+    ("12", r"12^{\text{th}} \text{ grade}"),
+    ("0.5", r"\frac12"),
+    (r"\frac{1}{2}", "1/2"),
+    (r"\frac{1}{2}", "½"),
+    ("1/3", "0.333333"),
+    (r"2\sqrt2", r"\sqrt8"),
+    ("(x+1)^2", "x^2+2x+1"),
+    (r"\pi", "π"),
+    ("-5", "−5"),
+    ("73", "７３"),  # MV rejects full-width digits
+    ("x^2", "x²"),
+    ("C", "C"),
+    ("C", "(C)"),
+    ("C", r"\text{C}"),
+    ("B", r"\textbf{(B)}\ 12"),  # MV rejects
+    ("B", "(B) 12"),  # MV rejects
+    ("B", "B. 12"),
+    (r"\text{Yes}", "Yes"),
+    ("no", "No"),
+    (r"\text{even}", "even"),
+    (r"\text{4:30 p.m.}", r"4:30 \text{ p.m.}"),
+    ("(1,2)", "(1, 2)"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    ("1,-2", "-2,1"),
+    (r"(2,12) \cup (12,102)", r"(2, 12) \cup (12, 102)"),
+    (r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", r"\begin{pmatrix} -\frac{1}{3} \\ \frac{2}{3} \end{pmatrix}"),
+    (r"3 \pm 2 \sqrt{2}", r"3+2\sqrt{2}, 3-2\sqrt{2}"),
+    ("E_{1},E_{2}", "E_1, E_2"),
+    ("5", "2+3=5"),
+    (r"\frac{5!}{2!}", "60"),
+    ("y=2x+1", "y = 1 + 2x"),
+    ("0.0001234", "0.00012340000001"),
+    ("1.6e-19", "1.6 \\times 10^{-19}"),
+    ("[0,1)", "[0, 1)"),
+]  # fmt: skip
+
+WRONG = [
+    ("73", "74"),
+    ("73", ""),
+    ("1/3", "0.333"),
+    ("0.0001234", "0.0001229"),  # MV accepts: it rounds to six places after the point
+    ("1.6e-19", r"9.1 \times 10^{-31}"),  # MV accepts
+    ("4", "3=4"),  # MV accepts: it looks at the last side
+    ("no", "on"),  # MV accepts: letters commute
+    ("5 cm", "5 m"),  # MV accepts: units are dropped
+    ("3:30", "6:60"),  # MV accepts: ratios
+    ("C", "6"),
+    ("C", "D"),
+    ("E", "e"),  # MV accepts
+    ("3", r"\sum_{i=1}^{2} i"),  # MV accepts: the question restated
+    ("1", r"\int_0^1 2x\,dx"),  # MV accepts
+    ("73", r"73 \text{ or } 74"),
+    ("73", "73, 74"),
+    ("73", r"\{73, 74\}"),
+    ("(1,2)", "(2,1)"),
+    (r"(2,\infty)", r"[2,\infty)"),
+    ("1000000", "1000001"),
+    ("1000000", "1000000.5"),
+    ("123456789012", "123456789013"),
+    (r"\frac{1}{2}", r"\frac{1}{3}"),
+    ("x+1", "x-1"),
+    ("even", "odd"),
+    (r"\text{east}", r"\text{west}"),
+    ("12102", "(12,102)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "answer"), RIGHT)
+def test_a_right_answer_scores_one(math_pool: JudgePool, gold: str, answer: str) -> None:
+    verdict = math_pool.judge(math_problem(gold), boxed(answer))
+    assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 1.0), verdict.detail
+
+
+@pytest.mark.parametrize(("gold", "answer"), WRONG)
+def test_a_wrong_answer_scores_zero(math_pool: JudgePool, gold: str, answer: str) -> None:
+    verdict = math_pool.judge(math_problem(gold), boxed(answer))
+    assert verdict.outcome.is_models_doing
+    assert verdict.score == 0.0, verdict.detail
+
+
+@pytest.mark.parametrize(("gold", "answer"), RIGHT)
+def test_every_reference_is_right_against_itself(math_pool: JudgePool, gold: str, answer: str) -> None:
+    assert math_pool.judge(math_problem(gold), boxed(gold)).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "outcome", "score"),
+    [
+        (THINK + "The answer is 73.", Outcome.SCORED, 1.0),
+        (THINK + "73", Outcome.SCORED, 1.0),
+        (THINK + "$73$", Outcome.SCORED, 1.0),
+        (THINK + "The answer is 74.", Outcome.SCORED, 0.0),
+        (THINK + r"First \boxed{74}. No, wait: \boxed{73}", Outcome.SCORED, 1.0),  # MV9 rejects boxes side by side
+        (THINK + r"\boxed{73}, or else \boxed{74}", Outcome.SCORED, 0.0),
+        (r"<think>\boxed{73}</think> It is \boxed{74}", Outcome.SCORED, 0.0),
+        (r"<think>a</think>\boxed{74}</think>\boxed{73}", Outcome.SCORED, 1.0),
+        (r"<think>so it is \boxed{73}", Outcome.NO_ANSWER, 0.0),
+        (r"<think>\boxed{73}</think>", Outcome.NO_ANSWER, 0.0),
+        (THINK, Outcome.NO_ANSWER, 0.0),
+        ("", Outcome.NO_ANSWER, 0.0),
+        (THINK + r"The answer is 73. \boxed{}", Outcome.NO_ANSWER, 0.0),  # MV accepts
+        (THINK + r"\boxed{73", Outcome.NO_ANSWER, 0.0),
+        (THINK + r"\boxed{\text{the set \{73\}}}", Outcome.SCORED, 0.0),
+        (THINK + r"\fbox{73}", Outcome.SCORED, 1.0),
+        (THINK + r"\boxed {73}", Outcome.SCORED, 1.0),
+        (THINK + r"\boxed{\boxed{73}}", Outcome.SCORED, 1.0),
+    ],
+)
+def test_where_the_answer_is_looked_for(math_pool: JudgePool, response: str, outcome: Outcome, score: float) -> None:
+    verdict = math_pool.judge(math_problem("73"), response)
+    assert (verdict.outcome, verdict.score) == (outcome, score), verdict.detail
+
+
+@pytest.mark.parametrize(("gold", "prose", "score"), [("B", "The answer is (B).", 1.0), ("B", "The answer is (C).", 0.0), (r"\text{east}", "So, the final answer is east.", 1.0), ("east", "The answer is west.", 0.0)])  # fmt: skip
+def test_letters_and_words_are_read_from_prose(math_pool: JudgePool, gold: str, prose: str, score: float) -> None:
+    assert math_pool.judge(math_problem(gold), THINK + prose).score == score
+
+
+def test_any_of_several_references_is_right(math_pool: JudgePool) -> None:
+    assert math_pool.judge(math_problem("72", r"\frac{146}{2}"), boxed("73")).score == 1.0
+
+
+def test_a_reference_of_two_values_may_be_given_in_two_boxes(math_pool: JudgePool) -> None:
+    assert math_pool.judge(math_problem("2,3"), THINK + r"\boxed{2} and \boxed{3}").score == 1.0
+    assert math_pool.judge(math_problem("2,3"), THINK + r"\boxed{2} and \boxed{4}").score == 0.0
+
+
+@pytest.mark.parametrize("answers", [(), ("",), ("  ",), ("1" * 5000,), (r"\notacommand{{{",)])
+def test_a_reference_that_cannot_be_used_is_never_a_score(math_pool: JudgePool, answers: tuple[str, ...]) -> None:
+    assert math_pool.judge(math_problem(*answers), boxed("12")).outcome is Outcome.BAD_REFERENCE
+
+
+SETTINGS = [
+    (VerifyConfig(tags="both"), "73", r"x</think>\boxed{73}", Outcome.NO_ANSWER, 0.0),
+    (VerifyConfig(tags="none"), "73", r"\boxed{73}", Outcome.SCORED, 1.0),
+    (VerifyConfig(window="whole"), "73", r"<think>\boxed{73}</think>so", Outcome.SCORED, 1.0),
+    (VerifyConfig(math=MathConfig(box="required")), "73", THINK + "The answer is 73.", Outcome.NO_ANSWER, 0.0),
+    (VerifyConfig(math=MathConfig(several_boxes="agree")), "73", THINK + r"\boxed{74} \boxed{73}", Outcome.SCORED, 0.0),
+    (VerifyConfig(math=MathConfig(several_boxes="agree")), "73", THINK + r"\boxed{73.0} \boxed{73}", Outcome.SCORED, 1.0),
+    (VerifyConfig(math=MathConfig(several_boxes="join")), "73,74", THINK + r"\boxed{74} \boxed{73}", Outcome.SCORED, 1.0),
+    (VerifyConfig(math=MathConfig(percent="value")), "73", boxed(r"73\%"), Outcome.SCORED, 0.0),
+    (VerifyConfig(math=MathConfig(percent="value")), "0.73", boxed(r"73\%"), Outcome.SCORED, 1.0),
+    (VerifyConfig(math=MathConfig(percent="ignore")), "0.73", boxed(r"73\%"), Outcome.SCORED, 0.0),
+    (VerifyConfig(math=MathConfig(units="ignore")), "5 cm", boxed("5 m"), Outcome.SCORED, 1.0),
+    (VerifyConfig(math=MathConfig(units="strict")), "5 cm", boxed("5"), Outcome.SCORED, 0.0),
+    (VerifyConfig(math=MathConfig(units="strict")), "5 cm", boxed(r"5\text{ cm}"), Outcome.SCORED, 1.0),
+    (VerifyConfig(math=MathConfig(rounding_digits=3)), "1/3", boxed("0.333"), Outcome.SCORED, 1.0),
+    (VerifyConfig(math=MathConfig(choices="math")), "C", boxed("(C) 12"), Outcome.SCORED, 0.0),
+    (VerifyConfig(math=MathConfig(max_answer_chars=10)), "73", boxed("73" + " " * 20 + "0"), Outcome.NO_ANSWER, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cfg", "gold", "response", "outcome", "score"), SETTINGS)
+def test_each_setting_does_what_it_says(cfg: VerifyConfig, gold: str, response: str, outcome: Outcome, score: float) -> None:
+    with build_verifier(cfg.model_copy(update={"runtime": VerifyRuntime(math_workers=1)})) as pool:
+        verdict = pool.judge(math_problem(gold), response)
+    assert (verdict.outcome, verdict.score) == (outcome, score), verdict.detail
+
+
+HOSTILE = {
+    "tower": "9^{9^{9^{9}}}",
+    "factorial": "(10^9)!",
+    "double factorial": "((10^5)!)!",
+    "binomial": r"\binom{10^9}{10^8}",
+    "sum": r"\sum_{i=1}^{10^9} i^{i}",
+    "power": "2^{10^{10}}",
+    "deep brackets": "(" * 2000 + "1" + ")" * 2000,
+    "deep fractions": r"\frac{1}{" * 100 + "1" + "}" * 100,
+    "unclosed boxes": r"\boxed{" * 5000,
+    "unclosed braces": "{" * 20000,
+    "a megabyte of digits": "1" * (1 << 20),
+    "a megabyte of boxes": r"\boxed{1}" * (1 << 17),
+    "a megabyte of spaces": " " * (1 << 20),
+    "a megabyte of dollars": "$" * (1 << 20),
+    "matrix": r"\begin{pmatrix}" + r"\\".join("&".join(["x^{99}"] * 15) for _ in range(15)) + r"\end{pmatrix}",
+    "NUL": "7\x003",
+    "surrogate": "7\ud8003",
+    "right to left": "\u202e37",
+    "combining marks": "7" + "\u0301" * 5000 + "3",
+    "zalgo": "7̷̨̛̖͌3̶̡̛",
+    "commas": "1," * 400,
+    "equals": "1=" * 400,
+    "regex flood": "a" * 500 + "!",
+    "thousands": "1,000" * 150,
+    "code": "__import__('os').system('true')",
+    "infinity": r"\infty",
+    "not a number": r"\frac{0}{0}",
+    "nested roots": r"\sqrt{" * 28 + "2" + "}" * 28,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_answer_gets_a_verdict_within_the_limit(hostile_pool: JudgePool, name: str) -> None:
+    started = time.monotonic()
+    verdict = hostile_pool.judge(math_problem("73"), boxed(HOSTILE[name]))
+    assert verdict.outcome in (Outcome.SCORED, Outcome.NO_ANSWER, Outcome.TIMED_OUT), verdict
+    assert verdict.score == 0.0
+    assert time.monotonic() - started < 10
+
+
+def test_good_answers_are_judged_while_hostile_ones_burn_their_time(hostile_pool: JudgePool) -> None:
+    burning = [hostile_pool.submit(math_problem("73"), boxed(HOSTILE["tower"] + f"+{i}")) for i in range(4)]
+    verdicts: list[Verdict] = [hostile_pool.submit(math_problem("1/2"), boxed(f"0.5+{i}-{i}")).result() for i in range(5)]
+    assert [v.score for v in verdicts] == [1.0] * 5
+    assert {f.result().outcome for f in burning} == {Outcome.TIMED_OUT}
+
+
+@pytest.fixture(scope="module")
+def hostile_pool() -> JudgePool:
+    """One second a comparison, and no stop at many failures: they are what is tested."""
+    cfg = VerifyConfig(math=MathConfig(timeout_s=1.0), max_failed_frac=1.0, runtime=VerifyRuntime(math_workers=2))
+    with build_verifier(cfg) as pool:
+        yield pool

@@ -1,0 +1,157 @@
+# ruff: noqa: E501
+"""The pool: scores by setting, streaming, async, health, and what happens when a judging process dies."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from verify_builders import ADD_STDIN, boxed, code_config, fenced, math_problem, problem, stdin_reference
+
+from klear_core.config.verify import SandboxConfig, VerifyConfig, VerifyRuntime
+from klear_core.errors import JudgeError, SandboxError
+from klear_core.types import Outcome, Verdict
+from klear_core.verify import JudgeHealth, JudgePool, build_verifier
+
+ONE_WORKER = VerifyConfig(runtime=VerifyRuntime(math_workers=1, code_workers=1))
+HALF_RIGHT = "a, b = map(int, input().split())\nprint(3)"
+
+
+def server_of(pool: JudgePool) -> psutil.Process:
+    return psutil.Process(pool._client._process.pid)
+
+
+@pytest.mark.parametrize(("score", "expected"), [("soft", 1 / 3), ("hard", 0.0), ("plus_minus", -1 / 3)])
+def test_the_score_of_one_test_in_three(sandbox_name: str, score: str, expected: float) -> None:
+    with build_verifier(code_config(score=score)) as pool:
+        assert pool.judge(problem(ADD_STDIN), fenced(HALF_RIGHT)).score == pytest.approx(expected)
+
+
+def test_the_hard_score_stops_at_the_first_failure(sandbox_name: str) -> None:
+    with build_verifier(code_config(score="hard")) as pool:
+        assert "stopped after 1" in pool.judge(problem(ADD_STDIN), fenced("print(0)")).detail
+
+
+def test_tests_after_too_many_timeouts_are_not_run(sandbox_name: str) -> None:
+    reference = stdin_reference(*((str(i), "1") for i in range(6)))
+    with build_verifier(code_config(cpu_s=0.5, max_timeouts=2)) as pool:
+        assert "stopped after 2" in pool.judge(problem(reference), fenced("while True: pass")).detail
+
+
+def test_missing_code_is_no_answer(code_pool: JudgePool) -> None:
+    assert code_pool.judge(problem(ADD_STDIN), "<think>```python\nprint(3)\n```").outcome is Outcome.NO_ANSWER
+    assert code_pool.judge(problem(ADD_STDIN), "</think>print(3)").outcome is Outcome.NO_ANSWER
+
+
+def test_easy_verdicts_start_no_process() -> None:
+    with build_verifier(ONE_WORKER) as pool:
+        assert [pool.judge(math_problem("7"), boxed(a)).score for a in ("7", "8", "07")] == [1.0, 0.0, 1.0]
+        assert pool._client._process is None
+
+
+def test_the_first_verdict_comes_before_the_last_answer_is_submitted() -> None:
+    with build_verifier(ONE_WORKER) as pool:
+        first = pool.submit(math_problem("1/2"), boxed("0.5"))
+        assert first.result(timeout=30).score == 1.0
+        assert pool.submit(math_problem("1/3"), boxed(r"\frac{2}{6}")).result(timeout=30).score == 1.0
+
+
+def test_async_judging_overlaps() -> None:
+    async def judge_all(pool: JudgePool) -> list[Verdict]:
+        return await asyncio.gather(*(pool.judge_async(math_problem("1/2"), boxed(rf"\frac{{{i}}}{{{2 * i}}}")) for i in range(1, 20)))
+
+    with build_verifier(ONE_WORKER) as pool:
+        assert [v.score for v in asyncio.run(judge_all(pool))] == [1.0] * 19
+
+
+def test_judging_from_many_threads() -> None:
+    scores: list[float] = []
+    with build_verifier(ONE_WORKER) as pool:
+        threads = [threading.Thread(target=lambda: scores.append(pool.judge(math_problem("1/2"), boxed("0.5")).score)) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert scores == [1.0] * 16
+
+
+def test_a_judging_process_that_is_killed_is_replaced_and_the_answer_judged() -> None:
+    with build_verifier(ONE_WORKER) as pool:
+        assert pool.judge(math_problem("1/2"), boxed("0.5")).score == 1.0
+        server_of(pool).kill()
+        assert pool.judge(math_problem("1/2"), boxed("0.50")).score == 1.0
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_answer_judged(sandbox_name: str) -> None:
+    with build_verifier(code_config()) as pool:
+        slow = pool.submit(problem(stdin_reference(("", "1\n"))), fenced("import time\ntime.sleep(1)\nprint(1)"))
+        deadline = time.monotonic() + 20
+        while not (workers := [p for p in server_of(pool).children() if p.children()]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(workers[0].pid, signal.SIGKILL)
+        assert slow.result(timeout=60).score == 1.0
+
+
+def test_closing_twice_and_judging_again_is_fine() -> None:
+    pool = build_verifier(ONE_WORKER)
+    assert pool.judge(math_problem("1/2"), boxed("0.5")).score == 1.0
+    pool.close()
+    pool.close()
+    assert pool.judge(math_problem("1/2"), boxed("0.5")).score == 1.0
+    pool.close()
+
+
+def test_nothing_runs_on_when_the_caller_is_killed() -> None:
+    script = (
+        "from klear_core.verify import build_verifier\nfrom klear_core.config.verify import *\nfrom klear_core.types import *\nimport time\n"
+        "pool = build_verifier(VerifyConfig(runtime=VerifyRuntime(math_workers=1)))\n"
+        "p = Problem(problem_id='p', source='s', domain=Domain.MATH, question='', reference=MathReference(answers=('1/2',)), difficulty=Difficulty.EASY)\n"
+        "pool.judge(p, '</think>0.5')\nprint(pool._client._process.pid, flush=True)\ntime.sleep(100)"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    server = psutil.Process(int(caller.stdout.readline()))
+    family = [server, *server.children(recursive=True)]
+    caller.kill()
+    caller.wait()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_health_stops_a_stage_whose_judges_fail_too_often() -> None:
+    health = JudgeHealth(max_failed_frac=0.2, min_failed_count=3)
+    good = Verdict(outcome=Outcome.SCORED, score=1.0)
+    failed = Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail="the reason")
+    for verdict in [*[good] * 8, failed, failed]:
+        health.record(verdict)
+    with pytest.raises(JudgeError, match=r"3 of 11.*the reason"):
+        health.record(failed)
+    assert health.counts == {Outcome.SCORED: 8, Outcome.JUDGE_FAILED: 3}
+
+
+def test_wrong_answers_and_bad_references_stop_nothing() -> None:
+    health = JudgeHealth(max_failed_frac=0.01, min_failed_count=1)
+    for outcome in (Outcome.SCORED, Outcome.NO_ANSWER, Outcome.BAD_REFERENCE):
+        for _ in range(100):
+            health.record(Verdict(outcome=outcome, score=0.0))
+
+
+def test_running_with_less_isolation_is_noted() -> None:
+    assert build_verifier(ONE_WORKER).notes == ()
+    assert "rlimits-only" in build_verifier(VerifyConfig(sandbox="rlimits-only")).notes[0]
+
+
+def test_math_alone_needs_no_sandbox_and_no_process() -> None:
+    with build_verifier(VerifyConfig(sandbox="firejail", limits=SandboxConfig(python="/nowhere/python"))) as pool:
+        assert pool.prepare([math_problem("7")]) == ()
+
+
+def test_code_without_a_working_sandbox_is_refused_before_anything_is_spent() -> None:
+    broken = VerifyConfig(sandbox="rlimits-only", limits=SandboxConfig(python="/nowhere/python"))
+    with build_verifier(broken) as pool, pytest.raises(SandboxError, match="/nowhere/python"):
+        pool.prepare([problem(ADD_STDIN)])
