@@ -1,0 +1,113 @@
+"""Was the model after better than the one before? Two evaluations on the same problems, compared problem by problem."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from klear_core.config.base import Settings, result_settings
+from klear_core.errors import DataError
+from klear_core.evaluate.stats import paired_interval
+from klear_core.records import read_shards
+from klear_core.scores import EvalReport, read_reports
+from klear_core.types import EvalSample
+
+
+class Comparison(Settings):
+    """The difference of two models' scores on one benchmark: after minus before, over the problems that both have scored."""
+
+    benchmark: str
+    decoding: Literal["sampled", "greedy"]
+    num_problems: int = Field(ge=1)
+    num_unpaired: int = Field(ge=0)
+    """Problems that only one of the two has a score for; they are left out."""
+    before: float = Field(ge=0, le=1)
+    after: float = Field(ge=0, le=1)
+    difference: float = Field(ge=-1, le=1)
+    low: float = Field(ge=-1, le=1)
+    high: float = Field(ge=-1, le=1)
+    confidence: float = Field(gt=0, lt=1)
+    is_same_decoding: bool
+    """Whether both were decoded by the same profile; if not, the difference is not the models' alone."""
+
+    @property
+    def is_better(self) -> bool:
+        """The whole interval is above zero."""
+        return self.low > 0
+
+    @property
+    def is_worse(self) -> bool:
+        """The whole interval is below zero."""
+        return self.high < 0
+
+    @property
+    def is_clear(self) -> bool:
+        """The interval does not hold zero."""
+        return self.is_better or self.is_worse
+
+
+def compare(before: Path, after: Path) -> tuple[Comparison, ...]:
+    """Pair two evaluations' artifact folders by problem: a comparison for each benchmark and decoding that they have.
+
+    The confidence is that of `after`. DataError if the benchmarks differ or a benchmark has no problem in common.
+    """
+    reports_before = {r.benchmark: r for r in read_reports(before)}
+    reports_after = {r.benchmark: r for r in read_reports(after)}
+    if reports_before.keys() != reports_after.keys():
+        raise DataError(
+            f"{before} and {after} cannot be compared: the one has the benchmarks {sorted(reports_before)}, "
+            f"the other {sorted(reports_after)}"
+        )
+    means_before, means_after = _problem_means(before), _problem_means(after)
+    return tuple(
+        _compare_one(means_before[name, decoding], means_after[name, decoding], reports_before[name], report, decoding=decoding)
+        for name, report in reports_after.items()
+        for decoding in _DECODINGS
+        if (name, decoding) in means_before and (name, decoding) in means_after
+    )
+
+
+_DECODINGS: tuple[Literal["sampled", "greedy"], ...] = ("sampled", "greedy")
+_Means = Mapping[str, float]
+
+
+def _compare_one(
+    before: _Means, after: _Means, report_before: EvalReport, report_after: EvalReport, *, decoding: Literal["sampled", "greedy"]
+) -> Comparison:
+    shared = sorted(before.keys() & after.keys())
+    if not shared:
+        raise DataError(f"benchmark {report_after.benchmark!r}: the two evaluations have no scored problem in common")
+    means_before, means_after = [before[i] for i in shared], [after[i] for i in shared]
+    interval = paired_interval(means_before, means_after, confidence=report_after.confidence)
+    return Comparison(
+        benchmark=report_after.benchmark,
+        decoding=decoding,
+        num_problems=len(shared),
+        num_unpaired=len(before.keys() ^ after.keys()),
+        before=sum(means_before) / len(shared),
+        after=sum(means_after) / len(shared),
+        difference=interval.value,
+        low=interval.low,
+        high=interval.high,
+        confidence=report_after.confidence,
+        is_same_decoding=result_settings(report_before.decoding) == result_settings(report_after.decoding),
+    )
+
+
+def _problem_means(folder: Path) -> dict[tuple[str, Literal["sampled", "greedy"]], dict[str, float]]:
+    """By benchmark and decoding: the share of right answers of every problem that has a scored one."""
+    num_scored: Counter[tuple[str, Literal["sampled", "greedy"], str]] = Counter()
+    num_correct: Counter[tuple[str, Literal["sampled", "greedy"], str]] = Counter()
+    for sample in read_shards(folder / "samples", EvalSample):
+        if sample.verdict.outcome.is_models_doing:
+            key = (sample.benchmark, sample.decoding, sample.problem_id)
+            num_scored[key] += 1
+            num_correct[key] += sample.verdict.is_correct
+    means: dict[tuple[str, Literal["sampled", "greedy"]], dict[str, float]] = defaultdict(dict)
+    for (benchmark, decoding, problem_id), n in num_scored.items():
+        means[benchmark, decoding][problem_id] = num_correct[benchmark, decoding, problem_id] / n
+    return dict(means)

@@ -1,0 +1,191 @@
+"""From judged answers to a benchmark's report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from klear_core.config.evaluate import EvaluateConfig
+from klear_core.errors import DataError
+from klear_core.evaluate.stats import Interval, mean_interval, pass_at_k
+from klear_core.ledger import LedgerStep
+from klear_core.scores import DecodingProfile, DifficultyScore, EvalReport, PassAtK, Score
+from klear_core.types import Difficulty, EvalSample, Outcome, Problem
+
+SEED_POLICY = "one seed a sample, from (run seed, benchmark, problem id, sample index)"
+
+
+@dataclass(slots=True)
+class ProblemTally:
+    """One problem's answers in one decoding."""
+
+    difficulty: Difficulty
+    num_scored: int = 0
+    num_correct: int = 0
+
+    @property
+    def mean(self) -> float:
+        """The share of right answers among the scored."""
+        return self.num_correct / self.num_scored
+
+
+@dataclass(slots=True)
+class Tally:
+    """All answers of one decoding, counted by problem."""
+
+    problems: dict[str, ProblemTally]
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_truncated: int = 0
+    num_no_answer: int = 0
+    unscored: Counter[Outcome] = field(default_factory=Counter)
+
+    def add(self, sample: EvalSample) -> None:
+        """Count one answer; one that could not be judged is neither right nor wrong."""
+        self.num_samples += 1
+        self.num_tokens += sample.num_tokens
+        self.num_truncated += sample.finish_reason == "length"
+        self.num_no_answer += sample.verdict.outcome is Outcome.NO_ANSWER
+        if not sample.verdict.outcome.is_models_doing:
+            self.unscored[sample.verdict.outcome] += 1
+            return
+        problem = self.problems[sample.problem_id]
+        problem.num_scored += 1
+        problem.num_correct += sample.verdict.is_correct
+
+    @property
+    def scored(self) -> list[ProblemTally]:
+        """The problems that have a mean."""
+        return [p for p in self.problems.values() if p.num_scored]
+
+    @property
+    def truncated_frac(self) -> float:
+        """Of all answers, those that ran out of tokens."""
+        return self.num_truncated / self.num_samples
+
+    def score(self, *, confidence: float, difficulty: Difficulty | None = None) -> Score | None:
+        """The mean over problems, of one difficulty if asked; None if there is nothing to average."""
+        problems = [p for p in self.scored if difficulty in (None, p.difficulty)]
+        if not problems:
+            return None
+        interval = mean_interval([p.mean for p in problems], confidence=confidence)
+        return _as_score(interval, num_problems=len(problems), num_samples=sum(p.num_scored for p in problems))
+
+    def pass_at(self, k: int, *, confidence: float) -> PassAtK | None:
+        """Over the problems with at least k scored samples; None if there is none."""
+        problems = [p for p in self.scored if p.num_scored >= k]
+        if not problems:
+            return None
+        interval = mean_interval([pass_at_k(p.num_scored, p.num_correct, k) for p in problems], confidence=confidence)
+        score = _as_score(interval, num_problems=len(problems), num_samples=sum(p.num_scored for p in problems))
+        return PassAtK(k=k, score=score)
+
+
+Tallies = Mapping[Literal["sampled", "greedy"], Tally]
+
+
+def tally(samples: Iterable[EvalSample], problems: Iterable[Problem]) -> Tallies:
+    """Count a benchmark's answers by decoding. Problems without a scored answer stay in, with nothing counted."""
+    problems = list(problems)
+    tallies: Tallies = {
+        "sampled": Tally({p.problem_id: ProblemTally(p.difficulty) for p in problems}),
+        "greedy": Tally({p.problem_id: ProblemTally(p.difficulty) for p in problems}),
+    }
+    for sample in samples:
+        tallies[sample.decoding].add(sample)
+    return tallies
+
+
+def make_report(tallies: Tallies, cfg: EvaluateConfig, *, benchmark: str, num_samples: int, seed: int) -> EvalReport:
+    """One benchmark's scores; DataError if not one sample could be judged."""
+    sampled, greedy = tallies["sampled"], tallies["greedy"]
+    avg = sampled.score(confidence=cfg.confidence)
+    if avg is None:
+        raise DataError(f"benchmark {benchmark!r}: not one of {sampled.num_samples} answers could be judged: {dict(sampled.unscored)}")
+    pass_at = [sampled.pass_at(k, confidence=cfg.confidence) for k in powers_of_two(num_samples)]
+    return EvalReport(
+        benchmark=benchmark,
+        decoding=DecodingProfile(sampling=cfg.sampling, engine=cfg.engine, seed_policy=SEED_POLICY),
+        seed=seed,
+        confidence=cfg.confidence,
+        num_problems=len(sampled.problems),
+        num_samples=num_samples,
+        avg=avg,
+        pass_at=tuple(p for p in pass_at if p is not None),
+        greedy=greedy.score(confidence=cfg.confidence),
+        truncated_frac=sampled.truncated_frac,
+        greedy_truncated_frac=greedy.truncated_frac if greedy.num_samples else None,
+        mean_tokens=sampled.num_tokens / sampled.num_samples,
+        unscored=dict(sampled.unscored),
+        greedy_unscored=dict(greedy.unscored),
+        unscored_problems=tuple(sorted(i for i, p in sampled.problems.items() if not p.num_scored)),
+        by_difficulty=_by_difficulty(tallies, confidence=cfg.confidence),
+    )
+
+
+def _by_difficulty(tallies: Tallies, *, confidence: float) -> tuple[DifficultyScore, ...]:
+    counts = Counter(p.difficulty for p in tallies["sampled"].problems.values())
+    return tuple(
+        DifficultyScore(
+            difficulty=difficulty,
+            num_problems=counts[difficulty],
+            avg=tallies["sampled"].score(confidence=confidence, difficulty=difficulty),
+            greedy=tallies["greedy"].score(confidence=confidence, difficulty=difficulty),
+        )
+        for difficulty in Difficulty
+        if counts[difficulty]
+    )
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, ... and `limit` itself."""
+    powers = [1 << i for i in range(limit.bit_length())]
+    return powers if powers[-1] == limit else [*powers, limit]
+
+
+def ledger_step(benchmark: str, tallies: Tallies) -> LedgerStep:
+    """Answers that were had, and those that could not be judged."""
+    both = tallies.values()
+    unscored = sum((t.unscored for t in both), Counter[Outcome]())
+    num_asked = sum(t.num_samples for t in both)
+    noted = {"truncated": sum(t.num_truncated for t in both), "no_answer": sum(t.num_no_answer for t in both)}
+    return LedgerStep(
+        step=f"judge_{benchmark}",
+        unit="answer",
+        num_in=num_asked,
+        num_out=num_asked - unscored.total(),
+        dropped={str(outcome): n for outcome, n in sorted(unscored.items())},
+        noted={reason: n for reason, n in noted.items() if n},
+    )
+
+
+def metrics_of(report: EvalReport) -> dict[str, float]:
+    """A report's numbers under their names for tracking."""
+    prefix, n = f"eval/{report.benchmark}", report.num_samples
+    metrics = {
+        f"{prefix}/avg_at_{n}": report.avg.value,
+        f"{prefix}/avg_at_{n}_low": report.avg.low,
+        f"{prefix}/avg_at_{n}_high": report.avg.high,
+        f"{prefix}/truncated_frac": report.truncated_frac,
+        f"{prefix}/tokens_mean": report.mean_tokens,
+        f"{prefix}/unscored_frac": sum(report.unscored.values()) / (report.num_problems * n),
+    }
+    if report.greedy is not None:
+        metrics[f"{prefix}/greedy"] = report.greedy.value
+    return metrics | {f"{prefix}/pass_at_{p.k}": p.score.value for p in report.pass_at}
+
+
+def lines_of_warning(reports: Iterable[EvalReport]) -> tuple[str, ...]:
+    """A note for each benchmark whose scores leave problems out."""
+    return tuple(
+        f"{r.benchmark}: {len(r.unscored_problems)} of {r.num_problems} problems have no sampled answer that could be judged "
+        f"and are missing from its scores: {', '.join(r.unscored_problems[:5])}"
+        for r in reports
+        if r.unscored_problems
+    )
+
+
+def _as_score(interval: Interval, *, num_problems: int, num_samples: int) -> Score:
+    return Score(value=interval.value, low=interval.low, high=interval.high, num_problems=num_problems, num_samples=num_samples)

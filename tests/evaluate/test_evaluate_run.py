@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from evaluate_fakes import UNJUDGED, FakeEngine, FakeJudge, make_exam, make_problem
+
+from klear_core.config.engine import SamplingConfig
+from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime
+from klear_core.errors import DataError, JudgeError, ResourceError
+from klear_core.evaluate.run import Examination, answer_benchmarks, report_scores
+from klear_core.evaluate.suite import Benchmark
+from klear_core.ledger import StageSummary
+from klear_core.metrics import NullTelemetry
+from klear_core.records import read_shards
+from klear_core.scores import read_reports
+from klear_core.types import EvalSample
+
+TOY = Benchmark(name="toy", problems=tuple(make_problem(i) for i in range(5)), num_samples=3)
+CFG = EvaluateConfig(
+    sampling=SamplingConfig(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05, max_new_tokens=50),
+    runtime=EvaluateRuntime(answers_per_shard=8, max_in_flight=1),
+)
+
+
+def run(workdir: Path, exam: Examination, cfg: EvaluateConfig = CFG, suite: tuple[Benchmark, ...] = (TOY,)) -> StageSummary:
+    telemetry = NullTelemetry()
+    asyncio.run(answer_benchmarks(cfg, suite, exam, seed=3, workdir=workdir, telemetry=telemetry))
+    return report_scores(cfg, suite, seed=3, workdir=workdir, telemetry=telemetry)
+
+
+def samples(workdir: Path) -> list[EvalSample]:
+    return list(read_shards(workdir / "samples", EvalSample))
+
+
+def test_every_problem_is_answered_n_times_and_once_greedily(tmp_path: Path) -> None:
+    summary = run(tmp_path, make_exam())
+    assert [(s.problem_id, s.decoding, s.sample_idx) for s in samples(tmp_path)] == [
+        (p.problem_id, decoding, i) for p in TOY.problems for decoding, i in [("sampled", 0), ("sampled", 1), ("sampled", 2), ("greedy", 0)]
+    ]
+    (report,) = read_reports(tmp_path)
+    assert (report.benchmark, report.num_problems, report.num_samples, report.seed) == ("toy", 5, 3, 3)
+    right = [s.response.endswith("1") for s in samples(tmp_path) if s.decoding == "sampled"]
+    assert report.avg.value == pytest.approx(sum(right) / 15)
+    assert summary.counts == {"problems": 5, "answers": 20, "toy_avg_at_3": round(report.avg.value, 4)}
+
+
+def test_every_sample_has_a_seed_of_its_own_and_the_profile_of_the_settings(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    run(tmp_path, make_exam(engine))
+    sampled = [p for _, p in engine.asked if p.temperature > 0]
+    greedy = [p for _, p in engine.asked if p.temperature == 0]
+    assert len({p.seed for p in sampled}) == 15
+    assert {(p.num_samples, p.temperature, p.top_p, p.top_k, p.repetition_penalty, p.max_new_tokens) for p in sampled} == {
+        (1, 0.6, 0.95, 20, 1.05, 50)
+    }
+    assert {(p.top_p, p.top_k, p.repetition_penalty) for p in greedy} == {(1.0, 0, 1.05)}
+    assert len(greedy) == 5
+
+
+def test_more_samples_do_not_change_earlier_ones(tmp_path: Path) -> None:
+    more = Benchmark(name="toy", problems=TOY.problems, num_samples=4)
+    run(tmp_path / "3", make_exam())
+    run(tmp_path / "4", make_exam(), suite=(more,))
+    assert set(samples(tmp_path / "3")) < set(samples(tmp_path / "4"))
+
+
+def test_greedy_can_be_left_out(tmp_path: Path) -> None:
+    run(tmp_path, make_exam(), cfg=CFG.model_copy(update={"greedy": False}))
+    assert {s.decoding for s in samples(tmp_path)} == {"sampled"}
+    assert read_reports(tmp_path)[0].greedy is None
+
+
+def test_the_report_carries_the_whole_decoding_profile(tmp_path: Path) -> None:
+    run(tmp_path, make_exam())
+    profile = read_reports(tmp_path)[0].decoding
+    assert profile.sampling == CFG.sampling
+    assert profile.engine == CFG.engine
+    assert "one seed a sample" in profile.seed_policy
+
+
+def test_a_finished_shard_is_not_asked_again_and_the_result_is_that_of_one_run(tmp_path: Path) -> None:
+    expected = run(tmp_path / "straight", make_exam())
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(tmp_path / "broken", make_exam(FakeEngine({3: RuntimeError("power cut")})))
+    done = {s.problem_id for s in samples(tmp_path / "broken")}
+    assert done == {"p000", "p001"}  # 4 answers a problem; the first shard of 6 was whole, the second broke at its last
+
+    second = FakeEngine()
+    assert run(tmp_path / "broken", make_exam(second)) == expected
+    assert len(second.asked) == 20 - 6
+    assert samples(tmp_path / "broken") == samples(tmp_path / "straight")
+    assert read_reports(tmp_path / "broken") == read_reports(tmp_path / "straight")
+
+
+def test_what_could_not_be_judged_is_judged_again_but_not_sampled_again(tmp_path: Path) -> None:
+    cfg = CFG.model_copy(update={"max_unscored_rate": 1.0})
+    flaky = FakeJudge(lambda p, r: UNJUDGED if p.problem_id == "p001" else None)
+    run(tmp_path, make_exam(judge=flaky), cfg=cfg)
+    assert read_reports(tmp_path)[0].unscored_problems == ("p001",)
+
+    engine, judge = FakeEngine(), FakeJudge()
+    run(tmp_path, make_exam(engine, judge), cfg=cfg)
+    assert not engine.asked
+    assert judge.judged == ["p001"] * 4
+    assert read_reports(tmp_path)[0].unscored_problems == ()
+
+
+def test_too_many_unscored_answers_stop_the_stage_with_the_outcomes(tmp_path: Path) -> None:
+    cfg = CFG.model_copy(update={"max_unscored_rate": 0.1})  # 2 of 20
+    flaky = FakeJudge(lambda p, r: UNJUDGED if p.problem_id == "p002" else None)
+    engine = FakeEngine()
+    with pytest.raises(JudgeError, match=r"'toy': 3 of 20 answers.*\(3 judge_failed\).*max_unscored_rate = 0.1.*p002: worker died"):
+        run(tmp_path, make_exam(engine, flaky), cfg=cfg)
+    assert max(number for number, _ in engine.asked) == 2
+    run(tmp_path, make_exam(), cfg=cfg)
+    assert len(samples(tmp_path)) == 20
+
+
+def test_each_benchmark_has_its_own_report_and_shards(tmp_path: Path) -> None:
+    other = Benchmark(name="toy_2", problems=TOY.problems[:1], num_samples=1)
+    run(tmp_path, make_exam(), suite=(TOY, other))
+    assert [(r.benchmark, r.num_problems) for r in read_reports(tmp_path)] == [("toy", 5), ("toy_2", 1)]
+    assert len(samples(tmp_path)) == 22
+    assert sorted(p.name for p in (tmp_path / "samples").iterdir())[-1] == "toy_2-00000-of-00001.parquet"
+
+
+def test_sampling_and_judging_overlap(tmp_path: Path) -> None:
+    """The second answer is being sampled before the first has been judged."""
+    second_asked = asyncio.Event()
+
+    class SlowJudge(FakeJudge):
+        async def judge_async(self, problem: object, response: str) -> object:  # type: ignore[override]
+            await second_asked.wait()
+            return await super().judge_async(problem, response)  # type: ignore[arg-type]
+
+    class Watched(FakeEngine):
+        async def generate(self, prompt_ids: object, params: object) -> object:  # type: ignore[override]
+            if len(self.asked) == 1:
+                second_asked.set()
+            return await super().generate(prompt_ids, params)  # type: ignore[arg-type]
+
+    cfg = CFG.model_copy(update={"runtime": EvaluateRuntime(max_in_flight=2)})
+    run(tmp_path, make_exam(Watched(), SlowJudge()), cfg=cfg)
+    assert len(samples(tmp_path)) == 20
+
+
+def test_a_problem_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="benchmark 'toy', problem p002: the engine cannot answer it: prompt of 600 tokens"):
+        run(tmp_path, make_exam(FakeEngine({2: ValueError("prompt of 600 tokens")})))
+
+
+def test_an_answer_that_the_engine_cut_off_is_never_scored(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="problem p002: the engine gave up midway"):
+        run(tmp_path, make_exam(FakeEngine({2: ("half", "abort")})))
