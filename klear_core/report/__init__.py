@@ -1,0 +1,1 @@
+"""The evidence of a run, for people: one HTML file and one terminal table."""

@@ -1,0 +1,106 @@
+"""The report: one self-contained HTML file that tells a stranger what a run did, with every number's origin."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from klear_core.ledger import StageSummary
+from klear_core.report import charts, lineage
+from klear_core.report.claims import Headline, headline
+from klear_core.report.config_view import Setting, changed_settings
+from klear_core.report.curves import StageCurves, stage_curves
+from klear_core.report.examples import Examples, model_name, pick_examples
+from klear_core.report.facts import Facts
+from klear_core.report.inputs import ReportInputs
+from klear_core.report.ledger_view import StageLedger, stage_ledgers
+from klear_core.report.notices import Notice, notices
+from klear_core.report.read import read_facts
+from klear_core.report.scores_view import BenchmarkView, SideBySide, benchmark_views, overview
+from klear_core.report.text import duration, number, percent
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Everything that the template shows."""
+
+    facts: Facts
+    headline: Headline
+    notices: list[Notice]
+    overview: list[SideBySide]
+    benchmarks: list[BenchmarkView]
+    curves: list[StageCurves]
+    examples: Examples | None
+    ledgers: list[StageLedger]
+    settings: list[Setting]
+    config_json: str
+    graph: lineage.Graph
+    versions: dict[str, str]
+
+    @property
+    def models(self) -> tuple[tuple[str, str], ...]:
+        """Label and name of every evaluated model."""
+        return tuple((m.label, model_name(m.label)) for m in self.facts.models)
+
+
+def build_report(inputs: ReportInputs, out: Path) -> StageSummary:
+    """Write the report to the file `out` (parents are made), atomically; ArtifactError if a stage's folder cannot be read."""
+    page = _page(read_facts(inputs))
+    html = _template().render(
+        page=page, started=_readable(page.facts.run.started_at), css=(HERE / "report.css").read_text(), charts=charts, lineage=lineage
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.with_name(out.name + ".tmp")
+    beside.write_text(html, encoding="utf-8")
+    beside.replace(out)
+    return StageSummary(
+        counts={"stages": len(page.facts.stages), "missing_stages": len(page.facts.missing), "bytes": out.stat().st_size},
+        seeds={"run": inputs.config.seed},
+    )
+
+
+def _page(facts: Facts) -> Page:
+    return Page(
+        facts=facts,
+        headline=headline(facts),
+        notices=notices(facts),
+        overview=overview(facts),
+        benchmarks=benchmark_views(facts),
+        curves=stage_curves(facts.stages),
+        examples=pick_examples(facts),
+        ledgers=stage_ledgers(facts.stages),
+        settings=changed_settings(facts.config),
+        config_json=json.dumps(facts.config.model_dump(mode="json"), indent=2, ensure_ascii=False),
+        graph=lineage.lineage_graph(facts.stages),
+        versions=_versions(facts),
+    )
+
+
+def _readable(moment: str) -> str:
+    """An ISO 8601 time to the second, with its zone."""
+    return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M:%S %Z}"
+
+
+def _versions(facts: Facts) -> dict[str, str]:
+    """By library; where stages differ, all versions in the order met."""
+    met: dict[str, dict[str, None]] = {}
+    for stage in facts.stages:
+        for library, version in stage.manifest.versions.items():
+            met.setdefault(library, {})[version] = None
+    return {library: ", ".join(versions) for library, versions in met.items()}
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"percent": percent, "number": number, "duration": duration, "model_name": model_name}
+    return environment.get_template("report.html.j2")

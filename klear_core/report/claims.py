@@ -1,0 +1,139 @@
+"""What a run may claim. A difference whose interval touches zero is not shown, and is said to be so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import RlConfig
+from klear_core.report.examples import model_name
+from klear_core.report.facts import Facts, ModelFacts
+from klear_core.report.inputs import PairedDifference
+from klear_core.report.text import percent, points
+
+Standing = Literal["better", "worse", "not_shown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One sentence about one difference, and whether the data carries it."""
+
+    standing: Standing
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """The report's first line and the claims below it."""
+
+    standing: Standing | Literal["incomplete"]
+    sentence: str
+    claims: tuple[Claim, ...]
+
+
+def standing_of(difference: PairedDifference) -> Standing:
+    """Better or worse only if the whole interval is on that side of zero; a bound of exactly zero is not."""
+    if difference.low > 0:
+        return "better"
+    return "worse" if difference.high < 0 else "not_shown"
+
+
+def headline(facts: Facts) -> Headline:
+    """The last training step's effect if there is one benchmark; a count of benchmarks if there are several."""
+    if len(facts.models) < 2:
+        return Headline(standing="incomplete", sentence=_why_nothing(facts), claims=())
+    steps = list(zip(facts.models, facts.models[1:], strict=False))
+    sampled = [d for d in facts.differences if d.decoding == "sampled"]
+    claims = {(d.before, d.after, d.benchmark): _claim(d, facts) for d in sampled}
+    ordered = tuple(
+        claims[key]
+        for before, after in reversed(steps)
+        for benchmark in facts.benchmarks
+        if (key := (before.label, after.label, benchmark)) in claims
+    )
+    last = [d for d in sampled if (d.before, d.after) == (steps[-1][0].label, steps[-1][1].label)]
+    if not last:
+        pair = " and ".join(model_name(m.label) for m in steps[-1])
+        sentence = f"No paired comparison of {pair} was made, so nothing is claimed of the last step."
+        return Headline(standing="incomplete", sentence=sentence, claims=ordered)
+    if len(last) == 1:
+        return Headline(standing=standing_of(last[0]), sentence=ordered[0].sentence, claims=ordered[1:])
+    return Headline(standing=_overall(last), sentence=_tally(last, facts.config), claims=ordered)
+
+
+def _claim(difference: PairedDifference, facts: Facts) -> Claim:
+    """`GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points, 95 % interval 27.9 to 33.6).`"""
+    who = training_name(facts.config, difference.after)
+    name = f"{difference.benchmark} " if len(facts.benchmarks) > 1 else ""
+    what = f"held-out {name}{_metric(facts, difference)}"
+    scores = _from_to(facts, difference)
+    interval = f"{percent(difference.confidence, 0)} interval {_bound(difference.low)} to {_bound(difference.high)}"
+    unlike = "" if difference.is_same_decoding else "; the two were decoded differently"
+    figures = f"({points(difference.value)} points, {interval}{unlike})"
+    match standing := standing_of(difference):
+        case "better":
+            sentence = f"{who} improved {what}{scores} {figures}."
+        case "worse":
+            sentence = f"{who} made {what} worse:{scores} {figures}."
+        case "not_shown":
+            sentence = f"An effect of {who} on {what} is not shown:{scores} {figures}; the interval includes zero."
+    return Claim(standing=standing, sentence=sentence)
+
+
+def training_name(config: PipelineConfig, label: str) -> str:
+    """What made the model `label`, by the method's name: `GPPO`, `SFT`, `Code GPPO`."""
+    match label:
+        case "rl":
+            return _loss_name(config.rl)
+        case "rl_code" if config.rl_code is not None:
+            return f"Code {_loss_name(config.rl_code)}"
+        case _:
+            return model_name(label)
+
+
+def _loss_name(cfg: RlConfig) -> str:
+    kind = cfg.loss.kind
+    return {"clip": "Clipped PPO"}.get(kind, kind.upper())
+
+
+def _metric(facts: Facts, difference: PairedDifference) -> str:
+    score = _model(facts, difference.after).score(difference.benchmark)
+    return f"avg@{score.num_samples}" if score else "score"
+
+
+def _from_to(facts: Facts, difference: PairedDifference) -> str:
+    before = _model(facts, difference.before).score(difference.benchmark)
+    after = _model(facts, difference.after).score(difference.benchmark)
+    return f" from {percent(before.avg.value)} to {percent(after.avg.value)}" if before and after else ""
+
+
+def _model(facts: Facts, label: str) -> ModelFacts:
+    return next(m for m in facts.models if m.label == label)
+
+
+def _bound(value: float) -> str:
+    return points(value).removeprefix("+")
+
+
+def _overall(differences: list[PairedDifference]) -> Standing:
+    standings = {standing_of(d) for d in differences}
+    if "worse" in standings:
+        return "worse"
+    return "better" if "better" in standings else "not_shown"
+
+
+def _tally(differences: list[PairedDifference], config: PipelineConfig) -> str:
+    num = Counter(standing_of(d) for d in differences)
+    whole = f"of {len(differences)} benchmarks"
+    parts = [f"improved {num['better']} {whole}"] if num["better"] else []
+    parts += [f"made {num['worse']} {whole} worse"] if num["worse"] else []
+    parts += [f"has no shown effect on {num['not_shown']} {whole}"] if num["not_shown"] else []
+    return f"{training_name(config, differences[0].after)} {', '.join(parts)}."
+
+
+def _why_nothing(facts: Facts) -> str:
+    if not facts.models:
+        return "No model was evaluated, so this run claims nothing."
+    return f"Only {model_name(facts.models[0].label)} was evaluated, so there is nothing to compare and nothing is claimed."

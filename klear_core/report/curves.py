@@ -1,0 +1,162 @@
+"""Which metrics are drawn together, under which title. A metric that no chart names is listed all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from klear_core.report.charts import LineChart, Series, line_chart, sparkline
+from klear_core.report.facts import StageFacts
+from klear_core.report.text import duration, number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChartSpec:
+    """One chart: its metrics (without the stage's name in front) with their labels, in drawing order."""
+
+    title: str
+    metrics: tuple[tuple[str, str], ...]
+    note: str = ""
+    is_share: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Time spent in one phase over the whole stage."""
+
+    name: str
+    seconds: str
+    fraction: float
+    tone: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherMetric:
+    """A metric that no chart shows."""
+
+    name: str
+    first: str
+    last: str
+    low: str
+    high: str
+    spark: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCurves:
+    """All that a training stage logged."""
+
+    stage: str
+    title: str
+    charts: tuple[LineChart, ...]
+    phases: tuple[Phase, ...]
+    others: tuple[OtherMetric, ...]
+
+
+SFT_CHARTS = (
+    ChartSpec(title="Loss, nats per token", metrics=(("loss/train", "training"), ("loss/validation", "validation"))),
+    ChartSpec(title="Gradient norm", metrics=(("grad/norm", ""),), note="before it is cut to the bound"),
+    ChartSpec(title="Learning rate", metrics=(("optim/lr", ""),)),
+    ChartSpec(title="Tokens per second", metrics=(("time/tokens_per_s", ""),)),
+)
+RL_CHARTS = (
+    ChartSpec(title="Reward, mean", metrics=(("reward/mean", ""),), note="of all judged answers"),
+    ChartSpec(title="Pass rate", metrics=(("pass/rate", ""),), note="share of sampled answers that are right", is_share=True),
+    ChartSpec(
+        title="Clipped tokens by side",
+        metrics=(("clip/high_frac", "high"), ("clip/low_frac", "low"), ("clip/dual_frac", "dual")),
+        note="share of tokens whose weight was bounded",
+        is_share=True,
+    ),
+    ChartSpec(
+        title="Pull of clipped tokens", metrics=(("clip/pull_frac", ""),), note="their share of the gradient's weight", is_share=True
+    ),
+    ChartSpec(title="Entropy, nats per token", metrics=(("entropy/mean", ""),)),
+    ChartSpec(title="Response length, tokens", metrics=(("response/mean_tokens", "mean"), ("response/max_tokens", "longest"))),
+    ChartSpec(title="Truncated answers", metrics=(("response/truncated_frac", ""),), note="ran out of tokens", is_share=True),
+    ChartSpec(
+        title="Groups of answers",
+        metrics=(("groups/asked", "asked"), ("groups/kept", "kept")),
+        note="a group whose answers are equally good teaches nothing",
+    ),
+    ChartSpec(
+        title="Ratio of new to old probability",
+        metrics=(("ratio/max", "largest"), ("ratio/mean", "mean"), ("ratio/min", "smallest")),
+        note="by token; 1 is no change",
+    ),
+    ChartSpec(title="Gradient norm", metrics=(("grad/norm", "mean"), ("grad/max", "largest")), note="before it is cut to the bound"),
+    ChartSpec(title="Sampler and learner disagree", metrics=(("mismatch/k3", "k3 divergence, nats"),)),
+    ChartSpec(title="Answers not judged", metrics=(("judge/failed_frac", ""),), note="the judge's fault; never rewarded", is_share=True),
+    ChartSpec(title="Staleness, versions", metrics=(("staleness/mean", "mean"), ("staleness/max", "largest"))),
+    ChartSpec(
+        title="Seconds a step",
+        metrics=(
+            ("time/rollout_s", "sampling"),
+            ("time/wait_s", "waiting for it"),
+            ("time/train_s", "learning"),
+            ("time/sync_s", "weights"),
+        ),
+    ),
+    ChartSpec(title="Tokens per second", metrics=(("speed/sampled_tokens_per_s", "sampled"), ("speed/trained_tokens_per_s", "trained"))),
+)
+PHASES = (("time/wait_s", "waiting for answers"), ("time/train_s", "learning"), ("time/sync_s", "handing over weights"))
+
+
+def stage_curves(stages: Sequence[StageFacts]) -> list[StageCurves]:
+    """The stages that logged something over steps, in pipeline order; a single row of numbers is no curve."""
+    return [_curves(s) for s in stages if any(len(series.steps) > 1 for series in s.metrics)]
+
+
+def stage_title(name: str) -> str:
+    """What a training stage does, in words."""
+    return {
+        "sft": "SFT: imitating the teacher's solutions",
+        "rl": "RL: learning from judged answers",
+        "rl_code": "RL on code: learning from programs that were run",
+    }.get(name, name)
+
+
+def _curves(stage: StageFacts) -> StageCurves:
+    by_name = {s.name.partition("/")[2]: s for s in stage.metrics if s.finite}
+    drawn = []
+    named: set[str] = set()
+    for spec in _charts_of(stage.manifest.kind):
+        series = [(label, by_name[metric]) for metric, label in spec.metrics if metric in by_name]
+        named |= {metric for metric, _ in spec.metrics}
+        chart = line_chart(spec.title, series, note=spec.note, is_share=spec.is_share)
+        if chart is not None:
+            drawn.append(chart)
+    phases = _phases(by_name)
+    others = [_other(s) for name, s in by_name.items() if name not in named]
+    return StageCurves(stage=stage.name, title=stage_title(stage.name), charts=tuple(drawn), phases=phases, others=tuple(others))
+
+
+def _charts_of(kind: str) -> tuple[ChartSpec, ...]:
+    match kind:
+        case "sft":
+            return SFT_CHARTS
+        case "rl" | "rl_code":
+            return RL_CHARTS
+        case _:
+            return ()
+
+
+def _phases(by_name: dict[str, Series]) -> tuple[Phase, ...]:
+    """Wall-clock seconds summed over steps. Sampling has none of its own: it overlaps, and the wait for it is what it costs."""
+    totals = {name: sum(by_name[metric].finite) for metric, name in PHASES if metric in by_name}
+    whole = sum(totals.values())
+    if not whole:
+        return ()
+    return tuple(Phase(name=name, seconds=duration(t), fraction=t / whole, tone=i) for i, (name, t) in enumerate(totals.items()))
+
+
+def _other(series: Series) -> OtherMetric:
+    finite = series.finite
+    return OtherMetric(
+        name=series.name,
+        first=number(finite[0]),
+        last=number(finite[-1]),
+        low=number(min(finite)),
+        high=number(max(finite)),
+        spark=sparkline(series),
+    )

@@ -1,0 +1,159 @@
+"""Which answers the report shows: by a stated rule and a seed, never by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from klear_core.report.facts import Facts, ModelFacts
+from klear_core.report.text import visible
+from klear_core.seeding import seed_for
+from klear_core.types import EvalSample
+
+MAX_CHARS = 8_000
+"""Longer answers lose their middle, and the cut is stated: a report must stay small enough to mail."""
+FOLD_CHARS = 600
+FOLD_LINES = 16
+"""Longer answers are folded, their last line in sight."""
+
+Mark = Literal["right", "wrong", "unscored"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One model's answer as shown."""
+
+    model: str
+    mark: Mark
+    verdict: str
+    num_tokens: int
+    was_truncated: bool
+    text: str
+    is_long: bool
+    ending: str
+    """The last line that says something, at most 100 characters of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One held-out problem with every model's answer, in pipeline order."""
+
+    benchmark: str
+    problem_id: str
+    difficulty: str
+    question: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleGroup:
+    """Problems that went the same way: how many there are, out of how many, and the few shown."""
+
+    title: str
+    num_found: int
+    num_compared: int
+    examples: tuple[Example, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """All groups, and which of a model's answers were compared."""
+
+    decoding: Literal["sampled", "greedy"]
+    groups: tuple[ExampleGroup, ...]
+
+
+_Key = tuple[str, str]
+_Fate = Callable[[Sequence[Mark]], bool]
+
+
+def pick_examples(facts: Facts) -> Examples | None:
+    """Up to a few problems a fate, lowest seed first; None with fewer than two evaluated models.
+
+    Greedy answers have no luck in them, so they are compared if all models gave some and training changed any verdict.
+    """
+    if len(facts.models) < 2:
+        return None
+    greedy = _compared(facts, "greedy")
+    if any(group.num_found for group in greedy.groups[:2]):
+        return greedy
+    sampled = _compared(facts, "sampled")
+    return sampled if any(group.num_compared for group in sampled.groups) else greedy
+
+
+def _compared(facts: Facts, decoding: Literal["sampled", "greedy"]) -> Examples:
+    answers = [_first_answers(m, decoding) for m in facts.models]
+    common = [key for key in answers[-1] if all(key in of_model for of_model in answers)]
+    common.sort(key=lambda key: seed_for(facts.config.seed, "report/examples", *key))
+    groups = []
+    for title, limit, is_fate in _fates([m.label for m in facts.models]):
+        found = [key for key in common if is_fate([_mark(of_model[key]) for of_model in answers])]
+        shown = tuple(_example(key, facts.models, answers) for key in found[:limit])
+        groups.append(ExampleGroup(title=title, num_found=len(found), num_compared=len(common), examples=shown))
+    return Examples(decoding=decoding, groups=tuple(groups))
+
+
+def _fates(labels: Sequence[str]) -> list[tuple[str, int, _Fate]]:
+    """What can happen to a problem between the last two models, changes first, and how many examples of it to show."""
+    before, after = model_name(labels[-2]), model_name(labels[-1])
+    return [
+        (f"Fixed: wrong after {before}, right after {after}", 3, lambda marks: marks[-2] == "wrong" and marks[-1] == "right"),
+        (f"Broken: right after {before}, wrong after {after}", 3, lambda marks: marks[-2] == "right" and marks[-1] == "wrong"),
+        (f"Still wrong after {after}", 2, lambda marks: marks[-2] == "wrong" and marks[-1] == "wrong"),
+        (f"Right after both {before} and {after}", 1, lambda marks: marks[-2] == "right" and marks[-1] == "right"),
+    ]
+
+
+def model_name(label: str) -> str:
+    """A model's label in words: `rl_code` is `RL (code)`."""
+    return {"base": "Base", "sft": "SFT", "rl": "RL", "rl_code": "RL (code)"}.get(label, label)
+
+
+def _first_answers(model: ModelFacts, decoding: str) -> Mapping[_Key, EvalSample]:
+    return {(s.benchmark, s.problem_id): s for s in model.samples if s.decoding == decoding and s.sample_idx == 0}
+
+
+def _mark(sample: EvalSample) -> Mark:
+    if not sample.verdict.outcome.is_models_doing:
+        return "unscored"
+    return "right" if sample.verdict.is_correct else "wrong"
+
+
+def _example(key: _Key, models: Sequence[ModelFacts], answers: Sequence[Mapping[_Key, EvalSample]]) -> Example:
+    last = answers[-1][key]
+    return Example(
+        benchmark=last.benchmark,
+        problem_id=last.problem_id,
+        difficulty=last.difficulty,
+        question=_shortened(visible(last.question)),
+        answers=tuple(_answer(model.label, of_model[key]) for model, of_model in zip(models, answers, strict=True)),
+    )
+
+
+def _answer(label: str, sample: EvalSample) -> Answer:
+    mark = _mark(sample)
+    verdict = sample.verdict.outcome.replace("_", " ") if sample.verdict.outcome != "scored" else f"score {sample.verdict.score:g}"
+    return Answer(
+        model=model_name(label),
+        mark=mark,
+        verdict=verdict,
+        num_tokens=sample.num_tokens,
+        was_truncated=sample.finish_reason == "length",
+        text=_shortened(visible(sample.response)),
+        is_long=len(sample.response) > FOLD_CHARS or sample.response.count("\n") >= FOLD_LINES,
+        ending=visible(_last_line(sample.response)),
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text[-MAX_CHARS:].splitlines() if line.strip()]
+    return lines[-1][-100:] if lines else ""
+
+
+def _shortened(text: str) -> str:
+    """Both ends of a text that is too long, the end being where the answer is."""
+    if len(text) <= MAX_CHARS:
+        return text
+    head, tail = MAX_CHARS // 4, MAX_CHARS * 3 // 4
+    return f"{text[:head]}\n\n[… {len(text) - head - tail:,} characters left out of this report …]\n\n{text[-tail:]}"

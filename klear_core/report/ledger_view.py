@@ -1,0 +1,84 @@
+"""Ledgers as shares that add up to exactly 100 %."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from klear_core.ledger import LedgerStep
+from klear_core.report.facts import StageFacts
+from klear_core.report.text import NBSP, NONE, shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What went on (no reason) or one reason for dropping: its count, its exact and its printed share of what came in."""
+
+    reason: str
+    count: int
+    fraction: float
+    share: str
+    tone: str
+    """Colour class: `kept`, `drop1` for the commonest reason, to `drop5`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """Things counted on the way that were not dropped."""
+
+    reason: str
+    count: int
+    share: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRow:
+    """One ledger step; `parts` are the kept ones first, then drops from most to least."""
+
+    step: str
+    unit: str
+    num_in: int
+    num_out: int
+    parts: tuple[Part, ...]
+    noted: tuple[Noted, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLedger:
+    """All steps of a stage."""
+
+    stage: str
+    rows: tuple[LedgerRow, ...]
+
+
+def stage_ledgers(stages: tuple[StageFacts, ...]) -> list[StageLedger]:
+    """Stages that keep a ledger, in pipeline order."""
+    return [StageLedger(stage=s.name, rows=tuple(_row(step) for step in s.manifest.ledger)) for s in stages if s.manifest.ledger]
+
+
+def _row(step: LedgerStep) -> LedgerRow:
+    drops = sorted(step.dropped.items(), key=lambda item: (-item[1], item[0]))
+    named = [("", step.num_out), *[d for d in drops if d[1]]]
+    printed = shares([count for _, count in named])
+    return LedgerRow(
+        step=step.step,
+        unit=step.unit,
+        num_in=step.num_in,
+        num_out=step.num_out,
+        parts=tuple(
+            Part(
+                reason=reason,
+                count=count,
+                fraction=count / step.num_in if step.num_in else 0.0,
+                share=share,
+                tone=f"drop{min(i, 5)}" if reason else "kept",
+            )
+            for i, ((reason, count), share) in enumerate(zip(named, printed, strict=True))
+        ),
+        noted=tuple(
+            Noted(reason=reason, count=count, share=_share_of(count, step.num_in)) for reason, count in step.noted.items() if count
+        ),
+    )
+
+
+def _share_of(count: int, total: int) -> str:
+    return f"{100 * count / total:.1f}{NBSP}%" if total else NONE

@@ -1,0 +1,68 @@
+"""What a reader must know before believing a number: failures, weak spots and oddities of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from klear_core.report.examples import model_name
+from klear_core.report.facts import Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """One line for the top of the page; a failure takes a result away, a warning weakens it."""
+
+    level: Literal["failure", "warning"]
+    where: str
+    text: str
+
+
+def notices(facts: Facts) -> list[Notice]:
+    """Failures first, then warnings, each in pipeline order."""
+    return [*_missing(facts), *_stage_notes(facts), *_code_state(facts), *_unscored(facts)]
+
+
+def _missing(facts: Facts) -> list[Notice]:
+    """A stage with an error failed; one without was not reached."""
+    return [
+        Notice(
+            level="failure",
+            where=m.name,
+            text=f"This stage failed: {m.trouble}" if m.trouble else "This stage has no result: it was not run.",
+        )
+        for m in facts.missing
+    ]
+
+
+def _stage_notes(facts: Facts) -> list[Notice]:
+    return [Notice(level="warning", where=s.name, text=note) for s in facts.stages for note in s.manifest.notes]
+
+
+def _code_state(facts: Facts) -> list[Notice]:
+    found = []
+    dirty = [s.name for s in facts.stages if s.manifest.git_dirty]
+    if dirty:
+        where = "all stages" if len(dirty) == len(facts.stages) else ", ".join(dirty)
+        text = f"Built from code with uncommitted changes ({where}): the commit alone does not reproduce it."
+        found.append(Notice(level="warning", where="code", text=text))
+    commits = {s.manifest.git_commit for s in facts.stages if s.manifest.git_commit}
+    if len(commits) > 1:
+        text = f"Stages were built by {len(commits)} different commits; the table of stages says which."
+        found.append(Notice(level="warning", where="code", text=text))
+    return found
+
+
+def _unscored(facts: Facts) -> list[Notice]:
+    """Problems that no sample of could be judged are missing from a mean."""
+    return [
+        Notice(
+            level="warning",
+            where=m.stage,
+            text=f"{len(r.unscored_problems):,} of {r.num_problems:,} problems of {r.benchmark} could not be judged at all; "
+            f"the score of {model_name(m.label)} leaves them out.",
+        )
+        for m in facts.models
+        for r in m.scores
+        if r.unscored_problems
+    ]

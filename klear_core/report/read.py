@@ -1,0 +1,57 @@
+"""From artifact folders to the facts of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from klear_core.artifacts import read_manifest
+from klear_core.metrics import read_metrics
+from klear_core.records import read_shards
+from klear_core.report.charts import Series
+from klear_core.report.facts import Facts, MissingStage, ModelFacts, StageFacts
+from klear_core.report.inputs import ReportInputs, StageFolder
+from klear_core.scores import read_reports
+from klear_core.types import EvalSample
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FOLDER = "samples"
+
+
+def read_facts(inputs: ReportInputs) -> Facts:
+    """Open every stage's folder. ArtifactError names the file that is missing or cannot be read."""
+    done = [(s, s.folder) for s in inputs.stages if s.folder is not None]
+    return Facts(
+        run=inputs.run,
+        config=inputs.config,
+        stages=tuple(_stage(s, folder) for s, folder in done),
+        missing=tuple(MissingStage(name=s.name, trouble=s.trouble) for s in inputs.stages if s.folder is None),
+        models=tuple(_model(s, folder) for s, folder in done if s.scores_model),
+        unscored_models=tuple(s.scores_model for s in inputs.stages if s.folder is None and s.scores_model),
+        differences=inputs.differences,
+    )
+
+
+def _stage(stage: StageFolder, folder: Path) -> StageFacts:
+    return StageFacts(
+        name=stage.name,
+        manifest=read_manifest(folder),
+        was_reused=stage.was_reused,
+        metrics=_series(folder / METRICS_FILE),
+    )
+
+
+def _series(path: Path) -> tuple[Series, ...]:
+    """The metrics file turned from rows to columns, metrics in the order in which they first appear."""
+    columns: dict[str, dict[int, float | None]] = {}
+    for row in read_metrics(path):
+        step = int(row["step"])
+        for name, value in row.items():
+            if name != "step":
+                columns.setdefault(name, {})[step] = value
+    return tuple(Series(name=name, steps=tuple(sorted(c)), values=tuple(c[t] for t in sorted(c))) for name, c in columns.items())
+
+
+def _model(stage: StageFolder, folder: Path) -> ModelFacts:
+    """Only first samples and greedy answers are kept: no other text is shown, and long answers fill memory."""
+    samples = (s for s in read_shards(folder / SAMPLES_FOLDER, EvalSample) if s.sample_idx == 0)
+    return ModelFacts(label=stage.scores_model, stage=stage.name, scores=read_reports(folder), samples=tuple(samples))

@@ -1,0 +1,86 @@
+"""Numbers and model output as text that a person can read and a browser cannot misread."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+
+NBSP = "\u00a0"
+NONE = "\u2013"
+"""Shown where there is nothing to show."""
+MINUS = "\u2212"
+_HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn"})  # also the bidirectional overrides, which reorder what one reads
+
+
+def percent(fraction: float, decimals: int = 1) -> str:
+    """0.671 as `67.1 %`."""
+    return f"{_signless_zero(fraction * 100, decimals)}{NBSP}%".replace("-", MINUS)
+
+
+def points(difference: float) -> str:
+    """A difference of fractions in percentage points, always signed: 0.307 as `+30.7`."""
+    value = _signless_zero(difference * 100, 1)
+    return value.replace("-", MINUS) if value.startswith("-") else f"+{value}"
+
+
+def number(value: float) -> str:
+    """Counts in full with separators; other numbers with four significant digits."""
+    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}".replace("-", MINUS)
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}".replace("-", MINUS)
+    text = f"{value:.4g}" if abs(value) >= 1e-4 else f"{value:.1e}".replace("e-0", "e-")
+    return text.replace("-", MINUS)
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `48 s`, `2 min 05 s`, `3 h 12 min`."""
+    if seconds < 59.5:
+        return f"{seconds:.1f}{NBSP}s" if seconds < 9.95 else f"{seconds:.0f}{NBSP}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}{NBSP}min {rest:02d}{NBSP}s"
+    return f"{minutes // 60}{NBSP}h {minutes % 60:02d}{NBSP}min"
+
+
+def shares(counts: Sequence[int]) -> list[str]:
+    """Counts as percentages of their sum, rounded so that the printed ones add up to exactly 100 (largest remainder).
+
+    As many decimals (one to four) as it takes for no count above zero to be printed as zero.
+    """
+    total = sum(counts)
+    if total == 0:
+        return [NONE for _ in counts]
+    for decimals in (1, 2, 3, 4):
+        parts = _apportioned(counts, total, 100 * 10**decimals)
+        if all(part or not count for part, count in zip(parts, counts, strict=True)):
+            break
+    return [f"{part / 10**decimals:.{decimals}f}{NBSP}%" for part in parts]
+
+
+def _apportioned(counts: Sequence[int], total: int, units: int) -> list[int]:
+    """`units` dealt out in proportion to the counts: whole shares first, the rest to the largest remainders."""
+    parts = [count * units // total for count in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda i: (-(counts[i] * units % total), i))
+    for i in by_remainder[: units - sum(parts)]:
+        parts[i] += 1
+    return parts
+
+
+def visible(text: str) -> str:
+    """Model output with control characters spelled out (`\\u202e`), so that none can hide or reorder what was said."""
+    return "".join(_spelled(c) if unicodedata.category(c) in _HIDDEN_CATEGORIES and c not in "\n\t" else c for c in text)
+
+
+def _spelled(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _signless_zero(value: float, decimals: int) -> str:
+    """Fixed decimals without a `-0.0`."""
+    text = f"{value:.{decimals}f}"
+    return text.removeprefix("-") if float(text) == 0 else text

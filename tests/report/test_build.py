@@ -1,0 +1,203 @@
+"""Facts about the page: its numbers are those of the artifacts, it loads nothing, it runs nothing, it hides nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from report_runs import WHEN, Made, config, laptop_run, publish, samples, with_stage, write_evaluation
+
+from klear_core.errors import ArtifactError
+from klear_core.report.build import build_report
+from klear_core.report.inputs import ReportInputs, StageFolder
+from klear_core.store import LocalStore
+from klear_core.types import EvalSample
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)></pre></style>\"'&{{ 7*7 }}"
+
+
+class Elements(HTMLParser):
+    """All tags with their attributes, and all text outside of style sheets."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._is_style = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._is_style = tag == "style"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_style = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._is_style:
+            self.text += data
+
+
+def page_of(inputs: ReportInputs, tmp_path: Path) -> str:
+    build_report(inputs, tmp_path / "out" / "report.html")
+    return (tmp_path / "out" / "report.html").read_text()
+
+
+def text_of(html: str) -> str:
+    return re.sub(r"\s+", " ", Elements(html).text.replace("\u00a0", " "))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> ReportInputs:
+    return laptop_run(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def html(run: ReportInputs, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return page_of(run, tmp_path_factory.mktemp("page"))
+
+
+def test_the_first_line_is_the_effect_of_the_last_step_with_its_interval(html: str) -> None:
+    assert "GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points, 95 % interval 27.9 to 33.6)." in text_of(html)
+
+
+def test_every_score_of_the_evaluations_is_on_the_page(html: str) -> None:
+    text = text_of(html)
+    for shown in ("0.0 %", "67.1 %", "97.8 %", "70.3 %", "99.6 %", "64.5 to 69.7", "2 of 1,024 (2 timed out)", "99.8 %"):
+        assert shown in text
+
+
+def test_the_decoding_profile_stands_beside_the_scores(html: str) -> None:
+    assert "temperature 1, top-p off, top-k off, repetition penalty off, up to 96 new tokens; torch engine in float32" in text_of(html)
+
+
+def test_the_page_loads_nothing_and_runs_nothing(html: str) -> None:
+    elements = Elements(html)
+    for tag, attrs in elements.tags:
+        assert tag not in {"script", "link", "iframe", "object", "embed", "img", "base", "form"}
+        assert not any(name.startswith("on") for name in attrs)
+        for name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+            assert attrs.get(name) is None or str(attrs[name]).startswith("#")
+    assert "url(" not in html
+    assert "@import" not in html
+
+
+def test_links_within_the_page_lead_somewhere(html: str) -> None:
+    tags = Elements(html).tags
+    ids = {attrs["id"] for _, attrs in tags if "id" in attrs}
+    assert {str(attrs["href"])[1:] for _, attrs in tags if "href" in attrs} <= ids
+
+
+def test_the_page_is_small(html: str) -> None:
+    assert len(html.encode()) < 300_000
+
+
+def test_tags_are_balanced(html: str) -> None:
+    void = {"meta", "br", "hr", "rect", "circle", "line", "path"}
+    opened = [t for t, _ in Elements(html).tags if t not in void]
+    assert {t: opened.count(t) for t in set(opened)} == {t: html.count(f"</{t}>") for t in set(opened)}
+
+
+def with_text(row: EvalSample, text: str) -> EvalSample:
+    return replace(row, response=text, question=text)
+
+
+def test_hostile_model_output_is_text(tmp_path: Path) -> None:
+    run = laptop_run(tmp_path)
+    poisoned = publish(
+        LocalStore(tmp_path),
+        "evaluate_rl",
+        Made(kind="evaluate_again", settings=config().evaluate),
+        lambda folder: write_evaluation("rl", folder, [with_text(s, HOSTILE) for s in samples("rl")]),
+    )
+    html = page_of(with_stage(run, StageFolder(name="evaluate_rl", folder=poisoned.path, scores_model="rl")), tmp_path)
+    assert "<script" not in html
+    assert not [attrs for tag, attrs in Elements(html).tags if tag == "img" or "onerror" in attrs]
+    assert HOSTILE in unescape(html)
+
+
+def test_control_characters_are_spelled_out(html: str) -> None:
+    assert "\x00" not in html
+    assert "\u202e" not in html
+    assert "\\x00\\u202e9~~q" in html
+
+
+def test_an_answer_of_a_megabyte_is_cut_and_says_so(tmp_path: Path) -> None:
+    run = laptop_run(tmp_path)
+    rows = [with_text(s, "x" * 999_999 + "\u202e") for s in samples("rl")]
+    long = publish(
+        LocalStore(tmp_path),
+        "evaluate_rl",
+        Made(kind="evaluate_again", settings=config().evaluate),
+        lambda folder: write_evaluation("rl", folder, rows),
+    )
+    html = page_of(with_stage(run, StageFolder(name="evaluate_rl", folder=long.path, scores_model="rl")), tmp_path)
+    assert "992,005 characters left out of this report" in html
+    assert len(html) < 2_000_000
+
+
+def test_a_stage_that_failed_is_named_with_its_error(run: ReportInputs, tmp_path: Path) -> None:
+    text = text_of(page_of(with_stage(run, StageFolder(name="rl", folder=None, trouble="TrainingError: 6 non-finite steps")), tmp_path))
+    assert "rlThis stage failed: TrainingError: 6 non-finite steps" in text
+    assert "8 of 9" in text
+
+
+def test_a_run_without_a_final_evaluation_does_not_claim_it(run: ReportInputs, tmp_path: Path) -> None:
+    without = with_stage(run, StageFolder(name="evaluate_rl", folder=None, scores_model="rl"))
+    kept = tuple(d for d in run.differences if d.after != "rl")
+    text = text_of(page_of(replace(without, differences=kept), tmp_path))
+    assert "RL was not evaluated." in text
+    assert "GPPO improved" not in text
+    assert "SFT improved held-out avg@4 from 0.0 % to 67.1 %" in text
+
+
+def test_a_run_that_only_failed_still_has_a_report(run: ReportInputs, tmp_path: Path) -> None:
+    nothing = replace(run, stages=(StageFolder(name="curate", folder=None, trouble="DataError: row 3"),), differences=())
+    text = text_of(page_of(nothing, tmp_path))
+    assert "No model was evaluated, so this run claims nothing." in text
+    assert "DataError: row 3" in text
+
+
+def test_a_stages_warning_is_shown_before_the_scores(html: str) -> None:
+    warning = html.index("Judged with less isolation than the default")
+    assert warning < html.index("From base to final score")
+
+
+def test_the_recipe_is_on_the_page(html: str, run: ReportInputs) -> None:
+    text = text_of(html)
+    for stage in run.stages:
+        assert stage.name in text
+        assert stage.folder is not None
+        assert stage.folder.name in text  # the fingerprint
+    for fact in (
+        "4f2a9c1d7be0",
+        "laptop",
+        "0f5d8f7e-7c1b-4d0e-9a55-2f6f0c1d9b3a",
+        f"{WHEN:%Y-%m-%d}",
+        "2.13.0",
+        "evaluate.sampling.max_new_tokens",
+    ):
+        assert fact in text
+    assert run.config.model_dump_json(indent=2).splitlines()[1].strip() in unescape(html)
+
+
+def test_the_same_run_gives_the_same_bytes(run: ReportInputs, html: str, tmp_path: Path) -> None:
+    assert page_of(run, tmp_path) == html
+
+
+def test_the_summary_counts_stages_and_bytes(run: ReportInputs, tmp_path: Path) -> None:
+    summary = build_report(run, tmp_path / "report.html")
+    assert summary.counts == {"stages": 9, "missing_stages": 0, "bytes": (tmp_path / "report.html").stat().st_size}
+
+
+def test_an_altered_manifest_is_named(tmp_path: Path) -> None:
+    run = laptop_run(tmp_path)
+    folder = run.stages[0].folder
+    assert folder is not None
+    (folder / "manifest.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"manifest\.json"):
+        build_report(run, tmp_path / "report.html")

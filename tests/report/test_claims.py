@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from report_runs import laptop_run
+
+from klear_core.report.claims import headline, standing_of
+from klear_core.report.facts import Facts
+from klear_core.report.inputs import PairedDifference
+from klear_core.report.read import read_facts
+from klear_core.report.text import MINUS
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    return read_facts(laptop_run(tmp_path_factory.mktemp("store")))
+
+
+def with_last(facts: Facts, **changes: object) -> Facts:
+    """The run with the sampled SFT to RL difference changed."""
+    changed = tuple(replace(d, **changes) if (d.before, d.after, d.decoding) == ("sft", "rl", "sampled") else d for d in facts.differences)
+    return replace(facts, differences=changed)
+
+
+def sentence(facts: Facts) -> str:
+    return headline(facts).sentence.replace("\u00a0", " ")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "standing"),
+    [
+        (0.001, 0.2, "better"),
+        (-0.2, -0.001, "worse"),
+        (-0.1, 0.1, "not_shown"),
+        (0.0, 0.2, "not_shown"),
+        (-0.2, 0.0, "not_shown"),
+    ],
+)
+def test_only_an_interval_clear_of_zero_shows_anything(low: float, high: float, standing: str, facts: Facts) -> None:
+    difference: PairedDifference = replace(facts.differences[0], low=low, high=high)
+    assert standing_of(difference) == standing
+
+
+def test_a_gain_within_noise_is_said_to_be_not_shown(facts: Facts) -> None:
+    noise = with_last(facts, value=0.008, low=-0.005, high=0.021)
+    assert headline(noise).standing == "not_shown"
+    assert sentence(noise).startswith("An effect of GPPO on held-out avg@4 is not shown:")
+    assert f"(+0.8 points, 95 % interval {MINUS}0.5 to 2.1); the interval includes zero." in sentence(noise)
+    assert "improved" not in sentence(noise)
+
+
+def test_a_loss_is_called_worse(facts: Facts) -> None:
+    worse = with_last(facts, value=-0.1, low=-0.15, high=-0.05)
+    assert headline(worse).standing == "worse"
+    assert sentence(worse).startswith("GPPO made held-out avg@4 worse:")
+    assert f"({MINUS}10.0 points, 95 % interval {MINUS}15.0 to {MINUS}5.0)" in sentence(worse)
+
+
+def test_the_earlier_step_follows_as_a_claim_of_its_own(facts: Facts) -> None:
+    assert [c.sentence.startswith("SFT improved") for c in headline(facts).claims] == [True]
+
+
+def test_unlike_decoding_is_part_of_the_sentence(facts: Facts) -> None:
+    assert "the two were decoded differently" in sentence(with_last(facts, is_same_decoding=False))
+
+
+def test_without_a_paired_comparison_nothing_is_claimed_of_the_last_step(facts: Facts) -> None:
+    bare = replace(facts, differences=tuple(d for d in facts.differences if d.after != "rl"))
+    assert headline(bare).standing == "incomplete"
+    assert sentence(bare) == "No paired comparison of SFT and RL was made, so nothing is claimed of the last step."
+
+
+def test_several_benchmarks_are_counted(facts: Facts) -> None:
+    second = next(d for d in facts.differences if (d.before, d.after, d.decoding) == ("sft", "rl", "sampled"))
+    more = replace(facts, differences=(*facts.differences, replace(second, benchmark="aime24", low=-0.1)))
+    assert sentence(more) == "GPPO improved 1 of 2 benchmarks, has no shown effect on 1 of 2 benchmarks."
+
+
+def test_one_model_alone_proves_nothing(facts: Facts) -> None:
+    alone = replace(facts, models=facts.models[:1], differences=())
+    assert headline(alone).standing == "incomplete"
+
+
+def test_reading_needs_only_the_folders(tmp_path: Path) -> None:
+    read = read_facts(laptop_run(tmp_path))
+    assert [m.label for m in read.models] == ["base", "sft", "rl"]
+    assert {s.name for s in read.stages if s.metrics} == {"sft", "rl"}

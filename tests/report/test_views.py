@@ -1,0 +1,179 @@
+"""The views between facts and page: ledgers, curves, examples, settings, lineage, the terminal."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from report_runs import BROKEN_BY_RL, config, laptop_run
+from rich.console import Console
+
+from klear_core.config.data import FileSource
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import ClipConfig
+from klear_core.report import curves
+from klear_core.report.config_view import changed_settings
+from klear_core.report.curves import RL_CHARTS, SFT_CHARTS, stage_curves
+from klear_core.report.examples import pick_examples
+from klear_core.report.facts import Facts
+from klear_core.report.inputs import ReportInputs
+from klear_core.report.ledger_view import stage_ledgers
+from klear_core.report.lineage import NODE_WIDTH, lineage_graph
+from klear_core.report.notices import notices
+from klear_core.report.read import read_facts
+from klear_core.report.scores_view import benchmark_views
+from klear_core.report.terminal import score_table
+from klear_core.types import Outcome, Verdict
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> ReportInputs:
+    return laptop_run(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def facts(run: ReportInputs) -> Facts:
+    return read_facts(run)
+
+
+def test_every_ledger_row_adds_up_in_counts_and_in_print(facts: Facts) -> None:
+    rows = [row for ledger in stage_ledgers(facts.stages) for row in ledger.rows]
+    assert len(rows) == 9
+    for row in rows:
+        assert sum(p.count for p in row.parts) == row.num_in
+        assert round(sum(float(p.share.removesuffix("\u00a0%")) for p in row.parts), 6) == 100
+
+
+def test_drops_are_listed_from_most_to_least(facts: Facts) -> None:
+    [groups] = [row for ledger in stage_ledgers(facts.stages) for row in ledger.rows if row.step == "group_filter"]
+    assert [(p.reason, p.count, p.share) for p in groups.parts] == [
+        ("", 1226, "47.9\u00a0%"),
+        ("all_right", 1311, "51.2\u00a0%"),
+        ("all_wrong", 23, "0.9\u00a0%"),
+    ]
+
+
+def test_no_logged_metric_is_left_out(facts: Facts) -> None:
+    for stage, of_stage in zip([s for s in facts.stages if s.metrics], stage_curves(facts.stages), strict=True):
+        drawn = {line.metric for chart in of_stage.charts for line in chart.lines} | {m.name for m in of_stage.others}
+        assert drawn == {s.name for s in stage.metrics}
+
+
+def test_what_the_charts_name_is_what_the_stages_log() -> None:
+    core = Path(curves.__file__).parents[1]
+    for stage, specs in (("sft", SFT_CHARTS), ("rl", RL_CHARTS)):
+        source = "".join(path.read_text() for path in sorted((core / stage).glob("*.py")))
+        assert [m for spec in specs for m, _ in spec.metrics if f'"{stage}/{m}"' not in source] == []
+
+
+def test_phases_share_out_the_time(facts: Facts) -> None:
+    [phases] = [c.phases for c in stage_curves(facts.stages) if c.phases]
+    assert [p.name for p in phases] == ["waiting for answers", "learning", "handing over weights"]
+    assert sum(p.fraction for p in phases) == pytest.approx(1)
+
+
+def test_examples_follow_the_rule(facts: Facts) -> None:
+    examples = pick_examples(facts)
+    assert examples is not None
+    assert examples.decoding == "greedy"
+    fixed, broken, still, both = examples.groups
+    assert sum(g.num_found for g in examples.groups) == 40
+    assert {tuple(a.mark for a in e.answers) for e in fixed.examples} == {("wrong", "wrong", "right")}
+    assert [e.problem_id for e in broken.examples] == [f"{BROKEN_BY_RL:016x}"]
+    assert {tuple(a.mark for a in e.answers[1:]) for e in still.examples} == {("wrong", "wrong")}
+    assert len(both.examples) == 1
+
+
+def test_sampled_answers_are_shown_where_greedy_ones_did_not_change(facts: Facts) -> None:
+    right = Verdict(outcome=Outcome.SCORED, score=1.0)
+    models = tuple(
+        replace(m, samples=tuple(replace(s, verdict=right) if s.decoding == "greedy" else s for s in m.samples)) for m in facts.models
+    )
+    examples = pick_examples(replace(facts, models=models))
+    assert examples is not None
+    assert examples.decoding == "sampled"
+    assert examples.groups[0].num_found > 0
+
+
+def test_the_choice_of_examples_depends_on_the_seed_alone(facts: Facts) -> None:
+    shuffled = replace(facts, models=tuple(replace(m, samples=m.samples[::-1]) for m in facts.models))
+    assert pick_examples(shuffled) == pick_examples(facts)
+    other = replace(facts, config=facts.config.model_copy(update={"seed": 4}))
+    assert pick_examples(other) != pick_examples(facts)
+
+
+def test_an_unjudged_answer_is_neither_right_nor_wrong(facts: Facts) -> None:
+    last = facts.models[-1]
+    failed = tuple(replace(s, verdict=replace(s.verdict, outcome=Outcome.JUDGE_FAILED)) for s in last.samples)
+    examples = pick_examples(replace(facts, models=(*facts.models[:-1], replace(last, samples=failed))))
+    assert examples is not None
+    assert [g.num_found for g in examples.groups] == [0, 0, 0, 0]
+
+
+def test_a_default_config_differs_in_nothing() -> None:
+    assert changed_settings(PipelineConfig()) == []
+
+
+def test_changed_settings_are_exactly_those_that_differ() -> None:
+    changed = {s.key: (s.default, s.value) for s in changed_settings(config())}
+    assert changed["seed"] == ("0", "3")
+    assert changed["benchmarks.0.source.split"] == ('"train"', '"heldout"')
+    assert "benchmarks.0.num_samples" not in changed  # 4 is the default
+    assert not any(key.startswith("rl.") for key in changed)
+
+
+def test_another_kind_of_setting_shows_its_kind_and_what_it_needs() -> None:
+    base = PipelineConfig()
+    curate = base.curate.model_copy(update={"sources": (FileSource(path="problems.jsonl"),)})
+    rl = base.rl.model_copy(update={"loss": ClipConfig()})
+    changed = {s.key: s.value for s in changed_settings(base.model_copy(update={"curate": curate, "rl": rl}))}
+    assert changed == {"curate.sources.0.kind": '"file"', "curate.sources.0.path": '"problems.jsonl"', "rl.loss.kind": '"clip"'}
+
+
+def test_inputs_stand_left_of_what_was_made_from_them(facts: Facts) -> None:
+    graph = lineage_graph(facts.stages)
+    x_of = {n.fingerprint: n.x for n in graph.nodes}
+    for stage in facts.stages:
+        for parent in stage.manifest.inputs:
+            assert x_of[parent.fingerprint[:10]] + NODE_WIDTH < x_of[stage.manifest.fingerprint[:10]]
+    assert len(graph.edges) == sum(len(s.manifest.inputs) for s in facts.stages)
+
+
+def test_no_two_boxes_of_the_graph_overlap(facts: Facts) -> None:
+    graph = lineage_graph(facts.stages)
+    columns: dict[float, list[float]] = {}
+    for node in graph.nodes:
+        columns.setdefault(node.x, []).append(node.y)
+    assert all(below - above >= 46 for ys in columns.values() for above, below in pairwise(sorted(ys)))
+
+
+def test_a_graph_of_nothing_is_empty() -> None:
+    assert lineage_graph(()).nodes == ()
+
+
+def test_uncommitted_code_is_noticed(facts: Facts) -> None:
+    dirty = tuple(replace(s, manifest=s.manifest.model_copy(update={"git_dirty": s.name == "sft"})) for s in facts.stages)
+    assert any("uncommitted changes (sft)" in n.text for n in notices(replace(facts, stages=dirty)))
+
+
+def test_unlike_decoding_profiles_are_both_shown(facts: Facts) -> None:
+    first = facts.models[0]
+    [score] = first.scores
+    sampling = score.decoding.sampling.model_copy(update={"temperature": 0.6})
+    unlike = score.model_copy(update={"decoding": score.decoding.model_copy(update={"sampling": sampling})})
+    [view] = benchmark_views(replace(facts, models=(replace(first, scores=(unlike,)), *facts.models[1:])))
+    assert len(view.decoding) == 2
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_terminal_says_what_the_page_says(run: ReportInputs, width: int) -> None:
+    console = Console(width=width, record=True, force_terminal=False, file=io.StringIO())
+    console.print(score_table(run))
+    text = " ".join(console.export_text().replace("\u00a0", " ").split())
+    assert "RL 97.8 % 99.6 % 100.0 % 0.1 % +30.7 96.7 to 98.9 98.6 to 100.0 97.0 to 100.0 +27.9 to +33.6" in text
+    assert "SFT: answers not judged, and in no score: 2 of 1,024 (2 timed out)" in text
+    assert "GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points, 95 % interval 27.9 to 33.6)." in text
+    assert "verify.sandbox is rlimits-only" in text
