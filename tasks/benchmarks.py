@@ -1,0 +1,25 @@
+"""Benchmarks as problems, never trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from klear_core.artifacts import ArtifactRef
+from klear_core.config.jobs import BenchmarksJob
+from klear_core.ledger import StageSummary
+from klear_core.metrics import Telemetry
+from tasks.run_info import RunInfo
+from tasks.stage import run_stage
+from tasks.task import Inputs, stage_task
+
+
+@stage_task
+def benchmarks(info: RunInfo, job: BenchmarksJob, inputs: Inputs) -> ArtifactRef:
+    """No inputs; makes a folder of problems a benchmark."""
+
+    def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
+        from klear_core.data.benchmarks import prepare_benchmarks
+
+        return prepare_benchmarks(job.benchmarks(), seed=job.seed, workdir=workdir, telemetry=telemetry)
+
+    return run_stage(info, job, inputs, body)

@@ -1,0 +1,26 @@
+"""Teacher traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from klear_core.artifacts import ArtifactRef
+from klear_core.config.jobs import DistillJob
+from klear_core.ledger import StageSummary
+from klear_core.metrics import Telemetry
+from tasks.run_info import RunInfo
+from tasks.stage import run_stage
+from tasks.task import Inputs, stage_task
+
+
+@stage_task
+def distill(info: RunInfo, job: DistillJob, inputs: Inputs) -> ArtifactRef:
+    """From `problems`; makes judged traces."""
+
+    def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
+        from klear_core.distill.collect import distill as collect
+
+        problems = inputs["problems"].path
+        return collect(job.distill, job.verify, problems=problems, seed=job.seed, workdir=workdir, telemetry=telemetry)
+
+    return run_stage(info, job, inputs, body)

@@ -1,0 +1,34 @@
+"""Scores of one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from klear_core.artifacts import ArtifactRef
+from klear_core.config.jobs import EvaluateJob
+from klear_core.ledger import StageSummary
+from klear_core.metrics import Telemetry
+from tasks.run_info import RunInfo
+from tasks.stage import run_stage
+from tasks.task import Inputs, stage_task
+
+
+@stage_task
+def evaluate(info: RunInfo, job: EvaluateJob, inputs: Inputs) -> ArtifactRef:
+    """From `model` and `benchmarks`; makes judged answers and scores with intervals."""
+
+    def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
+        from klear_core.evaluate.run import evaluate as evaluate_model
+
+        return evaluate_model(
+            job.evaluate,
+            job.verify,
+            job.benchmarks,
+            model=inputs["model"].path,
+            benchmarks=inputs["benchmarks"].path,
+            seed=job.seed,
+            workdir=workdir,
+            telemetry=telemetry,
+        )
+
+    return run_stage(info, job, inputs, body)

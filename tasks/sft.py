@@ -1,0 +1,26 @@
+"""Long-CoT fine-tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from klear_core.artifacts import ArtifactRef
+from klear_core.config.jobs import SftJob
+from klear_core.ledger import StageSummary
+from klear_core.metrics import Telemetry
+from tasks.run_info import RunInfo
+from tasks.stage import run_stage
+from tasks.task import Inputs, stage_task
+
+
+@stage_task
+def sft(info: RunInfo, job: SftJob, inputs: Inputs) -> ArtifactRef:
+    """From `model` and `traces`; makes a model."""
+
+    def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
+        from klear_core.sft.loop import train_sft
+
+        model, traces = inputs["model"].path, inputs["traces"].path
+        return train_sft(job.sft, model=model, traces=traces, seed=job.seed, workdir=workdir, telemetry=telemetry)
+
+    return run_stage(info, job, inputs, body)

@@ -1,0 +1,126 @@
+"""run_stage(): from a job to its artifact. Reuse it, or build it, and tell MLflow, Prefect and the console about it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from klear_core.artifacts import ArtifactRef, InputRecord, Manifest
+from klear_core.config.base import result_settings
+from klear_core.config.jobs import Job
+from klear_core.ledger import StageSummary
+from klear_core.metrics import MetricsFile, Telemetry
+from klear_core.plan import CODE_VERSIONS, artifact_id, input_records, open_store
+from tasks import tracking
+from tasks.prefect_view import show_in_prefect
+from tasks.progress import PrefectProgress, console
+from tasks.provenance import code_commit, versions
+from tasks.run_info import RunInfo
+
+if TYPE_CHECKING:
+    from klear_core.store import LocalSlot
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class StageBody(Protocol):
+    """A core function with everything bound but where to write and whom to tell."""
+
+    def __call__(self, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+        """Write the result under `workdir`, going on from what is there."""
+        ...
+
+
+def run_stage(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: StageBody) -> ArtifactRef:
+    """The artifact of this job on these inputs: found, or built by `body` and published whole.
+
+    Of two runs that want the same artifact one builds and the other waits. A body that fails leaves its working folder for the
+    next attempt; a full disk is a ResourceError.
+    """
+    own = artifact_id(job, inputs, info.workspace)
+    started = time.monotonic()
+    with open_store(info.workspace).create(own.kind, own.fingerprint) as slot:
+        if slot.ref is not None:
+            log.info("%s: reused %s", info.stage, slot.ref.path)
+            console().stage_done(info.stage, slot.ref, was_reused=True, wall_s=time.monotonic() - started)
+            return slot.ref
+        console().stage_started(info.stage, attempt=slot.attempt)
+        log.info("%s: attempt %d in %s", info.stage, slot.attempt, slot.workdir)
+        try:
+            ref = _build(info, job, inputs, body, slot)
+        finally:
+            if slot.ref is None:
+                console().stage_failed(info.stage)
+        log.info("%s: made %s in %.1f s", info.stage, ref.path, time.monotonic() - started)
+        console().stage_done(info.stage, ref, was_reused=False, wall_s=time.monotonic() - started)
+        return ref
+
+
+class StageTelemetry:
+    """Takes a stage's numbers to its metrics file and to MLflow, and its progress to Prefect and the console."""
+
+    def __init__(self, stage: str, metrics_file: Path, run: tracking.StageRun) -> None:
+        self.stage = stage
+        self._file = MetricsFile(metrics_file)
+        self._run = run
+        self._prefect = PrefectProgress(stage)
+        self._has_rewound = False
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """One row; the first one after a resume replaces what the killed attempt wrote from that step on."""
+        if not self._has_rewound:
+            self._file.rewind(step)
+            self._has_rewound = True
+        self._file.append(metrics, step=step)
+        self._run.log(metrics, step=step)
+
+    def progress(self, done: int, total: int, note: str = "") -> None:
+        """How far the stage is."""
+        console().stage_progress(self.stage, done, total, note)
+        self._prefect.update(done, total, note)
+
+
+def _build(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: StageBody, slot: LocalSlot) -> ArtifactRef:
+    started = time.monotonic()
+    records = input_records(job, inputs, info.workspace)
+    metrics_file = slot.workdir / METRICS_FILE
+    with tracking.stage_run(info, job, slot.fingerprint, records, metrics_file) as run:
+        summary = body(workdir=slot.workdir, telemetry=StageTelemetry(info.stage, metrics_file, run))
+        run.flush()
+        notes = (*summary.notes, *([run.trouble] if run.trouble else []))
+        manifest = _manifest(info, job, slot, records, summary.model_copy(update={"notes": notes}))
+        manifest = manifest.model_copy(update={"mlflow_run_id": run.run_id, "wall_s": round(time.monotonic() - started, 3)})
+        ref = slot.publish(manifest)
+        run.finish(ref, info.stage)
+    show_in_prefect(info, manifest, ref)
+    return ref
+
+
+def _manifest(info: RunInfo, job: Job, slot: LocalSlot, inputs: tuple[InputRecord, ...], summary: StageSummary) -> Manifest:
+    commit = code_commit()
+    return Manifest(
+        kind=slot.kind,
+        fingerprint=slot.fingerprint,
+        stage=info.stage,
+        code_version=CODE_VERSIONS[slot.kind],
+        config=job.model_dump(mode="json"),
+        result_config=result_settings(job),
+        inputs=inputs,
+        git_commit=commit.sha if commit else None,
+        git_dirty=commit.is_dirty if commit else False,
+        versions=versions(),
+        seeds=summary.seeds,
+        counts=summary.counts,
+        ledger=summary.ledger,
+        notes=summary.notes,
+        mlflow_run_id=None,
+        created_at=datetime.now(UTC),
+        attempts=slot.attempt,
+        wall_s=0.0,
+    )

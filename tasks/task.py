@@ -1,0 +1,68 @@
+"""The one kind of Prefect task that Klear has: a stage, retried with backoff, cached by its fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prefect import Task, task
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import TaskRunContext
+from prefect.tasks import exponential_backoff
+from pydantic import ValidationError
+
+from klear_core.artifacts import ArtifactRef
+from klear_core.config.pipeline import WorkspaceConfig
+from klear_core.errors import KlearError
+from klear_core.plan import artifact_id, workspace_root
+from tasks.interrupts import is_interrupt
+from tasks.run_info import RunInfo
+
+Inputs = Mapping[str, ArtifactRef]
+StageTask = Task[[RunInfo, Any, Inputs], ArtifactRef]
+
+_OURS_OR_THE_USERS = (ValidationError, TypeError, AttributeError, NameError, AssertionError, ImportError)
+"""Mistakes that a second try repeats."""
+
+
+def stage_task(function: Callable[[RunInfo, Any, Inputs], ArtifactRef]) -> StageTask:
+    """Make a task of `f(info: RunInfo, job: Job, inputs: Inputs) -> ArtifactRef`.
+
+    Prefect's cache key is our fingerprint, so its UI shows Cached exactly where an artifact is reused, in the same run after
+    Retry and in other runs.
+    """
+    decorate = task(
+        task_run_name="{info.stage}",
+        retry_delay_seconds=exponential_backoff(backoff_factor=5),
+        retry_jitter_factor=0.5,
+        retry_condition_fn=is_worth_a_retry,
+        cache_key_fn=cache_key,
+        persist_result=True,
+        result_serializer="json",
+    )
+    return decorate(function)
+
+
+def in_workspace(stage: StageTask, workspace: WorkspaceConfig) -> StageTask:
+    """The task with the workspace's patience, and its results kept there: a retry in another process must find them."""
+    return stage.with_options(
+        retries=workspace.retries,
+        timeout_seconds=workspace.timeout_s,
+        result_storage=workspace_root(workspace) / "prefect-results",
+    )
+
+
+def is_worth_a_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:  # noqa: ARG001  Prefect's signature
+    """No for a wrong config, bad data and bugs; yes for what may pass (disk, network, a lost worker)."""
+    error = state.data
+    if isinstance(error, BaseException) and is_interrupt(error):
+        return False
+    if isinstance(error, KlearError):
+        return not error.is_permanent
+    return not isinstance(error, _OURS_OR_THE_USERS)
+
+
+def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:  # noqa: ARG001  Prefect's signature
+    """`kind-fingerprint`, which is also the result's file name."""
+    own = artifact_id(parameters["job"], parameters["inputs"], parameters["info"].workspace)
+    return f"{own.kind}-{own.fingerprint}"

@@ -1,0 +1,37 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+DRIVER = """
+import subprocess, sys, time
+from tasks.reaper import no_orphans
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+with no_orphans(), no_orphans():
+    for args in ([], ["new session"]):
+        child = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=bool(args))
+        child.stdout.readline()
+    time.sleep(2.5)  # the watcher looks every second
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_no_descendants_not_even_stubborn_ones_in_sessions_of_their_own():
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert driver.stdout.readline().strip() == "up"
+    family = psutil.Process(driver.pid).children(recursive=True)
+    assert len(family) == 3  # two children and one watcher
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    deadline = time.monotonic() + 20
+    while (left := [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []

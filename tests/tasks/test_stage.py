@@ -1,0 +1,180 @@
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from klear_core.config.jobs import BaseJob
+from klear_core.config.pipeline import WorkspaceConfig
+from klear_core.config.train import TinyModelConfig
+from klear_core.errors import ResourceError
+from klear_core.ledger import LedgerStep, StageSummary
+from klear_core.metrics import Telemetry, read_metrics
+from klear_core.plan import open_store
+from tasks import tracking
+from tasks.progress import SilentConsole, set_console
+from tasks.run_info import RunInfo
+from tasks.stage import run_stage
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> WorkspaceConfig:
+    """One for all tests here, for making MLflow's database takes seconds; each test has a seed of its own."""
+    return WorkspaceConfig(root=str(tmp_path_factory.mktemp("workspace")))
+
+
+@pytest.fixture(autouse=True)
+def _no_tracking_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def info(workspace: WorkspaceConfig, run_id: str, stage: str = "base") -> RunInfo:
+    return RunInfo(workspace=workspace, run_id=run_id, run_name="test", stage=stage, started_at=datetime.now(UTC))
+
+
+def job(seed: int) -> BaseJob:
+    return BaseJob(seed=seed, model=TinyModelConfig())
+
+
+class Body:
+    """Writes a line a step from `start` to `stop`, and fails at `fails_at`."""
+
+    def __init__(self, *, start: int = 0, stop: int = 4, fails_at: int | None = None, error: Exception | None = None) -> None:
+        self.start, self.stop, self.fails_at = start, stop, fails_at
+        self.error = error or RuntimeError("broken")
+        self.calls = 0
+
+    def __call__(self, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+        self.calls += 1
+        for step in range(self.start, self.stop):
+            if step == self.fails_at:
+                raise self.error
+            telemetry.log({"base/loss/train": 1.0 / (step + 1)}, step=step)
+            telemetry.progress(step + 1, self.stop)
+        (workdir / "model").mkdir(exist_ok=True)
+        (workdir / "model" / "weights").write_text("w")
+        ledger = LedgerStep(step="judge", unit="trace", num_in=5, num_out=3, dropped={"judge_failed": 2})
+        return StageSummary(counts={"steps": self.stop}, ledger=(ledger,), seeds={"run": 1})
+
+
+def steps_of(path: Path) -> list[int]:
+    return [int(row["step"]) for row in read_metrics(path / "metrics.jsonl")]
+
+
+def test_a_stage_runs_once_and_is_reused_with_the_same_reference(workspace: WorkspaceConfig):
+    body = Body()
+    first = run_stage(info(workspace, "a"), job(1), {}, body)
+    again = run_stage(info(workspace, "b"), job(1), {}, body)
+    assert body.calls == 1
+    assert first == again
+    assert tracking.parent_run_id(info(workspace, "b")) is None  # reuse leaves no trace in MLflow
+
+
+def test_the_manifest_tells_where_an_artifact_comes_from(workspace: WorkspaceConfig):
+    source = run_stage(info(workspace, "c"), job(2), {}, Body())
+    ref = run_stage(info(workspace, "c", "sft"), job(3), {"model": source}, Body())
+    manifest = open_store(workspace).manifest(ref)
+    assert [(i.role, i.kind, i.fingerprint) for i in manifest.inputs] == [("model", "base", source.fingerprint)]
+    assert manifest.ledger[0].dropped == {"judge_failed": 2}
+    assert manifest.seeds == {"run": 1}
+    assert manifest.config["seed"] == 3
+    assert manifest.versions["torch"]
+    assert manifest.mlflow_run_id
+    assert {f.path for f in manifest.files} == {"metrics.jsonl", "model/weights"}
+
+
+def test_a_failed_stage_goes_on_where_it_was_in_the_same_mlflow_run(workspace: WorkspaceConfig):
+    run = info(workspace, "d")
+    with pytest.raises(RuntimeError):
+        run_stage(run, job(4), {}, Body(fails_at=3))
+    ref = run_stage(run, job(4), {}, Body(start=2))  # its checkpoint was older than its last metric
+    assert steps_of(ref.path) == [0, 1, 2, 3]
+    manifest = open_store(workspace).manifest(ref)
+    assert manifest.attempts == 2
+    runs = mlflow_runs(workspace, "d")
+    assert {r.data.tags.get("klear.stage", "parent"): r.info.status for r in runs} == {"base": "FINISHED", "parent": "RUNNING"}
+    assert [r.info.run_id for r in runs if "klear.stage" in r.data.tags] == [manifest.mlflow_run_id]
+
+
+def test_a_new_run_that_finishes_a_killed_ones_stage_has_the_whole_curve_in_mlflow(workspace: WorkspaceConfig):
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(info(workspace, "e"), job(5), {}, Body(fails_at=3, error=KeyboardInterrupt()))  # type: ignore[arg-type]
+    assert {r.info.status for r in mlflow_runs(workspace, "e") if "klear.stage" in r.data.tags} == {"KILLED"}
+    ref = run_stage(info(workspace, "f"), job(5), {}, Body(start=3))
+    run_id = open_store(workspace).manifest(ref).mlflow_run_id
+    history = client(workspace).get_metric_history(run_id, "base/loss/train")
+    assert [m.step for m in history] == [0, 1, 2, 3]
+
+
+def test_mlflow_has_parameters_inputs_counts_and_the_model_by_reference(workspace: WorkspaceConfig):
+    source = run_stage(info(workspace, "g"), job(6), {}, Body())
+    ref = run_stage(info(workspace, "g", "sft"), job(7), {"model": source}, Body())
+    run = client(workspace).get_run(open_store(workspace).manifest(ref).mlflow_run_id)
+    assert run.data.params["model.hidden_size"] == "64"
+    assert run.data.metrics["sft/counts/steps"] == 4
+    assert [(i.dataset.name, i.dataset.digest) for i in run.inputs.dataset_inputs] == [("base", source.fingerprint)]
+    assert client(workspace).get_logged_model(run.data.tags["klear.model_id"]).tags["klear.uri"] == ref.uri
+
+
+def test_an_unreachable_tracking_server_fails_the_stage_before_its_body_runs(workspace: WorkspaceConfig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    body = Body()
+    with pytest.raises(ResourceError, match=r"MLflow at http://127\.0\.0\.1:9 cannot be used"):
+        run_stage(info(workspace, "h"), job(8), {}, body)
+    assert body.calls == 0
+
+
+def test_tracking_trouble_while_a_stage_runs_loses_no_work(workspace: WorkspaceConfig):
+    class DatabaseGoes(Body):
+        def __call__(self, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+            client(workspace).delete_run(mlflow_runs(workspace, "i")[0].info.run_id)  # MLflow refuses records from here on
+            return super().__call__(workdir=workdir, telemetry=telemetry)
+
+    ref = run_stage(info(workspace, "i"), job(9), {}, DatabaseGoes())
+    assert steps_of(ref.path) == [0, 1, 2, 3]
+    assert "MLflow stopped taking records" in open_store(workspace).manifest(ref).notes[0]
+
+
+def test_the_console_is_told_of_start_progress_reuse_and_failure(workspace: WorkspaceConfig, told: list[str]):
+    run_stage(info(workspace, "j"), job(10), {}, Body(stop=1))
+    run_stage(info(workspace, "j"), job(10), {}, Body(stop=1))
+    with pytest.raises(RuntimeError):
+        run_stage(info(workspace, "j"), job(11), {}, Body(fails_at=0))
+    assert told == ["start base 1", "base 1/1", "made base", "reused base", "start base 1", "failed base"]
+
+
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    lines: list[str] = []
+
+    class Console(SilentConsole):
+        def stage_started(self, stage, *, attempt):
+            lines.append(f"start {stage} {attempt}")
+
+        def stage_progress(self, stage, done, total, note):
+            lines.append(f"{stage} {done}/{total}")
+
+        def stage_done(self, stage, ref, *, was_reused, wall_s):
+            lines.append(f"{'reused' if was_reused else 'made'} {stage}")
+
+        def stage_failed(self, stage):
+            lines.append(f"failed {stage}")
+
+    set_console(Console())
+    yield lines
+    set_console(SilentConsole())
+
+
+def client(workspace: WorkspaceConfig):
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=tracking.tracking_uri(workspace))
+
+
+def mlflow_runs(workspace: WorkspaceConfig, run_id: str):
+    """The stages' runs of a pipeline run first, then its own."""
+    c = client(workspace)
+    experiment = c.get_experiment_by_name(tracking.EXPERIMENT)
+    runs = c.search_runs([experiment.experiment_id], filter_string=f"tags.`klear.run` = '{run_id}'")
+    return sorted(runs, key=lambda r: "klear.stage" not in r.data.tags)
