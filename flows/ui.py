@@ -1,0 +1,126 @@
+"""`klear ui`: the Prefect and MLflow web pages on the databases of one workspace, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from klear_core.config.pipeline import WorkspaceConfig
+from klear_core.errors import ConfigError, ResourceError
+
+_START_TIMEOUT_S = 120.0
+
+
+def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
+    """Start both servers on loopback, say where they are, and stop them on Ctrl-C or when one dies.
+
+    Where MLFLOW_TRACKING_URI names a server, runs are tracked there, and only Prefect's is started.
+    """
+    from flows.launch import prepare_environment
+    from tasks.tracking import tracking_uri
+
+    if not root.is_dir():
+        raise ConfigError(f"--root {root}: no such workspace; run something first, for example: klear run configs/laptop")
+    workspace = WorkspaceConfig(root=str(root))
+    prepare_environment(workspace)
+    store = tracking_uri(workspace)
+    wanted = [_prefect(prefect_port)] if store.startswith("http") else [_prefect(prefect_port), _mlflow(mlflow_port, store)]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for server in wanted:
+            _refuse_taken_port(server)
+            running.append(_start(server, root / server.log))
+        for server, process in zip(wanted, running, strict=True):
+            _wait_for(server, process, root / server.log)
+        lines = [f"{server.name:<8} {server.url}" for server in wanted] + ([f"MLflow   {store}"] if len(wanted) == 1 else [])
+        Console().print("\n".join([*lines, "Ctrl-C stops what was started here."]))
+        while all(process.poll() is None for process in running):
+            time.sleep(0.5)
+        dead = ", ".join(server.name for server, process in zip(wanted, running, strict=True) if process.poll() is not None)
+        raise ResourceError(f"{dead} stopped by itself; see the *-server.log files in {root}")
+    finally:
+        for process in running:
+            _stop(process)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Server:
+    """How one server is started and found."""
+
+    name: str
+    module: str
+    port: int
+    options: tuple[str, ...]
+    environment: dict[str, str]
+    health: str
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return f"{self.module}-server.log"
+
+
+def _prefect(port: int) -> _Server:
+    environment = {"PREFECT_SERVER_API_PORT": str(port)}  # the UI asks the API at the address that the settings name
+    return _Server(name="Prefect", module="prefect", port=port, options=("start",), environment=environment, health="/api/health")
+
+
+def _mlflow(port: int, store: str) -> _Server:
+    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # else eight more processes and 2 GB
+    options = ("--workers", "1", "--backend-store-uri", store)
+    return _Server(name="MLflow", module="mlflow", port=port, options=options, environment=environment, health="/health")
+
+
+def _start(server: _Server, log: Path) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that the whole server goes when it is stopped, and Ctrl-C reaches only us."""
+    address = ("--host", "127.0.0.1", "--port", str(server.port))
+    command = [sys.executable, "-m", server.module, "server", *server.options, *address]
+    with log.open("ab") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | server.environment, start_new_session=True)
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    if server.poll() is not None:
+        return
+    os.killpg(server.pid, signal.SIGTERM)
+    try:
+        server.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _wait_for(server: _Server, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ResourceError(f"{server.name} did not start (exit status {process.returncode}); see {log}")
+        try:
+            if httpx.get(server.url + server.health, timeout=2).is_success:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        time.sleep(0.5)
+    raise ResourceError(f"{server.name} did not answer at {server.url} within {_START_TIMEOUT_S:.0f} s; see {log}")
+
+
+def _refuse_taken_port(server: _Server) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", server.port))
+        except OSError as e:
+            option = f"--{server.module}-port"
+            raise ConfigError(f"{option} {server.port}: the port is taken; choose another, for example {option} {server.port + 1}") from e

@@ -1,0 +1,129 @@
+"""A Prefect server and a process worker of our own on loopback, for tests; nothing of them survives the block."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    env: dict[str, str]
+    home: Path
+
+    def prefect(self, *args: str, cwd: Path) -> str:
+        command = [sys.executable, "-m", "prefect", "--no-prompt", *args]
+        result = subprocess.run(command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=180, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    def post(self, path: str, body: dict) -> dict | list:
+        for _ in range(20):  # SQLite answers 503 now and then
+            reply = httpx.post(f"{self.url}{path}", json=body, timeout=60)
+            if reply.status_code != 503:
+                break
+            time.sleep(0.5)
+        assert reply.is_success, reply.text
+        return reply.json()
+
+    def get(self, path: str) -> dict:
+        reply = httpx.get(f"{self.url}{path}", timeout=60)
+        assert reply.is_success, reply.text
+        return reply.json()
+
+    def start_run(self, flow: str, deployment: str, parameters: dict) -> str:
+        found = self.get(f"/deployments/name/{flow}/{deployment}")
+        return self.post(f"/deployments/{found['id']}/create_flow_run", {"parameters": parameters})["id"]
+
+    def press_retry(self, run_id: str) -> None:
+        """What the UI's Retry button posts."""
+        state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
+        self.post(f"/flow_runs/{run_id}/set_state", {"state": state, "force": True})
+
+    def wait(self, run_id: str, *, timeout_s: float = 240) -> dict:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            run = self.get(f"/flow_runs/{run_id}")
+            if run["state_type"] in FINAL:
+                return run
+            assert time.monotonic() < deadline, f"still {run['state_name']}; {self.log_tail()}"
+            time.sleep(0.5)
+
+    def task_states(self, run_id: str, *, attempt: int) -> dict[str, str]:
+        """Names and states of the task runs of one attempt."""
+        runs = self.post("/task_runs/filter", {"flow_runs": {"id": {"any_": [run_id]}}, "limit": 200})
+        return {r["name"]: r["state_name"] for r in runs if r["flow_run_run_count"] == attempt}
+
+    def logs(self, run_id: str) -> list[str]:
+        rows = self.post("/logs/filter", {"logs": {"flow_run_id": {"any_": [run_id]}}, "limit": 200})
+        return [r["message"] for r in rows]
+
+    def artifact_keys(self, run_id: str) -> set[str]:
+        rows = self.post("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run_id]}}, "limit": 200})
+        return {r["key"] for r in rows if r["key"]}
+
+    def log_tail(self) -> str:
+        return "".join(p.read_text()[-3000:] for p in self.home.glob("*.log"))
+
+
+@contextmanager
+def server_and_worker(home: Path) -> Iterator[Server]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))} | {
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    server = Server(env["PREFECT_API_URL"], env, home)
+    with _process(home / "server.log", env, "server", "start", "--host", "127.0.0.1", "--port", str(port)):
+        _wait_until_healthy(server)
+        server.prefect("work-pool", "create", "klear", "--type", "process", cwd=home)
+        with _process(home / "worker.log", env, "worker", "start", "--pool", "klear"):
+            yield server
+
+
+@contextmanager
+def _process(log: Path, env: dict[str, str], *args: str) -> Iterator[None]:
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", *args], cwd=log.parent, env=env, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait_until_healthy(server: Server) -> None:
+    deadline = time.monotonic() + 180
+    while True:
+        try:
+            if httpx.get(f"{server.url}/health", timeout=2).is_success:
+                return
+        except httpx.HTTPError:
+            pass
+        assert time.monotonic() < deadline, server.log_tail()
+        time.sleep(0.5)

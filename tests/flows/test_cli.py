@@ -1,0 +1,161 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+from klear_command import ROOT, start
+
+from flows.doctor import Check, show_checks
+from klear_core.records import write_shard
+from klear_core.store import LocalStore
+from klear_core.types import Difficulty, Domain, MathReference, Problem
+
+COMMANDS = ("run", "plan", "doctor", "show", "ui", "judge", "bench")
+PROFILES = sorted({file.parent.relative_to(ROOT) for file in (ROOT / "configs").rglob("*.toml")})
+
+
+def test_the_help_lists_every_command(klear):
+    shown = klear("--help")
+    assert shown.status == 0
+    assert all(re.search(rf"^\W*{command}\b", shown.out, re.MULTILINE) for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "doctor"])
+def test_the_help_of_a_command_shows_examples_a_line_each(klear, command):
+    shown = klear(command, "--help")
+    assert shown.status == 0
+    assert re.search(rf"^\W*klear {command} \S+", shown.out, re.MULTILINE)
+
+
+def test_without_a_command_the_help_is_shown(klear):
+    assert "Usage" in klear().out
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=str)
+def test_every_profile_of_the_repository_can_be_planned(klear, monkeypatch, tmp_path, profile):
+    monkeypatch.chdir(ROOT)
+    planned = klear("plan", profile, "--set", f"workspace.root={tmp_path}")
+    assert planned.status == 0, planned.err
+    assert "valid" in planned.out
+    assert "tokens, at most" in planned.out
+
+
+def test_a_dry_run_shows_the_plan_and_makes_nothing(klear, tmp_path):
+    shown = klear("run", ROOT / "configs/smoke", "--dry-run", "--set", f"workspace.root={tmp_path / 'ws'}")
+    assert shown.status == 0
+    assert re.findall(r"^ *(\w+) +run ", shown.out, re.MULTILINE)[:3] == ["benchmarks", "curate", "base"]
+    assert not (tmp_path / "ws").exists()
+
+
+def test_plan_tells_what_an_override_changes(klear, workspace):
+    planned = klear("plan", ROOT / "configs/smoke", "--set", f"workspace.root={workspace}", "--set", "curate.seed_me=1")
+    assert planned.status == 2
+    assert "curate.seed_me: unknown key" in planned.err
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """A store with one artifact of kind `curate`, made of two problems."""
+    problems = [
+        Problem(
+            problem_id=f"p{i}",
+            source="made",
+            domain=Domain.MATH,
+            question=f"{i}+1=?",
+            reference=MathReference(answers=(str(i + 1),)),
+            difficulty=Difficulty.UNKNOWN,
+        )
+        for i in range(2)
+    ]
+    with LocalStore(tmp_path / "artifacts").create("curate", "3f2a91aa") as slot:
+        write_shard(slot.workdir / "problems" / "00000-of-00001.parquet", problems)
+        slot.publish(a_manifest())
+    return tmp_path
+
+
+def a_manifest():
+    from datetime import UTC, datetime
+
+    from klear_core.artifacts import Manifest
+    from klear_core.ledger import LedgerStep
+
+    ledger = LedgerStep(step="read", unit="row", num_in=3, num_out=2, dropped={"no_answer": 1})
+    return Manifest(
+        kind="curate",
+        fingerprint="3f2a91aa",
+        stage="curate",
+        code_version=1,
+        config={},
+        result_config={},
+        inputs=(),
+        git_commit=None,
+        git_dirty=False,
+        versions={},
+        seeds={},
+        counts={"problems": 2},
+        ledger=(ledger,),
+        notes=(),
+        mlflow_run_id=None,
+        created_at=datetime(2026, 1, 1, tzinfo=UTC),
+        attempts=1,
+        wall_s=0.5,
+    )
+
+
+@pytest.mark.parametrize("which", ["curate", "3f2a91", "artifacts/curate/3f2a91aa"])
+def test_an_artifact_is_shown_by_kind_by_fingerprint_or_by_folder(klear, workspace, monkeypatch, which):
+    monkeypatch.chdir(workspace)
+    shown = klear("show", which, "--root", workspace, "--records", 1)
+    assert shown.status == 0, shown.err
+    assert "no_answer 1" in shown.out
+    assert "2 records" in shown.out
+    assert "0+1=?" in shown.out
+    assert "1+1=?" not in shown.out
+
+
+def test_an_artifact_that_is_not_there_is_an_error_that_lists_the_kinds(klear, workspace):
+    shown = klear("show", "sft", "--root", workspace)
+    assert shown.status != 0
+    assert f"no artifact 'sft' under {workspace}" in shown.err
+    assert "curate" in shown.err
+
+
+def test_answers_in_a_file_are_judged(klear, tmp_path):
+    answers = [{"id": n, "response": rf"</think> \boxed{{{n}}}", "reference": {"kind": "math", "answers": ["1"]}} for n in ("1", "2")]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers) + "{half a row\n")
+    shown = klear("judge", tmp_path / "answers.jsonl", "--out", tmp_path / "verdicts.jsonl")
+    assert shown.status == 0, shown.err
+    verdicts = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
+    assert [(v["id"], v["outcome"], v["score"]) for v in verdicts] == [("1", "scored", 1.0), ("2", "scored", 0.0)]
+    assert "full score 1, mean score 0.5000" in shown.out
+    assert "line 3 not JSON" in shown.out
+
+
+def test_the_doctor_says_what_is_there_and_what_to_do(klear):
+    told = klear("doctor")
+    assert told.status == 0
+    assert all(what in told.out for what in ("Python", "torch", "ray", "sandbox", "memory", "disk"))
+
+
+def test_the_doctor_shows_commands_with_brackets_as_they_must_be_typed(capsys):
+    show_checks([Check(name="vLLM", found="no", is_good=False, fix="pip install -e '.[gpu]'")])
+    assert "'.[gpu]'" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_parts_of_the_pipeline_run_by_themselves_on_what_exists(tmp_path):
+    def run(*args: str) -> tuple[int, str]:
+        where = ("--set", f"workspace.root={tmp_path / 'ws'}", "--set", "workspace.retries=0")
+        command = start("run", "configs/smoke", *args, *where, log=tmp_path / "log")
+        return command.wait(), command.output
+
+    status, shown = run("--only", "distill")
+    assert status != 0
+    assert "stage 'distill' needs 'curate'" in shown
+    assert "Traceback" not in shown
+    status, shown = run("--until", "curate")
+    assert (status, re.findall(r"✓ (\w+)", shown)) == (0, ["benchmarks", "curate"])
+    status, shown = run("--from", "curate", "--until", "base")
+    assert (status, re.findall(r"([=✓]) (\w+)", shown)) == (0, [("=", "curate"), ("✓", "base")])
+    status, shown = run("--only", "curate")
+    assert (status, re.findall(r"([=✓]) (\w+)", shown)) == (0, [("=", "curate")])

@@ -1,0 +1,196 @@
+"""What goes wrong outside the code ends in one message that names what was wrong and what to do, and loses nothing that was done."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from klear_command import ROOT, Command, start
+
+from klear_core.artifacts import read_manifest
+from klear_core.records import read_shards
+from klear_core.store import LocalStore
+from klear_core.types import Dropped
+
+SMOKE = ROOT / "configs" / "smoke"
+
+
+def is_one_message(err: str) -> bool:
+    """One error, and no traceback."""
+    return err.count("error:") == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("sft.optim.lrr=1", r"sft\.optim\.lrr: unknown key; did you mean lr\?"),
+        ("rl.loss.eps_hihg=0.3", r"rl\.loss\.eps_hihg: unknown key; did you mean eps_high\?"),
+        ("sft.num_epochs=two", r"sft\.num_epochs = 'two': .*integer"),
+        ("sft.num_epochs=0", r"sft\.num_epochs = 0: .*greater than or equal to 1"),
+        ("rl.loss.kind=ppo", r"'ppo'.*'gppo', 'clip', 'cispo', 'gspo'"),
+        ("seed", r"--set 'seed': expected key\.path=value, for example"),
+        ("seed.x=1", r"--set 'seed\.x=1': seed is 0, not a table"),
+        ("model.max_position_embeddings=32", r"sft\.max_tokens = 96 is more than model\.max_position_embeddings = 32"),
+        ('curate.sources=["no/such.jsonl"]', r"curate\.sources: no/such\.jsonl: no such file"),
+        ("workspace.root=/proc/klear", r"workspace\.root = '/proc/klear': .*not a folder that can be written to|/proc"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_the_fix(klear, tmp_path: Path, override: str, told: str):
+    where = () if override.startswith("workspace") else ("--set", f"workspace.root={tmp_path / 'ws'}")
+    ended = klear("run", SMOKE, *where, "--set", override)
+    assert ended.status == 2
+    assert re.search(told, ended.err), ended.err
+    assert is_one_message(ended.err)
+    assert not (tmp_path / "ws").exists()
+
+
+def test_a_missing_profile_is_an_error_that_lists_those_that_are_there(klear, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    ended = klear("run", "configs/smokey")
+    assert ended.status == 2
+    assert "configs/smokey: no such profile folder" in ended.err
+    assert "configs/smoke" in ended.err
+    assert is_one_message(ended.err)
+
+
+def test_a_profile_that_is_no_toml_is_named_with_the_line(klear, tmp_path: Path):
+    (tmp_path / "run.toml").write_text("seed = 0\nsft = {\n")
+    ended = klear("plan", tmp_path)
+    assert ended.status == 2
+    assert f"{tmp_path / 'run.toml'}: not valid TOML" in ended.err
+    assert "line 2" in ended.err
+
+
+def test_an_unknown_stage_is_an_error_that_lists_the_stages(klear, tmp_path: Path):
+    ended = klear("run", SMOKE, "--only", "train", "--set", f"workspace.root={tmp_path / 'ws'}")
+    assert ended.status == 2
+    assert "'train'" in ended.err
+    assert "distill" in ended.err
+    assert is_one_message(ended.err)
+
+
+def test_a_judge_that_gets_no_file_or_nothing_to_judge_says_so(klear, tmp_path: Path):
+    ended = klear("judge", tmp_path / "none.jsonl")
+    assert (ended.status, is_one_message(ended.err)) == (2, True)
+    assert "none.jsonl: cannot be read" in ended.err
+    (tmp_path / "odd.jsonl").write_text('{"id": "1"}\n')
+    ended = klear("judge", tmp_path / "odd.jsonl")
+    assert ended.status == 2
+    assert "none of its 1 rows could be judged" in ended.err
+
+
+# ---- errors in the middle of a run
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    """What a test starts and puts here ends with it."""
+    started: list[Command] = []
+    yield started
+    for command in started:
+        command.end()
+
+
+def run(root: Path, *overrides: str, until: str, log: Path) -> Command:
+    settings = [part for o in (f"workspace.root={root}", *overrides) for part in ("--set", o)]
+    return start("run", "configs/smoke", "--until", until, *settings, log=log)
+
+
+SMALL = 'curate.sources=[{kind="procedural", split="train", modulus=6, num_operations=[2, 3], num_problems=96}]'
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_broken_row_in_the_middle_of_a_source_is_dropped_by_name_and_the_others_are_used(tmp_path: Path, commands: list[Command]):
+    rows = [json.dumps({"question": f"What is {n} + {n}?", "answer": f"They are {2 * n}.\n#### {2 * n}"}) for n in range(40)]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join([*rows[:20], '{"question": "What is', *rows[20:]]) + "\n")
+    commands.append(run(tmp_path / "ws", f'curate.sources=["{source}"]', until="curate", log=tmp_path / "log"))
+    assert commands[0].wait() == 0, commands[0].output
+    assert "rows 41, problems 40" in commands[0].output
+    (folder,) = LocalStore(tmp_path / "ws" / "artifacts").folders("curate")
+    assert read_manifest(folder).ledger[0].dropped == {"not_json": 1}
+    assert [d.problem_id for d in read_shards(folder / "dropped", Dropped)] == [f"{source}:21"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_teacher_that_cannot_be_reached_is_named_and_what_was_done_stays(tmp_path: Path, commands: list[Command]):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/v1"
+    teacher = f'distill.teacher={{kind="http", base_url="{url}", model="none", runtime={{max_retries=0}}}}'
+    commands.append(run(tmp_path / "ws", SMALL, teacher, "workspace.retries=0", until="distill", log=tmp_path / "log"))
+    assert commands[0].wait() not in (0, 130)
+    output = commands[0].output
+    assert url in output
+    assert is_one_message(output), output
+    assert {f.parent.name for f in LocalStore(tmp_path / "ws" / "artifacts").folders()} == {"benchmarks", "curate", "base"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A workspace whose artifacts lie on a disk of 400 kB: room for problems, none for a model of 480 kB."""
+    disk = tmp_path / "ws" / "artifacts"
+    disk.mkdir(parents=True)
+    if mount("-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)):
+        pytest.skip("mounting is not permitted here")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def mount(*args: str) -> int:
+    return subprocess.run(["mount", *args], capture_output=True, check=False).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_full_disk_is_said_with_the_place_and_the_run_goes_on_once_there_is_room(
+    tmp_path: Path, small_disk: Path, commands: list[Command]
+):
+    commands.append(run(tmp_path / "ws", SMALL, "workspace.retries=0", until="base", log=tmp_path / "first"))
+    assert commands[0].wait() == 1
+    output = commands[0].output
+    assert re.search(rf"{small_disk}.*(disk|space)|(disk|space).*{small_disk}", output), output
+    assert is_one_message(output), output
+    assert "✓ curate" in output
+
+    assert mount("-o", "remount,size=50m", str(small_disk)) == 0
+    commands.append(run(tmp_path / "ws", SMALL, until="base", log=tmp_path / "second"))
+    assert commands[1].wait() == 0, commands[1].output
+    assert "= curate" in commands[1].output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_rollout_actors_are_replaced_until_there_were_too_many(tmp_path: Path, commands: list[Command]):
+    """With no replacement allowed it is an error that names the actor; run again with the default it ends well."""
+    small = (SMALL, "sft.max_steps=10", "sft.rows_per_step=8", "rl.num_steps=4", "rl.rollout.groups_per_step=4", "workspace.retries=0")
+
+    def begun() -> list[Path]:
+        return [f for f in (tmp_path / "ws" / "artifacts" / ".building").glob("rl-*/work/metrics.jsonl") if f.stat().st_size]
+
+    commands.append(run(tmp_path / "ws", *small, "rl.runtime.max_restarts=0", until="rl", log=tmp_path / "first"))
+    commands[0].until(lambda: bool(begun()))
+    for actor in rollout_actors(commands[0])[:1]:
+        actor.kill()
+    assert commands[0].wait() not in (0, 130)
+    output = commands[0].output
+    assert re.search(r"rollout actor \d was lost; runtime\.max_restarts = 0", output), output
+    assert is_one_message(output), output
+    assert commands[0].left_over(within_s=30) == []
+
+    commands.append(run(tmp_path / "ws", *small, until="rl", log=tmp_path / "second"))
+    assert commands[1].wait() == 0, commands[1].output
+    assert "= sft" in commands[1].output
+
+
+def rollout_actors(command: Command) -> list[psutil.Process]:
+    return [p for p in psutil.Process(command.process.pid).children(recursive=True) if "ray::RolloutActor" in " ".join(p.cmdline())]

@@ -1,0 +1,139 @@
+"""With a real server and a real worker: what a team does from the UI and the command line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect_server import ROOT, Server, server_and_worker
+
+from klear_core.artifacts import read_manifest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SETTINGS = {
+    "benchmarks": [{"name": "heldout", "source": {"kind": "procedural", "split": "heldout", "num_problems": 8}}],
+    "curate": {"sources": [{"kind": "procedural", "num_problems": 32}]},
+    "sft": {"optim": {"lr": 1e-3}, "num_epochs": 1, "rows_per_step": 16, "max_tokens": 256, "dtype": "float32"},
+}
+
+DEMO = """
+import json, sys
+from pathlib import Path
+
+from prefect import flow
+
+from flows.execute import run_stages
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.ledger import StageSummary
+from tasks.all import TASKS
+from tasks.stage import run_stage
+from tasks.task import stage_task
+
+
+@stage_task
+def rl(info, job, inputs):
+    def body(*, workdir, telemetry):
+        import fragile
+
+        telemetry.log({"rl/reward/mean": 0.5}, step=1)
+        fragile.train(workdir)
+        return StageSummary(counts={"steps": 1})
+
+    return run_stage(info, job, inputs, body)
+
+
+TASKS["rl"] = rl  # real stages but for this one, which can be broken
+
+
+@flow(name="demo", persist_result=False)
+def demo(settings: PipelineConfig):
+    run_stages(settings, until="rl")
+"""
+BROKEN = "def train(workdir):\n    raise TypeError('a bug in the RL stage')\n"
+FIXED = "def train(workdir):\n    (workdir / 'model').write_text('trained')\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with server_and_worker(tmp_path_factory.mktemp("prefect")) as running:
+        yield running
+
+
+def made_at(workspace: Path) -> dict[str, str]:
+    folders = [f.parent for f in (workspace / "artifacts").glob("*/*/manifest.json")]
+    return {read_manifest(f).stage: read_manifest(f).created_at.isoformat() for f in folders}
+
+
+def test_retry_from_the_ui_runs_only_what_had_failed_also_after_its_code_was_fixed(server: Server, tmp_path: Path):
+    (tmp_path / "demo.py").write_text(DEMO)
+    (tmp_path / "fragile.py").write_text(BROKEN)
+    pool = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["pool"]
+    deployment = {"name": "demo", "entrypoint": "demo.py:demo", "work_pool": pool}
+    (tmp_path / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [deployment]}))
+    server.prefect("deploy", "--all", cwd=tmp_path)
+    workspace = tmp_path / "ws"
+
+    run_id = server.start_run("demo", "demo", {"settings": SETTINGS | {"workspace": {"root": str(workspace)}}})
+    assert server.wait(run_id)["state_type"] == "FAILED", server.logs(run_id)
+    finished = ["benchmarks", "curate", "base", "distill", "sft"]
+    assert server.task_states(run_id, attempt=1) == dict.fromkeys(finished, "Completed") | {"rl": "Failed"}
+    before = made_at(workspace)
+    assert before.keys() == set(finished)
+
+    (tmp_path / "fragile.py").write_text(FIXED)
+    server.press_retry(run_id)
+    run = server.wait(run_id)
+    assert (run["state_type"], run["run_count"]) == ("COMPLETED", 2), server.logs(run_id)
+    assert server.task_states(run_id, attempt=2) == dict.fromkeys(finished, "Cached") | {"rl": "Completed"}
+    after = made_at(workspace)
+    assert {name: after[name] for name in finished} == before
+    assert mlflow_children(workspace) == dict.fromkeys([*finished, "rl"], 1)
+    assert {"klear-sft", "klear-rl", "klear-curate-ledger"} <= server.artifact_keys(run_id)
+    assert any("sft: made" in line for line in server.logs(run_id))  # the core's and the tasks' logs are in the run's
+
+
+def mlflow_children(workspace: Path) -> dict[str, int]:
+    """Runs by stage; all have one parent, and it links to Prefect."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{workspace}/mlflow/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("klear").experiment_id])
+    (parent,) = [r for r in runs if "klear.stage" not in r.data.tags]
+    children = [r for r in runs if r is not parent]
+    assert {r.data.tags["mlflow.parentRunId"] for r in children} == {parent.info.run_id}
+    assert {r.info.status for r in runs} == {"FINISHED"}
+    assert "/runs/flow-run/" in parent.data.tags["prefect.flow_run_url"]
+    stages = [r.data.tags["klear.stage"] for r in children]
+    return {s: stages.count(s) for s in stages}
+
+
+def test_deployments_take_parameters_from_the_command_line_and_from_the_form(server: Server, tmp_path: Path):
+    server.prefect("deploy", "--all", cwd=ROOT)
+    root = {"workspace": {"root": str(tmp_path)}}
+
+    overrides = json.dumps([f"workspace.root={tmp_path}", "model.num_layers=1"])
+    flat = ["-p", "profile=smoke", "-p", f"overrides={overrides}", "-p", "only=base"]
+    server.prefect("deployment", "run", "klear/pipeline", *flat, "--watch", cwd=ROOT)
+
+    nested = json.dumps({"profile": "smoke", "settings": root | {"seed": 7}})
+    server.prefect("deployment", "run", "klear-base/base", "--params", nested, "--watch", cwd=ROOT)
+
+    settings = root | {"seed": 8, "model": {"kind": "tiny", "num_layers": 2}}
+    run_id = server.start_run(
+        "klear", "pipeline", {"profile": "smoke", "settings": settings, "overrides": [], "until": None, "only": "base"}
+    )
+    assert server.wait(run_id)["name"] == "smoke-seed8-gppo"
+
+    folders = [f.parent for f in (tmp_path / "artifacts").glob("base/*/manifest.json")]
+    made = {(read_manifest(f).config["seed"], read_manifest(f).config["model"]["num_layers"]) for f in folders}
+    assert made == {(0, 1), (7, 2), (8, 2)}
+
+
+def test_a_parameter_out_of_bounds_is_refused_at_once(server: Server):
+    import httpx
+
+    found = server.get("/deployments/name/klear/pipeline")
+    reply = httpx.post(f"{server.url}/deployments/{found['id']}/create_flow_run", json={"parameters": {"settings": {"seed": -1}}})
+    assert reply.status_code == 409

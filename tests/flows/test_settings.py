@@ -1,0 +1,51 @@
+from pathlib import Path
+
+import pytest
+
+from flows.settings import resolve
+from klear_core.config.distill import ProceduralTeacherConfig
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.errors import ConfigError
+
+PROFILE = """
+seed = 3
+[sft]
+num_epochs = 2
+optim = { lr = 1e-3, warmup_steps = 5 }
+[distill.teacher]
+slip_rate = 0.1
+"""
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    (tmp_path / "profile.toml").write_text(PROFILE)
+    return str(tmp_path)
+
+
+def test_a_nested_setting_given_alone_leaves_the_rest_of_the_profile_as_it_is(profile: str):
+    given = PipelineConfig.model_validate({"sft": {"optim": {"lr": 2e-3}}})
+    config = resolve(profile, [], given)
+    assert (config.seed, config.sft.num_epochs, config.sft.optim.lr, config.sft.optim.warmup_steps) == (3, 2, 2e-3, 5)
+
+
+def test_a_setting_of_a_tagged_union_is_laid_over_the_profiles(profile: str):
+    given = PipelineConfig.model_validate({"distill": {"teacher": {"kind": "procedural", "blind_spot_rate": 0.2}}})
+    teacher = resolve(profile, [], given).distill.teacher
+    assert teacher == ProceduralTeacherConfig(slip_rate=0.1, blind_spot_rate=0.2)
+
+
+def test_overrides_win_over_settings_and_these_over_the_profile(profile: str):
+    config = resolve(profile, ["seed=5", "sft.num_epochs=7"], PipelineConfig.model_validate({"seed": 4, "sft": {"num_epochs": 6}}))
+    assert (config.seed, config.sft.num_epochs) == (5, 7)
+
+
+def test_without_a_profile_the_settings_stand_alone(profile: str):
+    assert resolve(None, [], PipelineConfig(seed=9)) == PipelineConfig(seed=9)
+    with pytest.raises(ConfigError):
+        resolve(None, ["seed=1"], None)
+
+
+def test_an_unknown_override_names_the_key(profile: str):
+    with pytest.raises(ConfigError, match=r"sft\.num_epoch.*did you mean num_epochs"):
+        resolve(profile, ["sft.num_epoch=1"], None)
