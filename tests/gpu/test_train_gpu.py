@@ -1,0 +1,92 @@
+"""The GPU side of training: the variable-length kernel, the fused head and a bf16 step, against float32 or float64."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "train"))
+from tiny_models import random_rows, tiny_base
+
+from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
+from klear_core.metrics import NullTelemetry
+from klear_core.sft.loss import sft_objective
+from klear_core.train.attention import layout_for
+from klear_core.train.base import model_folder
+from klear_core.train.checkpoint import Checkpoints
+from klear_core.train.logps import fused_loss, token_logps
+from klear_core.train.model import load_model
+from klear_core.train.packing import pack
+from klear_core.train.parallel import parallelise, run_ranks
+from klear_core.train.step import Updater
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return model_folder(tiny_base(tmp_path_factory.mktemp("base")))
+
+
+def logps_of(policy, rows, layout):
+    found = {}
+    for micro in pack(rows, layout=layout, tokens_per_microbatch=1 << 16, device="cuda").micros:
+        out = policy(micro, lambda h, w, m=micro: token_logps(h, w, m.target_N))
+        found.update(zip(micro.rows, out.logp_N.detach().split(micro.counts), strict=True))
+    return [found[i] for i in range(len(rows))]
+
+
+def test_half_precision_on_cuda_takes_the_varlen_layout():
+    assert layout_for(torch.device("cuda"), torch.bfloat16) == "varlen"
+    assert layout_for(torch.device("cuda"), torch.float32) == "padded"
+
+
+def test_rows_in_one_line_have_the_log_probs_that_they_have_alone(folder):
+    policy = load_model(folder, device="cuda", dtype="bfloat16")
+    rows = random_rows([5, 31, 12, 48, 7])
+    together = logps_of(policy, rows, "varlen")
+    for i, row in enumerate(rows):
+        torch.testing.assert_close(together[i], logps_of(policy, [row], "varlen")[0], atol=2e-2, rtol=0)
+
+
+def test_the_varlen_kernel_agrees_with_padded_float32(folder):
+    rows = random_rows([5, 31, 12, 48, 7])
+    half = logps_of(load_model(folder, device="cuda", dtype="bfloat16"), rows, "varlen")
+    full = logps_of(load_model(folder, device="cuda"), rows, "padded")
+    for a, b in zip(half, full, strict=True):
+        torch.testing.assert_close(a, b, atol=0.1, rtol=0)
+
+
+def test_the_fused_head_equals_float64_over_several_chunks():
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(100, 64, generator=g).cuda().requires_grad_()
+    w = torch.randn(5000, 64, generator=g).cuda().requires_grad_()
+    target = torch.randint(5000, (100,), generator=g).cuda()
+    loss = fused_loss(h, w, target, lambda lp, _e, _at: -lp / 100, max_logits=30 * 5000).loss
+    want = torch.nn.functional.cross_entropy(h.double() @ w.double().T, target)
+    torch.testing.assert_close(loss.double(), want, atol=1e-4, rtol=0)
+    for a, b in zip(torch.autograd.grad(loss, (h, w)), torch.autograd.grad(want, (h, w)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def train(folder, checkpoints, world, telemetry):
+    policy = parallelise(load_model(folder, device=world.device), world, dtype="bfloat16", activation_checkpointing=True)
+    updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=8)
+    rows = random_rows([20, 31, 12])
+    losses = []
+    for step in range(8):
+        batch = pack(rows, layout="varlen", tokens_per_microbatch=40, device=world.device)
+        losses.append(updater.step(batch, sft_objective(rows, "token"), step=step).loss)
+    kept = Checkpoints(checkpoints, CheckpointConfig(asynchronous=True), world)
+    kept.save(8, policy, updater.optimizer, {})
+    kept.wait()
+    assert kept.load_latest(policy, updater.optimizer) == (8, {})
+    return losses, {p.dtype for p in policy.parameters()}
+
+
+def test_bf16_steps_lower_the_loss_and_keep_float32_weights(folder, tmp_path):
+    losses, dtypes = run_ranks(partial(train, folder, tmp_path), TrainRuntime(device="cuda"), NullTelemetry())
+    assert losses[-1] < 0.8 * losses[0]
+    assert dtypes == {torch.float32}
