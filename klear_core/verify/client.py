@@ -17,7 +17,7 @@ from klear_core.types import Verdict
 from klear_core.verify.work import Fault, Task
 
 _LOG = logging.getLogger(__name__)
-_STOP_GRACE_S = 5.0
+_STOP_GRACE_S = 20.0  # on a loaded machine ending all jails takes seconds
 
 
 class JudgeClient:

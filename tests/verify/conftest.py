@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from verify_builders import code_config
 
-from klear_core.config.verify import VerifyConfig, VerifyRuntime
+from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.errors import SandboxError
 from klear_core.verify import JudgePool, build_verifier
 
@@ -32,6 +32,6 @@ def code_pool(sandbox_name: str) -> Iterator[JudgePool]:
 
 @pytest.fixture(scope="session")
 def math_pool() -> Iterator[JudgePool]:
-    """One pool for all tests of math under the default settings."""
-    with build_verifier(VerifyConfig(runtime=VerifyRuntime(math_workers=2))) as pool:
+    """One pool for all tests of math: the default settings, and so much time that none runs out of it on a slow machine."""
+    with build_verifier(VerifyConfig(math=MathConfig(timeout_s=60.0), runtime=VerifyRuntime(math_workers=2))) as pool:
         yield pool

@@ -1,7 +1,8 @@
 # ruff: noqa: E501
 """Programs that attack the machine or the verdict. The task is to add two integers; the score each one honestly earns is 0.
 
-`SCRIPTS` read standard input, `CALLS` are judged by calls of `add`, `ASSERTED` by assertions on `add`.
+`SCRIPTS` read standard input, `CALLS` are judged by calls of `add`, `ASSERTED` by assertions on `add`. `SPINNING` programs burn CPU
+and `WAITING` ones wall clock until a limit ends them; all others end by themselves.
 """
 
 SCRIPTS = {
@@ -9,7 +10,7 @@ SCRIPTS = {
     "quiet fork bomb": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
     "memory bomb": "x = []\nwhile True:\n    x.append(bytearray(1 << 24))",
     "memory bomb in many processes": (
-        "import os, time\nfor _ in range(30):\n    try:\n        if os.fork() == 0:\n            x = bytearray(900 << 20)\n"
+        "import os, time\nfor _ in range(30):\n    try:\n        if os.fork() == 0:\n            x = bytearray(100 << 20)\n"
         "            for i in range(0, len(x), 4096): x[i] = 1\n            time.sleep(60)\n    except (OSError, MemoryError):\n        pass\n"
         "time.sleep(60)"
     ),
@@ -140,3 +141,9 @@ ASSERTED = {
     "tests in the traceback": "import traceback, sys\ndef add(a, b):\n    for f, _ in traceback.walk_stack(None):\n        for v in f.f_locals.values():\n            if isinstance(v, str) and 'assert' in v: return int(v.split('==')[1])\n    return -77",
     "optimised away": "import sys\nsys.flags = None\n__debug__ if True else 0\ndef add(a, b):\n    return -77",
 }  # fmt: skip
+
+SPINNING = {
+    "quiet fork bomb", "memfd bomb", "endless loop", "catastrophic C call", "signals ignored", "signals blocked", "deep recursion in C",
+    "CPU in children", "quits in a thread", "endless result", "huge integer",
+}  # fmt: skip
+WAITING = {"endless sleep", "thread bomb", "thread that never ends", "stops itself", "os.execv", "sudo and friends", "half a frame"}

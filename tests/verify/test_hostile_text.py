@@ -10,6 +10,7 @@ from klear_core.verify.math_rules import decide, prose_verdict
 from klear_core.verify.math_text import Answer, find_answer
 
 MEGABYTE = 1 << 20
+LITTLE_S = 20.0  # of CPU time; they take a tenth of a second, and backtracking through a megabyte would take days
 TEXTS = {
     "fence that does not end": "```" + "a" * MEGABYTE + "`",
     "fences": "```\n" * (MEGABYTE // 4),
@@ -41,11 +42,11 @@ def test_reading_a_math_answer_takes_little_time(gold: str, name: str) -> None:
     answer = find_answer(TEXTS[name], MathConfig())
     if isinstance(answer, Answer):
         (prose_verdict if answer.is_prose else decide)((gold,), answer, MathConfig())
-    assert time.process_time() - started < 1.0
+    assert time.process_time() - started < LITTLE_S
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_finding_a_program_takes_little_time(name: str) -> None:
     started = time.process_time()
     find_program(TEXTS[name], CodeConfig())
-    assert time.process_time() - started < 1.0
+    assert time.process_time() - started < LITTLE_S

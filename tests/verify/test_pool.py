@@ -13,12 +13,13 @@ import psutil
 import pytest
 from verify_builders import ADD_STDIN, boxed, code_config, fenced, math_problem, problem, stdin_reference
 
-from klear_core.config.verify import SandboxConfig, VerifyConfig, VerifyRuntime
+from klear_core.config.verify import MathConfig, SandboxConfig, VerifyConfig, VerifyRuntime
 from klear_core.errors import JudgeError, SandboxError
 from klear_core.types import Outcome, Verdict
 from klear_core.verify import JudgeHealth, JudgePool, build_verifier
 
-ONE_WORKER = VerifyConfig(runtime=VerifyRuntime(math_workers=1, code_workers=1))
+ONE_WORKER = VerifyConfig(math=MathConfig(timeout_s=60.0), runtime=VerifyRuntime(math_workers=1, code_workers=1))
+PATIENCE_S = 120.0
 HALF_RIGHT = "a, b = map(int, input().split())\nprint(3)"
 
 
@@ -57,8 +58,8 @@ def test_easy_verdicts_start_no_process() -> None:
 def test_the_first_verdict_comes_before_the_last_answer_is_submitted() -> None:
     with build_verifier(ONE_WORKER) as pool:
         first = pool.submit(math_problem("1/2"), boxed("0.5"))
-        assert first.result(timeout=30).score == 1.0
-        assert pool.submit(math_problem("1/3"), boxed(r"\frac{2}{6}")).result(timeout=30).score == 1.0
+        assert first.result(timeout=PATIENCE_S).score == 1.0
+        assert pool.submit(math_problem("1/3"), boxed(r"\frac{2}{6}")).result(timeout=PATIENCE_S).score == 1.0
 
 
 def test_async_judging_overlaps() -> None:
@@ -89,12 +90,14 @@ def test_a_judging_process_that_is_killed_is_replaced_and_the_answer_judged() ->
 
 def test_a_worker_that_is_killed_is_replaced_and_the_answer_judged(sandbox_name: str) -> None:
     with build_verifier(code_config()) as pool:
-        slow = pool.submit(problem(stdin_reference(("", "1\n"))), fenced("import time\ntime.sleep(1)\nprint(1)"))
-        deadline = time.monotonic() + 20
-        while not (workers := [p for p in server_of(pool).children() if p.children()]) and time.monotonic() < deadline:
+        pool.prove_sandbox()  # from here on only workers start jails
+        server = server_of(pool)
+        slow = pool.submit(problem(stdin_reference(("", "1\n"))), fenced("import time\ntime.sleep(2)\nprint(1)"))
+        deadline = time.monotonic() + PATIENCE_S
+        while not (workers := [p for p in server.children() if p.children()]) and time.monotonic() < deadline:
             time.sleep(0.02)
         os.kill(workers[0].pid, signal.SIGKILL)
-        assert slow.result(timeout=60).score == 1.0
+        assert slow.result(timeout=PATIENCE_S).score == 1.0
 
 
 def test_closing_twice_and_judging_again_is_fine() -> None:
@@ -109,9 +112,9 @@ def test_closing_twice_and_judging_again_is_fine() -> None:
 def test_nothing_runs_on_when_the_caller_is_killed() -> None:
     script = (
         "from klear_core.verify import build_verifier\nfrom klear_core.config.verify import *\nfrom klear_core.types import *\nimport time\n"
-        "pool = build_verifier(VerifyConfig(runtime=VerifyRuntime(math_workers=1)))\n"
+        "pool = build_verifier(VerifyConfig(math=MathConfig(timeout_s=60.0), runtime=VerifyRuntime(math_workers=1)))\n"
         "p = Problem(problem_id='p', source='s', domain=Domain.MATH, question='', reference=MathReference(answers=('1/2',)), difficulty=Difficulty.EASY)\n"
-        "pool.judge(p, '</think>0.5')\nprint(pool._client._process.pid, flush=True)\ntime.sleep(100)"
+        "pool.judge(p, '</think>0.5')\nprint(pool._client._process.pid, flush=True)\ntime.sleep(1000)"
     )
     caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
@@ -119,7 +122,7 @@ def test_nothing_runs_on_when_the_caller_is_killed() -> None:
     family = [server, *server.children(recursive=True)]
     caller.kill()
     caller.wait()
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
 
 
