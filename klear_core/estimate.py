@@ -21,6 +21,7 @@ class ModelSize:
     """The numbers that memory follows from."""
 
     num_params: int
+    num_heads: int
     hidden_size: int
     num_layers: int
     kv_values_per_token: int
@@ -54,6 +55,7 @@ def model_size(config: PipelineConfig) -> ModelSize | None:
             kv = 2 * m.num_layers * m.num_kv_heads * m.head_dim
             return ModelSize(
                 num_params=_BYTE_VOCAB * m.hidden_size + m.num_layers * layer,
+                num_heads=m.num_heads,
                 hidden_size=m.hidden_size,
                 num_layers=m.num_layers,
                 kv_values_per_token=kv,
@@ -80,7 +82,11 @@ def _size_of_hf(raw: dict[str, int]) -> ModelSize:
     layer = head_dim * (2 * heads + 2 * kv_heads) * hidden + 3 * hidden * raw["intermediate_size"]
     embeddings = raw["vocab_size"] * hidden * (1 if raw.get("tie_word_embeddings") else 2)
     return ModelSize(
-        num_params=embeddings + layers * layer, hidden_size=hidden, num_layers=layers, kv_values_per_token=2 * layers * kv_heads * head_dim
+        num_params=embeddings + layers * layer,
+        num_heads=heads,
+        hidden_size=hidden,
+        num_layers=layers,
+        kv_values_per_token=2 * layers * kv_heads * head_dim,
     )
 
 
@@ -162,9 +168,10 @@ def _train_memory_gb(size: ModelSize | None, runtime: TrainRuntime, *, is_bf16: 
     """Weights, gradients and Adam moments, sharded over the workers, and activations of one micro-batch.
 
     Per token and layer about 34 values of the hidden size are kept (Korthikanti et al., arXiv 2205.05198, without the
-    attention scores), 2 with activation checkpointing.
+    attention scores), 2 with activation checkpointing; context parallelism shares the tokens out.
     """
     if size is None:
         return None
-    values = (2 if runtime.activation_checkpointing else 34) * size.hidden_size * size.num_layers * runtime.tokens_per_microbatch
+    num_tokens = runtime.tokens_per_microbatch / runtime.context_parallel
+    values = (2 if runtime.activation_checkpointing else 34) * size.hidden_size * size.num_layers * num_tokens
     return (size.num_params * _TRAIN_BYTES_PER_PARAM / runtime.num_workers + values * (2 if is_bf16 else 4)) / 1e9

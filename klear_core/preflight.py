@@ -12,8 +12,9 @@ from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.train import HfModelConfig, TinyModelConfig
+from klear_core.config.train import HfModelConfig, TinyModelConfig, TrainRuntime
 from klear_core.errors import ConfigError, DataError
+from klear_core.estimate import model_size
 
 _MIN_FREE_GB = 1.0
 
@@ -28,6 +29,7 @@ def problems_with(config: PipelineConfig) -> list[str]:
                 *_teacher_problems(config),
                 *_length_problems(config),
                 *_engine_problems(config),
+                *_context_problems(config),
                 *_domain_problems(config),
                 *_workspace_problems(config),
             ]
@@ -90,6 +92,17 @@ def _engine_problems(config: PipelineConfig) -> Iterator[str]:
             yield f"{key}.kind = 'vllm' needs model.head_dim of 32 or more, not {config.model.head_dim}"
         if isinstance(engine, TorchEngineConfig) and config.evaluate.sampling.max_new_tokens > 8192 and key.startswith("evaluate"):
             yield f"{key}.kind = 'torch' keeps a static cache; for answers of more than 8192 tokens use kind = 'vllm'"
+
+
+def _context_problems(config: PipelineConfig) -> Iterator[str]:
+    size = model_size(config)
+    runtimes: dict[str, TrainRuntime] = {"sft": config.sft.runtime} | {name: rl.runtime for name, rl in _rl_stages(config)}
+    for stage, runtime in runtimes.items():
+        try:
+            if size is not None:
+                runtime.check_heads(size.num_heads, "the model")
+        except ConfigError as e:
+            yield f"{stage}.{e}"
 
 
 def _domain_problems(config: PipelineConfig) -> Iterator[str]:

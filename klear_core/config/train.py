@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from klear_core.config.base import Settings
+from klear_core.errors import ConfigError
 
 
 class TinyModelConfig(Settings):
@@ -66,8 +67,28 @@ class TrainRuntime(Settings):
     """CPU threads of the learner."""
     num_workers: int = Field(default=1, ge=1)
     """Learner processes (FSDP2 ranks)."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Learner processes that share one row, each with its slice of the tokens, so that longer rows fit (Ulysses).
+
+    Must divide num_workers and the model's attention heads; activations of a process fall by about this factor."""
     tokens_per_microbatch: int = Field(default=16_384, ge=1)
+    """Rows are packed up to this many tokens, a longer one alone; with context_parallel a process computes its share of them."""
     activation_checkpointing: bool = False
     checkpoint: CheckpointConfig = CheckpointConfig()
     max_nonfinite_steps: int = Field(default=5, ge=0)
     """More skipped steps than this stop the stage."""
+
+    @model_validator(mode="after")
+    def _contexts_are_whole(self) -> TrainRuntime:
+        if self.num_workers % self.context_parallel:
+            raise ValueError(f"context_parallel {self.context_parallel} does not divide num_workers {self.num_workers}")
+        return self
+
+    def check_heads(self, num_heads: int, model: object) -> None:
+        """ConfigError if a model's query heads cannot be shared out evenly over `context_parallel` processes."""
+        if num_heads % self.context_parallel:
+            allowed = ", ".join(str(c) for c in range(1, num_heads + 1) if num_heads % c == 0)
+            raise ConfigError(
+                f"runtime.context_parallel = {self.context_parallel} does not divide the {num_heads} attention heads of {model}; "
+                f"allowed: {allowed}"
+            )

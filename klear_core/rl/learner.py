@@ -23,7 +23,7 @@ from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints, Counters
 from klear_core.train.flops import FlopCount, peak_flops
 from klear_core.train.logps import token_logps
-from klear_core.train.model import DTYPES, Policy, export_model, load_model
+from klear_core.train.model import DTYPES, Policy, export_model, load_model, num_heads
 from klear_core.train.packing import MicroBatch, PackedBatch, pack
 from klear_core.train.parallel import World, full_weights, parallelise
 from klear_core.train.step import StepResult, Updater, keep_bad_batch
@@ -51,6 +51,7 @@ class Learner:
         self._seed = seed
         self._workdir = workdir
         self._world = world
+        cfg.runtime.check_heads(num_heads(model_folder(model)), model_folder(model))
         self._num_skipped = 0
         self._policy = self._load()
         self._reference = self._load().requires_grad_(False) if cfg.kl_coef > 0 else None
@@ -119,8 +120,9 @@ class Learner:
             layout=layout_for(self._world.device, DTYPES[cfg.dtype]),
             tokens_per_microbatch=cfg.runtime.tokens_per_microbatch,
             device=self._world.device,
-            rank=self._world.rank,
-            num_ranks=self._world.size,
+            rank=self._world.data_rank,
+            num_ranks=self._world.num_data_ranks,
+            context=self._world.context,
         )
         counts = Denominators.of(rows)
         targets = [make_targets(micro, rows, self._ask_old(micro, rows, cfg), counts, cfg) for micro in packed.micros]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from klear_core.config.rl import CispoConfig, ClipConfig, ErcConfig, GppoConfig, GspoConfig, LossConfig
+from klear_core.train.context import ALONE, Context
 
 _MAX_ABS_LOGP = 1e4  # stands in for infinity: no real log-prob is as low, and products with it stay finite
 _ENTROPY_FLOOR = 1e-8  # keeps 0/0 of two certain tokens at 1 (ERC's code)
@@ -40,11 +41,12 @@ class TrainBatch:
     row_N: Tensor
     """Long: the row of each token, 0 to num_rows - 1. A row never spans two micro-batches."""
     num_rows: int
+    context: Context = ALONE
+    """The ranks that have other tokens of these rows."""
 
     def chunk(self, where: slice) -> TrainBatch:
         """The same of some tokens."""
-        parts = {f.name: getattr(self, f.name)[where] for f in fields(self) if f.name != "num_rows"}
-        return TrainBatch(num_rows=self.num_rows, **parts)
+        return replace(self, **{f.name: getattr(self, f.name)[where] for f in fields(self) if f.name.endswith("_N")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +116,9 @@ def joins_tokens(cfg: LossConfig) -> bool:
 
 
 def row_mean(x_N: Tensor, batch: TrainBatch) -> Tensor:
-    """Each token gets the mean of `x` over its row."""
-    total_R = x_N.new_zeros(batch.num_rows).index_add(0, batch.row_N, x_N)
-    count_R = x_N.new_zeros(batch.num_rows).index_add(0, batch.row_N, torch.ones_like(x_N))
+    """Each token gets the mean of the plain numbers `x` over its row, wherever in the context the row's other tokens are."""
+    both_N2 = torch.stack([x_N, torch.ones_like(x_N)], dim=1)
+    total_R, count_R = batch.context.sum(x_N.new_zeros(batch.num_rows, 2).index_add(0, batch.row_N, both_N2)).unbind(1)
     return (total_R / count_R.clamp(min=1))[batch.row_N]  # a row without tokens is never looked up
 
 

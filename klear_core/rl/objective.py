@@ -79,6 +79,7 @@ def make_targets(micro: MicroBatch, rows: Sequence[TrainSample], old: OldPolicy,
         correction_N=torch.ones_like(old.logp_N),
         row_N=micro.row_N,
         num_rows=len(rows),
+        context=micro.context,
     )
     if cfg.old_logps == "learner":
         batch = replace(batch, correction_N=mismatch_correction(batch, old.sampler_logp_N, cfg.mismatch, max_log_ratio=cfg.max_log_ratio))

@@ -22,7 +22,7 @@ from klear_core.train.attention import layout_for
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.flops import FlopCount, peak_flops
-from klear_core.train.model import DTYPES, Policy, export_model, load_model
+from klear_core.train.model import DTYPES, Policy, export_model, load_model, num_heads
 from klear_core.train.packing import PackedBatch, pack
 from klear_core.train.parallel import World, full_weights, parallelise, run_ranks
 from klear_core.train.step import Updater, keep_bad_batch
@@ -47,6 +47,7 @@ def train_sft(cfg: SftConfig, *, model: Path, traces: Path, seed: int, workdir: 
     """
     tokenizer = load_tokenizer(model_folder(model))
     check_template(tokenizer)
+    cfg.runtime.check_heads(num_heads(model_folder(model)), model_folder(model))
     store = workdir / "scratch" / "tokens"
     rows = read_shards(traces / "traces", TeacherTrace)
     build_store(rows, tokenizer, store, max_tokens=cfg.max_tokens, overlong=cfg.overlong)
@@ -144,8 +145,9 @@ def _pack(rows: Sequence[SftExample], cfg: SftConfig, world: World) -> PackedBat
         layout=layout_for(world.device, DTYPES[cfg.dtype]),
         tokens_per_microbatch=cfg.runtime.tokens_per_microbatch,
         device=world.device,
-        rank=world.rank,
-        num_ranks=world.size,
+        rank=world.data_rank,
+        num_ranks=world.num_data_ranks,
+        context=world.context,
     )
 
 

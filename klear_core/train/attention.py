@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from klear_core.errors import ConfigError
-from klear_core.train.packing import Layout
+from klear_core.train.packing import Layout, MicroBatch
 
 NAME = "klear"
 
@@ -40,21 +40,30 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    bounds: Tensor | None = None,
-    max_row_len: int = 0,
+    micro: MicroBatch | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    _refuse_what_we_do_not_compute(module, attention_mask, max_row_len, others)
+    assert attention_mask is None, "klear attention is given row bounds, not masks"
+    if micro is None:  # a model that drops it would let packed rows see each other
+        raise ConfigError(f"{type(module).__name__} does not hand attention arguments down to its layers; Klear cannot pack rows for it")
+    _refuse_what_we_do_not_compute(module, others)
+    context = micro.context
+    query_BKTD, key_BKTD, value_BKTD = context.trade_tokens(query_BKTD, key_BKTD, value_BKTD)
+    out_BTKD = _packed(query_BKTD, key_BKTD, value_BKTD, micro, scaling)
+    return context.trade_heads(out_BTKD), None
+
+
+def _packed(query_BKTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, micro: MicroBatch, scaling: float) -> Tensor:
+    bounds = micro.bounds
     if bounds is None:
-        out_BKTD = _dense(query_BKTD, key_BKTD, value_BKTD, scaling)
-        return out_BKTD.transpose(1, 2), None
+        return _dense(query_BKTD, key_BKTD, value_BKTD, scaling).transpose(1, 2)
     assert query_BKTD.shape[0] == 1, query_BKTD.shape  # varlen: all rows lie in one line
     q_TKD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query_BKTD, key_BKTD, value_BKTD))
     if query_BKTD.is_cuda:
-        return _varlen_kernel(q_TKD, k_TKD, v_TKD, bounds, max_row_len, scaling)[None], None
+        return _varlen_kernel(q_TKD, k_TKD, v_TKD, bounds, micro.max_row_len, scaling)[None]
     rows = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
     outs = [_dense(query_BKTD[:, :, a:b], key_BKTD[:, :, a:b], value_BKTD[:, :, a:b], scaling) for a, b in rows]
-    return torch.cat(outs, dim=2).transpose(1, 2), None
+    return torch.cat(outs, dim=2).transpose(1, 2)
 
 
 def _dense(query_BKTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
@@ -84,10 +93,7 @@ def _has_flash_attn() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def _refuse_what_we_do_not_compute(module: nn.Module, attention_mask: Tensor | None, max_row_len: int, others: dict[str, Any]) -> None:
-    assert attention_mask is None, "klear attention is given row bounds, not masks"
-    if not max_row_len:  # a model that drops them would let packed rows see each other
-        raise ConfigError(f"{type(module).__name__} does not hand attention arguments down to its layers; Klear cannot pack rows for it")
+def _refuse_what_we_do_not_compute(module: nn.Module, others: dict[str, Any]) -> None:
     if others.get("dropout"):
         raise ConfigError(
             f"{type(module).__name__} has attention dropout {others['dropout']}; set attention_dropout to 0 in the model's config"

@@ -41,8 +41,7 @@ class Policy(nn.Module):
             input_ids=micro.token_ids_BT,
             position_ids=micro.position_ids_BT,
             use_cache=False,
-            bounds=micro.bounds,
-            max_row_len=micro.max_row_len,
+            micro=micro,
         ).last_hidden_state
         return head(hidden_BTH.flatten(0, 1)[micro.select_N], hf.get_output_embeddings().weight)
 
@@ -91,6 +90,12 @@ def check_architecture(folder: Path) -> None:
     odd = {t for t in config.get("layer_types") or () if t != "full_attention"}
     if odd or config.get("use_sliding_window"):
         raise ConfigError(f"{path}: layers with {', '.join(sorted(odd)) or 'sliding_attention'}; Klear trains full attention only")
+
+
+def num_heads(folder: Path) -> int:
+    """Query heads of a Hugging Face folder's model."""
+    count: int = json.loads((folder / "config.json").read_text())["num_attention_heads"]
+    return count
 
 
 def export_model(state: dict[str, Tensor], source: Path, target: Path, *, max_position_embeddings: int | None = None) -> None:

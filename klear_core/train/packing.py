@@ -6,12 +6,14 @@ Axis letters: B rows of a micro-batch, T tokens, N loss tokens (flat, over all r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from klear_core.train.context import ALONE, Context
 
 Layout = Literal["varlen", "padded"]
 """`varlen`: all rows end to end in one line, for kernels that take row bounds; `padded`: rows of similar length side by side."""
@@ -54,6 +56,8 @@ class MicroBatch:
     """The caller's row that each loss token belongs to."""
     column_N: Tensor
     """The token's place in its row: `token_ids[row][column]` is the target."""
+    context: Context = ALONE
+    """Who has the other columns of B*T and their loss tokens. `bounds`, `max_row_len` and `rows` are those of the whole."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -89,21 +93,22 @@ def pack(
     device: torch.device | str = "cpu",
     rank: int = 0,
     num_ranks: int = 1,
+    context: Context = ALONE,
 ) -> PackedBatch:
     """Cut rows into micro-batches of about `tokens_per_microbatch` (a longer row gets its own) and take this rank's share.
 
     Every rank gets as many micro-batches as any other, empty ones (one token, no loss) where there are too few, because
-    sharded models communicate in every pass.
+    sharded models communicate in every pass. A context counts as one rank here, and each of its members gets its columns.
     """
     lengths = [len(r.token_ids) for r in rows]
     bins = _best_fit(lengths, tokens_per_microbatch) if layout == "varlen" else _buckets(lengths, tokens_per_microbatch)
-    areas = [_area(bin_, lengths, layout) for bin_ in bins]
+    areas = [_area(bin_, lengths, layout, context.size) for bin_ in bins]
     mine = _share(areas, num_ranks)[rank]
     num_micros = max(len(s) for s in _share(areas, num_ranks))
-    micros = [_micro_batch([rows[i] for i in bins[b]], bins[b], layout, device) for b in mine]
-    micros += [_empty_micro_batch(layout, device)] * (num_micros - len(micros))
+    micros = [_micro_batch([rows[i] for i in bins[b]], bins[b], layout, device, context.size) for b in mine]
+    micros += [_empty_micro_batch(layout, device, context.size)] * (num_micros - len(micros))
     return PackedBatch(
-        micros=tuple(micros),
+        micros=tuple(_columns_of(micro, context) for micro in micros),
         num_rows=len(rows),
         num_tokens=sum(lengths),
         num_loss_tokens=sum(sum(r.loss_mask) for r in rows),
@@ -147,8 +152,14 @@ def _buckets(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins[::-1]
 
 
-def _area(bin_: Sequence[int], lengths: Sequence[int], layout: Layout) -> int:
-    return sum(lengths[i] for i in bin_) if layout == "varlen" else len(bin_) * max(lengths[i] for i in bin_)
+def _area(bin_: Sequence[int], lengths: Sequence[int], layout: Layout, multiple: int) -> int:
+    if layout == "varlen":
+        return _round_up(sum(lengths[i] for i in bin_), multiple)
+    return len(bin_) * _round_up(max(lengths[i] for i in bin_), multiple)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def _share(areas: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -162,11 +173,13 @@ def _share(areas: Sequence[int], num_ranks: int) -> list[list[int]]:
     return shares
 
 
-def _micro_batch(rows: Sequence[Row], index: Sequence[int], layout: Layout, device: torch.device | str) -> MicroBatch:
+def _micro_batch(rows: Sequence[Row], index: Sequence[int], layout: Layout, device: torch.device | str, multiple: int) -> MicroBatch:
+    """T is a multiple of `multiple`: in the varlen layout the padding is a row of its own, for kernels leave no token out."""
     lengths = np.array([len(r.token_ids) for r in rows])
     longest = int(lengths.max())
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if layout == "varlen" else np.arange(len(rows)) * longest
-    shape = (1, int(lengths.sum())) if layout == "varlen" else (len(rows), longest)
+    total = int(lengths.sum())
+    shape = (1, _round_up(total, multiple)) if layout == "varlen" else (len(rows), _round_up(longest, multiple))
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if layout == "varlen" else np.arange(len(rows)) * shape[1]
     token_ids = np.zeros(shape, dtype=np.int64)
     position_ids = np.zeros(shape, dtype=np.int64)
     columns = []
@@ -179,12 +192,12 @@ def _micro_batch(rows: Sequence[Row], index: Sequence[int], layout: Layout, devi
     column_N = np.concatenate(columns)
     counts = [len(c) for c in columns]
     place_N = np.repeat(starts, counts) + column_N
-    bounds = np.concatenate([starts, [lengths.sum()]]).astype(np.int32) if layout == "varlen" else None
+    bounds = np.unique([*starts, total, shape[1]]).astype(np.int32) if layout == "varlen" else None
     return MicroBatch(
         token_ids_BT=torch.from_numpy(token_ids).to(device),
         position_ids_BT=torch.from_numpy(position_ids).to(device),
         bounds=None if bounds is None else torch.from_numpy(bounds).to(device),
-        max_row_len=longest,
+        max_row_len=max(longest, shape[1] - total),
         rows=tuple(index),
         counts=tuple(counts),
         select_N=torch.from_numpy(place_N - 1).to(device),  # the state before a token predicts it
@@ -194,12 +207,36 @@ def _micro_batch(rows: Sequence[Row], index: Sequence[int], layout: Layout, devi
     )
 
 
+def _columns_of(micro: MicroBatch, context: Context) -> MicroBatch:
+    """What one rank of a context computes: equal runs of columns in every row of B*T, and the loss tokens predicted there."""
+    if context.size == 1:
+        return micro
+    num_columns = micro.token_ids_BT.shape[1]
+    width = num_columns // context.size
+    first = context.rank * width
+    line_N, column_N = micro.select_N // num_columns, micro.select_N % num_columns
+    here_N = (column_N >= first) & (column_N < first + width)
+    place_N = torch.arange(len(micro.rows)).repeat_interleave(torch.tensor(micro.counts, dtype=torch.int64))
+    counts = place_N[here_N.cpu()].bincount(minlength=len(micro.rows))
+    return replace(
+        micro,
+        token_ids_BT=micro.token_ids_BT[:, first : first + width],
+        position_ids_BT=micro.position_ids_BT[:, first : first + width],
+        counts=tuple(counts.tolist()),
+        select_N=(line_N * width + column_N - first)[here_N],
+        target_N=micro.target_N[here_N],
+        row_N=micro.row_N[here_N],
+        column_N=micro.column_N[here_N],
+        context=context,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OneToken:
     token_ids: tuple[int, ...] = (0,)
     loss_mask: tuple[bool, ...] = (False,)
 
 
-def _empty_micro_batch(layout: Layout, device: torch.device | str) -> MicroBatch:
-    micro = _micro_batch([_OneToken()], [0], layout, device)
+def _empty_micro_batch(layout: Layout, device: torch.device | str, multiple: int) -> MicroBatch:
+    micro = _micro_batch([_OneToken()], [0], layout, device, multiple)
     return MicroBatch(**{f: getattr(micro, f) for f in micro.__slots__} | {"rows": (), "counts": ()})

@@ -1,6 +1,6 @@
 """Many learner processes as one: FSDP2 shards the model, gradients add up over ranks. One process runs the same code.
 
-There is no context or tensor parallelism: a row must fit on one GPU, with activation checkpointing if need be.
+With context parallelism neighbouring ranks share rows (`context.py`); there is no tensor or pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
 from klear_core.metrics import NullTelemetry, Telemetry
+from klear_core.train.context import ALONE, Context
 from klear_core.train.model import DTYPES, Dtype, Policy, pick_device
 
 R = TypeVar("R")
@@ -34,6 +35,18 @@ class World:
     rank: int
     size: int
     device: torch.device
+    context: Context = ALONE
+    """Ranks 0 to c-1 share their rows, c to 2c-1 the next ones, and so on."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the rows is this rank's, or its context's."""
+        return self.rank // self.context.size
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Shares that the rows of a step are cut into."""
+        return self.size // self.context.size
 
     def sum(self, value: Tensor) -> Tensor:
         """Added up over all ranks."""
@@ -66,15 +79,22 @@ def join_world(runtime: TrainRuntime, *, rank: int, init_method: str, sees_only_
     device = _device_of_rank(runtime, 0, 1) if sees_only_its_gpu else _device_of_rank(runtime, rank, runtime.num_workers)
     if device.type == "cpu":
         torch.set_num_threads(runtime.num_threads)
-    world = World(rank=rank, size=runtime.num_workers, device=device)
-    if world.size > 1:
+    size = runtime.num_workers
+    if size > 1:
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world.size, timeout=timedelta(minutes=30))
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(minutes=30))
     try:
-        yield world
+        yield World(rank=rank, size=size, device=device, context=_join_context(rank, runtime.context_parallel))
     finally:
         if dist.is_initialized():  # also by `parallelise`, for one rank
             dist.destroy_process_group()
+
+
+def _join_context(rank: int, size: int) -> Context:
+    if size == 1:
+        return ALONE
+    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
+    return Context(rank=rank % size, size=size, group=group)
 
 
 def run_ranks(body: Callable[[World, Telemetry], R], runtime: TrainRuntime, telemetry: Telemetry) -> R:

@@ -137,7 +137,7 @@ def test_attention_dropout_is_refused(folder):
 def test_a_model_that_drops_row_bounds_is_refused(folder):
     policy = load_model(folder, device="cpu")
     inner = policy.hf.base_model.forward
-    policy.hf.base_model.forward = lambda bounds, max_row_len, **given: inner(**given)
+    policy.hf.base_model.forward = lambda micro, **given: inner(**given)
     with pytest.raises(ConfigError, match="does not hand attention arguments down"):
         logps_of(policy, random_rows([5, 6]), "varlen")
 
