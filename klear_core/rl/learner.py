@@ -155,7 +155,7 @@ class Learner:
 
     def _describe(self, minibatches: Sequence[_MiniBatch], results: Sequence[StepResult], stats: TokenStats) -> dict[str, float]:
         """Metrics of the updates; every rank takes part in the sums."""
-        totals = self._world.sum(stats.totals())
+        of_tokens = stats.over(self._world).metrics()
         metrics = {"rl/optim/updates": float(sum(r.is_applied for r in results)), "rl/optim/skipped": float(self._num_skipped)}
         if not results:
             return metrics
@@ -168,7 +168,7 @@ class Learner:
             "rl/batch/tokens": float(sum(m.packed.num_tokens for m in minibatches)),
             "rl/batch/fill": sum(m.packed.fill for m in minibatches) / len(minibatches),
         }
-        return metrics | stats.metrics(totals) | self._mismatch(minibatches[0], results[0])
+        return metrics | of_tokens | self._mismatch(minibatches[0], results[0])
 
     def _mismatch(self, first: _MiniBatch, result: StepResult) -> dict[str, float]:
         """How far sampler and learner disagree, on the first mini-batch, where the learner still is as the step found it.
@@ -179,8 +179,8 @@ class Learner:
         bound = self.cfg.max_log_ratio
         gap_N = torch.cat(gaps).clamp(-bound, bound)
         k3_sum = self._world.sum((gap_N.exp() - 1 - gap_N).sum()).item()
-        largest = gap_N.abs().max().item() if gap_N.numel() else 0.0
-        return {"rl/mismatch/k3": k3_sum / first.packed.num_loss_tokens, "rl/mismatch/max": largest}
+        largest = self._world.max(torch.cat([gap_N.abs(), gap_N.new_zeros(1)]).max())  # this rank may have no token
+        return {"rl/mismatch/k3": k3_sum / first.packed.num_loss_tokens, "rl/mismatch/max": largest.item()}
 
     def _staleness(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         ages = [self.version - s.oldest_version for s in samples]

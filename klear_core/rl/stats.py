@@ -9,6 +9,7 @@ from torch import Tensor
 
 from klear_core.config.rl import LossConfig
 from klear_core.rl.losses import TokenLoss, TrainBatch
+from klear_core.train.parallel import World
 
 _SUMS = (
     "tokens",
@@ -28,12 +29,11 @@ _SUMS = (
 
 
 class TokenStats:
-    """Sums and extremes over all tokens of a step on this rank."""
+    """Sums and extremes over all tokens of a step, on this rank until they are taken `over` all."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-        self._min_log_ratio = torch.full((), math.inf, device=device)
-        self._max_log_ratio = torch.full((), -math.inf, device=device)
+        self._extremes = torch.full((2,), -math.inf, device=device)  # of minus the log-ratio, and of the log-ratio
 
     def add(self, token: TokenLoss, batch: TrainBatch, entropy_N: Tensor, cfg: LossConfig) -> None:
         """Count one chunk of tokens."""
@@ -59,24 +59,26 @@ class TokenStats:
             pull_N * is_clipped_N,
         )
         self._sums += torch.stack([c.to(torch.float32) for c in columns]).sum(dim=1, dtype=torch.float64)
-        self._min_log_ratio = torch.minimum(self._min_log_ratio, token.log_ratio_N.min())
-        self._max_log_ratio = torch.maximum(self._max_log_ratio, token.log_ratio_N.max())
+        extremes = torch.stack([-token.log_ratio_N.min(), token.log_ratio_N.max()])
+        self._extremes = torch.maximum(self._extremes, extremes)
 
-    def totals(self) -> Tensor:
-        """The sums of this rank, to be added up over ranks."""
-        return self._sums
+    def over(self, world: World) -> TokenStats:
+        """Those of all ranks together; every rank must call."""
+        total = TokenStats(world.device)
+        total._sums, total._extremes = world.sum(self._sums), world.max(self._extremes)
+        return total
 
-    def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Shares of all tokens from totals over ranks; extremes are this rank's. Empty if there was no token."""
-        sums = dict(zip(_SUMS, totals.tolist(), strict=True))
+    def metrics(self) -> dict[str, float]:
+        """Shares of all tokens, and the extremes. Empty if there was no token."""
+        sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
         tokens = sums["tokens"]
         if tokens == 0:
             return {}
         return {
             "rl/entropy/mean": sums["entropy"] / tokens,
             "rl/ratio/mean": sums["ratio"] / tokens,
-            "rl/ratio/min": math.exp(self._min_log_ratio.item()),
-            "rl/ratio/max": math.exp(self._max_log_ratio.item()),
+            "rl/ratio/min": math.exp(-self._extremes[0].item()),
+            "rl/ratio/max": math.exp(self._extremes[1].item()),
             "rl/ratio/bounded_frac": sums["bounded"] / tokens,
             "rl/clip/low_frac": sums["low"] / tokens,
             "rl/clip/high_frac": sums["high"] / tokens,

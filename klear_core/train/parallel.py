@@ -56,6 +56,14 @@ class World:
         dist.all_reduce(total)
         return total
 
+    def max(self, value: Tensor) -> Tensor:
+        """The largest of all ranks, each number by itself."""
+        if self.size == 1:
+            return value
+        largest = value.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest
+
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.size > 1:

@@ -50,11 +50,9 @@ def test_two_ranks_of_a_context_learn_as_one_process(tmp_path: Path) -> None:
     two = run_ranks(partial(learn, base, tmp_path / "two"), TrainRuntime(device="cpu", num_workers=2, context_parallel=2), NullTelemetry())
     assert 0 < one["gspo"][0][1]["rl/clip/low_frac"] + one["gspo"][0][1]["rl/clip/high_frac"] < 1
     assert 0 < one["sequence masking"][0][0]["rl/mismatch/corrected_frac"] <= 1
-    of_one_rank = {"rl/batch/fill", "rl/ratio/min", "rl/ratio/max", "rl/mismatch/max"}
     for name, (metrics, weights) in one.items():
         for a, b in zip(metrics, two[name][0], strict=True):
-            assert a.keys() == b.keys()
-            assert {k: b[k] for k in b.keys() - of_one_rank} == pytest.approx({k: a[k] for k in a.keys() - of_one_rank}, abs=1e-5)
+            assert b == pytest.approx(a | {"rl/batch/fill": b["rl/batch/fill"]}, abs=1e-5)  # lines of an even number of tokens
         torch.testing.assert_close(two[name][1], weights, atol=1e-5, rtol=0)
 
 
