@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from klear_core.config.load import load_profile
 from klear_core.errors import KlearError
+
+if TYPE_CHECKING:
+    from flows.ablate import Cell
+    from flows.console import RunConsole
+    from klear_core.config.pipeline import WorkspaceConfig
+    from klear_core.evaluate.ablation import RunResult
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
 
@@ -44,7 +52,6 @@ def run(
     klear run configs/laptop --until curate --set 'curate.sources=["problems.jsonl"]'
     """
     from flows import console
-    from flows.launch import own_server, prepare_environment
     from klear_core.plan import select_stages, stages_of
 
     config = load_profile(profile, overrides or [])
@@ -53,21 +60,45 @@ def run(
         return
     select_stages(stages_of(config), only=only, from_=from_, until=until)  # a misspelt stage is known now, not in seconds
     console.refuse_if_not_ready(config)
-    prepare_environment(config.workspace)
-    server = own_server(config.workspace)
-    from flows.pipeline import run_pipeline  # takes seconds, in which the server starts
-    from tasks.progress import set_console
+    with _watched(config.workspace) as watcher:
+        from flows.pipeline import run_pipeline
 
-    if server is not None:
-        server.wait_until_ready()
-    watcher = console.RunConsole()
-    set_console(watcher)
-    try:
         result = run_pipeline(config, only=only, from_=from_, until=until)
-    finally:
-        watcher.close()
-        _leave_if_interrupted(sys.exc_info()[1])
     console.show_result(config, result, num_made=watcher.num_made)
+
+
+@app.command()
+def ablate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A grid, such as configs/ablations/losses_hot.toml.")],
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would run, and stop.")] = False,
+) -> None:
+    """Run a profile in variants, at several learning rates, over seeds, and compare them in a table with intervals.
+
+    klear ablate configs/ablations/losses_hot.toml
+
+    klear ablate configs/ablations/losses_hot.toml --set workspace.root=/data/klear
+    """
+    from flows import ablate as grid
+    from flows import console
+    from klear_core.config.ablation import load_ablation
+    from klear_core.plan import workspace_root
+
+    cfg, given = load_ablation(file), overrides or []
+    configs = {cell: grid.config_of(cfg, cell, given) for cell in grid.cells_of(cfg)}
+    first = next(iter(configs.values()))
+    grid.show_work(configs.values())
+    if dry_run:
+        return
+    console.refuse_if_not_ready(first)
+    with _watched(first.workspace) as watcher:
+
+        def run_cell(cell: Cell) -> RunResult:
+            watcher.console.print(f"[bold]{cell}[/]")
+            return grid.run_in_pipeline(configs[cell])
+
+        table = grid.run_grid(cfg, run_cell)
+    grid.write_table(table, workspace_root(first.workspace) / "ablations", file.stem)
 
 
 @app.command()
@@ -168,6 +199,28 @@ def main() -> None:
     except KlearError as e:
         errors.print(f"[bold red]error:[/] {_escaped(str(e))}")
         sys.exit(2 if e.is_permanent else 1)
+
+
+@contextmanager
+def _watched(workspace: WorkspaceConfig) -> Iterator[RunConsole]:
+    """Prefect ready for pipelines in this process, and their stages on the terminal. An interrupt ends the command."""
+    from flows import console
+    from flows.launch import own_server, prepare_environment
+
+    prepare_environment(workspace)
+    server = own_server(workspace)
+    import flows.pipeline  # noqa: F401  takes seconds, in which the server starts
+    from tasks.progress import set_console
+
+    if server is not None:
+        server.wait_until_ready()
+    watcher = console.RunConsole()
+    set_console(watcher)
+    try:
+        yield watcher
+    finally:
+        watcher.close()
+        _leave_if_interrupted(sys.exc_info()[1])
 
 
 def _leave_if_interrupted(error: BaseException | None) -> None:

@@ -42,6 +42,16 @@ def paired_interval(before: Sequence[float], after: Sequence[float], *, confiden
     return _interval(differences, added=(-1.0, 1.0), bounds=(-1.0, 1.0), confidence=confidence)
 
 
+def seed_interval(values: Sequence[float], *, confidence: float) -> Interval:
+    """Plain Student's t on the results of a few whole runs (scores of seeds or their differences), at least two.
+
+    Equal results give a point, which says that seeds do not differ, and nothing of other problems.
+    """
+    assert len(values) > 1, "one run has no spread"
+    mean, half = _t_interval(values, confidence)
+    return Interval(value=mean, low=mean - half, high=mean + half)
+
+
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """The chance that k of n samples, drawn without return, hold a right one: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021).
 
@@ -57,13 +67,17 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def _interval(values: Sequence[float], *, added: tuple[float, float], bounds: tuple[float, float], confidence: float) -> Interval:
     """Student's t around the mean of `values` and the two `added` ones, within `bounds`."""
-    from scipy.special import stdtrit
-
     value = math.fsum(values) / len(values)
-    padded = [*values, *added]
-    num = len(padded)
-    centre = math.fsum(padded) / num
-    variance = math.fsum((v - centre) ** 2 for v in padded) / (num - 1)
-    half = float(stdtrit(num - 1, 0.5 + confidence / 2)) * math.sqrt(variance / num)
+    centre, half = _t_interval([*values, *added], confidence)
     low, high = max(centre - half, bounds[0]), min(centre + half, bounds[1])
     return Interval(value=value, low=min(low, value), high=max(high, value))  # the value can lie outside below 70 % confidence
+
+
+def _t_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
+    """Mean and half width."""
+    from scipy.special import stdtrit
+
+    num = len(values)
+    mean = math.fsum(values) / num
+    variance = math.fsum((v - mean) ** 2 for v in values) / (num - 1)
+    return mean, float(stdtrit(num - 1, 0.5 + confidence / 2)) * math.sqrt(variance / num)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klear_core.evaluate.stats import mean_interval, paired_interval, pass_at_k
+from klear_core.evaluate.stats import mean_interval, paired_interval, pass_at_k, seed_interval
 
 # ---- pass@k ----
 
@@ -173,3 +173,18 @@ def test_more_samples_narrow_the_interval_and_more_problems_narrow_it_more() -> 
         return interval.high - interval.low
 
     assert width(400, 1) > width(400, 16) > width(1600, 16)
+
+
+# ---- seeds ----
+
+
+def test_the_interval_of_three_seeds_by_hand() -> None:
+    # Mean .2, standard deviation .1, t(2) at 97.5 % is 4.302653
+    interval = seed_interval([0.1, 0.2, 0.3], confidence=0.95)
+    half = 4.302653 * 0.1 / math.sqrt(3)
+    assert (interval.value, interval.low, interval.high) == pytest.approx((0.2, 0.2 - half, 0.2 + half), abs=1e-6)
+
+
+def test_equal_seeds_have_an_interval_of_no_width() -> None:
+    interval = seed_interval([0.5, 0.5], confidence=0.95)
+    assert (interval.low, interval.high) == (0.5, 0.5)

@@ -10,8 +10,8 @@ from klear_core.records import write_shard
 from klear_core.store import LocalStore
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
-COMMANDS = ("run", "plan", "doctor", "show", "ui", "judge", "bench")
-PROFILES = sorted({file.parent.relative_to(ROOT) for file in (ROOT / "configs").rglob("*.toml")})
+COMMANDS = ("run", "plan", "doctor", "show", "ui", "judge", "bench", "ablate")
+PROFILES = sorted({f.parent.relative_to(ROOT) for f in (ROOT / "configs").rglob("*.toml") if f.parent.name != "ablations"})
 
 
 def test_the_help_lists_every_command(klear):

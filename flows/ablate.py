@@ -1,0 +1,91 @@
+"""`klear ablate`: the runs of a grid, one after another, each as `klear run` would run it; then one table.
+
+Nothing is kept but artifacts: a grid that was interrupted, or has grown, runs only what is missing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from flows.settings import resolve
+from klear_core.config.ablation import AblationConfig
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.errors import KlearError
+from klear_core.evaluate.ablation import AblationTable, RunResult, as_markdown, read_run, rows_of
+from klear_core.plan import fingerprints_of, open_store, select_stages, stages_of
+
+_LAST = "evaluate_rl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run of the grid."""
+
+    variant: str
+    rate: float
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.variant}, lr {self.rate:g}, seed {self.seed}"
+
+
+def cells_of(cfg: AblationConfig) -> list[Cell]:
+    """Seed by seed, so that an unfinished grid has all variants of some seeds."""
+    grid = product(cfg.learning_rates, cfg.seeds, cfg.variants)
+    return [Cell(variant=variant, rate=rate, seed=seed) for rate, seed, variant in grid]
+
+
+def config_of(cfg: AblationConfig, cell: Cell, overrides: Sequence[str]) -> PipelineConfig:
+    """`overrides` go over those of the grid. ConfigError if that is not a valid config."""
+    own = (*cfg.overrides, *cfg.variants[cell.variant], f"rl.optim.lr={cell.rate}", f"seed={cell.seed}")
+    return resolve(cfg.profile, [*own, *overrides], None)
+
+
+def run_grid(cfg: AblationConfig, run: Callable[[Cell], RunResult]) -> AblationTable:
+    """All runs, then the table. A run that ends in a KlearError is left out and named."""
+    runs: dict[str, dict[float, dict[int, RunResult]]] = {v: {rate: {} for rate in cfg.learning_rates} for v in cfg.variants}
+    failures: dict[str, str] = {}
+    for cell in cells_of(cfg):
+        try:
+            runs[cell.variant][cell.rate][cell.seed] = run(cell)
+        except KlearError as e:
+            failures[str(cell)] = str(e)
+    return AblationTable(reference=cfg.reference, rows=rows_of(runs, cfg.reference), failures=failures)
+
+
+def run_in_pipeline(config: PipelineConfig) -> RunResult:
+    """The whole pipeline up to the score after math RL; what exists is reused."""
+    from flows.pipeline import run_pipeline
+
+    refs = run_pipeline(config, until=_LAST).refs
+    return read_run(rl=refs["rl"].path, before=refs["evaluate_sft"].path, after=refs[_LAST].path)
+
+
+def write_table(table: AblationTable, folder: Path, name: str) -> None:
+    """As JSON and as Markdown, and on the terminal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(table.model_dump_json(indent=2) + "\n")
+    (folder / f"{name}.md").write_text(as_markdown(table))
+    Console(highlight=False, soft_wrap=True).print(f"{escape(as_markdown(table))}\ntable    {folder / name}.md and .json")
+
+
+def show_work(configs: Collection[PipelineConfig]) -> None:
+    """How many artifacts these runs need and how many of them are still to be made."""
+    needed: dict[tuple[str, str], bool] = {}
+    for config in configs:
+        stages, store = stages_of(config), open_store(config.workspace)
+        ids = fingerprints_of(stages, config.workspace)
+        for name in select_stages(stages, only=None, from_=None, until=_LAST):
+            own = ids[name]
+            needed[own.kind, own.fingerprint] = store.folder(own.kind, own.fingerprint).is_dir()
+    to_make = Counter(kind for (kind, _), is_there in needed.items() if not is_there)
+    Console(highlight=False, soft_wrap=True).print(
+        f"{len(configs)} runs; artifacts to make: {', '.join(f'{kind} {n}' for kind, n in to_make.items()) or 'none'}"
+    )

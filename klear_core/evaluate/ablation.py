@@ -1,0 +1,148 @@
+"""What an ablation found: each variant's score over seeds, its difference from the reference, and what became of its tokens.
+
+The unit of every interval is the seed: a whole run, from data and SFT to the score. Variants of one seed share all but RL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from klear_core.config.base import Settings
+from klear_core.errors import ArtifactError
+from klear_core.evaluate.stats import Interval, seed_interval
+from klear_core.metrics import read_metrics
+from klear_core.scores import read_reports
+
+CONFIDENCE = 0.95
+
+TOKEN_SHARES = {
+    "A<0, r low": "rl/clip/low_frac",
+    "A>0, r high": "rl/clip/high_frac",
+    "A>0, r low": "rl/outside/positive_below_frac",
+    "A<0, r high": "rl/outside/negative_above_frac",
+    "dual clip": "rl/clip/dual_frac",
+}
+"""Shares of all trained tokens whose ratio left the clip range, by advantage and side; the first two are those that clipping is about."""
+
+
+class RunResult(Settings):
+    """One run, from its RL stage and its two evaluations."""
+
+    before: float
+    """avg@n of the model that RL started from, in the mean over benchmarks."""
+    after: float
+    token_shares: dict[str, float]
+    """By the names of `TOKEN_SHARES`, in the mean over RL steps that trained."""
+    max_ratio: float
+    """New over old, the largest of any token."""
+    entropy: float
+    """Nats per token, at the last step that trained."""
+
+    @property
+    def has_collapsed(self) -> bool:
+        """RL lost more than half of the score that it started from."""
+        return self.after < self.before / 2
+
+
+Runs = Mapping[int, RunResult]
+"""By seed."""
+
+
+class Row(Settings):
+    """One line of the table."""
+
+    variant: str
+    learning_rate: float | None
+    """None: on each seed the rate that was best on the others, so that no seed has a say in the choice that it is scored with."""
+    score: Interval
+    """Mean avg@n over seeds."""
+    difference: Interval | None
+    """From the reference at the same rate, or at its own if this is, by seed; None for the reference itself."""
+    runs: dict[int, RunResult]
+
+
+class AblationTable(Settings):
+    """All that was found, and what is missing."""
+
+    reference: str
+    rows: tuple[Row, ...]
+    failures: dict[str, str]
+    """Runs without a result, and why."""
+
+
+def read_run(*, rl: Path, before: Path, after: Path) -> RunResult:
+    """From the artifact folders of the RL stage and of the evaluations before and after it. ArtifactError if RL trained on nothing."""
+    steps = [row for row in read_metrics(rl / "metrics.jsonl") if "rl/entropy/mean" in row]
+    if not steps:
+        raise ArtifactError(f"{rl}: this RL stage trained on no token, so there is nothing to compare")
+    return RunResult(
+        before=fmean(report.avg.value for report in read_reports(before)),
+        after=fmean(report.avg.value for report in read_reports(after)),
+        token_shares={name: fmean(row[metric] for row in steps) for name, metric in TOKEN_SHARES.items()},
+        max_ratio=max(row["rl/ratio/max"] for row in steps),
+        entropy=steps[-1]["rl/entropy/mean"],
+    )
+
+
+def rows_of(runs: Mapping[str, Mapping[float, Runs]], reference: str) -> tuple[Row, ...]:
+    """From all runs by variant and rate: a row for each rate, and for own rates if there are several. Rows need two paired seeds."""
+    by_rate: dict[float | None, dict[str, Runs]] = {rate: {} for found in runs.values() for rate in found}
+    for variant, found in runs.items():
+        for rate, own in found.items():
+            by_rate[rate][variant] = own
+    if len(by_rate) > 1:
+        by_rate[None] = {variant: at_own_rate(found) for variant, found in runs.items()}
+    rows = (_row(v, rate, own, found.get(reference, {}), v == reference) for rate, found in by_rate.items() for v, own in found.items())
+    return tuple(row for row in rows if row is not None)
+
+
+def at_own_rate(found: Mapping[float, Runs]) -> Runs:
+    """Each seed's run at the rate with the best mean score on all other seeds, of equals the smaller; seeds that have every rate."""
+    seeds = sorted(set.intersection(*(set(own) for own in found.values())))
+    chosen = {}
+    for seed in seeds:
+        means = {rate: fmean([own[s].after for s in seeds if s != seed] or [0.0]) for rate, own in found.items()}
+        chosen[seed] = found[min(means, key=lambda rate: (-means[rate], rate))][seed]
+    return chosen
+
+
+def _row(variant: str, rate: float | None, runs: Runs, reference: Runs, is_reference: bool) -> Row | None:
+    pairs = [(run.after, reference[seed].after) for seed, run in runs.items() if seed in reference]
+    if len(pairs) < 2:
+        return None
+    score = seed_interval([run.after for run in runs.values()], confidence=CONFIDENCE)
+    difference = None if is_reference else seed_interval([own - other for own, other in pairs], confidence=CONFIDENCE)
+    return Row(variant=variant, learning_rate=rate, score=score, difference=difference, runs=dict(runs))
+
+
+def as_markdown(table: AblationTable) -> str:
+    """Scores in per cent, differences in points, shares of tokens in per cent."""
+    head = ["variant", "lr", "avg@n (95 %)", f"minus {table.reference} (95 %)", "collapsed", *TOKEN_SHARES, "max r", "entropy"]
+    lines = [_line(head), _line(["---"] * len(head)), *(_line(_cells(row)) for row in table.rows), ""]
+    lines += [f"- no result: {run}: {why}" for run, why in table.failures.items()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _cells(row: Row) -> list[str]:
+    runs = list(row.runs.values())
+    return [
+        row.variant,
+        "own" if row.learning_rate is None else f"{row.learning_rate:g}",
+        _percent(row.score),
+        "" if row.difference is None else _percent(row.difference, sign="+"),
+        f"{sum(run.has_collapsed for run in runs)} of {len(runs)}",
+        *(f"{100 * fmean(run.token_shares[name] for run in runs):.2f}" for name in TOKEN_SHARES),
+        f"{max(run.max_ratio for run in runs):.3g}",
+        f"{fmean(run.entropy for run in runs):.3f}",
+    ]
+
+
+def _percent(interval: Interval, *, sign: str = "") -> str:
+    value, low, high = (format(100 * x, f"{sign}.1f") for x in (interval.value, interval.low, interval.high))
+    return f"{value} ({low} to {high})"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

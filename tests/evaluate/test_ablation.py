@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from klear_core.config.engine import SamplingConfig, TorchEngineConfig
+from klear_core.errors import ArtifactError
+from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable, RunResult, as_markdown, at_own_rate, read_run, rows_of
+from klear_core.metrics import MetricsFile
+from klear_core.scores import DecodingProfile, EvalReport, Score, write_reports
+
+
+def a_run(after: float, *, before: float = 0.6, low: float = 0.01) -> RunResult:
+    shares = dict.fromkeys(TOKEN_SHARES, 0.0) | {"A<0, r low": low}
+    return RunResult(before=before, after=after, token_shares=shares, max_ratio=3.0, entropy=0.25)
+
+
+def an_evaluation(folder: Path, *scores: float) -> Path:
+    """Of one benchmark a score."""
+    decoding = DecodingProfile(sampling=SamplingConfig(), engine=TorchEngineConfig(), seed_policy="any")
+    reports = tuple(
+        EvalReport(
+            benchmark=f"b{i}",
+            decoding=decoding,
+            seed=0,
+            confidence=0.95,
+            num_problems=4,
+            num_samples=2,
+            avg=Score(value=score, low=0, high=1, num_problems=4, num_samples=8),
+            pass_at=(),
+            greedy=None,
+            truncated_frac=0,
+            greedy_truncated_frac=None,
+            mean_tokens=1,
+            unscored={},
+            greedy_unscored={},
+            unscored_problems=(),
+            by_difficulty=(),
+        )
+        for i, score in enumerate(scores)
+    )
+    folder.mkdir()
+    write_reports(folder, reports)
+    return folder
+
+
+def an_rl_stage(folder: Path, *steps: Mapping[str, float]) -> Path:
+    folder.mkdir()
+    for number, metrics in enumerate(steps, start=1):
+        MetricsFile(folder / "metrics.jsonl").append(metrics, step=number)
+    return folder
+
+
+def trained(low: float, max_ratio: float, entropy: float) -> dict[str, float]:
+    shares = dict.fromkeys(TOKEN_SHARES.values(), 0.0)
+    return {**shares, "rl/clip/low_frac": low, "rl/ratio/max": max_ratio, "rl/entropy/mean": entropy}
+
+
+def test_a_run_is_read_from_its_folders_and_steps_without_training_do_not_count(tmp_path: Path) -> None:
+    rl = an_rl_stage(tmp_path / "rl", trained(0.02, 2.0, 0.5), trained(0.04, 7.0, 0.3), {"rl/reward/mean": -1.0})
+    run = read_run(rl=rl, before=an_evaluation(tmp_path / "before", 0.5, 0.7), after=an_evaluation(tmp_path / "after", 0.8, 1.0))
+    assert (run.before, run.after) == (pytest.approx(0.6), pytest.approx(0.9))
+    assert run.token_shares["A<0, r low"] == pytest.approx(0.03)
+    assert (run.max_ratio, run.entropy) == (7.0, 0.3)
+
+
+def test_a_run_that_trained_on_nothing_is_no_result(tmp_path: Path) -> None:
+    rl = an_rl_stage(tmp_path / "rl", {"rl/reward/mean": -1.0})
+    with pytest.raises(ArtifactError, match="trained on no token"):
+        read_run(rl=rl, before=tmp_path, after=tmp_path)
+
+
+def test_a_run_has_collapsed_below_half_of_where_it_started() -> None:
+    assert a_run(0.29, before=0.6).has_collapsed
+    assert not a_run(0.30, before=0.6).has_collapsed
+
+
+def test_each_seed_runs_at_the_rate_that_was_best_on_the_others() -> None:
+    # Without seed 1 the means are .15 and .9; without seed 2 .15 and .55; without seed 3 .1 and .55: always the higher rate.
+    slow = {1: a_run(0.1), 2: a_run(0.1), 3: a_run(0.2)}
+    fast = {1: a_run(0.2), 2: a_run(0.9), 3: a_run(0.9)}
+    assert at_own_rate({1e-4: slow, 4e-4: fast}) == fast
+    # Seed 1 alone speaks for the higher rate: .4 against .5 without one of the others, but .4 against .1 without seed 1 itself.
+    slow = {1: a_run(0.4), 2: a_run(0.4), 3: a_run(0.4)}
+    fast = {1: a_run(0.9), 2: a_run(0.1), 3: a_run(0.1)}
+    assert at_own_rate({1e-4: slow, 4e-4: fast}) == {1: slow[1], 2: fast[2], 3: fast[3]}
+
+
+def test_of_equally_good_rates_the_smaller_is_taken_and_seeds_that_lack_one_are_left_out() -> None:
+    slow, fast = {1: a_run(0.4), 2: a_run(0.4)}, {1: a_run(0.4), 2: a_run(0.4), 3: a_run(0.9)}
+    assert at_own_rate({4e-4: fast, 1e-4: slow}) == slow
+
+
+def test_differences_are_paired_by_seed_at_the_same_rate() -> None:
+    # Differences .1, .2, .3: mean .2, standard deviation .1, t(2) at 97.5 % is 4.3027, half width 4.3027 * .1 / sqrt(3) = .24841
+    paper = {1: a_run(0.3), 2: a_run(0.5), 3: a_run(0.1)}
+    other = {3: a_run(0.4), 1: a_run(0.4), 2: a_run(0.7)}
+    first, second = rows_of({"paper": {1e-4: paper}, "other": {1e-4: other}}, "paper")
+    assert (first.variant, first.difference) == ("paper", None)
+    assert second.difference is not None
+    assert (second.difference.value, second.difference.low, second.difference.high) == pytest.approx((0.2, -0.04841, 0.44841), abs=1e-5)
+    assert second.score.value == pytest.approx(0.5)
+
+
+def test_several_rates_have_a_row_each_and_one_at_own_rates() -> None:
+    low, high = {1: a_run(0.3), 2: a_run(0.5)}, {1: a_run(0.6), 2: a_run(0.6)}
+    rows = rows_of({"paper": {1e-4: low, 4e-4: high}, "other": {1e-4: high, 4e-4: low}}, "paper")
+    assert [(row.variant, row.learning_rate, row.score.value) for row in rows] == [
+        ("paper", 1e-4, pytest.approx(0.4)),
+        ("other", 1e-4, pytest.approx(0.6)),
+        ("paper", 4e-4, pytest.approx(0.6)),
+        ("other", 4e-4, pytest.approx(0.4)),
+        ("paper", None, pytest.approx(0.6)),
+        ("other", None, pytest.approx(0.6)),
+    ]
+
+
+def test_a_variant_without_two_seeds_in_common_with_the_reference_has_no_row() -> None:
+    rows = rows_of({"paper": {1e-4: {1: a_run(0.3), 2: a_run(0.5)}}, "other": {1e-4: {2: a_run(0.3), 3: a_run(0.5)}}}, "paper")
+    assert [row.variant for row in rows] == ["paper"]
+
+
+def test_the_table_by_hand() -> None:
+    # Scores .2 and .4: mean .3, standard deviation .141421, t(1) at 97.5 % is 12.7062, half width 1.27062. Differences .2 and .2.
+    runs = {1: a_run(0.2, low=0.01), 2: a_run(0.4, low=0.03)}
+    own = {1: a_run(0.4), 2: a_run(0.6)}
+    rows = rows_of({"paper": {2e-4: runs}, "mine": {2e-4: own}}, "paper")
+    table = AblationTable(reference="paper", rows=rows, failures={"mine, lr 0.0002, seed 3": "stalled"})
+    assert as_markdown(table).splitlines() == [
+        "| variant | lr | avg@n (95 %) | minus paper (95 %) | collapsed | A<0, r low | A>0, r high | A>0, r low | A<0, r high | dual clip "
+        "| max r | entropy |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| paper | 0.0002 | 30.0 (-97.1 to 157.1) |  | 1 of 2 | 2.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
+        "| mine | 0.0002 | 50.0 (-77.1 to 177.1) | +20.0 (+20.0 to +20.0) | 0 of 2 | 1.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
+        "",
+        "- no result: mine, lr 0.0002, seed 3: stalled",
+    ]
+    assert AblationTable.model_validate_json(table.model_dump_json()) == table

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from klear_command import ROOT, start
+
+from flows.ablate import Cell, config_of, run_grid
+from klear_core.config.ablation import AblationConfig, load_ablation
+from klear_core.errors import TrainingError
+from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable, RunResult
+
+GRID = AblationConfig(
+    profile="smoke",
+    overrides=("rl.num_steps=2",),
+    variants={"paper": (), "clip": ("rl.loss.kind=clip", "rl.loss.dual_clip=10")},
+    reference="paper",
+    learning_rates=(1e-4, 2e-4),
+    seeds=(1, 2),
+)
+GRIDS = sorted((ROOT / "configs" / "ablations").glob("*.toml"))
+
+
+class Runs:
+    """Stands for the pipeline: a score by variant and rate, and what was asked for, in order."""
+
+    def __init__(self, scores: dict[tuple[str, float], float], failing: Cell | None = None) -> None:
+        self.scores = scores
+        self.failing = failing
+        self.asked: list[Cell] = []
+
+    def __call__(self, cell: Cell) -> RunResult:
+        self.asked.append(cell)
+        if cell == self.failing:
+            raise TrainingError("stalled")
+        score = self.scores[cell.variant, cell.rate] + cell.seed / 100
+        return RunResult(before=0.5, after=score, token_shares=dict.fromkeys(TOKEN_SHARES, 0.0), max_ratio=1, entropy=1)
+
+
+SCORES = {("paper", 1e-4): 0.3, ("paper", 2e-4): 0.1, ("clip", 1e-4): 0.2, ("clip", 2e-4): 0.4}
+
+
+def cell(variant: str, rate: float, seed: int) -> Cell:
+    return Cell(variant=variant, rate=rate, seed=seed)
+
+
+def test_every_variant_runs_at_every_rate_on_every_seed() -> None:
+    runs = Runs(SCORES)
+    table = run_grid(GRID, runs)
+    assert runs.asked == [cell(v, r, s) for r in (1e-4, 2e-4) for s in (1, 2) for v in ("paper", "clip")]
+    assert [(row.variant, row.learning_rate, row.score.value) for row in table.rows] == [
+        ("paper", 1e-4, pytest.approx(0.315)),
+        ("clip", 1e-4, pytest.approx(0.215)),
+        ("paper", 2e-4, pytest.approx(0.115)),
+        ("clip", 2e-4, pytest.approx(0.415)),
+        ("paper", None, pytest.approx(0.315)),
+        ("clip", None, pytest.approx(0.415)),
+    ]
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on() -> None:
+    runs = Runs(SCORES, failing=cell("clip", 2e-4, 1))
+    table = run_grid(GRID, runs)
+    assert len(runs.asked) == 8
+    assert table.failures == {"clip, lr 0.0002, seed 1": "stalled"}
+    assert [(row.variant, row.learning_rate) for row in table.rows][2:4] == [("paper", 2e-4), ("paper", None)]
+
+
+def test_a_run_is_the_profile_with_the_overrides_of_grid_variant_and_command_line() -> None:
+    config = config_of(GRID, cell("clip", 2e-4, 8), ["workspace.root=elsewhere"])
+    assert (config.name, config.seed, config.rl.num_steps, config.workspace.root) == ("smoke", 8, 2, "elsewhere")
+    assert (config.rl.loss.kind, config.rl.loss.dual_clip, config.rl.optim.lr) == ("clip", 10, 2e-4)
+    assert config.rl.optim.betas == (0.9, 0.95)
+
+
+@pytest.mark.parametrize("file", GRIDS, ids=lambda file: file.stem)
+def test_every_grid_of_the_repository_can_be_planned(klear, tmp_path: Path, file: Path) -> None:
+    cfg = load_ablation(file)
+    planned = klear("ablate", file, "--dry-run", "--set", f"workspace.root={tmp_path}")
+    num_runs = len(cfg.variants) * len(cfg.seeds) * len(cfg.learning_rates)
+    assert planned.status == 0, planned.err
+    assert planned.out.startswith(f"{num_runs} runs; artifacts to make:")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_variant_that_is_not_valid_ends_it_before_anything_runs(klear, tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text(
+        'profile = "smoke"\nreference = "a"\nlearning_rates = [1e-4]\nseeds = [1, 2]\n[variants]\na = []\nb = ["rl.loss.esp_low=0.1"]\n'
+    )
+    ended = klear("ablate", file, "--set", f"workspace.root={tmp_path / 'ws'}")
+    assert ended.status == 2
+    assert "rl.loss.esp_low: unknown key; did you mean eps_low?" in ended.err
+    assert not (tmp_path / "ws").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_grid_leaves_a_table_and_then_has_nothing_left_to_make(klear, tmp_path: Path) -> None:
+    small = ["sft.max_steps=5", "rl.num_steps=1", "rl.rollout.groups_per_step=4", "rl.group_filter.zero_advantage=off"]
+    file = tmp_path / "small.toml"
+    file.write_text(
+        f"""
+        profile = "smoke"
+        overrides = {json.dumps(small)}
+        reference = "paper"
+        learning_rates = [1e-4]
+        seeds = [1, 2]
+        [variants]
+        paper = []
+        """
+    )
+    in_workspace = ("--set", f"workspace.root={tmp_path / 'ws'}")
+    ablate = start("ablate", file, *in_workspace, log=tmp_path / "log")
+    try:
+        assert ablate.process.wait(timeout=1500) == 0, ablate.output
+    finally:
+        ablate.end()
+    table = AblationTable.model_validate_json((tmp_path / "ws" / "ablations" / "small.json").read_text())
+    assert [(row.variant, sorted(row.runs)) for row in table.rows] == [("paper", [1, 2])]
+    assert not table.failures
+    assert klear("ablate", file, "--dry-run", *in_workspace).out == "2 runs; artifacts to make: none\n"
