@@ -65,6 +65,9 @@ def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "floa
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation=attention.NAME, local_files_only=True)
     if getattr(hf.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{folder}: the LM head has a bias, which the fused head does not add")
+    dropouts = {f"{name} of {m.p}" for name, m in hf.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
+    if dropouts:  # old log-probs would not be those of the policy, nor a resumed run that which was killed
+        raise ConfigError(f"{folder}: dropout ({min(dropouts)}); set it to 0 in the model's config, Klear trains without")
     return Policy(hf.to(device)).train()
 
 
@@ -90,6 +93,10 @@ def check_architecture(folder: Path) -> None:
     odd = {t for t in config.get("layer_types") or () if t != "full_attention"}
     if odd or config.get("use_sliding_window"):
         raise ConfigError(f"{path}: layers with {', '.join(sorted(odd)) or 'sliding_attention'}; Klear trains full attention only")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type"))
+    if rope_type in ("dynamic", "longrope"):
+        raise ConfigError(f"{path}: {rope_type} positions change with the longest row in a batch, so packed rows are not the rows alone")
 
 
 def num_heads(folder: Path) -> int:

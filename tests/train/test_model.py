@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klear_core.errors import ConfigError
 from klear_core.train.logps import fused_loss, token_logps
-from klear_core.train.model import export_model, load_model, pick_device
+from klear_core.train.model import check_architecture, export_model, load_model, pick_device
 from klear_core.train.parallel import full_weights
 
 
@@ -148,3 +148,19 @@ def test_asking_for_a_missing_gpu_is_a_config_error():
     assert pick_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match="no CUDA device"):
         pick_device("cuda")
+
+
+def test_dropout_is_refused_for_the_old_log_probs_would_not_be_those_of_the_policy(tmp_path):
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    StableLmForCausalLM(StableLmConfig(**sizes, num_key_value_heads=2, hidden_dropout=0.1)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"dropout of 0\.1"):
+        load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("rope", [{"rope_parameters": {"rope_type": "dynamic"}}, {"rope_scaling": {"type": "longrope"}}])
+def test_positions_that_depend_on_the_longest_row_beside_are_refused(tmp_path, rope):
+    (tmp_path / "config.json").write_text(json.dumps(rope))
+    with pytest.raises(ConfigError, match=r"(dynamic|longrope) positions"):
+        check_architecture(tmp_path)
