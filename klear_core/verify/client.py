@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from klear_core.config.verify import VerifyConfig
@@ -20,74 +22,80 @@ _LOG = logging.getLogger(__name__)
 _STOP_GRACE_S = 20.0  # on a loaded machine ending all jails takes seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Link:
+    """One judging process and what it still owes."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    pending: dict[int, Future[Verdict | Fault]] = field(default_factory=dict)
+
+
 class JudgeClient:
-    """Sends tasks to one `klear_core.verify.server` and resolves their futures. Thread-safe; `close` ends the process."""
+    """Sends tasks to one `klear_core.verify.server` and resolves their futures. Thread-safe; `close` ends the process.
+
+    Callbacks of the futures run in the thread that reads, and may submit: the process reads on whether or not its answers are read, so
+    that who waits for the lock or for room in the socket does not wait for himself.
+    """
 
     def __init__(self, cfg: VerifyConfig) -> None:
         self._cfg = cfg
         self._lock = threading.Lock()
         self._ids = itertools.count()
-        self._pending: dict[int, Future[Verdict | Fault]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._link: _Link | None = None
 
     def submit(self, task: Task) -> Future[Verdict | Fault]:
-        """The verdict to come; `Fault` where the judging process failed."""
+        """The verdict to come; `Fault` where the judging process failed or was closed. OSError if it cannot be started."""
         future: Future[Verdict | Fault] = Future()
         with self._lock:
-            if self._connection is None:
-                self._start()
+            link = self._link = self._link or self._start()
             task_id = next(self._ids)
-            self._pending[task_id] = future
-            assert self._connection is not None
-            try:
-                self._connection.send((task_id, task))
-            except OSError as e:  # the reader will see the end too; whoever comes first resolves the future
-                self._pending.pop(task_id, None)
-                future.set_result(Fault(kind="died", detail=f"the judging process is gone ({e})"))
+            link.pending[task_id] = future
+            with contextlib.suppress(OSError):  # the process is gone: the reader sees that too, and resolves all that is pending
+                link.connection.send((task_id, task))
         return future
 
     def close(self) -> None:
         """End the judging process and everything below it; what was pending resolves as a fault."""
         with self._lock:
-            connection, process = self._connection, self._process
-            self._connection = self._process = None
-        if connection is not None and process is not None:
-            _shut(connection)
-            _wait_or_kill(process)
+            link, self._link = self._link, None
+            if link is not None:
+                _shut(link.connection)  # under the lock, which the reader takes before it closes the connection
+        if link is not None:
+            _wait_or_kill(link.process)
 
-    def _start(self) -> None:
+    def _start(self) -> _Link:
         ours, theirs = socket.socketpair()
         fd = theirs.fileno()
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "klear_core.verify.server", str(fd)]
         process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
         theirs.close()
-        connection = Connection(ours.detach())
-        connection.send_bytes(self._cfg.model_dump_json().encode())
-        self._process, self._connection = process, connection
-        threading.Thread(target=self._read, args=(connection, process), name="klear-judge-reader", daemon=True).start()
+        link = _Link(process=process, connection=Connection(ours.detach()))
+        link.connection.send_bytes(self._cfg.model_dump_json().encode())
+        threading.Thread(target=self._read, args=(link,), name="klear-judge-reader", daemon=True).start()
+        return link
 
-    def _read(self, connection: Connection, process: subprocess.Popen[bytes]) -> None:
+    def _read(self, link: _Link) -> None:
         try:
             while True:
-                task_id, result = connection.recv()
-                future = self._pending.pop(task_id, None)
-                if future is not None:
-                    future.set_result(result)
+                task_id, result = link.connection.recv()
+                link.pending.pop(task_id).set_result(result)
         except (EOFError, OSError):
-            self._on_end(connection, process)
+            self._on_end(link)
 
-    def _on_end(self, connection: Connection, process: subprocess.Popen[bytes]) -> None:
-        with self._lock:
-            if self._connection is connection:
-                _LOG.warning("the judging process ended by itself (exit status %s); the next answer starts another", process.poll())
-                self._connection = self._process = None
-                _wait_or_kill(process)
-            lost, self._pending = self._pending, {}
-        connection.close()
-        for future in lost.values():
-            future.set_result(Fault(kind="died", detail="the judging process ended"))
+    def _on_end(self, link: _Link) -> None:
+        with self._lock:  # from here on nothing is added to what is pending
+            is_closed = self._link is not link
+            if not is_closed:
+                self._link = None
+                _wait_or_kill(link.process)
+                status = link.process.returncode
+                _LOG.warning("the judging process ended by itself (exit status %s); the next answer starts another", status)
+        link.connection.close()
+        died, closed = Fault(kind="died", detail="the judging process ended"), Fault(kind="closed", detail="the judges were closed")
+        for future in link.pending.values():
+            future.set_result(closed if is_closed else died)
 
 
 def _shut(connection: Connection) -> None:

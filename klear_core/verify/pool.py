@@ -171,7 +171,10 @@ class JudgePool:
                 case _:
                     verdict.set_result(Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail=result.detail))
 
-        self._client.submit(task).add_done_callback(settle)
+        try:
+            self._client.submit(task).add_done_callback(settle)
+        except OSError as e:
+            verdict.set_exception(JudgeError(f"the judging process cannot be started: {e}"))
 
 
 def _done(verdict: Verdict) -> Future[Verdict]:

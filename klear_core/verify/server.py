@@ -16,6 +16,7 @@ import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
+from queue import SimpleQueue
 from typing import assert_never
 
 import pebble
@@ -45,19 +46,20 @@ class Server:
     def __init__(self, connection: Connection, cfg: VerifyConfig) -> None:
         self._connection = connection
         self._cfg = cfg
-        self._send_lock = threading.Lock()
+        self._replies: SimpleQueue[tuple[int, Verdict | Fault]] = SimpleQueue()
         self._pools: list[pebble.ProcessPool] = []
         self._backend: Backend | None = None
 
     def serve(self) -> None:
         """Until the caller closes its end or dies."""
+        threading.Thread(target=self._write_replies, name="klear-judge-writer", daemon=True).start()
         try:
             while True:
                 task_id, task = self._connection.recv()
                 try:
                     future = self._schedule(task)
                 except SandboxError as e:
-                    self._send(task_id, Fault(kind="no_sandbox", detail=str(e)))
+                    self._replies.put((task_id, Fault(kind="no_sandbox", detail=str(e))))
                     continue
                 future.add_done_callback(functools.partial(self._reply, task_id))
         except (EOFError, ConnectionError):
@@ -118,19 +120,20 @@ class Server:
         return pool
 
     def _reply(self, task_id: int, future: Future[Verdict]) -> None:
-        self._send(task_id, _outcome_of(future))
+        self._replies.put((task_id, _outcome_of(future)))
 
-    def _send(self, task_id: int, result: Verdict | Fault) -> None:
-        try:
-            with self._send_lock:
-                self._connection.send((task_id, result))
-        except (BrokenPipeError, ConnectionError):
-            return  # the caller is gone; `serve` sees the end too
+    def _write_replies(self) -> None:
+        """A thread of its own: a caller that does not read must stop neither `serve`, on whose reading it may wait, nor pebble's loops."""
+        while True:
+            try:
+                self._connection.send(self._replies.get())
+            except ConnectionError:
+                return  # the caller is gone; `serve` sees the end too
 
 
 def _outcome_of(future: Future[Verdict]) -> Verdict | Fault:
     if future.cancelled():
-        return Fault(kind="died", detail="the judging process is stopping")
+        return Fault(kind="closed", detail="the judging process is stopping")
     error = future.exception()
     match error:
         case None:

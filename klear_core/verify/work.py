@@ -45,7 +45,7 @@ Task = MathTask | CodeTask | ProveSandbox
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A judging process gave no verdict: it was stopped at its wall clock, died, raised, or has no sandbox that isolates."""
+    """A judging process gave no verdict: it was stopped at its wall clock, died, raised, was closed, or has no sandbox that isolates."""
 
-    kind: Literal["timed_out", "died", "raised", "no_sandbox"]
+    kind: Literal["timed_out", "died", "raised", "closed", "no_sandbox"]
     detail: str

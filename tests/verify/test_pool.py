@@ -17,6 +17,8 @@ from klear_core.config.verify import MathConfig, SandboxConfig, VerifyConfig, Ve
 from klear_core.errors import JudgeError, SandboxError
 from klear_core.types import Outcome, Verdict
 from klear_core.verify import JudgeHealth, JudgePool, build_verifier
+from klear_core.verify.client import JudgeClient
+from klear_core.verify.work import ProveSandbox
 
 ONE_WORKER = VerifyConfig(math=MathConfig(timeout_s=60.0), runtime=VerifyRuntime(math_workers=1, code_workers=1))
 PATIENCE_S = 120.0
@@ -24,7 +26,7 @@ HALF_RIGHT = "a, b = map(int, input().split())\nprint(3)"
 
 
 def server_of(pool: JudgePool) -> psutil.Process:
-    return psutil.Process(pool._client._process.pid)
+    return psutil.Process(pool._client._link.process.pid)
 
 
 @pytest.mark.parametrize(("score", "expected"), [("soft", 1 / 3), ("hard", 0.0), ("plus_minus", -1 / 3)])
@@ -52,7 +54,7 @@ def test_missing_code_is_no_answer(code_pool: JudgePool) -> None:
 def test_easy_verdicts_start_no_process() -> None:
     with build_verifier(ONE_WORKER) as pool:
         assert [pool.judge(math_problem("7"), boxed(a)).score for a in ("7", "8", "07")] == [1.0, 0.0, 1.0]
-        assert pool._client._process is None
+        assert pool._client._link is None
 
 
 def test_the_first_verdict_comes_before_the_last_answer_is_submitted() -> None:
@@ -109,12 +111,37 @@ def test_closing_twice_and_judging_again_is_fine() -> None:
     pool.close()
 
 
+def test_closing_with_an_answer_pending_judges_it_no_more() -> None:
+    pool = build_verifier(ONE_WORKER)
+    pending = pool.submit(math_problem("73"), boxed("9^{9^{9^{9}}}"))
+    pool.close()
+    verdict = pending.result(timeout=PATIENCE_S)
+    assert (verdict.outcome, verdict.detail) == (Outcome.JUDGE_FAILED, "the judges were closed")
+    assert pool._client._link is None
+
+
+def test_the_judging_process_reads_on_while_its_answers_are_not_read() -> None:
+    """Else two full sockets deadlock: a callback waits for a lock whose holder waits for a process that waits for the callback's thread."""
+    client = JudgeClient(VerifyConfig(sandbox="rlimits-only", limits=SandboxConfig(python="/nowhere/python")))
+    goes_on = threading.Event()
+    futures = [client.submit(ProveSandbox())]
+    futures[0].add_done_callback(lambda _: goes_on.wait())
+    sender = threading.Thread(target=lambda: futures.extend(client.submit(ProveSandbox()) for _ in range(20_000)), daemon=True)
+    sender.start()
+    sender.join(PATIENCE_S)
+    was_sent = not sender.is_alive()
+    goes_on.set()
+    assert {f.result(timeout=PATIENCE_S).kind for f in futures} == {"no_sandbox"}
+    client.close()
+    assert was_sent
+
+
 def test_nothing_runs_on_when_the_caller_is_killed() -> None:
     script = (
         "from klear_core.verify import build_verifier\nfrom klear_core.config.verify import *\nfrom klear_core.types import *\nimport time\n"
         "pool = build_verifier(VerifyConfig(math=MathConfig(timeout_s=60.0), runtime=VerifyRuntime(math_workers=1)))\n"
         "p = Problem(problem_id='p', source='s', domain=Domain.MATH, question='', reference=MathReference(answers=('1/2',)), difficulty=Difficulty.EASY)\n"
-        "pool.judge(p, '</think>0.5')\nprint(pool._client._process.pid, flush=True)\ntime.sleep(1000)"
+        "pool.judge(p, '</think>0.5')\nprint(pool._client._link.process.pid, flush=True)\ntime.sleep(1000)"
     )
     caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
