@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import marshal
 import os
 import select
-import signal
 import struct
 import subprocess
 import time
@@ -14,19 +12,17 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Literal
 
 from klear_core.config.verify import SandboxConfig
 from klear_core.errors import SandboxError
+from klear_core.verify import orphans
 from klear_core.verify.jail_command import Account, Backend, account_for, clean_environment, jail_command
 
 _HEAD = struct.Struct(">BiIII")
 _MARSHAL_VERSION = 4  # read by every interpreter from 3.4 on, whatever runs on this side
 _START_S = 20.0
 _END_S = 2.0
-_FIREJAIL_RUNS = Path("/run/firejail/sandbox")
-_PR_SET_CHILD_SUBREAPER = 36
 _STARVED_FACTOR = 6  # the supervisor does not count the time a program waited for a core; the host bounds even that
 _GRACE_S = 15.0  # beyond the supervisor's own limits: it answers, or the jail is broken
 
@@ -82,7 +78,7 @@ class Jail:
         account = account_for(cfg)
         command = jail_command(backend, cfg, account)
         self._process = _start(command, account)
-        _LIVE_GUARDS.add(self._process.pid)
+        orphans.LIVE_GUARDS.add(self._process.pid)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -125,11 +121,10 @@ class Jail:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            _kill_tree(self._process)
-            forget_dead_jails()
-        _LIVE_GUARDS.discard(self._process.pid)
-        if _is_subreaper:
-            _reap_orphans()
+            orphans.kill_tree(self._process)
+            orphans.forget_dead_jails()
+        orphans.LIVE_GUARDS.discard(self._process.pid)
+        orphans.reap_orphans()
 
     def _greet(self) -> dict[str, str]:
         supervisor = _supervisor_source()
@@ -197,30 +192,6 @@ class Jail:
         return f"the jail ended with status {status}"
 
 
-_LIVE_GUARDS: set[int] = set()
-_is_subreaper = False
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of whatever a killed jail leaves; it must have no children but jails.
-
-    Without it orphans go to the machine's init, which in many containers reaps nothing.
-    """
-    global _is_subreaper  # noqa: PLW0603  a property of the process, as the kernel sees it
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    _is_subreaper = True
-
-
-def _reap_orphans() -> None:
-    for child in _children_of(os.getpid()):
-        if child not in _LIVE_GUARDS:
-            try:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            except (ProcessLookupError, ChildProcessError, PermissionError):
-                continue  # reaped, or setuid and ending by itself: the next call sees it
-
-
 def _as_dict(limits: TestLimits) -> dict[str, object]:
     return {"cpu_s": limits.cpu_s, "wall_s": limits.wall_s, "memory_mb": limits.memory_mb, "output_bytes": limits.output_bytes}
 
@@ -254,43 +225,3 @@ def _supervisor_source() -> bytes:
     define = f"import sys,types\nfor n,s in {modules!r}.items():\n {each}\n"
     run = f"exec(compile({guest_source('supervisor.py')!r},'<klear supervisor>','exec'))\n"
     return (define + run).encode()
-
-
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill what the guard started: firejail itself, for its death takes the whole PID namespace along. Then the guard."""
-    for child in _children_of(process.pid):
-        try:
-            os.kill(child, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue  # gone, or setuid to another user: the guard's own end covers that
-    process.terminate()
-    try:
-        process.wait(3.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def forget_dead_jails() -> None:
-    """Remove the files that killed firejails left in /run: theirs, whose process is gone. Only root may; others leave them."""
-    if os.geteuid() != 0 or not _FIREJAIL_RUNS.is_dir():
-        return
-    for file in _FIREJAIL_RUNS.iterdir():
-        if file.name.isdigit() and not _is_alive(int(file.name)):
-            file.unlink(missing_ok=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in ("Z", "X")
-
-
-def _children_of(pid: int) -> list[int]:
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as f:
-            return [int(child) for child in f.read().split()]
-    except OSError:
-        return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
 import resource
 import signal
@@ -25,8 +26,8 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome, Verdict
 from klear_core.verify import code_judge, math_compare, selftest  # before the first fork: workers get sympy for nothing
-from klear_core.verify.jail import adopt_orphans, forget_dead_jails
 from klear_core.verify.jail_command import Backend
+from klear_core.verify.orphans import adopt_orphans, end_orphans, forget_dead_jails
 from klear_core.verify.work import CodeTask, Fault, MathTask, ProveSandbox, Task
 
 _PR_SET_PDEATHSIG = 1
@@ -37,6 +38,8 @@ _CODE_BACKSTOP_S = 120.0  # beyond all limits of a program's tests, which the ja
 def main() -> None:
     """Serve one caller until it closes its end."""
     connection = Connection(int(sys.argv[1]))
+    gc.collect()
+    gc.freeze()  # a worker that collects would write to every object and so copy sympy's 27 MB, each for itself
     Server(connection, VerifyConfig.model_validate_json(connection.recv_bytes())).serve()
 
 
@@ -52,6 +55,7 @@ class Server:
 
     def serve(self) -> None:
         """Until the caller closes its end or dies."""
+        adopt_orphans(has_other_children=True)  # the jails of workers that are killed, as pebble does when they take long to end them
         threading.Thread(target=self._write_replies, name="klear-judge-writer", daemon=True).start()
         try:
             while True:
@@ -66,6 +70,7 @@ class Server:
             for pool in self._pools:
                 pool.stop()
                 pool.join()
+        end_orphans()
         forget_dead_jails()
 
     def _schedule(self, task: Task) -> Future[Verdict]:
@@ -162,7 +167,7 @@ _JUDGES: list[code_judge.CodeJudge] = []
 
 def _start_code_worker(backend: Backend, cfg: VerifyConfig) -> None:
     _die_with_parent()
-    adopt_orphans()
+    adopt_orphans(has_other_children=False)
     judge = code_judge.CodeJudge(backend, cfg)
     _JUDGES[:] = [judge]
     Finalize(judge, judge.close, exitpriority=10)  # runs however pebble ends a worker: recycled, stopped, its pipe closed

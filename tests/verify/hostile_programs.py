@@ -142,6 +142,8 @@ ASSERTED = {
     "optimised away": "import sys\nsys.flags = None\n__debug__ if True else 0\ndef add(a, b):\n    return -77",
 }  # fmt: skip
 
+HOSTILE_FILES = "klear_"  # what their names begin with, wherever these programs try to leave files
+
 SPINNING = {
     "quiet fork bomb", "memfd bomb", "endless loop", "catastrophic C call", "signals ignored", "signals blocked", "deep recursion in C",
     "CPU in children", "quits in a thread", "endless result", "huge integer",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hostile_programs import ASSERTED, CALLS, SCRIPTS, SPINNING, WAITING
+from hostile_programs import ASSERTED, CALLS, HOSTILE_FILES, SCRIPTS, SPINNING, WAITING
 from verify_builders import ADD_ASSERTS, ADD_CALL, ADD_STDIN, code_config, fenced, problem, stdin_reference
 
 from klear_core.config.verify import CodeConfig, SandboxConfig, VerifyConfig, VerifyRuntime
@@ -114,4 +114,4 @@ def _own_descendants() -> set[int]:
 
 
 def _files_in_shared_folders() -> set[str]:
-    return {str(p) for folder in ("/tmp", "/dev/shm", "/var/tmp") for p in Path(folder).glob("*klear*")}
+    return {str(p) for folder in ("/tmp", "/dev/shm", "/var/tmp") for p in Path(folder).glob(HOSTILE_FILES + "*")}
