@@ -7,15 +7,17 @@ Axis letters: R all rows there is room for, B rows at work, T positions of a row
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from klear_core.generate.engine import SamplingParams
+from klear_core.generate.torch_native import NativeStep
 from klear_core.generate.torch_qwen3 import KvCache, Qwen3, round_up
-from klear_core.generate.torch_sampling import Decoding, draw, penalise
+from klear_core.generate.torch_sampling import cut, draw, penalise
+from klear_core.generate.torch_state import RowState
 
 MIN_ROWS = 4
 """Below this, matrix products take another kernel that sums in another order, and a row's bits depend on the batch size."""
@@ -49,70 +51,20 @@ class EndedRow(Generic[OwnerT]):
     finish_reason: Literal["stop", "length"]
 
 
-@dataclass(slots=True, kw_only=True)
-class _State:
-    """What the decode step reads and writes of each row, as tensors with room for R rows."""
-
-    position_R: Tensor
-    """Index of the newest token, the one whose key and value are not in the cache yet."""
-    end_R: Tensor
-    tokens_RT: Tensor
-    logps_RT: Tensor
-    keys_R: Tensor
-    temperature_R: Tensor
-    top_p_R: Tensor
-    top_k_R: Tensor
-    penalty_R: Tensor
-
-    @staticmethod
-    def empty(device: torch.device) -> _State:
-        long = torch.zeros(0, dtype=torch.int64, device=device)
-        real = torch.zeros(0, device=device)
-        return _State(
-            position_R=long,
-            end_R=long,
-            tokens_RT=long[:, None],
-            logps_RT=real[:, None],
-            keys_R=long,
-            temperature_R=real,
-            top_p_R=real,
-            top_k_R=long,
-            penalty_R=real,
-        )
-
-    def grow(self, num_rows: int, length: int) -> None:
-        for name, old in self._tensors():
-            new = old.new_zeros((num_rows, length)[: old.dim()])
-            new[tuple(slice(size) for size in old.shape)] = old
-            setattr(self, name, new)
-
-    def move(self, source_R: Tensor, target_R: Tensor) -> None:
-        for _, tensor in self._tensors():
-            tensor[target_R] = tensor[source_R]
-
-    def decoding(self, num_rows: int) -> Decoding:
-        return Decoding(
-            keys_B=self.keys_R[:num_rows],
-            temperature_B=self.temperature_R[:num_rows],
-            top_p_B=self.top_p_R[:num_rows],
-            top_k_B=self.top_k_R[:num_rows],
-        )
-
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        return [(f.name, getattr(self, f.name)) for f in fields(self)]
-
-
 class Batch(Generic[OwnerT]):
     """Static tensors of up to `max_rows` rows. Not thread-safe: one thread owns it."""
 
-    def __init__(self, model: Qwen3, *, stop_ids: Sequence[int], max_rows: int, version: int) -> None:
+    def __init__(self, model: Qwen3, native: NativeStep | None, *, stop_ids: Sequence[int], max_rows: int, version: int) -> None:
+        """`native` is made for this very model; without it, steps run as torch operations."""
         self.max_rows, self.version = max_rows, version
-        self._model = model
+        self._model, self._native = model, native
         self._cache = KvCache(model.shape, dtype=model.dtype, device=model.device)
-        self._state = _State.empty(model.device)
+        self._state = RowState.empty(model.device)
         self._stop_ids = self._ints(stop_ids)
         self._rows: list[Row[OwnerT]] = []
         self._is_truncated = self._is_penalised = False
+        self._longest = 0
+        """Index of the newest token of the longest row at work, or more."""
 
     @property
     def num_running(self) -> int:
@@ -136,30 +88,20 @@ class Batch(Generic[OwnerT]):
         for i, row in enumerate(rows, start=first):
             state.tokens_RT[i, : len(row.prompt_ids)] = self._ints(row.prompt_ids)
             row.marks.append((0, self.version))
-        self._note_decoding()
+        self._note_rows()
         self._prefill({i: row.prompt_ids[:-1] for i, row in enumerate(rows, start=first)})
 
     def step(self) -> list[EndedRow[OwnerT]]:
         """One token for every row at work; the rows that ended with it, which have left the batch."""
-        num_rows, state = max(self.num_running, MIN_ROWS), self._state
-        state.position_R[self.num_running : num_rows] = 0  # rows without an owner, there for the sake of MIN_ROWS
-        longest = int(state.position_R[:num_rows].max())
-        self._reserve(num_rows, longest + 2)
-        positions_B, index_B = state.position_R[:num_rows], torch.arange(num_rows, device=self._model.device)
-        logits_BV = self._model.decode(state.tokens_RT[index_B, positions_B], positions_B, self._cache, length=longest + 1)
-        if self._is_penalised:
-            logits_BV = penalise(logits_BV, self._seen(positions_B, longest + 1), state.penalty_R[:num_rows])
-        tokens_B, logps_B = draw(logits_BV, positions_B, state.decoding(num_rows), is_truncated=self._is_truncated)
-        positions_B += 1
-        state.tokens_RT[index_B, positions_B] = tokens_B
-        state.logps_RT[index_B, positions_B] = logps_B
-        is_stop_B = torch.isin(tokens_B, self._stop_ids)
-        has_ended_B = is_stop_B | (positions_B + 1 >= state.end_R[:num_rows])
-        ended = has_ended_B[: self.num_running].nonzero()[:, 0].tolist()
+        num_rows = max(self.num_running, MIN_ROWS)
+        if num_rows > self.num_running:
+            self._state.position_R[self.num_running : num_rows] = 0  # rows without an owner, there for the sake of MIN_ROWS
+        self._reserve(num_rows, self._longest + 2)
+        ended, are_stops = self._advance(num_rows)
+        self._longest += 1
         if not ended:
             return []
-        stops = is_stop_B.tolist()
-        results = [self._result(i, is_stop=stops[i]) for i in ended]
+        results = [self._result(i, is_stop=bool(is_stop)) for i, is_stop in zip(ended, are_stops, strict=True)]
         self._remove(ended)
         return results
 
@@ -185,6 +127,36 @@ class Batch(Generic[OwnerT]):
             tokens_BT = self._ints([ids + (0,) * (length - len(ids)) for ids in chunk])
             rows_R, source_R = self._ints(places).unbind(-1)
             self._model.prefill(tokens_BT, self._cache, rows_R=rows_R, source_R=source_R)
+
+    def _advance(self, num_rows: int) -> tuple[list[int], list[int]]:
+        """Append a token to each row; which rows at work are done, and of those 1 where an end token did it."""
+        state, native = self._state, self._native
+        if native is None:
+            index_B, positions_B = torch.arange(num_rows, device=self._model.device), state.position_R[:num_rows]
+            tokens_B = state.tokens_RT[index_B, positions_B]
+            logits_BV = self._model.decode(tokens_B, positions_B, self._cache, length=self._longest + 1)
+        else:
+            logits_BV = native.decode(state, num_rows, self._cache)
+        if self._is_penalised:
+            seen_BL = self._seen(state.position_R[:num_rows], self._longest + 1)
+            logits_BV = penalise(logits_BV, seen_BL, state.penalty_R[:num_rows])
+        if native is None:
+            return self._draw(logits_BV, num_rows)
+        if self._is_truncated:
+            logits_BV = cut(logits_BV, state.decoding(num_rows))
+        return native.draw(logits_BV, state, self._stop_ids, num_running=self.num_running)
+
+    def _draw(self, logits_BV: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+        state = self._state
+        positions_B, index_B = state.position_R[:num_rows], torch.arange(num_rows, device=self._model.device)
+        tokens_B, logps_B = draw(logits_BV, positions_B, state.decoding(num_rows), is_truncated=self._is_truncated)
+        positions_B += 1
+        state.tokens_RT[index_B, positions_B] = tokens_B
+        state.logps_RT[index_B, positions_B] = logps_B
+        is_stop_B = torch.isin(tokens_B, self._stop_ids)
+        has_ended_B = is_stop_B | (positions_B + 1 >= state.end_R[:num_rows])
+        ended = has_ended_B[: self.num_running].nonzero()[:, 0]
+        return ended.tolist(), is_stop_B[ended].tolist()
 
     def _seen(self, positions_B: Tensor, length: int) -> Tensor:
         """Token ids that each row already holds, padded with its own first."""
@@ -215,14 +187,21 @@ class Batch(Generic[OwnerT]):
         movers = [i for i in range(num_left, self.num_running) if i not in gone]
         if holes:
             holes_R, movers_R = self._ints(holes), self._ints(movers)
-            self._cache.move(movers_R, holes_R, length=int(self._state.position_R[movers_R].max()))
-            self._state.move(movers_R, holes_R)
+            self._move(movers_R, holes_R)
             for hole, mover in zip(holes, movers, strict=True):
                 self._rows[hole] = self._rows[mover]
         del self._rows[num_left:]
-        self._note_decoding()
+        self._note_rows()
 
-    def _note_decoding(self) -> None:
+    def _move(self, source_R: Tensor, target_R: Tensor) -> None:
+        if self._native is not None:
+            self._native.move(self._cache, self._state, source_R, target_R, length=self._longest)
+        else:
+            self._cache.move(source_R, target_R, length=self._longest)
+            self._state.move(source_R, target_R)
+
+    def _note_rows(self) -> None:
+        self._longest = int(self._state.position_R[: self.num_running].max()) if self._rows else 0
         self._is_truncated = any(row.params.top_p < 1 or row.params.top_k > 0 for row in self._rows)
         self._is_penalised = any(row.params.repetition_penalty != 1 for row in self._rows)
 

@@ -24,6 +24,7 @@ from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import SamplingParams, WeightSource
 from klear_core.generate.text import FolderTokenizer
 from klear_core.generate.torch_batch import Batch, EndedRow, Row
+from klear_core.generate.torch_native import NativeStep
 from klear_core.generate.torch_qwen3 import Qwen3, read_shape
 from klear_core.seeding import seed_for
 from klear_core.types import Completion
@@ -67,7 +68,11 @@ class TorchEngine:
         self._model.load(model_folder)
         self._tokenizer = FolderTokenizer(model_folder)
         self._batch: Batch[_Sample] = Batch(
-            self._model, stop_ids=self._tokenizer.stop_ids, max_rows=cfg.runtime.max_batch_size, version=version
+            self._model,
+            NativeStep.of(self._model),
+            stop_ids=self._tokenizer.stop_ids,
+            max_rows=cfg.runtime.max_batch_size,
+            version=version,
         )
         self._waiting: deque[Row[_Sample]] = deque()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()

@@ -84,14 +84,15 @@ class Qwen3:
         def buffers(*size: int) -> list[Tensor]:
             return [torch.zeros(size, dtype=dtype, device=device) for _ in range(s.num_layers)]
 
-        self._norm1, self._norm2 = buffers(s.hidden_size), buffers(s.hidden_size)
-        self._qkv, self._out = buffers(qkv_size, s.hidden_size), buffers(s.hidden_size, s.num_heads * s.head_dim)
-        self._qk_norm = buffers(num_qk, s.head_dim)
-        self._gate_up, self._down = buffers(2 * s.intermediate_size, s.hidden_size), buffers(s.hidden_size, s.intermediate_size)
-        self._norm = torch.zeros(s.hidden_size, dtype=dtype, device=device)
-        self._embed = torch.zeros(s.vocab_size, s.hidden_size, dtype=dtype, device=device)
-        self._head = self._embed if s.is_tied else torch.zeros_like(self._embed)
-        self._cos_LD, self._sin_LD = self._rope_tables()
+        # all weights stay where they are for good: `torch_native` holds their addresses
+        self.norm1, self.norm2 = buffers(s.hidden_size), buffers(s.hidden_size)
+        self.qkv, self.out = buffers(qkv_size, s.hidden_size), buffers(s.hidden_size, s.num_heads * s.head_dim)
+        self.qk_norm = buffers(num_qk, s.head_dim)
+        self.gate_up, self.down = buffers(2 * s.intermediate_size, s.hidden_size), buffers(s.hidden_size, s.intermediate_size)
+        self.norm = torch.zeros(s.hidden_size, dtype=dtype, device=device)
+        self.embed = torch.zeros(s.vocab_size, s.hidden_size, dtype=dtype, device=device)
+        self.head = self.embed if s.is_tied else torch.zeros_like(self.embed)
+        self.cos_LD, self.sin_LD = self._rope_tables()
 
     def load(self, weights: WeightSource) -> None:
         """Overwrite all weights in place. ConfigError, with nothing changed, if a name or shape does not fit."""
@@ -112,7 +113,7 @@ class Qwen3:
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
             q, k, v = (x.view(num_prompts, num_tokens, -1, self.shape.head_dim).transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
-            cache.keys[layer][rows_R, :, :num_tokens] = k[source_R]
+            cache.keys[layer][rows_R, :, :, :num_tokens] = k.transpose(-1, -2)[source_R]
             cache.values[layer][rows_R, :, :num_tokens] = v[source_R]
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2).reshape(num_prompts * num_tokens, -1)
@@ -126,31 +127,32 @@ class Qwen3:
         is_future_BL = torch.arange(length, device=self.device) > positions_B[:, None]
         bias_B11L = torch.zeros(num_rows, 1, 1, length, dtype=self.dtype, device=self.device)
         bias_B11L.masked_fill_(is_future_BL[:, None, None], -torch.inf)
-        slots_BK = cache.slots(positions_B)
+        key_slots, value_slots = cache.slots(positions_B)
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            cache.write(layer, slots_BK, k_NKD, v_NKD)
+            cache.keys[layer].view(-1).index_copy_(0, key_slots, k_NKD.reshape(-1))
+            cache.values[layer].view(-1).index_copy_(0, value_slots, v_NKD.reshape(-1))
             q_BKGD = q_NHD.reshape(num_rows, s.num_kv_heads, -1, s.head_dim) * s.head_dim**-0.5
-            scores_BKGL = q_BKGD @ cache.keys[layer][:num_rows, :, :length].transpose(-1, -2)
+            scores_BKGL = q_BKGD @ cache.keys[layer][:num_rows, :, :, :length]
             probs_BKGL = torch.softmax(scores_BKGL.add_(bias_B11L), -1)
             return (probs_BKGL @ cache.values[layer][:num_rows, :, :length]).reshape(num_rows, -1)
 
         hidden_BC = self._layers(tokens_B, positions_B, attend)
-        return F.linear(self._rms_norm(hidden_BC, self._norm), self._head).float()
+        return F.linear(self._rms_norm(hidden_BC, self.norm), self.head).float()
 
     def _layers(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         s = self.shape
         num_qk = s.num_heads + s.num_kv_heads
-        cos_N1D, sin_N1D = self._cos_LD[positions_N][:, None], self._sin_LD[positions_N][:, None]
-        x_NC = F.embedding(tokens_N, self._embed)
+        cos_N1D, sin_N1D = self.cos_LD[positions_N][:, None], self.sin_LD[positions_N][:, None]
+        x_NC = F.embedding(tokens_N, self.embed)
         for i in range(s.num_layers):
-            qkv = F.linear(self._rms_norm(x_NC, self._norm1[i]), self._qkv[i]).view(len(x_NC), -1, s.head_dim)
-            qk = self._rms_norm(qkv[:, :num_qk], self._qk_norm[i])
+            qkv = F.linear(self._rms_norm(x_NC, self.norm1[i]), self.qkv[i]).view(len(x_NC), -1, s.head_dim)
+            qk = self._rms_norm(qkv[:, :num_qk], self.qk_norm[i])
             qk = qk * cos_N1D + qk.roll(s.head_dim // 2, -1) * sin_N1D  # the sine carries the minus of rotate_half
             attended = attend(i, qk[:, : s.num_heads], qk[:, s.num_heads :], qkv[:, num_qk:])
-            x_NC = x_NC + F.linear(attended, self._out[i])
-            gate, up = F.linear(self._rms_norm(x_NC, self._norm2[i]), self._gate_up[i]).chunk(2, -1)
-            x_NC = x_NC + F.linear(F.silu(gate) * up, self._down[i])
+            x_NC = x_NC + F.linear(attended, self.out[i])
+            gate, up = F.linear(self._rms_norm(x_NC, self.norm2[i]), self.gate_up[i]).chunk(2, -1)
+            x_NC = x_NC + F.linear(F.silu(gate) * up, self.down[i])
         return x_NC
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -167,63 +169,64 @@ class Qwen3:
         """Where each Hugging Face tensor goes: a view into a fused buffer."""
         s = self.shape
         num_q, num_kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        targets = {"model.embed_tokens.weight": self._embed, "model.norm.weight": self._norm}
+        targets = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
         if not s.is_tied:
-            targets["lm_head.weight"] = self._head
+            targets["lm_head.weight"] = self.head
         for i in range(s.num_layers):
-            q, k, v = torch.split(self._qkv[i], [num_q, num_kv, num_kv])
-            gate, up = self._gate_up[i].chunk(2)
+            q, k, v = torch.split(self.qkv[i], [num_q, num_kv, num_kv])
+            gate, up = self.gate_up[i].chunk(2)
             layer = {
-                "input_layernorm": self._norm1[i],
-                "post_attention_layernorm": self._norm2[i],
+                "input_layernorm": self.norm1[i],
+                "post_attention_layernorm": self.norm2[i],
                 "self_attn.q_proj": q,
                 "self_attn.k_proj": k,
                 "self_attn.v_proj": v,
-                "self_attn.o_proj": self._out[i],
-                "self_attn.q_norm": self._qk_norm[i][: s.num_heads],
-                "self_attn.k_norm": self._qk_norm[i][s.num_heads :],
+                "self_attn.o_proj": self.out[i],
+                "self_attn.q_norm": self.qk_norm[i][: s.num_heads],
+                "self_attn.k_norm": self.qk_norm[i][s.num_heads :],
                 "mlp.gate_proj": gate,
                 "mlp.up_proj": up,
-                "mlp.down_proj": self._down[i],
+                "mlp.down_proj": self.down[i],
             }
             targets |= {f"model.layers.{i}.{name}.weight": target for name, target in layer.items()}
         return targets
 
 
 class KvCache:
-    """Keys and values of all layers as [R, K, L, D]: row r, position p is where row r's p-th token lives. Grows, never shrinks."""
+    """Keys of all layers as [R, K, D, L] and values as [R, K, L, D]: row r, position p is where row r's p-th token lives. Grows, never
+    shrinks."""
 
     def __init__(self, shape: Qwen3Shape, *, dtype: torch.dtype, device: torch.device) -> None:
         self.num_rows = self.length = 0
         self._num_heads, self._head_dim = shape.num_kv_heads, shape.head_dim
         empty = torch.zeros(0, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
-        self.keys, self.values = [empty] * shape.num_layers, [empty] * shape.num_layers
+        self.keys, self.values = [empty.mT] * shape.num_layers, [empty] * shape.num_layers
 
     def reserve(self, num_rows: int, length: int) -> None:
         """Room for at least this many rows and positions; contents stay."""
         if num_rows <= self.num_rows and length <= self.length:
             return
         self.num_rows, self.length = max(num_rows, self.num_rows), round_up(max(length, self.length))
-        for layers in (self.keys, self.values):
-            for i, old in enumerate(layers):
-                layers[i] = old.new_zeros(self.num_rows, self._num_heads, self.length, self._head_dim)
-                layers[i][: old.shape[0], :, : old.shape[2]] = old
+        for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            self.keys[i] = keys.new_zeros(self.num_rows, self._num_heads, self._head_dim, self.length)
+            self.keys[i][: keys.shape[0], :, :, : keys.shape[3]] = keys
+            self.values[i] = values.new_zeros(self.num_rows, self._num_heads, self.length, self._head_dim)
+            self.values[i][: values.shape[0], :, : values.shape[2]] = values
 
-    def slots(self, positions_B: Tensor) -> Tensor:
-        """Flat indices over (row, head, position) of one position in each of the first B rows."""
-        row_heads = torch.arange(len(positions_B) * self._num_heads, device=positions_B.device)
-        return row_heads * self.length + positions_B.repeat_interleave(self._num_heads)
-
-    def write(self, layer: int, slots_BK: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> None:
-        """Put one key and value per row and head where `slots` said."""
-        self.keys[layer].view(-1, self._head_dim).index_copy_(0, slots_BK, k_BKD.reshape(-1, self._head_dim))
-        self.values[layer].view(-1, self._head_dim).index_copy_(0, slots_BK, v_BKD.reshape(-1, self._head_dim))
+    def slots(self, positions_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Flat indices, into keys and into values, of one position in each of the first B rows."""
+        row_heads = torch.arange(len(positions_B) * self._num_heads, device=positions_B.device)[:, None]
+        positions = positions_B.repeat_interleave(self._num_heads)[:, None]
+        axis_D = torch.arange(self._head_dim, device=positions_B.device)
+        key_slots = (row_heads * self._head_dim + axis_D) * self.length + positions
+        value_slots = (row_heads * self.length + positions) * self._head_dim + axis_D
+        return key_slots.reshape(-1), value_slots.reshape(-1)
 
     def move(self, source_R: Tensor, target_R: Tensor, *, length: int) -> None:
         """Copy whole rows, up to `length` positions."""
-        for layers in (self.keys, self.values):
-            for cached in layers:
-                cached[target_R, :, :length] = cached[source_R, :, :length]
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[target_R, :, :, :length] = keys[source_R, :, :, :length]
+            values[target_R, :, :length] = values[source_R, :, :length]
 
 
 def round_up(length: int, multiple: int = 16) -> int:

@@ -32,16 +32,22 @@ class Decoding:
 def draw(logits_BV: Tensor, positions_B: Tensor, decoding: Decoding, *, is_truncated: bool) -> tuple[Tensor, Tensor]:
     """tokens_B and logps_B (float32, nats). `is_truncated`: whether any row has top_p < 1 or top_k > 0."""
     is_greedy_B = decoding.temperature_B == 0
-    scaled_BV = logits_BV / torch.where(is_greedy_B, 1.0, decoding.temperature_B)[:, None]
     if is_truncated:
-        top_k_B, top_p_B = decoding.top_k_B.masked_fill(is_greedy_B, 0), decoding.top_p_B.masked_fill(is_greedy_B, 1.0)
-        scaled_BV = truncate(scaled_BV, top_k_B, top_p_B)
-    logp_BV = torch.log_softmax(scaled_BV, -1)
+        logits_BV = cut(logits_BV, decoding)
+    logp_BV = torch.log_softmax(logits_BV / _divisor(decoding), -1)
     cdf_BV = torch.cumsum(logp_BV.exp(), -1, dtype=torch.float64)
     threshold_B1 = uniforms(decoding.keys_B, positions_B)[:, None] * cdf_BV[:, -1:]
     sampled_B = torch.searchsorted(cdf_BV, threshold_B1, right=True)[:, 0]  # right: never a token of probability zero
     tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), sampled_B)
     return tokens_B, logp_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+def cut(logits_BV: Tensor, decoding: Decoding) -> Tensor:
+    """-inf where top_k or top_p leave nothing; all others as they were."""
+    is_greedy_B = decoding.temperature_B == 0
+    top_k_B, top_p_B = decoding.top_k_B.masked_fill(is_greedy_B, 0), decoding.top_p_B.masked_fill(is_greedy_B, 1.0)
+    is_cut_BV = truncate(logits_BV / _divisor(decoding), top_k_B, top_p_B) == -torch.inf
+    return logits_BV.masked_fill(is_cut_BV, -torch.inf)
 
 
 def penalise(logits_BV: Tensor, seen_BL: Tensor, penalty_B: Tensor) -> Tensor:
@@ -62,6 +68,10 @@ def truncate(scaled_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
     is_cut_BV = (mass_before_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
     sorted_BV = sorted_BV.masked_fill(is_cut_BV, -torch.inf)
     return torch.empty_like(scaled_BV).scatter_(1, order_BV, sorted_BV)
+
+
+def _divisor(decoding: Decoding) -> Tensor:
+    return torch.where(decoding.temperature_B == 0, 1.0, decoding.temperature_B)[:, None]
 
 
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:

@@ -1,0 +1,240 @@
+// One decode step of Qwen3 in float32 between its matrix products, row by row: no row's bits depend on its neighbours.
+//
+// Compiled for one model: HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM (a multiple of 16), INTERMEDIATE and VOCAB are macros.
+// Axes: B rows at work, L cached positions (a multiple of 16), T positions of the token table, G query heads of a key/value head.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "native.h"
+
+#define GROUP (NUM_HEADS / NUM_KV_HEADS)
+#define QKV_SIZE ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+#define LANES 16
+#define CHUNK 64
+
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+
+static inline lanes load(const float *x) {
+    lanes value;
+    memcpy(&value, x, sizeof value);
+    return value;
+}
+
+static void rms_norm(const float *restrict x, const float *restrict weight, float *restrict out, int size, float eps) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < size; i++) sum += x[i] * x[i];
+    const float scale = 1.0f / sqrtf(sum / size + eps);
+#pragma omp simd
+    for (int i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
+}
+
+// x[b] becomes the embedding of row b's newest token, normed[b] its norm.
+void embed(int num_rows, const int64_t *tokens_RT, int64_t T, const int64_t *position, const float *embedding, float *x,
+           const float *norm_weight, float *normed, float eps) {
+    for (int b = 0; b < num_rows; b++) {
+        float *row = x + (int64_t)b * HIDDEN;
+        memcpy(row, embedding + tokens_RT[b * T + position[b]] * HIDDEN, HIDDEN * sizeof(float));
+        rms_norm(row, norm_weight, normed + (int64_t)b * HIDDEN, HIDDEN, eps);
+    }
+}
+
+void norm(int num_rows, const float *x, const float *weight, float *out, float eps) {
+#pragma omp parallel for if (num_rows * HIDDEN > 65536)
+    for (int b = 0; b < num_rows; b++) rms_norm(x + (int64_t)b * HIDDEN, weight, out + (int64_t)b * HIDDEN, HIDDEN, eps);
+}
+
+// out = silu(gate) * up
+void gate(int num_rows, const float *gate_up, float *out) {
+#pragma omp parallel for if (num_rows * INTERMEDIATE > 65536)
+    for (int b = 0; b < num_rows; b++) {
+        const float *restrict g = gate_up + (int64_t)b * 2 * INTERMEDIATE, *restrict u = g + INTERMEDIATE;
+        float *restrict o = out + (int64_t)b * INTERMEDIATE;
+#pragma omp simd
+        for (int i = 0; i < INTERMEDIATE; i++) {
+            const float e = exp_of_nonpositive(-fabsf(g[i])); // the logistic function without overflow
+            o[i] = g[i] * u[i] * (g[i] < 0 ? e : 1.0f) / (1.0f + e);
+        }
+    }
+}
+
+static inline void rotate(const float *restrict x, const float *restrict weight, const float *restrict cosine, const float *restrict sine,
+                          float factor, float eps, float *restrict out) {
+    float normed[HEAD_DIM];
+    rms_norm(x, weight, normed, HEAD_DIM, eps);
+#pragma omp simd
+    for (int d = 0; d < HEAD_DIM / 2; d++) { // the sine carries the minus of its first half
+        const float a = normed[d], c = normed[d + HEAD_DIM / 2];
+        out[d] = factor * (a * cosine[d] + c * sine[d]);
+        out[d + HEAD_DIM / 2] = factor * (c * cosine[d + HEAD_DIM / 2] + a * sine[d + HEAD_DIM / 2]);
+    }
+}
+
+// Exponentials of the scores of positions 0 .. n - 1 in scores[G][L], and their sums in total[G]. Reads whole lanes of positions.
+static void weigh(const float (*q)[HEAD_DIM], const float *keys_DL, int n, int64_t L, float *scores, float *total) {
+    for (int start = 0; start < n; start += LANES) {
+        lanes sum[GROUP] = {0};
+        for (int d = 0; d < HEAD_DIM; d++) {
+            const lanes key = load(keys_DL + d * L + start);
+            for (int g = 0; g < GROUP; g++) sum[g] += key * q[g][d];
+        }
+        for (int g = 0; g < GROUP; g++) memcpy(scores + g * L + start, &sum[g], sizeof sum[g]);
+    }
+    for (int g = 0; g < GROUP; g++) {
+        float *restrict s = scores + g * L, top = -INFINITY, sum = 0;
+#pragma omp simd reduction(max : top)
+        for (int l = 0; l < n; l++) top = s[l] > top ? s[l] : top;
+#pragma omp simd reduction(+ : sum)
+        for (int l = 0; l < n; l++) {
+            s[l] = exp_of_nonpositive(s[l] - top);
+            sum += s[l];
+        }
+        total[g] = sum;
+    }
+}
+
+// The values' mean under these weights: out[G][D].
+static void mix(const float *scores, const float *total, const float *values_LD, int n, int64_t L, float *out_GD) {
+    for (int g = 0; g < GROUP; g++)
+        for (int d = 0; d < HEAD_DIM; d += LANES) {
+            const float *restrict s = scores + g * L, *restrict v = values_LD + d;
+            lanes sum[4] = {0}; // four, for one would wait for itself
+            int l = 0;
+            for (; l + 3 < n; l += 4)
+                for (int i = 0; i < 4; i++) sum[i] += load(v + (int64_t)(l + i) * HEAD_DIM) * s[l + i];
+            for (; l < n; l++) sum[0] += load(v + (int64_t)l * HEAD_DIM) * s[l];
+            const lanes mean = ((sum[0] + sum[1]) + (sum[2] + sum[3])) / total[g];
+            memcpy(out_GD + g * HEAD_DIM + d, &mean, sizeof mean);
+        }
+}
+
+// Ask for what the next head will read: its rows lie too far apart for the processor to foresee it.
+static inline void prefetch(const float *keys_DL, const float *values_LD, int64_t n, int64_t L) {
+    for (int d = 0; d < HEAD_DIM; d++)
+        for (int64_t l = 0; l < n; l += LANES) __builtin_prefetch(keys_DL + d * L + l, 0, 2);
+    for (int64_t i = 0; i < n * HEAD_DIM; i += LANES) __builtin_prefetch(values_LD + i, 0, 2);
+}
+
+// Norm and rotate queries and keys, put key and value into the caches [R, K, D, L] and [R, K, L, D], attend to all up to the row's position.
+void attend(int num_rows, const int64_t *position, const float *qkv, const float *qk_norm, const float *cos_LD, const float *sin_LD,
+            float *keys, float *values, int64_t L, float eps, float *scratch_BGL, float *out) {
+#pragma omp parallel for schedule(static) if (num_rows > 63)
+    for (int b = 0; b < num_rows; b++) {
+        const int64_t p = position[b];
+        const float *row = qkv + (int64_t)b * QKV_SIZE, *cosine = cos_LD + p * HEAD_DIM, *sine = sin_LD + p * HEAD_DIM;
+        float *scores = scratch_BGL + (int64_t)b * GROUP * L, total[GROUP];
+        for (int k = 0; k < NUM_KV_HEADS; k++) {
+            float q[GROUP][HEAD_DIM], key[HEAD_DIM];
+            float *keys_DL = keys + ((int64_t)b * NUM_KV_HEADS + k) * HEAD_DIM * L;
+            float *values_LD = values + ((int64_t)b * NUM_KV_HEADS + k) * HEAD_DIM * L;
+            const int64_t head_size = HEAD_DIM * L, follower = b + (k + 1) / NUM_KV_HEADS;
+            if (follower < num_rows) prefetch(keys_DL + head_size, values_LD + head_size, position[follower] + 1, L);
+            for (int g = 0; g < GROUP; g++) {
+                const int h = k * GROUP + g;
+                rotate(row + h * HEAD_DIM, qk_norm + h * HEAD_DIM, cosine, sine, 1.0f / sqrtf(HEAD_DIM), eps, q[g]);
+            }
+            rotate(row + (NUM_HEADS + k) * HEAD_DIM, qk_norm + (NUM_HEADS + k) * HEAD_DIM, cosine, sine, 1.0f, eps, key);
+            for (int d = 0; d < HEAD_DIM; d++) keys_DL[d * L + p] = key[d];
+            memcpy(values_LD + p * HEAD_DIM, row + (NUM_HEADS + NUM_KV_HEADS + k) * HEAD_DIM, HEAD_DIM * sizeof(float));
+            weigh(q, keys_DL, (int)p + 1, L, scores, total);
+            mix(scores, total, values_LD, (int)p + 1, L, out + ((int64_t)b * NUM_HEADS + k * GROUP) * HEAD_DIM);
+        }
+    }
+}
+
+// splitmix64 (Steele, Lea and Flood 2014), 52 bits: as `uniforms` in torch_sampling.py.
+static double uniform(int64_t key, int64_t position) {
+    uint64_t z = (uint64_t)key + (uint64_t)(position + 1) * 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return (double)((z ^ (z >> 31)) >> 12) * 0x1p-52;
+}
+
+// The first token at which the cumulated weight exceeds `threshold`: never one of weight zero.
+static int64_t find(const float *weight, const double *chunk_sum, double threshold) {
+    const int num_chunks = (VOCAB + CHUNK - 1) / CHUNK;
+    double before = 0;
+    int64_t last = 0;
+    for (int c = 0; c < num_chunks; c++) {
+        if (before + chunk_sum[c] > threshold) {
+            for (int64_t i = (int64_t)c * CHUNK; i < VOCAB && i < (int64_t)(c + 1) * CHUNK; i++) {
+                before += weight[i];
+                if (weight[i] > 0) last = i;
+                if (before > threshold) return i;
+            }
+            return last; // the chunk's sum was rounded up
+        }
+        before += chunk_sum[c];
+    }
+    for (int64_t i = VOCAB - 1; i > 0; i--)
+        if (weight[i] > 0) return i;
+    return 0;
+}
+
+// Draws a token from each row of logits, which are overwritten. Returns 0 if a row's logits are not finite numbers or -inf.
+static int draw_row(float *restrict z, int64_t key, int64_t position, float temperature, int64_t *token, float *logp) {
+    const int is_greedy = temperature == 0;
+    const float divisor = is_greedy ? 1.0f : temperature;
+    float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int i = 0; i < VOCAB; i++) {
+        z[i] /= divisor;
+        top = z[i] > top ? z[i] : top;
+    }
+    double chunk_sum[(VOCAB + CHUNK - 1) / CHUNK], total = 0;
+    for (int start = 0, c = 0; start < VOCAB; start += CHUNK, c++) {
+        const int size = VOCAB - start < CHUNK ? VOCAB - start : CHUNK;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int i = start; i < start + size; i++) {
+            z[i] = z[i] == top ? 1.0f : exp_of_nonpositive(z[i] - top);
+            sum += z[i];
+        }
+        chunk_sum[c] = sum;
+        total += chunk_sum[c];
+    }
+    if (!isfinite(total) || !isfinite(top)) return 0;
+    int64_t chosen = 0;
+    if (is_greedy)
+        while (z[chosen] != 1.0f) chosen++;
+    else
+        chosen = find(z, chunk_sum, uniform(key, position) * total);
+    *token = chosen;
+    *logp = (float)(log(z[chosen]) - log(total));
+    return 1;
+}
+
+// Draws, appends and moves every row on by one. ended[i] holds the i-th row that is done, has_stopped[i] whether by an end token.
+// Returns how many of the first num_running rows are done, or -1 - b if the logits of row b are not finite.
+int draw(int num_rows, int num_running, float *logits, const int64_t *keys, const float *temperature, int64_t *position,
+         const int64_t *end, int64_t T, int64_t *tokens_RT, float *logps_RT, const int64_t *stop_ids, int num_stop_ids, int64_t *ended,
+         int64_t *has_stopped) {
+    int bad = 0;
+#pragma omp parallel for reduction(max : bad) if (num_rows > 63)
+    for (int b = 0; b < num_rows; b++) {
+        const int64_t next = position[b] + 1;
+        if (!draw_row(logits + (int64_t)b * VOCAB, keys[b], position[b], temperature[b], tokens_RT + b * T + next, logps_RT + b * T + next))
+            bad = b + 1 > bad ? b + 1 : bad;
+        position[b] = next;
+    }
+    if (bad) return -bad;
+    int count = 0;
+    for (int b = 0; b < num_running; b++) {
+        int is_stop = 0;
+        for (int i = 0; i < num_stop_ids; i++) is_stop |= tokens_RT[b * T + position[b]] == stop_ids[i];
+        if (is_stop || position[b] + 1 >= end[b]) {
+            ended[count] = b;
+            has_stopped[count++] = is_stop;
+        }
+    }
+    return count;
+}
+
+// Copies the first `used` of `stride` bytes in each of `parts` equal pieces of a row.
+void move_rows(int count, const int64_t *source, const int64_t *target, char *base, int64_t parts, int64_t stride, int64_t used) {
+    for (int i = 0; i < count; i++)
+        for (int64_t part = 0; part < parts; part++)
+            memcpy(base + (target[i] * parts + part) * stride, base + (source[i] * parts + part) * stride, (size_t)used);
+}

@@ -1,0 +1,47 @@
+"""C functions compiled at first use for this very processor and these sizes: for CPU loops that torch has no single call for."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_HEADERS = Path(__file__).parent
+COMPILERS = ("cc", "gcc", "clang")
+_BASE = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native",), ())
+"""Tried in this order: some compilers know no OpenMP, and some spell this processor differently. No set changes what is computed
+by more than the rounding of a fused multiply-add, and -ffast-math is none of them: it would switch off denormals for everybody."""
+_TIMEOUT_S = 120
+
+
+def compile_c(source: Path, sizes: Mapping[str, int], *, compilers: Sequence[str] = COMPILERS) -> ctypes.CDLL | None:
+    """The functions of `source`, compiled with each of `sizes` as a macro; None, and a warning, where no compiler can."""
+    return _compile(source, tuple(sorted(sizes.items())), tuple(compilers))
+
+
+@cache
+def _compile(source: Path, sizes: tuple[tuple[str, int], ...], compilers: tuple[str, ...]) -> ctypes.CDLL | None:
+    compiler = next((found for name in compilers if (found := shutil.which(name))), None)
+    if compiler is None:
+        log.warning("no C compiler (%s): %s runs as plain torch, several times slower on CPU", ", ".join(compilers), source.name)
+        return None
+    macros = [f"-D{name}={value}" for name, value in sizes]
+    complaint = ""
+    with tempfile.TemporaryDirectory(prefix="klear-native-") as folder:  # a loaded library outlives its file
+        library = Path(folder) / f"{source.stem}.so"
+        for flags in _FLAGS:
+            command = [compiler, *_BASE, *flags, *macros, f"-I{_HEADERS}", str(source), "-o", str(library), "-lm"]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+            if result.returncode == 0:
+                return ctypes.CDLL(str(library))
+            complaint = result.stderr
+    log.warning("%s did not compile with %s and runs as plain torch, several times slower on CPU: %s", source.name, compiler, complaint)
+    return None

@@ -1,0 +1,36 @@
+import ctypes
+import logging
+from pathlib import Path
+
+import pytest
+
+from klear_core.native import compile_c
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "scale.c"
+    path.write_text("double scale(double x) { return FACTOR * x; }\n")
+    return path
+
+
+def test_sizes_are_macros_of_the_compiled_source(source: Path) -> None:
+    for factor in (3, 5):
+        library = compile_c(source, {"FACTOR": factor})
+        assert library is not None
+        library.scale.argtypes, library.scale.restype = [ctypes.c_double], ctypes.c_double
+        assert library.scale(2.0) == 2 * factor
+
+
+def test_without_a_compiler_there_is_a_warning_and_no_library(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert compile_c(source, {"FACTOR": 1}, compilers=("no-such-compiler",)) is None
+    assert "no-such-compiler" in caplog.text
+
+
+def test_what_does_not_compile_gives_the_compilers_complaint(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source.write_text("no C at all\n")
+    with caplog.at_level(logging.WARNING):
+        assert compile_c(source, {}) is None
+    assert "scale.c" in caplog.text
+    assert "error" in caplog.text
