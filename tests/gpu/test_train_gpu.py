@@ -90,3 +90,19 @@ def test_bf16_steps_lower_the_loss_and_keep_float32_weights(folder, tmp_path):
     losses, dtypes = run_ranks(partial(train, folder, tmp_path), TrainRuntime(device="cuda"), NullTelemetry())
     assert losses[-1] < 0.8 * losses[0]
     assert dtypes == {torch.float32}
+
+
+def train_together(folder, world, telemetry):
+    policy = parallelise(load_model(folder, device=world.device), world, dtype="bfloat16", activation_checkpointing=True)
+    updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=4)
+    rows = random_rows([20, 31, 12])
+    share = {"rank": world.data_rank, "num_ranks": world.num_data_ranks, "context": world.context}
+    batches = [pack(rows, layout="varlen", tokens_per_microbatch=40, device=world.device, **share) for _ in range(4)]
+    return [updater.step(batch, sft_objective(rows, "token"), step=step).loss for step, batch in enumerate(batches)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device, two are needed")
+def test_two_gpus_that_share_rows_train_as_one(folder):
+    one = run_ranks(partial(train_together, folder), TrainRuntime(device="cuda"), NullTelemetry())
+    two = run_ranks(partial(train_together, folder), TrainRuntime(device="cuda", num_workers=2, context_parallel=2), NullTelemetry())
+    assert two == pytest.approx(one, rel=2e-2)

@@ -149,11 +149,11 @@ def test_actors_learn_exactly_what_one_process_learns(
 
 
 @pytest.mark.slow
-def test_two_learner_ranks_learn_what_one_learns_up_to_rounding(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
-) -> None:
+@pytest.mark.parametrize("context_parallel", [1, 2])
+def test_two_learner_ranks_learn_what_one_learns_up_to_rounding(session: None, base: Path, tmp_path: Path, context_parallel: int) -> None:
     """One step, for later ones sample from weights that differ in their last bits."""
-    one, two = config().model_copy(update={"num_steps": 1}), config(num_workers=2).model_copy(update={"num_steps": 1})
+    ranks = config(num_workers=2, context_parallel=context_parallel)
+    one, two = config().model_copy(update={"num_steps": 1}), ranks.model_copy(update={"num_steps": 1})
     run(one, base, tmp_path / "one", workers=LocalWorkers())
     run(two, base, tmp_path / "two")
     a, b = weights(tmp_path / "one"), weights(tmp_path / "two")

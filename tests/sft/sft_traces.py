@@ -49,8 +49,9 @@ def inputs(folder: Path, *, num_traces: int = 40, seed: int = 0) -> tuple[Path, 
     return folder / "base", folder / "traces"
 
 
-def config(*, every_steps: int = 3, num_workers: int = 1, **changes: object) -> SftConfig:
-    runtime = TrainRuntime(device="cpu", num_workers=num_workers, checkpoint=CheckpointConfig(every_steps=every_steps))
+def config(*, every_steps: int = 3, num_workers: int = 1, context_parallel: int = 1, **changes: object) -> SftConfig:
+    workers = {"num_workers": num_workers, "context_parallel": context_parallel}
+    runtime = TrainRuntime(device="cpu", checkpoint=CheckpointConfig(every_steps=every_steps), **workers)
     settings = {
         "optim": OptimConfig(lr=4e-3, min_lr_ratio=0.05, warmup_steps=3, weight_decay=0.01),
         "num_epochs": 2,

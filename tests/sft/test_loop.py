@@ -138,10 +138,11 @@ def test_weights_that_are_not_finite_stop_the_stage_and_leave_the_batches(tmp_pa
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_process(given, tmp_path):
+@pytest.mark.parametrize("context_parallel", [1, 2])
+def test_two_ranks_train_as_one_process(given, tmp_path, context_parallel):
     one, two = Recorder(), Recorder()
     run(given, tmp_path / "one", one, max_steps=5)
-    run(given, tmp_path / "two", two, max_steps=5, num_workers=2)
+    run(given, tmp_path / "two", two, max_steps=5, num_workers=2, context_parallel=context_parallel)
     assert two.column("sft/loss/train") == pytest.approx(one.column("sft/loss/train"), abs=1e-5)
     assert two.column("sft/loss/validation") == pytest.approx(one.column("sft/loss/validation"), abs=1e-5)
     assert two.column("sft/grad/norm") == pytest.approx(one.column("sft/grad/norm"), rel=1e-4)
