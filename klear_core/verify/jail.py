@@ -21,6 +21,8 @@ from klear_core.verify.jail_command import Account, Backend, account_for, clean_
 
 _HEAD = struct.Struct(">BiIII")
 _MARSHAL_VERSION = 4  # read by every interpreter from 3.4 on, whatever runs on this side
+_SUPERVISOR_MODULES = ("kernel", "programs", "frames", "processes", "child")  # each imports only from those before it
+_CHILD_MODULES = ("values", "tester", "service")  # likewise
 _START_S = 20.0
 _END_S = 2.0
 _STARVED_FACTOR = 6  # the supervisor does not count the time a program waited for a core; the host bounds even that
@@ -28,7 +30,7 @@ _GRACE_S = 15.0  # beyond the supervisor's own limits: it answers, or the jail i
 
 
 class Status(IntEnum):
-    """How a test ended, as the supervisor saw it; the numbers are those of guest/supervisor.py."""
+    """How a test ended, as the supervisor saw it; the numbers are those of guest/processes.py."""
 
     OK = 0
     EXITED = 1
@@ -132,7 +134,7 @@ class Jail:
         hello = {
             "host_pid_ns": os.readlink("/proc/self/ns/pid"),
             "is_jailed": self.backend != "rlimits-only",
-            "guest": guest_source("service.py"),
+            "guest": list(_guest_modules(_CHILD_MODULES).items()),
             "open_files": self._cfg.open_files,
             "processes": self._cfg.processes,
             "total_memory_mb": self._cfg.total_memory_mb,
@@ -217,10 +219,14 @@ def guest_source(name: str) -> bytes:
     return (resources.files("klear_core.verify.guest") / name).read_bytes()
 
 
+def _guest_modules(names: tuple[str, ...]) -> dict[str, bytes]:
+    return {f"klear_{name}": guest_source(f"{name}.py") for name in names}
+
+
 @cache
 def _supervisor_source() -> bytes:
     """The supervisor and the modules that it imports, as one program."""
-    modules = {"klear_kernel": guest_source("kernel.py"), "klear_programs": guest_source("programs.py")}
+    modules = _guest_modules(_SUPERVISOR_MODULES)
     each = "m=sys.modules[n]=types.ModuleType(n)\n exec(compile(s,n,'exec'),m.__dict__)"
     define = f"import sys,types\nfor n,s in {modules!r}.items():\n {each}\n"
     run = f"exec(compile({guest_source('supervisor.py')!r},'<klear supervisor>','exec'))\n"

@@ -129,7 +129,7 @@ CALLS = {
     "result of an odd class": "class T: pass\nT.__name__ = 'ListNode'\ndef add(a, b):\n    return T()",
     "frames": "import sys\ndef add(a, b):\n    f = sys._getframe()\n    while f:\n        for v in list(f.f_locals.values()):\n            if isinstance(v, dict) and 'expected' in v: return v['expected']\n        f = f.f_back\n    return -77",
     "closed channel": "import os\nos.close(4)\ndef add(a, b):\n    return -77",
-    "patched service": "import sys\nfor m in list(sys.modules.values()):\n    if hasattr(m, 'send'): m.send = None\nsys.modules['klear_guest'].__dict__['Wire'].encode = lambda s, v: True\ndef add(a, b):\n    return -77",
+    "patched service": "import sys\nfor m in list(sys.modules.values()):\n    if hasattr(m, 'send'): m.send = None\nsys.modules['klear_service'].__dict__['Wire'].encode = lambda s, v: True\ndef add(a, b):\n    return -77",
 }  # fmt: skip
 
 ASSERTED = {

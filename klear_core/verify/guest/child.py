@@ -1,0 +1,108 @@
+"""Runs inside the jail as module `klear_child`: what a fork of the supervisor does with hostile text, from the fork to its end."""
+
+import marshal
+import math
+import os
+import resource
+import signal
+import struct
+
+from klear_frames import read_frame, write_frame
+from klear_kernel import LIBC, PR_SET_DUMPABLE, restrict_system_calls
+from klear_programs import ERROR_BYTES, Program, leave, new_main, open_stdio, report, scan
+
+_SPARE_FD = 40  # below the supervisor's own and the least of verify.limits.open_files
+_STACK_BYTES = 112 << 20  # the kernel leaves 128 MB below the stack whatever the limit was at exec
+_COMPILE_S = 10
+
+
+def compile_apart(jail, source, memory_mb):
+    """A Program, or the text of why it does not compile. The parser meets hostile text in a process of its own."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            close_all_but(jail, writer)
+            limit_process(cpu_s=_COMPILE_S, memory_mb=memory_mb, file_bytes=0)
+            restrict_system_calls()
+            try:
+                code, defined, free, modules = scan(source)
+                texts = [" ".join(sorted(names)).encode() for names in (defined, free, modules)]
+                frame = b"+" + struct.pack(">III", *map(len, texts)) + b"".join(texts) + marshal.dumps(code)
+            except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as e:
+                frame = b"-" + ("%s: %s" % (type(e).__name__, e)).encode("utf-8", "replace")[:ERROR_BYTES]
+            write_frame(writer, frame)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    try:
+        frame = read_frame(reader)
+    except EOFError:
+        frame = b"-the compiler crashed or took too long"
+    finally:
+        os.close(reader)
+        jail.sweep(pid)
+    return Program(frame[1:]) if frame[:1] == b"+" else frame[1:].decode("utf-8", "replace")
+
+
+def close_all_but(jail, *kept):
+    previous = -1
+    for fd in [*sorted(kept), jail.max_fd]:
+        if previous + 1 < fd:  # closerange(0, 0) closes everything
+            os.closerange(previous + 1, fd)
+        previous = fd
+
+
+def limit_process(cpu_s, memory_mb, file_bytes):
+    memory = memory_mb << 20
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    cpu = max(1, math.ceil(cpu_s))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+
+
+def enter_child(jail, test, fds):
+    """From here on the process belongs to the program: no descriptor of ours is open, no limit can be raised again."""
+    os.setsid()
+    for target, fd in enumerate(fds):
+        os.dup2(fd, _SPARE_FD + target)
+    for target in range(len(fds)):
+        os.dup2(_SPARE_FD + target, target, inheritable=True)
+    close_all_but(jail, *range(len(fds)))
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
+    limit_process(test["cpu_s"], test["memory_mb"], test["output_bytes"])
+    LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    restrict_system_calls()
+
+
+def run_script(jail, program, test, fds):
+    status = 1
+    try:
+        enter_child(jail, test, fds)
+        open_stdio()
+        exec(marshal.loads(program.code), new_main("__main__", program.globals))
+        status = 0
+    except SystemExit as e:
+        status = e.code if isinstance(e.code, int) else (0 if e.code is None else 1)
+    except BaseException as e:
+        report(e)
+    leave(status & 0xFF)
+
+
+def run_service(jail, program, test, fds):
+    """Define the program's names, then answer frames on descriptors 3 and 4 with the guest code that the host sent."""
+    try:
+        enter_child(jail, test, fds)
+        open_stdio()
+        for name, code in jail.guest:
+            service = new_main(name, {})
+            exec(code, service)
+        service["serve"](marshal.loads(program.code) if program else None, program, new_main, test["role"])
+    except SystemExit as e:
+        report(e)
+    except BaseException as e:
+        report(e)
+    os._exit(1)

@@ -1,0 +1,104 @@
+"""Runs inside the jail as module `klear_processes`: what the supervisor knows of the processes below it, and how it ends them."""
+
+import os
+import resource
+import signal
+
+from klear_kernel import LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE
+
+OK, EXITED, SIGNALLED, CPU_LIMIT, WALL_LIMIT, MEMORY_LIMIT, OUTPUT_LIMIT, NO_FORK, REPLIED, NOT_PYTHON, READY = range(11)
+
+_CPU_SLACK_S = 0.5  # of all processes of a test together, over the limit of one
+
+
+class Jail:
+    """What this supervisor knows of its surroundings, and how it cleans up after a test."""
+
+    def __init__(self, hello):
+        self.is_own_pid_namespace = os.readlink("/proc/self/ns/pid") != hello["host_pid_ns"] and hello["is_jailed"]
+        self.max_fd = hello["open_files"]
+        self.memory_mb = hello["total_memory_mb"]
+        self.page_bytes = resource.getpagesize()
+        self.ticks_per_s = os.sysconf("SC_CLK_TCK")
+        for kind, value in (("NPROC", hello["processes"]), ("NOFILE", hello["open_files"]), ("CORE", 0)):
+            number = getattr(resource, "RLIMIT_" + kind)
+            soft, hard = resource.getrlimit(number)
+            if kind == "NPROC" and not self.is_own_pid_namespace:
+                value += threads_of_this_user()  # without a user namespace the kernel counts the whole machine's
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(number, (value, value))
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+    def descendants(self):
+        if self.is_own_pid_namespace:
+            own = os.getpid()
+            return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, own)]
+        found, queue = [], [os.getpid()]
+        while queue:
+            for child in _children(queue.pop()):
+                found.append(child)
+                queue.append(child)
+        return found
+
+    def sweep(self, pid):
+        """Kill and reap everything below; returns (wait status, rusage) of `pid`. Orphans come to us as their subreaper."""
+        result = None
+        while True:
+            self._kill_all()
+            try:
+                while True:
+                    ended, status, usage = os.wait4(-1, 0)
+                    if ended == pid:
+                        result = (status, usage)
+                    if not self.is_own_pid_namespace:
+                        self._kill_all()
+            except ChildProcessError:
+                return result
+
+    def _kill_all(self):
+        if self.is_own_pid_namespace:
+            try:
+                os.kill(-1, signal.SIGKILL)  # everything in this PID namespace but init and us; proven ours in __init__
+            except ProcessLookupError:
+                pass
+            return
+        for pid in self.descendants():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def excess(self, test):
+        """The limit that all processes of the test together are over, if any; their own limits bound each alone."""
+        pages = ticks = 0
+        for pid in self.descendants():
+            try:
+                with open("/proc/%d/stat" % pid, "rb") as f:
+                    fields = f.read().rpartition(b")")[2].split()
+                ticks += sum(int(value) for value in fields[11:15])  # own and waited children's, user and system
+                pages += int(fields[21])
+            except (OSError, IndexError):
+                pass
+        if pages * self.page_bytes > self.memory_mb << 20:
+            return MEMORY_LIMIT
+        return CPU_LIMIT if ticks > (test["cpu_s"] + _CPU_SLACK_S) * self.ticks_per_s else None
+
+
+def threads_of_this_user():
+    count = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat("/proc/" + name).st_uid == os.getuid():
+                count += len(os.listdir("/proc/%s/task" % name))
+        except OSError:
+            pass
+    return count
+
+
+def _children(pid):
+    try:
+        with open("/proc/%d/task/%d/children" % (pid, pid)) as f:
+            return [int(p) for p in f.read().split()]
+    except OSError:
+        return []
