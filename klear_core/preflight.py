@@ -30,6 +30,7 @@ def problems_with(config: PipelineConfig) -> list[str]:
                 *_length_problems(config),
                 *_engine_problems(config),
                 *_context_problems(config),
+                *_weight_problems(config),
                 *_domain_problems(config),
                 *_workspace_problems(config),
             ]
@@ -103,6 +104,15 @@ def _context_problems(config: PipelineConfig) -> Iterator[str]:
                 runtime.check_heads(size.num_heads, "the model")
         except ConfigError as e:
             yield f"{stage}.{e}"
+
+
+def _weight_problems(config: PipelineConfig) -> Iterator[str]:
+    from klear_core.data.sources import source_name
+
+    names = [source_name(source) for source in config.curate.sources]
+    for name in config.sft.source_weights:
+        if name not in names:
+            yield f"sft.source_weights: {name!r} is none of curate.sources, which are: {', '.join(names)}"
 
 
 def _domain_problems(config: PipelineConfig) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Contradictions between settings are found before anything is made."""
 
+from klear_core.config.data import CurateConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.sft import SftConfig
 from klear_core.config.train import TrainRuntime
@@ -24,3 +25,11 @@ def test_a_context_of_four_keeps_a_quarter_of_the_activations() -> None:
         return found
 
     assert memory_gb(4, 4000) == memory_gb(1, 1000) < memory_gb(1, 4000)
+
+
+def test_a_weight_for_a_source_that_does_not_exist_is_a_typo() -> None:
+    curate = CurateConfig.model_validate({"sources": [{"kind": "procedural", "name": "chain"}, "data/openthoughts.jsonl"]})
+    config = PipelineConfig(name="x", curate=curate, sft=SftConfig(source_weights={"openthoughts": 2, "opnthoughts": 2}))
+    wanted = "sft.source_weights: 'opnthoughts' is none of curate.sources, which are: chain, openthoughts"
+    assert wanted in problems_with(config)
+    assert not any("'openthoughts'" in problem for problem in problems_with(config))

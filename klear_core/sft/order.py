@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from klear_core.errors import DataError
 from klear_core.seeding import seed_for
 
 
@@ -35,7 +36,7 @@ def split_rows(problem_ids: Sequence[str], *, frac: float, max_rows: int, seed: 
 
 
 class RowOrder:
-    """The stream of training rows, cut into steps; epochs follow each other without a gap."""
+    """The stream of training rows, cut into steps; epochs follow each other without a gap. DataError if there are none."""
 
     def __init__(
         self, rows: Sequence[int], sources: Sequence[str], *, weights: Mapping[str, float], num_epochs: int, rows_per_step: int, seed: int
@@ -44,7 +45,9 @@ class RowOrder:
         self._weights = weights
         self._rows_per_step = rows_per_step
         self._seed = seed
-        self.rows_per_epoch = len(self._epoch(0))
+        self.rows_per_epoch = len(self._epoch(0)) if rows else 0
+        if not self.rows_per_epoch:
+            raise DataError(f"nothing to train on: source_weights {dict(weights)} leave none of {len(rows)} rows that are not held out")
         self.num_rows = self.rows_per_epoch * num_epochs
         self.num_steps = -(-self.num_rows // rows_per_step)
         self._cached_epoch = lru_cache(maxsize=2)(self._epoch)

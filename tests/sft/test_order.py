@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from klear_core.errors import DataError
 from klear_core.sft.order import RowOrder, split_rows
 
 
@@ -47,6 +48,13 @@ def test_weights_repeat_leave_out_and_take_a_new_part_each_epoch():
     assert [len(h) for h in halves] == [5, 5]
     assert halves[0] != halves[1]
     assert max(rows) < 20
+
+
+def test_weights_that_leave_nothing_to_train_on_are_refused():
+    with pytest.raises(DataError, match=r"source_weights {'a': 0\.0} leave none of 10 rows"):
+        order(10, weights={"a": 0.0})
+    with pytest.raises(DataError, match="leave none of 0 rows that are not held out"):
+        order(0)
 
 
 def test_all_rows_of_a_problem_are_on_one_side():
