@@ -2,9 +2,11 @@
 # make test   everything is set up and the tests pass
 PYTHON ?= python3
 VENV   ?= .venv
+VLLM   ?= .venv-vllm
+VLLM_TESTS := tests/generate/test_vllm_engine.py tests/contracts/test_engine_contract.py tests/rl/test_vllm_rl.py
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-slow lint setup sandbox clean
+.PHONY: help demo test test-slow test-vllm lint setup sandbox clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -17,6 +19,10 @@ test: $(VENV)/.installed-dev sandbox
 
 test-slow: $(VENV)/.installed-dev sandbox
 	$(BIN)/python -m pytest -m slow
+
+# in an environment of its own: vLLM wants older versions of what Prefect wants newer ones of
+test-vllm: $(VLLM)/.installed
+	KLEAR_REQUIRE_VLLM=1 $(VLLM)/bin/python -m pytest -m slow -k vllm --durations=5 $(VLLM_TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -41,5 +47,12 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
+$(VLLM)/bin/python:
+	$(PYTHON) -m venv $(VLLM)
+
+$(VLLM)/.installed: $(VLLM)/bin/python pyproject.toml infra/vllm/constraints.txt
+	sh infra/vllm/install_cpu.sh $(VLLM)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VLLM) runs

@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-import importlib.util
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from completions_endpoint import MODEL, serve
 from qwen3_folder import build_model, write_folder
+from vllm_marks import VLLM_MARKS
 
 from klear_core.config.engine import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig, VllmRuntime
 from klear_core.errors import ResourceError
@@ -69,14 +69,12 @@ async def _http(folder: Path) -> AsyncIterator[InferenceEngine]:
         await engine.close()
 
 
-NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (klear[gpu] or klear[cpu-engine])")
 ENGINES = [
     pytest.param(Engines(start=_fake, is_trainable=True), id="fake"),
     pytest.param(Engines(start=_torch, is_trainable=True), id="torch"),
     pytest.param(Engines(start=_http, is_trainable=False), id="http"),
-    pytest.param(Engines(start=_vllm, is_trainable=True), id="vllm", marks=[NEEDS_VLLM, pytest.mark.slow]),
+    pytest.param(Engines(start=_vllm, is_trainable=True), id="vllm", marks=VLLM_MARKS),
 ]
-pytestmark = pytest.mark.parametrize("engines", ENGINES)
 
 
 @pytest.fixture(scope="module")
@@ -84,24 +82,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("model"), build_model(max_len=MAX_LEN, head_dim=32))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """An engine for all tests, because vLLM takes its time to start, and the loop it lives on."""
+
+    engine: InferenceEngine
+    loop: asyncio.Runner
+    is_trainable: bool
+
+    def run(self, body: Callable[[InferenceEngine], Awaitable[None]]) -> None:
+        async def main() -> None:
+            await body(self.engine)
+
+        self.loop.run(main())
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
+    engines: Engines = request.param
+    with asyncio.Runner() as loop:
+        context = engines.start(folder)
+        engine = loop.run(enter(context))
+        yield Running(engine=engine, loop=loop, is_trainable=engines.is_trainable)
+        loop.run(leave(context))
+
+
+async def enter(context: contextlib.AbstractAsyncContextManager[InferenceEngine]) -> InferenceEngine:
+    return await context.__aenter__()
+
+
+async def leave(context: contextlib.AbstractAsyncContextManager[InferenceEngine]) -> None:
+    await context.__aexit__(None, None, None)
+
+
 def params(**changes: float) -> SamplingParams:
     defaults = {"num_samples": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_new_tokens": 12, "seed": 7}
     return SamplingParams(**(defaults | changes))  # type: ignore[arg-type]
-
-
-def run(engines: Engines, folder: Path, body: Callable[[InferenceEngine], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with engines.start(folder) as engine:
-            await body(engine)
-
-    asyncio.run(main())
 
 
 def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [c.token_ids for c in completions]
 
 
-def test_a_request_gives_that_many_samples_each_with_one_logp_and_version_per_token(engines: Engines, folder: Path) -> None:
+def test_a_request_gives_that_many_samples_each_with_one_logp_and_version_per_token(running: Running) -> None:
     async def body(engine: InferenceEngine) -> None:
         completions = await engine.generate(PROMPTS[2], params(num_samples=5))
         assert len(completions) == 5
@@ -112,10 +135,10 @@ def test_a_request_gives_that_many_samples_each_with_one_logp_and_version_per_to
             assert completion.finish_reason == "stop" or len(completion.token_ids) == 12
             assert "<|im_end|>" not in completion.text
 
-    run(engines, folder, body)
+    running.run(body)
 
 
-def test_samples_depend_on_the_seed_and_the_index_and_come_in_order(engines: Engines, folder: Path) -> None:
+def test_samples_depend_on_the_seed_and_the_index_and_come_in_order(running: Running) -> None:
     async def body(engine: InferenceEngine) -> None:
         three = await engine.generate(PROMPTS[1], params())
         again = await engine.generate(PROMPTS[1], params())
@@ -125,10 +148,10 @@ def test_samples_depend_on_the_seed_and_the_index_and_come_in_order(engines: Eng
         assert tokens(three) != tokens(other)
         assert len(set(tokens(five))) > 1
 
-    run(engines, folder, body)
+    running.run(body)
 
 
-def test_a_request_does_not_depend_on_its_company(engines: Engines, folder: Path) -> None:
+def test_a_request_does_not_depend_on_its_company(running: Running) -> None:
     async def body(engine: InferenceEngine) -> None:
         together = await asyncio.gather(*(engine.generate(prompt, params(seed=i)) for i, prompt in enumerate(PROMPTS)))
         for i, prompt in enumerate(PROMPTS):
@@ -137,28 +160,28 @@ def test_a_request_does_not_depend_on_its_company(engines: Engines, folder: Path
             for a, b in zip(alone, together[i], strict=True):
                 assert a.logps == pytest.approx(b.logps, abs=1e-4)
 
-    run(engines, folder, body)
+    running.run(body)
 
 
-def test_greedy_samples_are_all_the_same(engines: Engines, folder: Path) -> None:
+def test_greedy_samples_are_all_the_same(running: Running) -> None:
     async def body(engine: InferenceEngine) -> None:
         first, second = await engine.generate(PROMPTS[3], params(temperature=0.0, num_samples=2))
         (other_seed,) = await engine.generate(PROMPTS[3], params(temperature=0.0, num_samples=1, seed=9))
         assert first.token_ids == second.token_ids == other_seed.token_ids
 
-    run(engines, folder, body)
+    running.run(body)
 
 
-def test_an_answer_that_meets_its_budget_ends_for_length(engines: Engines, folder: Path) -> None:
+def test_an_answer_that_meets_its_budget_ends_for_length(running: Running) -> None:
     async def body(engine: InferenceEngine) -> None:
         completions = await engine.generate(PROMPTS[0], params(max_new_tokens=1, num_samples=8))
         assert all(len(c.token_ids) == 1 for c in completions)
         assert "length" in {c.finish_reason for c in completions}
 
-    run(engines, folder, body)
+    running.run(body)
 
 
-def test_a_prompt_that_leaves_no_room_is_refused(engines: Engines, folder: Path) -> None:
+def test_a_prompt_that_leaves_no_room_is_refused(running: Running) -> None:
     async def body(engine: InferenceEngine) -> None:
         for prompt in ([], [65] * MAX_LEN, [65] * (MAX_LEN + 1)):
             with pytest.raises(ValueError, match="leave room"):
@@ -166,19 +189,29 @@ def test_a_prompt_that_leaves_no_room_is_refused(engines: Engines, folder: Path)
         last = await engine.generate([65] * (MAX_LEN - 1), params())
         assert {len(c.token_ids) for c in last} == {1}
 
-    run(engines, folder, body)
+    running.run(body)
 
 
-def test_after_close_requests_fail(engines: Engines, folder: Path) -> None:
+def test_versions_follow_the_weights(running: Running, folder: Path) -> None:
     async def body(engine: InferenceEngine) -> None:
-        await engine.close()
-        with pytest.raises(ResourceError, match=r"closed|stopped"):
-            await engine.generate(PROMPTS[0], params())
+        before = await engine.generate(PROMPTS[2], params())
+        assert {v for c in before for v in c.policy_versions} == {0}
+        if not running.is_trainable:
+            return
+        trainable: TrainableEngine = engine  # type: ignore[assignment]
+        assert trainable.version == 0
+        await trainable.load_weights(folder, version=4)
+        after = await engine.generate(PROMPTS[2], params())
+        assert trainable.version == 4
+        assert {v for c in after for v in c.policy_versions} == {4}
+        assert tokens(before) == tokens(after)  # the weights are the same
 
-    run(engines, folder, body)
+    running.run(body)
 
 
-def test_close_fails_requests_that_wait(engines: Engines, folder: Path) -> None:
+def test_close_fails_requests_that_wait_and_those_that_come_later(running: Running) -> None:
+    """The last test here, for it closes the engine of all."""
+
     async def body(engine: InferenceEngine) -> None:
         many = [asyncio.create_task(engine.generate(PROMPTS[4], params(max_new_tokens=1000, num_samples=64, seed=i))) for i in range(8)]
         await asyncio.sleep(0)
@@ -186,23 +219,7 @@ def test_close_fails_requests_that_wait(engines: Engines, folder: Path) -> None:
         results = await asyncio.gather(*many, return_exceptions=True)
         assert any(isinstance(result, ResourceError) for result in results)
         assert all(isinstance(result, ResourceError | list) for result in results)
+        with pytest.raises(ResourceError, match=r"closed|stopped"):
+            await engine.generate(PROMPTS[0], params())
 
-    run(engines, folder, body)
-
-
-def test_versions_follow_the_weights(engines: Engines, folder: Path) -> None:
-    async def body(engine: InferenceEngine) -> None:
-        if not engines.is_trainable:
-            assert {v for c in await engine.generate(PROMPTS[2], params()) for v in c.policy_versions} == {0}
-            return
-        trainable: TrainableEngine = engine  # type: ignore[assignment]
-        assert trainable.version == 0
-        before = await engine.generate(PROMPTS[2], params())
-        await trainable.load_weights(folder, version=4)
-        after = await engine.generate(PROMPTS[2], params())
-        assert trainable.version == 4
-        assert {v for c in before for v in c.policy_versions} == {0}
-        assert {v for c in after for v in c.policy_versions} == {4}
-        assert tokens(before) == tokens(after)  # the weights are the same
-
-    run(engines, folder, body)
+    running.run(body)

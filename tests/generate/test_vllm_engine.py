@@ -1,5 +1,4 @@
 import asyncio
-import importlib.util
 import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,6 +10,7 @@ import pytest
 import torch
 from qwen3_folder import build_model, write_folder
 from transformers import Qwen3ForCausalLM
+from vllm_marks import HAS_VLLM, needs_vllm
 
 from klear_core.config.engine import VllmEngineConfig, VllmRuntime
 from klear_core.errors import ConfigError, ResourceError
@@ -18,8 +18,6 @@ from klear_core.generate.engine import SamplingParams
 from klear_core.generate.vllm_engine import VllmEngine, engine_arguments
 from klear_core.types import Completion
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed (klear[gpu] or klear[cpu-engine])")
 MAX_LEN = 512
 SHORT = tuple(range(65, 85))
 LONG = tuple(65 + (i * i) % 97 for i in range(354))
@@ -77,8 +75,6 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @needs_vllm
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_logps_and_greedy_choices_are_the_new_models_after_every_update(running: Running, tmp_path: Path) -> None:
     async def body(engine: VllmEngine) -> None:
         for version in (1, 2, 3, 4):
@@ -101,8 +97,6 @@ def test_logps_and_greedy_choices_are_the_new_models_after_every_update(running:
 
 
 @needs_vllm
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_running_requests_go_on_with_new_weights_and_say_so(running: Running) -> None:
     old, new = model_of(10, is_tied=running.is_tied), model_of(11, is_tied=running.is_tied)
 
@@ -126,8 +120,6 @@ def test_running_requests_go_on_with_new_weights_and_say_so(running: Running) ->
 
 
 @needs_vllm
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_weights_that_do_not_fit_are_refused_before_anything_changes(running: Running) -> None:
     async def body(engine: VllmEngine) -> None:
         before, version = await engine.generate(SHORT, params()), engine.version
@@ -141,8 +133,6 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes(running: Ru
 
 
 @needs_vllm
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_yarn_computes_what_transformers_yarn_computes(tmp_path: Path) -> None:
     model = build_model(hidden_size=64, head_dim=32, max_len=128)
     folder = write_folder(tmp_path / "plain", model)

@@ -1,0 +1,21 @@
+#!/bin/sh
+# install_cpu.sh VENV: puts Klear, vLLM's CPU build and pytest into a virtual environment, in the versions of constraints.txt.
+set -eu
+venv=$1
+here=$(dirname "$0")
+needed_gb=6
+
+for place in "$venv" "${TMPDIR:-/tmp}"; do
+    free_gb=$(df -Pk "$place" | awk 'NR == 2 { print int($4 / 1048576) }')
+    if [ "$free_gb" -lt "$needed_gb" ]; then
+        echo "vLLM's environment needs $needed_gb GB; $place has $free_gb GB free" >&2
+        exit 1
+    fi
+done
+
+empty=$(mktemp -d)
+trap 'rm -rf "$empty"' EXIT
+"$venv/bin/python" "$here/empty_wheels.py" "$empty"
+"$venv/bin/python" -m pip install -q --find-links "$empty" -c "$here/constraints.txt" -e '.[cpu-engine]' pytest pytest-timeout
+"$venv/bin/python" -m pip check
+"$venv/bin/python" -c 'import vllm; from transformers import Qwen3ForCausalLM; print("vLLM", vllm.__version__)'
