@@ -123,7 +123,10 @@ def run_ranks(body: Callable[[World, Telemetry], R], runtime: TrainRuntime, tele
             with join_world(runtime, rank=0, init_method=init_method) as world:
                 return body(world, telemetry)
         except RuntimeError as e:  # how torch.distributed reports a lost peer
-            connection.wait([p.sentinel for p in others], timeout=5)  # the connection breaks before the exit code is known
+            gone = connection.wait([p.sentinel for p in others], timeout=30)
+            for process in others:
+                if process.sentinel in gone:
+                    process.join(timeout=30)  # a dying process closes its connections before its exit code can be known
             failed = [f"rank {i + 1} (exit code {p.exitcode})" for i, p in enumerate(others) if p.exitcode]
             if failed:
                 raise ResourceError(f"learner processes died: {', '.join(failed)}; rank 0 then failed with: {e}") from e
