@@ -202,6 +202,9 @@ class RlRuntime(TrainRuntime):
     """GPUs of one rollout actor; None: what its engine needs, if there are GPUs. Fractions share one."""
     learner_gpus: float | None = Field(default=None, ge=0)
     """GPUs of one learner process; None: one, if there are GPUs."""
+    weight_sync: Literal["auto", "store", "direct"] = "auto"
+    """How new weights reach the engines: through Ray's object store and host memory, or straight from the learner (NCCL between
+    GPUs, gloo between CPUs). auto: straight where learner and engines have GPUs of their own."""
     stall_timeout_s: float = Field(default=1800, gt=0)
     """No progress for this long is an error that names who waits for what."""
     max_restarts: int = Field(default=8, ge=0)

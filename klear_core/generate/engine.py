@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pydantic import TypeAdapter
 
 from klear_core.types import Completion
 
@@ -35,8 +37,52 @@ class SamplingParams:
             raise ValueError(f"num_samples = {self.num_samples} and max_new_tokens = {self.max_new_tokens} must be at least 1")
 
 
-WeightSource = Path | Mapping[str, "Tensor"]
-"""New weights: a Hugging Face folder, or all tensors under their Hugging Face names."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A weight by its Hugging Face name."""
+
+    name: str
+    dtype: str
+    """As torch calls it: `bfloat16`."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightOffer:
+    """Weights that wait in a learner's memory for one engine to fetch them: see `transfer.py`."""
+
+    host: str
+    port: int
+    """Of the learner's store, where the two sides meet."""
+    key: str
+    """Of this hand-over among all that use the store."""
+    engine: int
+    num_ranks: int
+    """Processes of the engine that fetch, each of them everything."""
+    backend: Literal["gloo", "nccl"]
+    timeout_s: float
+    """How long either side waits for the other."""
+    version: int
+    tensors: tuple[TensorSpec, ...]
+    """In the order in which they are sent."""
+    chunk_bytes: int
+
+
+_OFFER = TypeAdapter(WeightOffer)
+
+
+def dump_offer(offer: WeightOffer) -> str:
+    """As text, for the ways between processes that carry nothing else."""
+    return _OFFER.dump_json(offer).decode()
+
+
+def load_offer(text: str) -> WeightOffer:
+    """What `dump_offer` wrote."""
+    return _OFFER.validate_json(text)
+
+
+WeightSource = Path | Mapping[str, "Tensor"] | WeightOffer
+"""New weights: a Hugging Face folder, all tensors under their Hugging Face names, or a learner that has them."""
 
 
 class InferenceEngine(Protocol):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from klear_core.config.engine import VllmEngineConfig
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.generate.engine import SamplingParams, WeightSource
+from klear_core.generate.engine import SamplingParams, WeightOffer, WeightSource, dump_offer, load_offer
 from klear_core.generate.requests import OpenRequests
 from klear_core.generate.text import FolderTokenizer
 from klear_core.generate.weights import Shapes, check_shapes, tensor_shapes
@@ -77,9 +77,13 @@ class VllmEngine:
         reset vLLM would answer prompts it has seen from the old weights' cache, silently and off by nats.
         """
         check_shapes(tensor_shapes(weights), self._shapes)  # vLLM keeps old tensors for missing ones, with a mere warning
-        async with self._folder_of(weights) as folder:
+        if isinstance(weights, WeightOffer):
             await self._llm.pause_generation(mode="keep", clear_cache=False)
-            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            await self._llm.collective_rpc("fetch_weights", kwargs={"offer": dump_offer(weights)})
+        else:
+            async with self._folder_of(weights) as folder:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+                await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         await self._llm.collective_rpc("refresh_tied_head")
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise ResourceError(f"vLLM kept its prefix cache while loading version {version}: answers would mix two policies")
@@ -148,19 +152,26 @@ class VllmEngine:
         )
 
     @contextlib.asynccontextmanager
-    async def _folder_of(self, weights: WeightSource) -> AsyncIterator[Path]:
+    async def _folder_of(self, weights: Path | Mapping[str, Tensor]) -> AsyncIterator[Path]:
         """The weights as files that the engine process can read; tensors do not survive vLLM's own calls between processes."""
         if isinstance(weights, Path):
             yield weights
             return
         with tempfile.TemporaryDirectory(dir=HANDOVER_FOLDER) as folder:
-            kept = {name: tensor for name, tensor in weights.items() if name in self._shapes}
+            kept = {name: tensor for name, tensor in dict(weights).items() if name in self._shapes}
             await asyncio.to_thread(_save, kept, Path(folder))
             yield Path(folder)
 
 
 class WorkerExtension:
     """Methods that vLLM adds to its workers, for `collective_rpc`."""
+
+    def fetch_weights(self, offer: str) -> None:
+        """Overwrite the weights in place with what a learner offers."""
+        from klear_core.generate.transfer import fetch
+
+        arriving = fetch(load_offer(offer), rank=1 + self.rank)  # type: ignore[attr-defined]
+        self.reload_weights(weights_iterator=arriving)  # type: ignore[attr-defined]
 
     def refresh_tied_head(self) -> None:
         """On CPU a tied head is a packed copy of the embedding, which vLLM's reload leaves as it was (seen in 0.32)."""

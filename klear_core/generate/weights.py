@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 
 from klear_core.errors import ConfigError
-from klear_core.generate.engine import WeightSource
+from klear_core.generate.engine import WeightOffer, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def tensor_shapes(weights: WeightSource) -> Shapes:
-    """The shape of every tensor, by its Hugging Face name; of a folder only the headers are read."""
+    """The shape of every tensor, by its Hugging Face name; of a folder only the headers are read, of an offer nothing is fetched."""
+    if isinstance(weights, WeightOffer):
+        return {tensor.name: tensor.shape for tensor in weights.tensors}
     if not isinstance(weights, Path):
         return {name: tuple(tensor.shape) for name, tensor in weights.items()}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -33,7 +35,12 @@ def tensor_shapes(weights: WeightSource) -> Shapes:
 
 
 def tensors(weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
-    """All tensors, one at a time."""
+    """All tensors, one at a time. An offer can be fetched once; RuntimeError if the learner goes away meanwhile."""
+    if isinstance(weights, WeightOffer):
+        from klear_core.generate.transfer import fetch
+
+        yield from fetch(weights, rank=1)
+        return
     if not isinstance(weights, Path):
         yield from weights.items()
         return

@@ -9,19 +9,19 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from klear_core.config.engine import VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.errors import ResourceError, TrainingError
-from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
-from klear_core.rl.shells import Answer, LearnerActor, Request, RolloutActor, to_arrays, to_tensors
+from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightOffer, WeightSource
+from klear_core.rl.shells import Answer, LearnerActor, Request, RolloutActor, num_engine_ranks, to_arrays, to_tensors
 from klear_core.rl.workers import Counters, LearnerHandle, LearnerLost, RlRun
 from klear_core.types import Completion, TrainSample
 
@@ -50,6 +50,10 @@ class StoredWeights(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(ray.get(self.ref))
+
+
+class NotGiven(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
+    """An engine got none or not all of the learner's weights."""
 
 
 class Restarts:
@@ -82,6 +86,15 @@ def cause_of(error: BaseException) -> BaseException:
     return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
 
 
+async def _failures(calls: Mapping[int, Awaitable[object]]) -> dict[int, BaseException]:
+    outcomes = await asyncio.gather(*calls.values(), return_exceptions=True)
+    return {i: outcome for i, outcome in zip(calls, outcomes, strict=True) if isinstance(outcome, BaseException)}
+
+
+def _rollout(index: int) -> str:
+    return f"rollout actor {index}"
+
+
 async def _awaited(awaitable: Awaitable[T]) -> T:
     return await awaitable
 
@@ -96,9 +109,15 @@ def _meeting_place(_actor: LearnerActor) -> str:
 class RayLearner:
     """A `LearnerHandle` over one actor a rank. If one dies all are made anew, for a world does not survive the loss of a rank."""
 
-    def __init__(self, job: RlRun, restarts: Restarts, num_gpus: float) -> None:
+    def __init__(self, job: RlRun, restarts: Restarts, num_gpus: float, *, is_direct: bool) -> None:
+        """`is_direct`: weights leave it through `give`, not through the object store."""
+        self.is_direct = is_direct
         self._job = job
         self._restarts = restarts
+        self._turn = asyncio.Lock()
+        """One call at a time: engines are given weights while the loop makes its own calls."""
+        self._lost: LearnerLost | None = None
+        """Until `restore`: whoever is told first, the loop must hear of it."""
         self._actor_type = ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0)(LearnerActor)
         self._ranks: list[Any] = []
 
@@ -122,6 +141,7 @@ class RayLearner:
 
     async def restore(self) -> Counters | None:
         """As `LearnerHandle.restore`."""
+        self._lost = None
         found: Counters | None = (await self._all("restore"))[0]
         return found
 
@@ -131,10 +151,27 @@ class RayLearner:
         return metrics
 
     async def weights(self) -> WeightSource:
-        """As `LearnerHandle.weights`; they stay in the object store."""
-        pairs = [actor.weights.options(num_returns=2).remote() for actor in self._ranks]
-        await self._or_lost(asyncio.gather(*(sign for sign, _ in pairs)), "gather the weights")
+        """As `LearnerHandle.weights`; they stay in the object store, or with the learner, who offers them."""
+        if self.is_direct:
+            offer: WeightOffer = (await self._all("offer_weights"))[0]
+            return offer
+        async with self._turn:
+            pairs = [actor.weights.options(num_returns=2).remote() for actor in self._ranks]
+            await self._or_lost(asyncio.gather(*(sign for sign, _ in pairs)), "gather the weights")
         return StoredWeights(pairs[0][1])
+
+    async def give(self, engines: Mapping[int, Any]) -> dict[int, BaseException]:
+        """Let these actors fetch the present weights; why, for each that did not get them. LearnerLost if the learner dies."""
+        wait = partial(within, timeout_s=self._job.cfg.runtime.stall_timeout_s)
+        async with self._turn:
+            failed = await _failures({i: wait(e.__ray_ready__.remote(), who=_rollout(i), what="answer") for i, e in engines.items()})
+            offer: WeightOffer = (await self._call("offer_weights"))[0]
+            present = [i for i in engines if i not in failed]
+            sending = asyncio.ensure_future(self._call("send_weights", offer, present))
+            calls = {i: engines[i].fetch_weights.remote(replace(offer, engine=i)) for i in present}
+            failed |= await _failures({i: wait(call, who=_rollout(i), what="fetch its weights") for i, call in calls.items()})
+            await sending
+        return failed
 
     async def save(self, counters: Counters) -> None:
         """As `LearnerHandle.save`."""
@@ -150,6 +187,12 @@ class RayLearner:
             ray.kill(actor, no_restart=True)
 
     async def _all(self, method: str, *args: object) -> list[Any]:
+        async with self._turn:
+            return await self._call(method, *args)
+
+    async def _call(self, method: str, *args: object) -> list[Any]:
+        if self._lost is not None:
+            raise self._lost
         calls = [getattr(actor, method).remote(*args) for actor in self._ranks]
         return await self._or_lost(asyncio.gather(*calls), method)
 
@@ -160,7 +203,8 @@ class RayLearner:
             self._restarts.count("the learner", error)
             self.kill()
             await self.start()
-            raise LearnerLost(f"the learner died while it was to {what}") from error
+            self._lost = LearnerLost(f"the learner died while it was to {what}")
+            raise self._lost from error
 
 
 @dataclass(eq=False, slots=True)
@@ -183,12 +227,15 @@ class Seat:
 class RayPolicy:
     """A `TrainableEngine` over several rollout actors: requests go to the least busy, and survive the death of their actor."""
 
-    def __init__(self, job: RlRun, restarts: Restarts, num_gpus: float) -> None:
+    def __init__(self, job: RlRun, restarts: Restarts, num_gpus: float, learner: RayLearner) -> None:
         self.version = 0
         self._job = job
+        self._learner = learner
         self._restarts = restarts
         self._actor_type = ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0)(RolloutActor)
         self._weights: ray.ObjectRef | None = None
+        self._is_given = False
+        """New actors get the learner's present weights from itself."""
         self._seats: list[Seat] = []
         self._conversations: list[asyncio.Task[None]] = []
         self._num_requests = 0
@@ -221,9 +268,12 @@ class RayPolicy:
                 seat.unsent = [r for r in seat.unsent if r.request_id != request.request_id]
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
-        """As `TrainableEngine.load_weights`; the weights travel through the object store once for all actors."""
-        self._weights = weights.ref if isinstance(weights, StoredWeights) else ray.put(to_arrays(_tensors(weights)))
+        """As `TrainableEngine.load_weights`; the weights travel through the object store once for all actors, or straight to them."""
         self.version = version
+        if isinstance(weights, WeightOffer):
+            await self._give_all()
+            return
+        self._weights = weights.ref if isinstance(weights, StoredWeights) else ray.put(to_arrays(_tensors(weights)))
         await asyncio.gather(*(self._update(seat) for seat in self._seats))
 
     async def close(self) -> None:
@@ -278,23 +328,50 @@ class RayPolicy:
         except RayActorError as error:
             await self._replace(seat, actor, error)
 
-    async def _replace(self, seat: Seat, dead: Any, error: RayActorError) -> None:
+    async def _give_all(self) -> None:
+        """As `_update` for all seats at once, straight from the learner. Who did not get everything is replaced."""
+        self._is_given = True
+        async with AsyncExitStack() as held:
+            for seat in self._seats:
+                await held.enter_async_context(seat.changing)
+            actors = {seat.index: seat.actor for seat in self._seats}
+            try:
+                failed = await self._learner.give(actors)
+            except LearnerLost as lost:
+                failed = dict.fromkeys(actors, lost)
+        await asyncio.gather(*(self._replace(self._seats[i], actors[i], error) for i, error in failed.items()))
+        for error in failed.values():
+            if isinstance(error, LearnerLost):
+                raise error
+
+    async def _replace(self, seat: Seat, dead: Any, error: BaseException) -> None:
         """A new actor with the present weights, which is then asked all that the dead one had not answered."""
         async with seat.changing:
             if seat.actor is not dead:
                 return  # whoever noticed first has replaced it, and it may be at work already
             while seat.actor is dead:
-                self._restarts.count(f"rollout actor {seat.index}", error)
+                if not isinstance(error, LearnerLost):  # which was counted
+                    self._restarts.count(f"rollout actor {seat.index}", error)
+                ray.kill(dead, no_restart=True)  # it may live, with some old weights and some new ones
                 seat.actor = self._actor_type.remote()
                 try:
                     await self._equip(seat)
-                except RayActorError as another:
+                except (RayActorError, NotGiven) as another:
                     dead, error = seat.actor, another
             seat.unsent = [request for request, _ in seat.waiting.values()]
 
     async def _equip(self, seat: Seat) -> None:
         start = seat.actor.start.remote(self._job, self._weights, self.version)
         await within(start, max(_START_S, self._job.cfg.runtime.stall_timeout_s), f"rollout actor {seat.index}", "start its engine")
+        if not self._is_given:
+            return
+        try:
+            failed = await self._learner.give({seat.index: seat.actor})
+        except LearnerLost as lost:  # the loop is told as well: it restores the learner, and gives its weights to all
+            log.warning("rollout actor %d has the initial weights for now: %s", seat.index, lost)
+        else:
+            if failed:
+                raise NotGiven(f"rollout actor {seat.index} did not get its weights") from failed[seat.index]
 
 
 def _tell_waiting(seat: Seat, conversation: asyncio.Task[None]) -> None:
@@ -318,7 +395,7 @@ def _deliver(seat: Seat, answer: Answer) -> None:
         reply.set_result(list(answer.completions))
 
 
-def _tensors(weights: WeightSource) -> Mapping[str, Tensor]:
+def _tensors(weights: Path | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if isinstance(weights, Path):
         from safetensors.torch import load_file
 
@@ -339,8 +416,8 @@ class RayWorkers:
             raise ResourceError("Ray is not running in this process: call ray.init first")
         gpus = plan_gpus(job.cfg, ray.cluster_resources().get("GPU", 0.0))
         restarts = Restarts(job.cfg.runtime.max_restarts)
-        self._learner = RayLearner(job, restarts, gpus.learner)
-        self._policy = RayPolicy(job, restarts, gpus.rollout)
+        self._learner = RayLearner(job, restarts, gpus.learner, is_direct=is_direct(job.cfg, gpus))
+        self._policy = RayPolicy(job, restarts, gpus.rollout, self._learner)
         await asyncio.gather(self._learner.start(), self._policy.start())
         return self._learner, self._policy
 
@@ -366,9 +443,9 @@ class GpuPlan:
 
 def plan_gpus(cfg: RlConfig, available: float) -> GpuPlan:
     """As set; else one for each learner rank and what each engine needs, or none where there are none. ResourceError if they do not fit."""
-    runtime, engine = cfg.runtime, cfg.rollout.engine
+    runtime = cfg.runtime
     wants_gpus = available > 0 and runtime.device != "cpu"
-    per_engine = engine.runtime.tensor_parallel if isinstance(engine, VllmEngineConfig) else 1
+    per_engine = num_engine_ranks(cfg)
     learner = runtime.learner_gpus if runtime.learner_gpus is not None else float(wants_gpus)
     rollout = runtime.rollout_gpus if runtime.rollout_gpus is not None else per_engine * float(wants_gpus)
     needed = learner * runtime.num_workers + rollout * runtime.num_rollout_actors
@@ -379,3 +456,21 @@ def plan_gpus(cfg: RlConfig, available: float) -> GpuPlan:
             f"to fractions to share"
         )
     return GpuPlan(learner=learner, rollout=rollout)
+
+
+def is_direct(cfg: RlConfig, gpus: GpuPlan) -> bool:
+    """Whether weights go straight from the learner to the engines. ResourceError if that is asked for and cannot work."""
+    match cfg.runtime.weight_sync:
+        case "store":
+            return False
+        case "auto":
+            return gpus.learner >= 1 and gpus.rollout >= num_engine_ranks(cfg)
+        case "direct":
+            if 0 < gpus.learner < 1 or 0 < gpus.rollout < num_engine_ranks(cfg) or (gpus.learner > 0) != (gpus.rollout > 0):
+                raise ResourceError(
+                    f'runtime.weight_sync = "direct" with {gpus.learner:g} GPUs for a learner rank and {gpus.rollout:g} for a rollout '
+                    f'actor: NCCL needs whole GPUs for each of them, gloo none for either; "store" works in between'
+                )
+            return True
+        case _:
+            assert_never(cfg.runtime.weight_sync)

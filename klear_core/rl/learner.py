@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ConfigError
+from klear_core.generate.engine import TensorSpec
 from klear_core.rl.losses import at_step, log_ratio
 from klear_core.rl.objective import Denominators, OldPolicy, Targets, head_of, make_targets
 from klear_core.rl.samples import cut_minibatches
@@ -25,7 +26,7 @@ from klear_core.train.flops import FlopCount, peak_flops
 from klear_core.train.logps import token_logps
 from klear_core.train.model import DTYPES, Policy, export_model, load_model, num_heads
 from klear_core.train.packing import MicroBatch, PackedBatch, pack
-from klear_core.train.parallel import World, full_weights, parallelise
+from klear_core.train.parallel import World, each_weight, full_weights, parallelise, weight_shapes
 from klear_core.train.step import StepResult, Updater, keep_bad_batch
 from klear_core.types import TrainSample
 
@@ -77,6 +78,14 @@ class Learner:
     def weights(self) -> dict[str, torch.Tensor]:
         """The present weights under their Hugging Face names, in the training dtype on the CPU of rank 0 (others: empty)."""
         return full_weights(self._policy, dtype=self.cfg.dtype)
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        """What `each_weight` gives."""
+        return tuple(TensorSpec(name=name, dtype=self.cfg.dtype, shape=shape) for name, shape in weight_shapes(self._policy).items())
+
+    def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `weights`, one by one and on this rank's device. Every rank must iterate to the end."""
+        return each_weight(self._policy, dtype=self.cfg.dtype)
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder (rank 0), after the last asynchronous checkpoint; beside it the optimizer, if asked."""

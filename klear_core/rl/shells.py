@@ -8,19 +8,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
-from klear_core.generate.engine import SamplingParams
+from klear_core.config.engine import VllmEngineConfig
+from klear_core.config.rl import RlConfig
+from klear_core.generate.engine import SamplingParams, WeightOffer
 from klear_core.rl.workers import Counters, RlRun
 from klear_core.types import Completion, TrainSample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from klear_core.generate.transfer import WeightServer
+
 Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
 """Weights as (torch dtype, numpy array) by name: Ray shares arrays between processes without a copy, tensors it pickles."""
 
+_MEET_S = 300.0  # how long learner and engine wait for each other before they hand over weights
 _POLL_S = 0.1  # how long a rollout actor waits for a first answer before it hands back nothing
 _GATHER_S = 0.04  # how long it waits for more answers to go with the first: each message costs a millisecond
 
@@ -42,6 +48,12 @@ def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array.copy()).view(getattr(torch, dtype)) for name, (dtype, array) in arrays.items()}
 
 
+def num_engine_ranks(cfg: RlConfig) -> int:
+    """Processes of one engine that hold weights, and its GPUs where there are any."""
+    engine = cfg.rollout.engine
+    return engine.runtime.tensor_parallel if isinstance(engine, VllmEngineConfig) else 1
+
+
 class LearnerActor:
     """One learner rank."""
 
@@ -54,6 +66,9 @@ class LearnerActor:
         joining = join_world(job.cfg.runtime, rank=rank, init_method=init_method, sees_only_its_gpu=True)
         world = self._exit.enter_context(joining)
         self._learner = Learner(job.cfg, job.model, seed=job.seed, workdir=job.workdir, world=world)
+        self._job, self._world = job, world
+        self._host = urlsplit(init_method).hostname or ""  # where rank 0 is
+        self._server: WeightServer | None = None
 
     def restore(self) -> Counters | None:
         """As `Learner.restore`."""
@@ -66,6 +81,31 @@ class LearnerActor:
     def weights(self) -> tuple[bool, Arrays]:
         """A sign that they are there, and the weights themselves."""
         return True, to_arrays(self._learner.weights())
+
+    def offer_weights(self) -> WeightOffer | None:
+        """An offer of the present weights, to be followed by `send_weights`; None from other ranks than 0."""
+        if self._world.rank > 0:
+            return None
+        from klear_core.generate.transfer import WeightServer
+
+        cfg = self._job.cfg
+        if self._server is None:
+            self._server = WeightServer(self._host, timeout_s=min(_MEET_S, cfg.runtime.stall_timeout_s))
+        return self._server.offer(
+            self._learner.weight_specs(),
+            version=self._learner.version,
+            backend="nccl" if self._world.device.type == "cuda" else "gloo",
+            num_ranks=num_engine_ranks(cfg),
+        )
+
+    def send_weights(self, offer: WeightOffer, engines: Sequence[int]) -> list[int]:
+        """Send the weights of the offer to these engines while they fetch them; those that went away (rank 0 knows)."""
+        assert offer.version == self._learner.version, (offer.version, self._learner.version)
+        if self._server is not None:
+            return self._server.send(offer, self._learner.each_weight(), engines)
+        for _ in self._learner.each_weight():  # to gather them takes every rank
+            pass
+        return []
 
     def save(self, counters: Counters) -> None:
         """As `Learner.save`."""
@@ -113,6 +153,10 @@ class RolloutActor:
     async def load_weights(self, arrays: Arrays, version: int) -> None:
         """As `TrainableEngine.load_weights`."""
         await self._engine.load_weights(to_tensors(arrays), version=version)
+
+    async def fetch_weights(self, offer: WeightOffer) -> None:
+        """Load what the learner offers. After an error the engine has some old weights and some new ones, and must not serve."""
+        await self._engine.load_weights(offer, version=offer.version)
 
     async def exchange(self, requests: Sequence[Request], unwanted: Sequence[int]) -> list[Answer]:
         """Take requests in and give finished answers out, waiting a little for the first of them."""

@@ -191,3 +191,25 @@ def full_weights(policy: nn.Module, *, dtype: Dtype | None = None) -> dict[str, 
 
     state: dict[str, Any] = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return {k.removeprefix("hf."): v if dtype is None else v.to(DTYPES[dtype]) for k, v in state.items()}
+
+
+def each_weight(policy: nn.Module, *, dtype: Dtype) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `full_weights` one after the other, whole, on every rank's own device. Every rank must iterate to the end."""
+    from torch.distributed.tensor import DTensor
+
+    for name, weight in _distinct_weights(policy).items():
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield name, whole.detach().to(DTYPES[dtype])
+
+
+def weight_shapes(policy: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of `each_weight`, in its order; nothing is gathered."""
+    return {name: tuple(weight.shape) for name, weight in _distinct_weights(policy).items()}
+
+
+def _distinct_weights(policy: nn.Module) -> dict[str, Tensor]:
+    """A tied head, which is its embedding once more, is left out."""
+    distinct: dict[int, tuple[str, Tensor]] = {}
+    for name, weight in policy.state_dict(keep_vars=True).items():
+        distinct.setdefault(id(weight), (name.removeprefix("hf."), weight))
+    return dict(distinct.values())

@@ -14,7 +14,8 @@ from vllm_marks import HAS_VLLM, needs_vllm
 
 from klear_core.config.engine import VllmEngineConfig, VllmRuntime
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.generate.engine import SamplingParams
+from klear_core.generate.engine import SamplingParams, TensorSpec
+from klear_core.generate.transfer import WeightServer
 from klear_core.generate.vllm_engine import VllmEngine, engine_arguments
 from klear_core.types import Completion
 
@@ -76,12 +77,27 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @needs_vllm
 def test_logps_and_greedy_choices_are_the_new_models_after_every_update(running: Running, tmp_path: Path) -> None:
+    server = WeightServer("127.0.0.1", timeout_s=600)
+
+    async def update(engine: VllmEngine, model: Qwen3ForCausalLM, version: int) -> None:
+        """From memory, from a folder, and straight from where a learner has them, in several messages."""
+        match version % 3:
+            case 0:
+                await engine.load_weights(write_folder(tmp_path / str(version), model), version=version)
+            case 1:
+                await engine.load_weights(dict(model.state_dict()), version=version)
+            case 2:
+                weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+                specs = [TensorSpec(name=name, dtype="float32", shape=tuple(w.shape)) for name, w in weights.items()]
+                offer = server.offer(specs, version=version, backend="gloo", num_ranks=1, chunk_bytes=1 << 16)
+                sending = asyncio.create_task(asyncio.to_thread(server.send, offer, weights.items(), [0]))
+                await engine.load_weights(offer, version=version)
+                assert await sending == []
+
     async def body(engine: VllmEngine) -> None:
-        for version in (1, 2, 3, 4):
+        for version in (1, 2, 3, 4, 5):
             model = model_of(version, is_tied=running.is_tied)
-            await engine.load_weights(
-                write_folder(tmp_path / str(version), model) if version == 3 else dict(model.state_dict()), version=version
-            )
+            await update(engine, model, version)
             assert engine.version == version
             for prompt in (SHORT, LONG):  # the same each time, so that an old prefix cache would be found
                 for completion in await engine.generate(prompt, params()):

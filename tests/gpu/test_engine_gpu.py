@@ -1,4 +1,4 @@
-"""The torch engine on a GPU; tests/generate/test_torch_engine.py checks the same claims on CPU."""
+"""Engines on a GPU; tests/generate checks the same claims on CPU."""
 
 import asyncio
 import sys
@@ -9,10 +9,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "generate"))
 from qwen3_folder import build_model, write_folder
+from vllm_marks import HAS_VLLM
 
-from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
-from klear_core.generate.engine import SamplingParams
+from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime, VllmEngineConfig, VllmRuntime
+from klear_core.generate.engine import SamplingParams, TensorSpec
 from klear_core.generate.torch_engine import TorchEngine
+from klear_core.generate.transfer import WeightServer
+from klear_core.generate.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 PROMPTS = [tuple(65 + (7 * i + j) % 50 for j in range(length)) for i, length in enumerate((1, 16, 40, 100))]
@@ -38,6 +41,52 @@ def test_logps_are_those_of_transformers_before_and_after_an_update(tmp_path: Pa
                     expected = torch.log_softmax(logits.float() / 0.8, -1).gather(1, ids[:, None])[:, 0].cpu()
                     assert (expected - torch.tensor(completion.logps)).abs().max() < tolerance
                     assert set(completion.policy_versions) == {version}
+        await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")
+@pytest.mark.parametrize("way", ["memory", "nccl"])
+def test_vllm_answers_with_new_weights_and_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Over NCCL the engine has the second GPU and the weights come from the first: NCCL wants a GPU for each side."""
+    if way == "nccl":
+        if torch.cuda.device_count() < 2:
+            pytest.skip("one CUDA device")
+        torch.cuda.set_device(0)
+        torch.cuda.init()  # sees all GPUs, whatever is set now for the engine's process
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    old, new = (build_model(seed=seed, hidden_size=128, head_dim=64).cuda() for seed in (0, 1))
+    runtime = VllmRuntime(enforce_eager=True, gpu_memory_utilization=0.3, sleep_mode=True)
+    params = SamplingParams(num_samples=4, temperature=0.8, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=60, seed=1)
+
+    async def update(engine: VllmEngine) -> None:
+        weights = {name: parameter.detach() for name, parameter in new.named_parameters()}
+        if way == "memory":
+            await engine.load_weights(weights, version=1)
+            return
+        server = WeightServer("127.0.0.1", timeout_s=300)
+        specs = [TensorSpec(name=name, dtype="float32", shape=tuple(w.shape)) for name, w in weights.items()]
+        offer = server.offer(specs, version=1, backend="nccl", num_ranks=1, chunk_bytes=1 << 16)
+        sending = asyncio.create_task(asyncio.to_thread(server.send, offer, weights.items(), [0]))
+        await engine.load_weights(offer, version=1)
+        assert await sending == []
+
+    async def main() -> None:
+        cfg = VllmEngineConfig(dtype="float32", runtime=runtime)
+        engine = await VllmEngine.start(cfg, write_folder(tmp_path, old), num_threads=1, seed=0)
+        await update(engine)
+        await engine.sleep()
+        await engine.wake()
+        for prompt in PROMPTS:
+            for completion in await engine.generate(prompt, params):
+                with torch.no_grad():
+                    logits = new(torch.tensor([prompt + completion.token_ids], device="cuda")).logits[0, len(prompt) - 1 : -1]
+                ids = torch.tensor(completion.token_ids, device="cuda")
+                expected = torch.log_softmax(logits.float() / 0.8, -1).gather(1, ids[:, None])[:, 0].cpu()
+                assert (expected - torch.tensor(completion.logps)).abs().max() < 1e-2
+                assert set(completion.policy_versions) == {1}
         await engine.close()
 
     asyncio.run(main())

@@ -22,17 +22,17 @@ from safetensors.torch import load_file
 from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
 from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ResourceError, TrainingError
-from klear_core.generate.engine import SamplingParams
+from klear_core.generate.engine import SamplingParams, WeightOffer
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.loop import run_rl
 from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import Judge
 from klear_core.rl.shells import to_arrays, to_tensors
-from klear_core.rl.workers import LocalWorkers, RlRun, Workers
+from klear_core.rl.workers import LearnerLost, LocalWorkers, RlRun, Workers
 from klear_core.types import Problem, Verdict
 
 ray = pytest.importorskip("ray")
-from klear_core.rl.actors import RayPolicy, RayWorkers, StoredWeights, plan_gpus  # noqa: E402
+from klear_core.rl.actors import GpuPlan, RayLearner, RayPolicy, RayWorkers, StoredWeights, is_direct, plan_gpus  # noqa: E402
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]
 NUM_STEPS = 5
@@ -131,6 +131,27 @@ def test_gpus_are_planned_before_anything_starts() -> None:
     assert plan_gpus(shared, 1).rollout == 0.25
 
 
+@pytest.mark.parametrize(
+    ("weight_sync", "learner", "rollout", "expected"),
+    [
+        ("auto", 0, 0, False),
+        ("auto", 1, 1, True),
+        ("auto", 0.5, 0.5, False),  # one GPU for both: NCCL wants one for each
+        ("direct", 0, 0, True),
+        ("store", 1, 1, False),
+    ],
+)
+def test_weights_go_directly_where_both_sides_have_gpus_of_their_own(
+    weight_sync: str, learner: float, rollout: float, expected: bool
+) -> None:
+    assert is_direct(config(weight_sync=weight_sync), GpuPlan(learner=learner, rollout=rollout)) is expected
+
+
+def test_direct_weights_between_a_gpu_and_a_cpu_are_refused() -> None:
+    with pytest.raises(ResourceError, match="NCCL needs whole GPUs"):
+        is_direct(config(weight_sync="direct"), GpuPlan(learner=1, rollout=0))
+
+
 def test_without_ray_the_stage_says_so(base: Path, tmp_path: Path) -> None:
     if ray.is_initialized():
         pytest.skip("another test has started Ray")
@@ -138,21 +159,27 @@ def test_without_ray_the_stage_says_so(base: Path, tmp_path: Path) -> None:
         run(config(), base, tmp_path)
 
 
+both_ways = pytest.mark.parametrize("weight_sync", ["store", "direct"])
+
+
 @pytest.mark.slow
+@both_ways
 def test_actors_learn_exactly_what_one_process_learns(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress], weight_sync: str
 ) -> None:
-    progress = run(config(), base, tmp_path)
+    progress = run(config(weight_sync=weight_sync), base, tmp_path)
     assert progress.counters() == undisturbed[1].counters()
     assert same_weights(tmp_path, undisturbed[0])
     assert not psutil.wait_procs(actors_of("RolloutActor") + actors_of("LearnerActor"), timeout=30)[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context_parallel", [1, 2])
-def test_two_learner_ranks_learn_what_one_learns_up_to_rounding(session: None, base: Path, tmp_path: Path, context_parallel: int) -> None:
+@pytest.mark.parametrize(("context_parallel", "weight_sync"), [(1, "store"), (2, "store"), (1, "direct")])
+def test_two_learner_ranks_learn_what_one_learns_up_to_rounding(
+    session: None, base: Path, tmp_path: Path, context_parallel: int, weight_sync: str
+) -> None:
     """One step, for later ones sample from weights that differ in their last bits."""
-    ranks = config(num_workers=2, context_parallel=context_parallel)
+    ranks = config(num_workers=2, context_parallel=context_parallel, weight_sync=weight_sync)
     one, two = config().model_copy(update={"num_steps": 1}), ranks.model_copy(update={"num_steps": 1})
     run(one, base, tmp_path / "one", workers=LocalWorkers())
     run(two, base, tmp_path / "two")
@@ -162,8 +189,9 @@ def test_two_learner_ranks_learn_what_one_learns_up_to_rounding(session: None, b
 
 
 @pytest.mark.slow
+@both_ways
 def test_a_killed_rollout_actor_is_replaced_and_no_answer_is_lost_or_doubled(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress], weight_sync: str
 ) -> None:
     """Killed in the second step, with new weights in place: the same answers come from the one that replaces it."""
     workers, busy = RayWorkers(), []
@@ -173,7 +201,7 @@ def test_a_killed_rollout_actor_is_replaced_and_no_answer_is_lost_or_doubled(
         kill("RolloutActor", 1)
 
     judge = Saboteur(after=32 + 5, do=kill_one)
-    progress = run(config(), base, tmp_path, judge, workers)
+    progress = run(config(weight_sync=weight_sync), base, tmp_path, judge, workers)
     assert "(0 requests)" not in busy[0]
     assert judge.num_seen == 32 * NUM_STEPS
     assert progress.counters() == undisturbed[1].counters()
@@ -187,15 +215,75 @@ def test_all_rollout_actors_may_die_at_once(session: None, base: Path, tmp_path:
 
 
 @pytest.mark.slow
+@both_ways
 def test_a_learner_killed_between_its_steps_goes_on_from_its_checkpoint(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress], weight_sync: str
 ) -> None:
     """Killed while the fourth step is sampled: the third, behind the checkpoint of the second, is done again."""
     judge = Saboteur(after=3 * 32 + 5, do=partial(kill, "LearnerActor", 1))
-    progress = run(config(), base, tmp_path, judge)
+    progress = run(config(weight_sync=weight_sync), base, tmp_path, judge)
     assert judge.num_seen > 32 * NUM_STEPS
     assert progress.counters() == undisturbed[1].counters()
     assert same_weights(tmp_path, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_with_direct_weights_learner_and_engines_may_die_together(
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+) -> None:
+    """The new engines find a learner without its state; what they sample until the loop hears of it counts for nothing."""
+
+    def kill_all() -> None:
+        kill("LearnerActor", 1)
+        kill("RolloutActor", 2)
+
+    progress = run(config(weight_sync="direct"), base, tmp_path, Saboteur(after=3 * 32 + 5, do=kill_all))
+    assert progress.counters() == undisturbed[1].counters()
+    assert same_weights(tmp_path, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_with_direct_weights_an_engine_that_died_idle_is_replaced_when_there_are_weights_for_it(
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+) -> None:
+    run(config(weight_sync="direct"), base, tmp_path, Saboteur(after=2 * 32, do=partial(kill, "RolloutActor", 1)))
+    assert same_weights(tmp_path, undisturbed[0])
+
+
+class _KillsTheLearner:
+    """Stands for a rollout actor's handle: it comes for its weights, and the learner dies."""
+
+    __ray_ready__ = fetch_weights = property(lambda self: self)
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def remote(self, *_: object) -> asyncio.Future[None]:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            kill("LearnerActor", 1)
+        reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        reply.set_result(None)
+        return reply
+
+
+@pytest.mark.slow
+def test_a_learner_that_dies_while_it_gives_weights_is_lost_to_all_until_it_is_restored(session: None, base: Path, tmp_path: Path) -> None:
+    async def drive() -> None:
+        workers = RayWorkers()
+        learner, _ = await workers.start(RlRun(cfg=config(weight_sync="direct"), model=base, seed=0, workdir=tmp_path))
+        try:
+            assert isinstance(learner, RayLearner)
+            with pytest.raises(LearnerLost, match="send_weights"):
+                await learner.give({0: _KillsTheLearner()})
+            with pytest.raises(LearnerLost, match="send_weights"):
+                await learner.step([])
+            assert await learner.restore() is None
+            assert isinstance(await learner.weights(), WeightOffer)
+        finally:
+            await workers.close()
+
+    asyncio.run(drive())
 
 
 @pytest.mark.slow

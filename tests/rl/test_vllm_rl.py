@@ -151,12 +151,12 @@ def session() -> Iterator[None]:
 
 
 @needs_vllm
-def test_a_vllm_engine_in_a_ray_actor_follows_the_learner_in_another(session: None, base: Path, tmp_path: Path) -> None:
+def test_a_vllm_engine_in_a_ray_actor_gets_its_weights_straight_from_the_learner(session: None, base: Path, tmp_path: Path) -> None:
     from klear_core.rl.actors import RayWorkers
 
     recorder = Recorder()
     workers: Workers = RayWorkers()
-    job = RlRun(cfg=config(), model=base, seed=0, workdir=tmp_path)
+    job = RlRun(cfg=config(weight_sync="direct"), model=base, seed=0, workdir=tmp_path)
     asyncio.run(run_rl(job, PROBLEMS, low_byte_judge, recorder, workers))
     assert_sampler_and_learner_agree(recorder)
     before, after = (load_file(artifact / "model" / "model.safetensors") for artifact in (base, tmp_path))
