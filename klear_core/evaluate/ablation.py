@@ -112,8 +112,8 @@ def _row(variant: str, rate: float | None, runs: Runs, reference: Runs, is_refer
     pairs = [(run.after, reference[seed].after) for seed, run in runs.items() if seed in reference]
     if len(pairs) < 2:
         return None
-    score = seed_interval([run.after for run in runs.values()], confidence=CONFIDENCE)
-    difference = None if is_reference else seed_interval([own - other for own, other in pairs], confidence=CONFIDENCE)
+    score = seed_interval([run.after for run in runs.values()], bounds=(0, 1), confidence=CONFIDENCE)
+    difference = None if is_reference else seed_interval([own - other for own, other in pairs], bounds=(-1, 1), confidence=CONFIDENCE)
     return Row(variant=variant, learning_rate=rate, score=score, difference=difference, runs=dict(runs))
 
 

@@ -42,14 +42,14 @@ def paired_interval(before: Sequence[float], after: Sequence[float], *, confiden
     return _interval(differences, added=(-1.0, 1.0), bounds=(-1.0, 1.0), confidence=confidence)
 
 
-def seed_interval(values: Sequence[float], *, confidence: float) -> Interval:
-    """Plain Student's t on the results of a few whole runs (scores of seeds or their differences), at least two.
+def seed_interval(values: Sequence[float], *, bounds: tuple[float, float], confidence: float) -> Interval:
+    """Plain Student's t, cut at what is possible, on a few whole runs: the scores of at least two seeds, or their differences.
 
     Equal results give a point, which says that seeds do not differ, and nothing of other problems.
     """
     assert len(values) > 1, "one run has no spread"
     mean, half = _t_interval(values, confidence)
-    return Interval(value=mean, low=mean - half, high=mean + half)
+    return Interval(value=mean, low=max(mean - half, bounds[0]), high=min(mean + half, bounds[1]))
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

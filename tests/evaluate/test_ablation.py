@@ -123,7 +123,7 @@ def test_a_variant_without_two_seeds_in_common_with_the_reference_has_no_row() -
 
 
 def test_the_table_by_hand() -> None:
-    # Scores .2 and .4: mean .3, standard deviation .141421, t(1) at 97.5 % is 12.7062, half width 1.27062. Differences .2 and .2.
+    # Scores .2 and .4: mean .3, standard deviation .1414, t(1) at 97.5 % is 12.7: cut at 0 and 1. Both differences are .2.
     runs = {1: a_run(0.2, low=0.01), 2: a_run(0.4, low=0.03)}
     own = {1: a_run(0.4), 2: a_run(0.6)}
     rows = rows_of({"paper": {2e-4: runs}, "mine": {2e-4: own}}, "paper")
@@ -132,8 +132,8 @@ def test_the_table_by_hand() -> None:
         "| variant | lr | avg@n (95 %) | minus paper (95 %) | collapsed | A<0, r low | A>0, r high | A>0, r low | A<0, r high | dual clip "
         "| max r | entropy |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| paper | 0.0002 | 30.0 (-97.1 to 157.1) |  | 1 of 2 | 2.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
-        "| mine | 0.0002 | 50.0 (-77.1 to 177.1) | +20.0 (+20.0 to +20.0) | 0 of 2 | 1.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
+        "| paper | 0.0002 | 30.0 (0.0 to 100.0) |  | 1 of 2 | 2.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
+        "| mine | 0.0002 | 50.0 (0.0 to 100.0) | +20.0 (+20.0 to +20.0) | 0 of 2 | 1.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
         "",
         "- no result: mine, lr 0.0002, seed 3: stalled",
     ]

@@ -180,11 +180,16 @@ def test_more_samples_narrow_the_interval_and_more_problems_narrow_it_more() -> 
 
 def test_the_interval_of_three_seeds_by_hand() -> None:
     # Mean .2, standard deviation .1, t(2) at 97.5 % is 4.302653
-    interval = seed_interval([0.1, 0.2, 0.3], confidence=0.95)
+    interval = seed_interval([0.1, 0.2, 0.3], bounds=(-1, 1), confidence=0.95)
     half = 4.302653 * 0.1 / math.sqrt(3)
     assert (interval.value, interval.low, interval.high) == pytest.approx((0.2, 0.2 - half, 0.2 + half), abs=1e-6)
 
 
 def test_equal_seeds_have_an_interval_of_no_width() -> None:
-    interval = seed_interval([0.5, 0.5], confidence=0.95)
+    interval = seed_interval([0.5, 0.5], bounds=(0, 1), confidence=0.95)
     assert (interval.low, interval.high) == (0.5, 0.5)
+
+
+def test_the_interval_of_seeds_ends_where_scores_end() -> None:
+    interval = seed_interval([0.1, 0.9], bounds=(0, 1), confidence=0.95)
+    assert (interval.value, interval.low, interval.high) == (0.5, 0, 1)
