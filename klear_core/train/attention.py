@@ -24,7 +24,7 @@ def register() -> None:
     """Make `attn_implementation="klear"` known to transformers. It builds no mask: causality and row bounds are ours."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(NAME, attend)
 
 
 def layout_for(device: torch.device, dtype: torch.dtype) -> Layout:
@@ -32,7 +32,7 @@ def layout_for(device: torch.device, dtype: torch.dtype) -> Layout:
     return "varlen" if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "padded"
 
 
-def _attention(
+def attend(
     module: nn.Module,
     query_BKTD: Tensor,
     key_BKTD: Tensor,
@@ -43,6 +43,7 @@ def _attention(
     micro: MicroBatch | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
+    """What transformers calls: causal attention within each row of `micro`; the result has tokens before heads."""
     assert attention_mask is None, "klear attention is given row bounds, not masks"
     if micro is None:  # a model that drops it would let packed rows see each other
         raise ConfigError(f"{type(module).__name__} does not hand attention arguments down to its layers; Klear cannot pack rows for it")

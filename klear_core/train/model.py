@@ -59,6 +59,8 @@ def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "floa
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
+    from klear_core.train.fused import fuse
+
     check_architecture(folder)
     attention.register()
     transformers_logging.disable_progress_bar()
@@ -68,6 +70,7 @@ def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "floa
     dropouts = {f"{name} of {m.p}" for name, m in hf.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
     if dropouts:  # old log-probs would not be those of the policy, nor a resumed run that which was killed
         raise ConfigError(f"{folder}: dropout ({min(dropouts)}); set it to 0 in the model's config, Klear trains without")
+    fuse(hf)
     return Policy(hf.to(device)).train()
 
 
