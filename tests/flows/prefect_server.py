@@ -25,7 +25,7 @@ class Server:
 
     def prefect(self, *args: str, cwd: Path) -> str:
         command = [sys.executable, "-m", "prefect", "--no-prompt", *args]
-        result = subprocess.run(command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=180, check=False)
+        result = subprocess.run(command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=400, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
@@ -52,7 +52,7 @@ class Server:
         state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
         self.post(f"/flow_runs/{run_id}/set_state", {"state": state, "force": True})
 
-    def wait(self, run_id: str, *, timeout_s: float = 240) -> dict:
+    def wait(self, run_id: str, *, timeout_s: float = 600) -> dict:
         deadline = time.monotonic() + timeout_s
         while True:
             run = self.get(f"/flow_runs/{run_id}")
