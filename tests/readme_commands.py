@@ -42,6 +42,7 @@ def start_server(command: str, env: dict[str, str]) -> subprocess.Popen[str]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script in the background ignores it, and servers would inherit that
     env = os.environ | {"PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
     servers: dict[str, subprocess.Popen[str]] = {}
     try:
