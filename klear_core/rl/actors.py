@@ -361,7 +361,7 @@ class RayPolicy:
             seat.unsent = [request for request, _ in seat.waiting.values()]
 
     async def _equip(self, seat: Seat) -> None:
-        start = seat.actor.start.remote(self._job, self._weights, self.version)
+        start = seat.actor.start.remote(self._job, self._weights, 0 if self._weights is None else self.version)
         await within(start, max(_START_S, self._job.cfg.runtime.stall_timeout_s), f"rollout actor {seat.index}", "start its engine")
         if not self._is_given:
             return

@@ -139,7 +139,7 @@ class RolloutActor:
     """One sampling engine."""
 
     async def start(self, job: RlRun, arrays: Arrays | None, version: int) -> None:
-        """Build the engine, with these weights if there are any, else the initial ones."""
+        """Build the engine, with these weights if there are any, else the initial ones, which are version 0."""
         from klear_core.generate.factory import build_trainable_engine
         from klear_core.train.base import model_folder
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -29,10 +29,10 @@ from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import Judge
 from klear_core.rl.shells import to_arrays, to_tensors
 from klear_core.rl.workers import LearnerLost, LocalWorkers, RlRun, Workers
-from klear_core.types import Problem, Verdict
+from klear_core.types import Completion, Problem, Verdict
 
 ray = pytest.importorskip("ray")
-from klear_core.rl.actors import GpuPlan, RayLearner, RayPolicy, RayWorkers, StoredWeights, is_direct, plan_gpus  # noqa: E402
+from klear_core.rl.actors import GpuPlan, RayLearner, RayPolicy, RayWorkers, Restarts, StoredWeights, is_direct, plan_gpus  # noqa: E402
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]
 NUM_STEPS = 5
@@ -248,6 +248,40 @@ def test_with_direct_weights_an_engine_that_died_idle_is_replaced_when_there_are
 ) -> None:
     run(config(weight_sync="direct"), base, tmp_path, Saboteur(after=2 * 32, do=partial(kill, "RolloutActor", 1)))
     assert same_weights(tmp_path, undisturbed[0])
+
+
+class _DeadLearner:
+    """Stands for a learner that gave its weights once and then died without its state."""
+
+    def __init__(self) -> None:
+        self.has_given = False
+
+    async def give(self, engines: Mapping[int, object]) -> dict[int, BaseException]:
+        if self.has_given:
+            raise LearnerLost("it died")
+        self.has_given = True
+        return {}
+
+
+@pytest.mark.slow
+def test_an_engine_that_finds_no_learner_calls_its_initial_weights_version_0(session: None, base: Path, tmp_path: Path) -> None:
+    """So that the bound on staleness can tell what it samples from what the present policy samples."""
+    offer = WeightOffer(host="", port=0, key="", engine=0, num_ranks=1, backend="gloo", timeout_s=1, version=3, tensors=(), chunk_bytes=1)
+    params = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
+
+    async def drive() -> list[Completion]:
+        job = RlRun(cfg=config(num_rollout_actors=1), model=base, seed=0, workdir=tmp_path)
+        policy = RayPolicy(job, Restarts(allowed=1), 0, _DeadLearner())
+        await policy.start()
+        try:
+            await policy.load_weights(offer, version=3)
+            kill("RolloutActor", 1)
+            return await policy.generate([1], params)
+        finally:
+            await policy.close()
+
+    (completion,) = asyncio.run(drive())
+    assert set(completion.policy_versions) == {0}
 
 
 class _KillsTheLearner:
