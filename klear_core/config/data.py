@@ -41,6 +41,7 @@ class ProceduralSource(Settings):
     num_operations: tuple[int, ...] = (2, 4, 6, 8)
     """The difficulty levels, mixed evenly."""
     num_problems: int = Field(default=4096, ge=1)
+    """Distinct questions, spread evenly over the levels."""
     split: Literal["train", "heldout"] = "train"
     """A problem belongs to one split by a hash of its text, so the two never share one, whatever the seeds."""
 
@@ -130,6 +131,7 @@ class BenchmarkConfig(Settings):
     """A named set of problems that is never trained on."""
 
     name: str = Field(pattern=r"^[a-z0-9_]+$")
+    """How scores, reports and `benchmarks.NAME` metrics call it."""
     source: Source
     expected_rows: int | None = Field(default=None, ge=1)
     """Asserted at load time when set (AIME 30, LiveCodeBench v5 279, v6 131)."""

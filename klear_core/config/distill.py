@@ -31,11 +31,13 @@ class HttpTeacherConfig(Settings):
     base_url: str = Field(pattern=r"^https?://")
     """Up to and without `/chat/completions`: `https://api.deepseek.com/v1`."""
     model: str = Field(min_length=1)
+    """As the endpoint calls it (`deepseek-reasoner`, `DeepSeek-R1-0528`)."""
     api_key_env: str = ""
     """Name of the environment variable with the key; the key itself is never a setting."""
     temperature: float = Field(default=0.6, ge=0, le=2)
     """Undisclosed in the paper; DeepSeek's own recommendation for R1."""
     top_p: float = Field(default=0.95, gt=0, le=1)
+    """Undisclosed in the paper; DeepSeek's own recommendation for R1."""
     max_tokens: int = Field(default=32_768, ge=1)
     """Of one reply, thinking included. Undisclosed in the paper; its SFT rows are at most 32K tokens long (section 4.1)."""
     math_instruction: str = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -57,9 +59,13 @@ class SelectConfig(Settings):
     correct only."""
 
     easy: TracePolicy = "all"
+    """Paper: all; `correct_only` is what its Table 2 favours for problems this easy."""
     medium: TracePolicy = "all"
+    """Paper: all."""
     hard: TracePolicy = "all"
+    """Paper: all, and its Table 2 agrees: wrong answers to hard problems still teach."""
     unknown: TracePolicy = "all"
+    """Where the source has no rating. Paper: all."""
     keep_truncated: bool = False
     """Keep traces that ran out of tokens: they have no answer to learn."""
     keep_unjudged: bool = False
@@ -93,6 +99,7 @@ class DistillConfig(Settings):
     samples_per_problem: int = Field(default=1, ge=1, le=64)
     """Paper: up to 16."""
     max_problems: int | None = Field(default=None, ge=1)
+    """Ask the teacher about this many of the curated problems, drawn by the run's seed; None asks about all."""
     select: SelectConfig = SelectConfig()
     max_failure_rate: float = Field(default=0.05, ge=0, le=1)
     """Above this share of failed requests or judgements the stage stops."""

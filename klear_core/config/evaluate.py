@@ -16,6 +16,7 @@ class EvaluateRuntime(Settings):
     max_in_flight: int = Field(default=1024, ge=1)
     """Answers being sampled or judged at a time; more than the engine's batch keeps both busy."""
     num_threads: int = Field(default=1, ge=1)
+    """CPU threads of the sampler."""
 
 
 class EvaluateConfig(Settings):
@@ -26,6 +27,7 @@ class EvaluateConfig(Settings):
     greedy: bool = True
     """Also answer once greedily and report it beside avg@n."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """Of all intervals, over problems; 0.95 by convention. The paper gives none."""
     max_unscored_rate: float = Field(default=0.02, ge=0, le=1)
     """Above this share of judge failures the stage stops: the score would describe the judge."""
     runtime: EvaluateRuntime = EvaluateRuntime()

@@ -33,7 +33,9 @@ class PipelineConfig(Settings):
     """One pipeline run."""
 
     name: str = Field(default="klear", pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    """What runs and reports are called."""
     seed: int = Field(default=0, ge=0)
+    """Every random draw follows from it."""
     workspace: WorkspaceConfig = WorkspaceConfig()
     verify: VerifyConfig = VerifyConfig()
     """One judge for distillation, RL and evaluation."""

@@ -18,9 +18,13 @@ class BetaSchedule(Settings):
     """From `start_step` the betas move in a straight line, and at `end_step` they are these; equal steps are a jump."""
 
     start_step: int = Field(ge=0)
+    """The last RL step with the loss's own betas."""
     end_step: int = Field(ge=0)
+    """The first RL step with these betas."""
     beta_low: float = Field(ge=0)
+    """Weight of negative tokens below the range from `end_step` on (CE-GPPO: 0.5)."""
     beta_high: float = Field(ge=0)
+    """Weight of positive tokens above the range from `end_step` on (CE-GPPO: 1)."""
 
     @model_validator(mode="after")
     def _ordered(self) -> BetaSchedule:
@@ -70,7 +74,9 @@ class ClipConfig(Settings):
 
     kind: Literal["clip"] = "clip"
     eps_low: float = Field(default=0.2, ge=0, lt=1)
+    """Ratios below 1 - eps_low are clipped (PPO, DAPO)."""
     eps_high: float = Field(default=0.28, ge=0)
+    """Ratios above 1 + eps_high are clipped (DAPO: 0.28; PPO has both at 0.2)."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Caps the loss of negative tokens at this many advantages, without gradient (DAPO's code: 10)."""
 
@@ -92,8 +98,11 @@ class GspoConfig(Settings):
 
     kind: Literal["gspo"] = "gspo"
     eps_low: float = Field(default=3e-4, ge=0, lt=1)
+    """Below 1 - eps_low a whole sequence is clipped; GSPO section 5.1, far narrower than for tokens."""
     eps_high: float = Field(default=4e-4, ge=0)
+    """Above 1 + eps_high a whole sequence is clipped; GSPO section 5.1."""
     dual_clip: float | None = Field(default=None, gt=1)
+    """Caps the loss of negative sequences at this many advantages, without gradient. Not in GSPO."""
 
 
 LossConfig = Annotated[GppoConfig | ClipConfig | CispoConfig | GspoConfig, Field(discriminator="kind")]
@@ -103,7 +112,9 @@ class ErcConfig(Settings):
     """Tokens whose entropy moved out of (low, high) times the old one keep their value and lose their gradient (ERC, arXiv 2512.05591)."""
 
     low: float = Field(default=0.95, gt=0, lt=1)
+    """Lower bound of new over old entropy; ERC's scripts (its code defaults to 0.8)."""
     high: float = Field(default=1.05, gt=1)
+    """Upper bound; ERC's scripts (its code defaults to 1.2, its logs have 1.05 to 1.25)."""
 
 
 class MismatchConfig(Settings):
@@ -142,6 +153,7 @@ class RewardConfig(Settings):
     """From a verdict to a reward; the numbers are those of the scripts (METHOD 4.1)."""
 
     correct: float = Field(default=1.0, ge=-100, le=100)
+    """Reward of the full score; paper section 3.2.4 and scripts."""
     wrong: float = Field(default=-1.0, ge=-100, le=100)
     """Reward of score 0; scores between go in a straight line. The paper's soft code reward is 0 to 1, its code has -1 to 1."""
     soft: bool = True
@@ -169,6 +181,7 @@ class GroupFilterConfig(Settings):
     zero_advantage: Literal["reward", "accuracy", "off"] = "reward"
     """Drop groups whose rewards (the paper) or 0/1 accuracies (its code, for code problems too) are all equal."""
     min_accuracy: float = Field(default=0.0, ge=0, le=1)
+    """Groups with a lower mean accuracy are dropped; 0 drops none."""
     max_accuracy: float = Field(default=1.0, ge=0, le=1)
     """Groups with a mean accuracy outside these bounds are dropped."""
 
@@ -196,6 +209,7 @@ class RlRuntime(TrainRuntime):
     checkpoint: CheckpointConfig = CheckpointConfig(every_steps=10)
     """An RL step at 8B takes minutes: ten are what one may lose."""
     num_rollout_actors: int = Field(default=2, ge=1)
+    """Processes that sample, each with an engine of its own."""
     rollout_threads: int = Field(default=1, ge=1)
     """CPU threads of one rollout actor."""
     rollout_gpus: float | None = Field(default=None, ge=0)
@@ -215,6 +229,7 @@ class RlConfig(Settings):
     """Reinforcement learning with verifiable rewards."""
 
     domain: Literal["math", "code"] = "math"
+    """Which of the curated problems this stage trains on; the others are counted and left out. Paper: math first, then code."""
     num_steps: int = Field(default=500, ge=1)
     """Undisclosed; the paper's plots end at 240."""
     minibatches_per_step: int = Field(default=8, ge=1)
@@ -249,6 +264,7 @@ class RlConfig(Settings):
     max_staleness: int = Field(default=0, ge=0, le=16)
     """Versions that a sample may lag behind the learner; 0 is synchronous, 1 is one step off, more is asynchronous."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the forward and backward pass and of the saved model; weights and optimizer are float32 either way. Scripts: bfloat16."""
     runtime: RlRuntime = RlRuntime()
 
     @model_validator(mode="after")

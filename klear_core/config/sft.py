@@ -15,6 +15,7 @@ class SftConfig(Settings):
 
     optim: OptimConfig = OptimConfig(lr=8e-5, min_lr_ratio=0.5)
     num_epochs: int = Field(default=4, ge=1)
+    """Passes over the traces; section 4.1."""
     max_steps: int | None = Field(default=None, ge=1)
     """Ends the run early; the schedule ends there too."""
     rows_per_step: int = Field(default=128, ge=1)
@@ -22,6 +23,7 @@ class SftConfig(Settings):
     max_tokens: int = Field(default=32_768, ge=2)
     """Longest row, prompt and response."""
     overlong: Literal["drop", "cut"] = "drop"
+    """Rows longer than `max_tokens` are left out, or lose their end and with it the answer; counted either way. Ours: undisclosed."""
     normalise: Literal["token", "sample"] = "token"
     """Divide the loss by all loss tokens of the step, or average rows first. Equation 8 reads per sample."""
     source_weights: dict[str, Annotated[float, Field(ge=0)]] = {}
@@ -29,7 +31,9 @@ class SftConfig(Settings):
     validation_frac: float = Field(default=0.02, ge=0, lt=0.5)
     """Share of problems, all their traces included, that is held out."""
     max_validation_rows: int = Field(default=512, ge=1)
-    """Held-out rows beyond this go back into training."""
+    """Held-out problems that would make it more rows than this go back into training, with all their traces."""
     eval_every_steps: int = Field(default=100, ge=1)
+    """Optimizer steps between two validation losses; there is one at the end in any case."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the forward and backward pass and of the saved model; weights and optimizer are float32 either way. Undisclosed in the paper."""
     runtime: TrainRuntime = TrainRuntime()

@@ -15,12 +15,19 @@ class TinyModelConfig(Settings):
 
     kind: Literal["tiny"] = "tiny"
     hidden_size: int = Field(default=64, ge=8)
+    """Values a token carries between layers."""
     num_layers: int = Field(default=3, ge=1)
+    """Transformer blocks."""
     num_heads: int = Field(default=4, ge=1)
+    """Query heads of a layer."""
     num_kv_heads: int = Field(default=2, ge=1)
+    """Key and value heads, each shared by num_heads / num_kv_heads query heads."""
     head_dim: int = Field(default=16, ge=2)
+    """Values of one head; vLLM needs 32 or more."""
     intermediate_size: int = Field(default=192, ge=8)
+    """Width of the MLP; three times the hidden size, as in Qwen3-8B."""
     max_position_embeddings: int = Field(default=512, ge=16)
+    """The window in tokens (bytes, for its tokenizer): prompt and answer together."""
     embedding_std: float = Field(default=0.1, gt=0)
     """Measured: 0.02, the usual value, cripples a tiny model with tied embeddings."""
 
@@ -30,6 +37,7 @@ class HfModelConfig(Settings):
 
     kind: Literal["hf"] = "hf"
     path: str
+    """The folder with config.json, weights and tokenizer; relative paths are taken from the working directory."""
     max_position_embeddings: int | None = Field(default=None, ge=16)
     """Raised in the config of the trained model; the paper's RL needs 4096 + 32768 = 36864."""
 
@@ -45,24 +53,31 @@ class OptimConfig(Settings):
     min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
     """The floor of the cosine as a share of the peak; 1 keeps the rate constant. Paper's SFT: 0.5 (8e-5 to 4e-5)."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Updates in which the rate climbs in a straight line to its peak. RL scripts: 10; SFT: undisclosed."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of Adam's first and second moment. RL scripts and torch: (0.9, 0.999); SFT: undisclosed."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Applied to matrices only, not to norms and embeddings."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients with a larger global 2-norm are scaled down to it. RL scripts: 1; SFT: undisclosed."""
 
 
 class CheckpointConfig(Settings):
     """How often to save, so that a killed stage goes on. Does not change the result."""
 
     every_steps: int = Field(default=100, ge=1)
+    """Steps that a killed stage loses at most: updates in SFT, RL steps in RL."""
     keep: int = Field(default=2, ge=1)
+    """Newest checkpoints left on disk; with two, a damaged one costs no more than `every_steps`."""
     asynchronous: bool = False
+    """Write a copy while training goes on: no pause, at the price of the copy's host memory."""
 
 
 class TrainRuntime(Settings):
     """Where training runs and how it is cut up; none of it changes the result beyond float rounding."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU if torch finds one."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the learner."""
     num_workers: int = Field(default=1, ge=1)
@@ -74,6 +89,7 @@ class TrainRuntime(Settings):
     tokens_per_microbatch: int = Field(default=16_384, ge=1)
     """Rows are packed up to this many tokens, a longer one alone; with context_parallel a process computes its share of them."""
     activation_checkpointing: bool = False
+    """Keep a layer's input alone and compute the rest again in the backward pass: less memory, a third more work. RL scripts: on."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     max_nonfinite_steps: int = Field(default=5, ge=0)
     """More skipped steps than this stop the stage."""
