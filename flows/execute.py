@@ -23,7 +23,9 @@ from klear_core.errors import ArtifactError, KlearError
 from klear_core.plan import Stage, downstream_of, fingerprints_of, open_store, select_stages, stages_of, workspace_root
 from tasks import tracking
 from tasks.all import TASKS
+from tasks.interrupts import is_interrupt
 from tasks.progress import console
+from tasks.report import REPORT_FILE, failed_report, report_failure
 from tasks.run_info import RunInfo
 from tasks.task import in_workspace
 
@@ -52,7 +54,8 @@ def run_stages(
     """Run the chosen stages in order, each as a Prefect task. What exists and is intact is reused.
 
     Stages that are not chosen are neither run nor needed, but for inputs of chosen ones: ArtifactError if such an input is
-    missing. `rerun_from` makes a stage and all that follows from it again, once a flow run, also if that is retried.
+    missing. `rerun_from` makes a stage and all that follows from it again, once a flow run, also if that is retried. A stage that
+    fails ends the run with its error; a report in the workspace's `failed` folder then says what there is.
     """
     show_core_logs()
     stages = stages_of(config)
@@ -62,13 +65,13 @@ def run_stages(
     if rerun_from is not None:
         _forget_once(config.workspace, [ids[name] for name in downstream_of(stages, rerun_from)], run_id=info.run_id)
     refs: dict[str, ArtifactRef] = {}
-    with _tracked(info):
+    with _tracked(info), failure_reported(info, config, chosen, refs):
         for stage in stages:
             if stage.name in chosen:
                 missing = {name for name in stage.inputs.values() if name not in refs}
                 refs |= {name: _existing(config.workspace, ids[name], name, needed_by=stage.name) for name in sorted(missing)}
                 refs[stage.name] = _run_one(stage, refs, info.model_copy(update={"stage": stage.name}))
-    report = refs["report"].path / "report.html" if "report" in chosen else None
+    report = refs["report"].path / REPORT_FILE if "report" in chosen else None
     return PipelineResult(
         refs={name: refs[name] for name in chosen},
         mlflow_run_id=tracking.parent_run_id(info),
@@ -153,6 +156,31 @@ def _run_info(config: PipelineConfig, run: FlowRun) -> RunInfo:
         started_at=run.start_time or datetime.now(UTC),
         run_url=(url_for(run) or "") if has_server else "",
     )
+
+
+@contextmanager
+def failure_reported(info: RunInfo, config: PipelineConfig, chosen: Sequence[str], refs: Mapping[str, ArtifactRef]) -> Iterator[None]:
+    """A block that fails leaves a report of the `refs` that it has made, and of those chosen stages that it has not. Its error goes on."""
+    try:
+        yield
+    except Exception as e:
+        if not is_interrupt(e):
+            _report_failure(info, config, chosen, refs, e)
+        raise
+    failed_report(info).unlink(missing_ok=True)  # of an attempt before Retry
+
+
+def _report_failure(
+    info: RunInfo, config: PipelineConfig, chosen: Sequence[str], refs: Mapping[str, ArtifactRef], error: Exception
+) -> None:
+    """Stages run in order, so the first of those without an artifact is the one that failed."""
+    failed, *not_reached = [name for name in chosen if name not in refs]
+    unfinished = {failed: f"{type(error).__name__}: {error}"} | {name: "" for name in not_reached if name != "report"}
+    done = {stage.name: refs[stage.name] for stage in stages_of(config) if stage.name in refs}
+    try:
+        log.warning("a report of this failed run: %s", report_failure(info, config, done, unfinished))
+    except Exception as e:  # noqa: BLE001  whatever it is, it must not take the place of the run's own error
+        log.warning("there is no report of this failed run: %s: %s", type(e).__name__, e)
 
 
 @contextmanager

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from klear_core.artifacts import ArtifactRef, read_manifest
 from klear_core.config.jobs import ReportJob
+from klear_core.config.pipeline import PipelineConfig
 from klear_core.ledger import StageSummary
 from klear_core.metrics import Telemetry
+from klear_core.plan import workspace_root
 from tasks.provenance import code_commit
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from klear_core.report.inputs import PairedDifference, ReportInputs
 
 EVALUATION = "evaluate_"
+REPORT_FILE = "report.html"
 
 
 @stage_task
@@ -29,12 +33,26 @@ def report(info: RunInfo, job: ReportJob, inputs: Inputs) -> ArtifactRef:
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:  # noqa: ARG001  there is nothing to measure
         from klear_core.report.build import build_report
 
-        return build_report(report_inputs(info, job, inputs), workdir / "report.html")
+        return build_report(report_inputs(info, job, inputs), workdir / REPORT_FILE)
 
     return run_stage(info, job, inputs, body)
 
 
-def report_inputs(info: RunInfo, job: ReportJob, inputs: Inputs) -> ReportInputs:
+def failed_report(info: RunInfo) -> Path:
+    """Where a run that failed leaves its report: beside the artifacts, for no later run may take it for the report of these settings."""
+    return workspace_root(info.workspace) / "failed" / info.run_id / REPORT_FILE
+
+
+def report_failure(info: RunInfo, config: PipelineConfig, inputs: Inputs, unfinished: Mapping[str, str]) -> Path:
+    """Write the report of a run that failed; `unfinished` are its stages without an artifact, with the words of the error or empty."""
+    from klear_core.report.build import build_report
+
+    out = failed_report(info)
+    build_report(report_inputs(info, ReportJob.of(config), inputs, unfinished), out)
+    return out
+
+
+def report_inputs(info: RunInfo, job: ReportJob, inputs: Inputs, unfinished: Mapping[str, str] = MappingProxyType({})) -> ReportInputs:
     """The run as the report takes it."""
     from klear_core.report import inputs as of
 
@@ -49,16 +67,20 @@ def report_inputs(info: RunInfo, job: ReportJob, inputs: Inputs) -> ReportInputs
         git_commit=commit.sha if commit else "",
         links=links,
     )
-    stages = tuple(
+    done = (
         of.StageFolder(
-            name=name,
-            folder=ref.path,
-            was_reused=manifests[name].created_at < info.started_at,
-            scores_model=name.removeprefix(EVALUATION) if name.startswith(EVALUATION) else "",
+            name=name, folder=ref.path, was_reused=manifests[name].created_at < info.started_at, scores_model=_scored_model(name)
         )
         for name, ref in inputs.items()
     )
-    return of.ReportInputs(run=run, config=job.pipeline_config(), stages=stages, differences=tuple(_differences(inputs)))
+    missing = (
+        of.StageFolder(name=name, folder=None, trouble=trouble, scores_model=_scored_model(name)) for name, trouble in unfinished.items()
+    )
+    return of.ReportInputs(run=run, config=job.pipeline_config(), stages=(*done, *missing), differences=tuple(_differences(inputs)))
+
+
+def _scored_model(stage: str) -> str:
+    return stage.removeprefix(EVALUATION) if stage.startswith(EVALUATION) else ""
 
 
 def _differences(inputs: Inputs) -> Iterator[PairedDifference]:

@@ -18,9 +18,9 @@ Standing = Literal["better", "worse", "not_shown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One sentence about one difference, and whether the data carries it."""
+    """One sentence about one difference, and whether the data carries it; or why there is none."""
 
-    standing: Standing
+    standing: Standing | Literal["incomplete"]
     sentence: str
 
 
@@ -28,7 +28,7 @@ class Claim:
 class Headline:
     """The report's first line and the claims below it."""
 
-    standing: Standing | Literal["incomplete"]
+    standing: Standing | Literal["incomplete", "failed"]
     sentence: str
     claims: tuple[Claim, ...]
 
@@ -41,9 +41,20 @@ def standing_of(difference: PairedDifference) -> Standing:
 
 
 def headline(facts: Facts) -> Headline:
-    """The last training step's effect if there is one benchmark; a count of benchmarks if there are several."""
+    """What failed, if a stage did; else the first of what the scores show."""
+    first, *others = _what_scores_show(facts)
+    failed = next((stage.name for stage in facts.missing if stage.trouble), None)
+    if failed is None:
+        return Headline(standing=first.standing, sentence=first.sentence, claims=tuple(others))
+    num_done = len(facts.stages)
+    sentence = f"This run failed in {failed}, with {num_done} of {num_done + len(facts.missing)} stages done."
+    return Headline(standing="failed", sentence=sentence, claims=(first, *others))
+
+
+def _what_scores_show(facts: Facts) -> tuple[Claim, ...]:
+    """First the last training step's effect if there is one benchmark, a count of benchmarks if there are several."""
     if len(facts.models) < 2:
-        return Headline(standing="incomplete", sentence=_why_nothing(facts), claims=())
+        return (Claim(standing="incomplete", sentence=_why_nothing(facts)),)
     steps = list(zip(facts.models, facts.models[1:], strict=False))
     sampled = [d for d in facts.differences if d.decoding == "sampled"]
     claims = {(d.before, d.after, d.benchmark): _claim(d, facts) for d in sampled}
@@ -57,10 +68,10 @@ def headline(facts: Facts) -> Headline:
     if not last:
         pair = " and ".join(model_name(m.label) for m in steps[-1])
         sentence = f"No paired comparison of {pair} was made, so nothing is claimed of the last step."
-        return Headline(standing="incomplete", sentence=sentence, claims=ordered)
+        return (Claim(standing="incomplete", sentence=sentence), *ordered)
     if len(last) == 1:
-        return Headline(standing=standing_of(last[0]), sentence=ordered[0].sentence, claims=ordered[1:])
-    return Headline(standing=_overall(last), sentence=_tally(last, facts.config), claims=ordered)
+        return ordered
+    return (Claim(standing=_overall(last), sentence=_tally(last, facts.config)), *ordered)
 
 
 def _claim(difference: PairedDifference, facts: Facts) -> Claim:

@@ -24,15 +24,12 @@ def notices(facts: Facts) -> list[Notice]:
 
 
 def _missing(facts: Facts) -> list[Notice]:
-    """A stage with an error failed; one without was not reached."""
-    return [
-        Notice(
-            level="failure",
-            where=m.name,
-            text=f"This stage failed: {m.trouble}" if m.trouble else "This stage has no result: it was not run.",
-        )
-        for m in facts.missing
-    ]
+    """A stage with an error failed; those without were not reached."""
+    found = [Notice(level="failure", where=m.name, text=f"This stage failed: {m.trouble}") for m in facts.missing if m.trouble]
+    not_run = ", ".join(m.name for m in facts.missing if not m.trouble)
+    if not_run:
+        found.append(Notice(level="failure", where="not run", text=f"No result of {not_run}."))
+    return found
 
 
 def _stage_notes(facts: Facts) -> list[Notice]:

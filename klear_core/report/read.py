@@ -10,6 +10,7 @@ from klear_core.records import read_shards
 from klear_core.report.charts import Series
 from klear_core.report.facts import Facts, MissingStage, ModelFacts, StageFacts
 from klear_core.report.inputs import ReportInputs, StageFolder
+from klear_core.report.text import visible
 from klear_core.scores import read_reports
 from klear_core.types import EvalSample
 
@@ -24,7 +25,7 @@ def read_facts(inputs: ReportInputs) -> Facts:
         run=inputs.run,
         config=inputs.config,
         stages=tuple(_stage(s, folder) for s, folder in done),
-        missing=tuple(MissingStage(name=s.name, trouble=s.trouble) for s in inputs.stages if s.folder is None),
+        missing=tuple(MissingStage(name=s.name, trouble=visible(s.trouble)) for s in inputs.stages if s.folder is None),
         models=tuple(_model(s, folder) for s, folder in done if s.scores_model),
         unscored_models=tuple(s.scores_model for s in inputs.stages if s.folder is None and s.scores_model),
         differences=inputs.differences,

@@ -14,7 +14,7 @@ from klear_core.report.read import read_facts
 from klear_core.report.scores_view import BenchmarkView, DifferenceRow, Mean, benchmark_views
 from klear_core.report.text import NONE
 
-_STYLES = {"better": "green", "worse": "red", "not_shown": "yellow", "incomplete": "red"}
+_STYLES = {"better": "green", "worse": "red", "not_shown": "yellow", "incomplete": "red", "failed": "red"}
 
 
 def score_table(inputs: ReportInputs) -> RenderableType:

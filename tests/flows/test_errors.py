@@ -133,6 +133,9 @@ def test_a_teacher_that_cannot_be_reached_is_named_and_what_was_done_stays(tmp_p
     assert url in output
     assert is_one_message(output), output
     assert {f.parent.name for f in LocalStore(tmp_path / "ws" / "artifacts").folders()} == {"benchmarks", "curate", "base"}
+    (report,) = (tmp_path / "ws" / "failed").glob("*/report.html")
+    assert f"a report of this failed run: {report}" in output
+    assert "This run failed in distill, with 3 of 4 stages done." in report.read_text()
 
 
 @pytest.fixture

@@ -81,6 +81,9 @@ def test_retry_from_the_ui_runs_only_what_had_failed_also_after_its_code_was_fix
     assert server.task_states(run_id, attempt=1) == dict.fromkeys(finished, "Completed") | {"rl": "Failed"}
     before = made_at(workspace)
     assert before.keys() == set(finished)
+    report = workspace / "failed" / run_id / "report.html"
+    assert "TypeError: a bug in the RL stage" in report.read_text()
+    assert any(str(report) in line for line in server.logs(run_id))
 
     (tmp_path / "fragile.py").write_text(FIXED)
     server.press_retry(run_id)
@@ -89,6 +92,7 @@ def test_retry_from_the_ui_runs_only_what_had_failed_also_after_its_code_was_fix
     assert server.task_states(run_id, attempt=2) == dict.fromkeys(finished, "Cached") | {"rl": "Completed"}
     after = made_at(workspace)
     assert {name: after[name] for name in finished} == before
+    assert not report.exists()
     assert mlflow_children(workspace) == dict.fromkeys([*finished, "rl"], 1)
     assert {"klear-sft", "klear-rl", "klear-curate-ledger"} <= server.artifact_keys(run_id)
     assert any("sft: made" in line for line in server.logs(run_id))  # the core's and the tasks' logs are in the run's

@@ -1,0 +1,116 @@
+"""What a failed run leaves for a person to read, and that the error is the same as without it."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from flows.execute import failure_reported
+from klear_core.artifacts import ArtifactRef, Manifest
+from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.errors import TrainingError
+from klear_core.ledger import LedgerStep
+from klear_core.plan import open_store
+from tasks.report import failed_report
+from tasks.run_info import RunInfo
+
+CHOSEN = ("base", "distill", "sft", "rl", "report")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PipelineConfig:
+    return PipelineConfig(name="laptop", workspace=WorkspaceConfig(root=str(tmp_path / "ws")))
+
+
+@pytest.fixture
+def info(config: PipelineConfig) -> RunInfo:
+    return RunInfo(workspace=config.workspace, run_id="5f2c", run_name="laptop-seed0-gppo", stage="", started_at=datetime.now(UTC))
+
+
+def made(config: PipelineConfig, stage: str) -> ArtifactRef:
+    """An artifact of a stage, without anything in it."""
+    ledger = LedgerStep(step="read", unit="row", num_in=3, num_out=2, dropped={"no_answer": 1})
+    manifest = Manifest(
+        kind=stage,
+        fingerprint=f"{stage}-0f",
+        stage=stage,
+        code_version=1,
+        config={},
+        result_config={},
+        inputs=(),
+        git_commit=None,
+        git_dirty=False,
+        versions={},
+        seeds={},
+        counts={"parameters": 168_480},
+        ledger=(ledger,),
+        notes=(),
+        mlflow_run_id=None,
+        created_at=datetime.now(UTC),
+        attempts=1,
+        wall_s=0.5,
+    )
+    with open_store(config.workspace).create(stage, f"{stage}-0f") as slot:
+        return slot.publish(manifest)
+
+
+def test_a_failed_run_leaves_a_report_of_what_is_done_what_failed_and_what_was_not_reached(
+    config: PipelineConfig, info: RunInfo, caplog: pytest.LogCaptureFixture
+) -> None:
+    refs = {name: made(config, name) for name in ("base", "distill")}
+    with pytest.raises(TrainingError), failure_reported(info, config, CHOSEN, refs):
+        raise TrainingError("6 non-finite steps in a row; \x1b[31mlast\x1b[0m: step 41")
+    page = failed_report(info)
+    assert page.is_relative_to(Path(config.workspace.root))
+    html = page.read_text()
+    assert "This run failed in sft, with 2 of 4 stages done." in html
+    assert "TrainingError: 6 non-finite steps in a row; \\x1b[31mlast" in html
+    assert "168,480" in html
+    assert "No result of rl." in html  # and not of the report, which needs no line about itself
+    assert str(page) in caplog.text
+
+
+def test_the_error_is_the_one_that_was_raised_and_no_other_hangs_on_it(config: PipelineConfig, info: RunInfo) -> None:
+    failure = TrainingError("stalled")
+    with pytest.raises(TrainingError) as raised, failure_reported(info, config, CHOSEN, {}):
+        raise failure
+    assert raised.value is failure
+    assert (failure.__context__, failure.__cause__) == (None, None)
+
+
+def test_a_report_that_cannot_be_written_hides_no_error(
+    config: PipelineConfig, info: RunInfo, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "ws").write_text("where a folder should be")
+    with pytest.raises(TrainingError, match="stalled"), failure_reported(info, config, CHOSEN, {}):
+        raise TrainingError("stalled")
+    assert "no report of this failed run" in caplog.text
+
+
+def test_a_report_that_fails_itself_is_the_stage_that_failed(config: PipelineConfig, info: RunInfo) -> None:
+    refs = {name: made(config, name) for name in CHOSEN[:-1]}
+    with pytest.raises(OSError, match="disk"), failure_reported(info, config, CHOSEN, refs):
+        raise OSError("disk full")
+    assert "This run failed in report, with 4 of 5 stages done." in failed_report(info).read_text()
+
+
+def test_an_interrupted_run_has_not_failed(config: PipelineConfig, info: RunInfo, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with pytest.raises(SystemError), failure_reported(info, config, CHOSEN, {}):
+        raise SystemError("in native code") from KeyboardInterrupt()
+    assert not failed_report(info).exists()
+    assert not caplog.records
+
+
+def test_a_retry_that_ends_well_takes_the_failures_report_away_and_no_artifact_came_of_it(config: PipelineConfig, info: RunInfo) -> None:
+    refs = {"base": made(config, "base")}
+    with pytest.raises(TrainingError), failure_reported(info, config, CHOSEN, refs):
+        raise TrainingError("stalled")
+    assert failed_report(info).exists()
+    with failure_reported(info, config, CHOSEN, refs):
+        pass
+    assert not failed_report(info).exists()
+    assert [folder.parent.name for folder in open_store(config.workspace).folders()] == ["base"]
