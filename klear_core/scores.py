@@ -7,7 +7,8 @@ from pathlib import Path
 from pydantic import Field, TypeAdapter, ValidationError
 
 from klear_core.config.base import Settings
-from klear_core.config.engine import EngineConfig, SamplingConfig
+from klear_core.config.engine import EngineConfig
+from klear_core.config.evaluate import EvaluateSamplingConfig
 from klear_core.errors import ArtifactError
 from klear_core.types import Difficulty, Outcome
 
@@ -17,7 +18,7 @@ REPORT_FILE = "report.json"
 class DecodingProfile(Settings):
     """Everything about sampling that a score depends on; two scores are comparable if these are equal."""
 
-    sampling: SamplingConfig
+    sampling: EvaluateSamplingConfig
     engine: EngineConfig
     seed_policy: str
     """How the seed of each sample came about, in words."""

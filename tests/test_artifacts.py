@@ -3,8 +3,8 @@ from pathlib import Path
 from klear_core.artifacts import ArtifactId, file_ref, fingerprint
 from klear_core.config.jobs import SftJob
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.sft import SftConfig
-from klear_core.config.train import OptimConfig, TrainRuntime
+from klear_core.config.sft import SftConfig, SftOptimConfig
+from klear_core.config.train import TrainRuntime
 
 JOB = SftJob(seed=1, sft=SftConfig())
 INPUT = ArtifactId(kind="distill", fingerprint="a" * 20)
@@ -15,7 +15,7 @@ def test_a_fingerprint_changes_with_seed_settings_version_kind_and_inputs():
     fingerprints = {
         fingerprint("sft", 1, JOB, [INPUT]),
         fingerprint("sft", 1, JOB.model_copy(update={"seed": 2}), [INPUT]),
-        fingerprint("sft", 1, SftJob(seed=1, sft=SftConfig(optim=OptimConfig(lr=1e-3))), [INPUT]),
+        fingerprint("sft", 1, SftJob(seed=1, sft=SftConfig(optim=SftOptimConfig(lr=1e-3))), [INPUT]),
         fingerprint("sft", 2, JOB, [INPUT]),
         fingerprint("rl", 1, JOB, [INPUT]),
         fingerprint("sft", 1, JOB, [other_input]),

@@ -8,8 +8,8 @@ from klear_core.config.base import result_settings
 from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.sft import SftConfig
-from klear_core.config.train import HfModelConfig, OptimConfig, TrainRuntime
+from klear_core.config.sft import SftConfig, SftOptimConfig
+from klear_core.config.train import HfModelConfig, TrainRuntime
 from klear_core.errors import ConfigError
 from klear_core.plan import CODE_VERSIONS, downstream_of, fingerprints_of, input_records, open_store, plan_stages, select_stages, stages_of
 
@@ -57,7 +57,7 @@ def publish(cfg: PipelineConfig, *names: str) -> None:
 
 
 def test_a_new_learning_rate_of_sft_changes_sft_and_what_follows_from_it(tmp_path: Path):
-    after = config(tmp_path, sft=SftConfig(optim=OptimConfig(lr=1e-3)))
+    after = config(tmp_path, sft=SftConfig(optim=SftOptimConfig(lr=1e-3)))
     assert changed(config(tmp_path), after) == ["sft", "rl", "evaluate_sft", "evaluate_rl", "report"]
 
 
@@ -110,10 +110,10 @@ def test_code_rl_is_a_stage_of_its_own_after_math_rl(tmp_path: Path):
 def test_the_plan_says_what_is_reused_and_which_setting_makes_a_stage_run(tmp_path: Path):
     before = config(tmp_path)
     publish(before, "benchmarks", "curate", "base", "distill", "sft")
-    after = config(tmp_path, sft=SftConfig(optim=OptimConfig(lr=1e-3)))
+    after = config(tmp_path, sft=SftConfig(optim=SftOptimConfig(lr=1e-3)))
     plans = {p.stage: p for p in plan_stages(after)}
     assert [p.action for p in plans.values()] == ["reuse"] * 4 + ["run"] * 6
-    assert plans["sft"].why == "sft.optim.lr: 8e-05 -> 0.001; sft.optim.min_lr_ratio: 0.5 -> 1.0"
+    assert plans["sft"].why == "sft.optim.lr: 8e-05 -> 0.001"
     assert plans["rl"].why == "no artifact yet"
 
 

@@ -19,11 +19,20 @@ class EvaluateRuntime(Settings):
     """CPU threads of the sampler."""
 
 
+class EvaluateSamplingConfig(SamplingConfig):
+    """How benchmark answers are sampled (section 4.1)."""
+
+    temperature: float = Field(default=0.6, ge=0, le=2)
+    """0 is greedy. Section 4.1."""
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    """Smallest set of tokens whose probabilities add up to this; 1 is off. Section 4.1."""
+
+
 class EvaluateConfig(Settings):
     """avg@n on every benchmark with its interval; numbers of Klear-Reasoner section 4.1."""
 
     engine: EngineConfig = TorchEngineConfig()
-    sampling: SamplingConfig = SamplingConfig(temperature=0.6, top_p=0.95)
+    sampling: EvaluateSamplingConfig = EvaluateSamplingConfig()
     greedy: bool = True
     """Also answer once greedily and report it beside avg@n."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)

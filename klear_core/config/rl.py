@@ -203,11 +203,17 @@ class RolloutConfig(Settings):
     engine: LocalEngineConfig = TorchEngineConfig()
 
 
+class RlCheckpointConfig(CheckpointConfig):
+    """How often RL saves."""
+
+    every_steps: int = Field(default=10, ge=1)
+    """RL steps that a killed stage loses at most. One takes minutes at 8B: ten are what one may lose."""
+
+
 class RlRuntime(TrainRuntime):
     """Where RL runs."""
 
-    checkpoint: CheckpointConfig = CheckpointConfig(every_steps=10)
-    """An RL step at 8B takes minutes: ten are what one may lose."""
+    checkpoint: RlCheckpointConfig = RlCheckpointConfig()
     num_rollout_actors: int = Field(default=2, ge=1)
     """Processes that sample, each with an engine of its own."""
     rollout_threads: int = Field(default=1, ge=1)
@@ -225,6 +231,17 @@ class RlRuntime(TrainRuntime):
     """Lost actors to replace in one run before giving up."""
 
 
+class RlOptimConfig(OptimConfig):
+    """AdamW for RL, at a constant rate after warm-up."""
+
+    lr: float = Field(default=1e-6, gt=0, le=1)
+    """Peak learning rate; section 4.1 (code RL: 5e-7)."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """RL steps in which the rate climbs in a straight line to its peak (scripts)."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Applied to matrices only, not to norms and embeddings (scripts)."""
+
+
 class RlConfig(Settings):
     """Reinforcement learning with verifiable rewards."""
 
@@ -234,8 +251,7 @@ class RlConfig(Settings):
     """Undisclosed; the paper's plots end at 240."""
     minibatches_per_step: int = Field(default=8, ge=1)
     """Optimizer steps per RL step (scripts: 8 math, 4 code); with 1 every ratio is 1 and all clip losses are the same."""
-    optim: OptimConfig = OptimConfig(lr=1e-6, warmup_steps=10, weight_decay=0.1)
-    """Section 4.1 (code RL: 5e-7); warm-up and decay as in the scripts."""
+    optim: RlOptimConfig = RlOptimConfig()
     keep_optimizer: bool = False
     """Leave the optimizer's state beside the model, for a later stage that continues with it."""
     continue_optimizer: bool = False

@@ -51,7 +51,7 @@ class OptimConfig(Settings):
     lr: float = Field(gt=0, le=1)
     """Peak learning rate."""
     min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
-    """The floor of the cosine as a share of the peak; 1 keeps the rate constant. Paper's SFT: 0.5 (8e-5 to 4e-5)."""
+    """The floor of the cosine as a share of the peak; 1 keeps the rate constant."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates in which the rate climbs in a straight line to its peak. RL scripts: 10; SFT: undisclosed."""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -1,8 +1,12 @@
+import typing
+
 import pytest
+from pydantic import BaseModel
 
 from klear_core.config.base import config_digest
 from klear_core.config.data import FileSource
 from klear_core.config.load import apply_override, load_profile, validate
+from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import ClipConfig, GppoConfig
 from klear_core.errors import ConfigError
 
@@ -83,3 +87,36 @@ def test_runtime_settings_do_not_change_the_digest(profile):
 def test_a_bare_path_is_a_file_source(profile):
     cfg = load_profile(profile, ['curate.sources=["a.jsonl"]'])
     assert cfg.curate.sources == (FileSource(path="a.jsonl"),)
+
+
+@pytest.mark.parametrize(
+    ("override", "kept"),
+    [
+        ("rl.optim.lr=2e-6", {"warmup_steps": 10, "weight_decay": 0.1}),
+        ("sft.optim.lr=1e-5", {"min_lr_ratio": 0.5}),
+        ("sft.optim.warmup_steps=5", {"lr": 8e-5, "min_lr_ratio": 0.5}),
+        ("rl.runtime.checkpoint.asynchronous=true", {"every_steps": 10}),
+        ("rl_code.runtime.checkpoint.keep=3", {"every_steps": 10}),
+        ("evaluate.sampling.max_new_tokens=64", {"temperature": 0.6, "top_p": 0.95}),
+    ],
+)
+def test_setting_one_key_of_a_table_leaves_the_defaults_of_its_others(profile, override: str, kept: dict[str, float]):
+    table: typing.Any = load_profile(profile, [override])
+    for key in override.partition("=")[0].split(".")[:-1]:
+        table = getattr(table, key)
+    assert {key: getattr(table, key) for key in kept} == kept
+
+
+def classes_below(annotation: typing.Any) -> set[type[BaseModel]]:
+    """All settings classes that an annotation can hold, at any depth."""
+    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return set().union(*(classes_below(arg) for arg in typing.get_args(annotation)))
+    return {annotation}.union(*(classes_below(field.annotation) for field in annotation.model_fields.values()))
+
+
+def test_the_default_of_a_table_is_that_of_its_class():
+    """Else a table of which one key is set would fall back to other values than a table that is not named at all."""
+    fields = [(cls, name, field.default) for cls in classes_below(PipelineConfig) for name, field in cls.model_fields.items()]
+    tables = [(cls.__name__, name, default) for cls, name, default in fields if isinstance(default, BaseModel)]
+    assert len(tables) > 30
+    assert [(cls, name) for cls, name, default in tables if default != type(default)()] == []

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.engine import SamplingConfig, TorchEngineConfig
+from klear_core.config.engine import TorchEngineConfig
+from klear_core.config.evaluate import EvaluateSamplingConfig
 from klear_core.errors import ArtifactError
 from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable, RunResult, as_markdown, at_own_rate, read_run, rows_of
 from klear_core.metrics import MetricsFile
@@ -19,7 +20,7 @@ def a_run(after: float, *, before: float = 0.6, low: float = 0.01) -> RunResult:
 
 def an_evaluation(folder: Path, *scores: float) -> Path:
     """Of one benchmark a score."""
-    decoding = DecodingProfile(sampling=SamplingConfig(), engine=TorchEngineConfig(), seed_policy="any")
+    decoding = DecodingProfile(sampling=EvaluateSamplingConfig(), engine=TorchEngineConfig(), seed_policy="any")
     reports = tuple(
         EvalReport(
             benchmark=f"b{i}",

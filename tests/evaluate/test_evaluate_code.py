@@ -1,8 +1,7 @@
 from pathlib import Path
 
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
-from klear_core.config.engine import SamplingConfig
-from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.run import evaluate
@@ -25,7 +24,7 @@ def test_code_judged_with_less_isolation_marks_the_artifact(tmp_path: Path) -> N
     write_shard(tmp_path / "benchmarks" / "sums" / "00000-of-00001.parquet", [problem])
     prepare_base(TinyModelConfig(num_layers=1), seed=0, workdir=tmp_path / "base", telemetry=NullTelemetry())
     summary = evaluate(
-        EvaluateConfig(sampling=SamplingConfig(temperature=1.0, max_new_tokens=4), greedy=False),
+        EvaluateConfig(sampling=EvaluateSamplingConfig(temperature=1.0, max_new_tokens=4), greedy=False),
         VerifyConfig(sandbox="rlimits-only"),
         (BenchmarkConfig(name="sums", source=ProceduralSource(), num_samples=1),),
         model=tmp_path / "base",

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from evaluate_fakes import UNJUDGED, FakeEngine, FakeJudge, make_exam, make_problem
 
-from klear_core.config.engine import SamplingConfig
-from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime
+from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
 from klear_core.errors import DataError, JudgeError, ResourceError
 from klear_core.evaluate.run import Examination, answer_benchmarks, report_scores
 from klear_core.evaluate.suite import Benchmark
@@ -19,7 +18,7 @@ from klear_core.types import EvalSample
 
 TOY = Benchmark(name="toy", problems=tuple(make_problem(i) for i in range(5)), num_samples=3)
 CFG = EvaluateConfig(
-    sampling=SamplingConfig(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05, max_new_tokens=50),
+    sampling=EvaluateSamplingConfig(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05, max_new_tokens=50),
     runtime=EvaluateRuntime(answers_per_shard=8, max_in_flight=1),
 )
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from evaluate_fakes import RIGHT, UNJUDGED, WRONG, make_problem, make_sample
 
-from klear_core.config.engine import SamplingConfig, TorchEngineConfig, TorchEngineRuntime
-from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
+from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.errors import ArtifactError, DataError
 from klear_core.evaluate.gate import compare
 from klear_core.evaluate.stats import paired_interval
@@ -76,7 +76,7 @@ def test_greedy_is_compared_beside_the_samples(tmp_path: Path) -> None:
 def test_another_decoding_profile_is_flagged_but_another_batch_size_is_not(tmp_path: Path) -> None:
     samples = answers((RIGHT, WRONG), (RIGHT, RIGHT))
     plain = write_evaluation(tmp_path / "a", samples)
-    hotter = write_evaluation(tmp_path / "b", samples, EvaluateConfig(sampling=SamplingConfig(temperature=1.0)))
+    hotter = write_evaluation(tmp_path / "b", samples, EvaluateConfig(sampling=EvaluateSamplingConfig(temperature=1.0)))
     wider = write_evaluation(
         tmp_path / "c", samples, EvaluateConfig(engine=TorchEngineConfig(runtime=TorchEngineRuntime(max_batch_size=7)))
     )

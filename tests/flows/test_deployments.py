@@ -35,8 +35,8 @@ def test_the_form_shows_every_setting_with_its_bounds():
     schema = flow._parameter_schema if hasattr(flow, "_parameter_schema") else flow.parameters
     definitions = schema.definitions
     assert definitions["PipelineConfig"]["properties"].keys() == PipelineConfig.model_fields.keys()
-    assert definitions["OptimConfig"]["properties"]["lr"]["maximum"] == 1
-    assert "learning rate" in definitions["OptimConfig"]["properties"]["lr"]["description"]
+    assert definitions["SftOptimConfig"]["properties"]["lr"]["maximum"] == 1
+    assert "learning rate" in definitions["SftOptimConfig"]["properties"]["lr"]["description"]
 
 
 def test_a_partial_form_keeps_what_was_given_apart_from_defaults():

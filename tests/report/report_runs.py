@@ -13,8 +13,8 @@ from typing import Literal
 from klear_core.artifacts import ArtifactRef, InputRecord, Manifest, fingerprint
 from klear_core.config.base import Settings
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
-from klear_core.config.engine import SamplingConfig, TorchEngineConfig
-from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.engine import TorchEngineConfig
+from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.ledger import LedgerStep
 from klear_core.metrics import MetricsFile
@@ -29,6 +29,7 @@ NUM_PROBLEMS = 256
 AVG = {"base": 0.0, "sft": 0.6709, "rl": 0.9775}
 BROKEN_BY_RL = 3
 GREEDY = {"base": 0.0, "sft": 0.703125, "rl": 0.99609375}
+SAMPLING = EvaluateSamplingConfig(temperature=1.0, top_p=1.0, max_new_tokens=96)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Made:
 
 def config() -> PipelineConfig:
     bench = BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout", num_problems=NUM_PROBLEMS), num_samples=4)
-    return PipelineConfig(name="laptop", seed=3, benchmarks=(bench,), evaluate=EvaluateConfig(sampling=SamplingConfig(max_new_tokens=96)))
+    return PipelineConfig(name="laptop", seed=3, benchmarks=(bench,), evaluate=EvaluateConfig(sampling=SAMPLING))
 
 
 def publish(store: LocalStore, stage: str, made: Made, write: object = None) -> ArtifactRef:
@@ -89,9 +90,7 @@ def eval_report(label: str) -> EvalReport:
     levels = (Difficulty.EASY, Difficulty.MEDIUM, Difficulty.HARD)
     return EvalReport(
         benchmark="heldout",
-        decoding=DecodingProfile(
-            sampling=SamplingConfig(max_new_tokens=96), engine=TorchEngineConfig(), seed_policy="one seed per problem and sample"
-        ),
+        decoding=DecodingProfile(sampling=SAMPLING, engine=TorchEngineConfig(), seed_policy="one seed per problem and sample"),
         seed=3,
         confidence=0.95,
         num_problems=NUM_PROBLEMS,

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from klear_core.config.engine import SamplingConfig
-from klear_core.config.rl import GppoConfig, RewardConfig, RlConfig, RlRuntime, RolloutConfig
-from klear_core.config.train import CheckpointConfig, OptimConfig, TinyModelConfig
+from klear_core.config.rl import GppoConfig, RewardConfig, RlCheckpointConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
+from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.records import shard_name, write_shard
 from klear_core.train.base import prepare_base
@@ -74,20 +74,25 @@ def random_samples(count: int, *, seed: int = 0, logp: float = -5.0) -> list[Tra
     return samples
 
 
+def constant_rate(lr: float) -> RlOptimConfig:
+    """Adam with neither warm-up nor decay."""
+    return RlOptimConfig(lr=lr, warmup_steps=0, weight_decay=0)
+
+
 def rl_config(**changes: object) -> RlConfig:
     """Four prompts of four answers of eight tokens, float32, ratios against the sampler."""
     rollout = RolloutConfig(groups_per_step=4, samples_per_group=4, sampling=SamplingConfig(max_new_tokens=8))
     settings: dict[str, object] = {
         "num_steps": 3,
         "minibatches_per_step": 2,
-        "optim": OptimConfig(lr=1e-3),
+        "optim": constant_rate(1e-3),
         "loss": GppoConfig(),
         "lm_coef": 0.0,
         "old_logps": "sampler",
         "reward": RAW_REWARD,
         "rollout": rollout,
         "dtype": "float32",
-        "runtime": RlRuntime(device="cpu", checkpoint=CheckpointConfig(every_steps=1), stall_timeout_s=60),
+        "runtime": RlRuntime(device="cpu", checkpoint=RlCheckpointConfig(every_steps=1), stall_timeout_s=60),
     }
     return RlConfig.model_validate(settings | changes)
 

@@ -19,8 +19,7 @@ import torch
 from rl_builders import low_byte_judge, problem, rl_config, tiny_base
 from safetensors.torch import load_file
 
-from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
-from klear_core.config.train import CheckpointConfig
+from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.errors import ResourceError, TrainingError
 from klear_core.generate.engine import SamplingParams, WeightOffer
 from klear_core.metrics import NullTelemetry
@@ -53,7 +52,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(**runtime: object) -> RlConfig:
     """Two answers of up to 40 tokens at a time, so that a kill finds some half finished and others not begun."""
-    settings = {"device": "cpu", "stall_timeout_s": 120, "checkpoint": CheckpointConfig(every_steps=2)} | runtime
+    settings = {"device": "cpu", "stall_timeout_s": 120, "checkpoint": RlCheckpointConfig(every_steps=2)} | runtime
     engine = {"kind": "torch", "runtime": {"max_batch_size": 2}}
     rollout = RolloutConfig.model_validate(
         {"groups_per_step": 4, "samples_per_group": 8, "sampling": {"max_new_tokens": 40}, "engine": engine}

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rl_builders import ONE, random_samples, rl_config, tiny_base
+from rl_builders import ONE, constant_rate, random_samples, rl_config, tiny_base
 from torch import Tensor
 
 from klear_core.config.rl import ErcConfig, GspoConfig, RlConfig, RlRuntime
-from klear_core.config.train import CheckpointConfig, OptimConfig
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.rl.learner import Learner
 from klear_core.train.base import model_folder
@@ -70,7 +69,7 @@ def mean_logp(it: Learner, samples: Sequence[TrainSample], folder: Path) -> floa
 def test_rewarded_answers_become_likelier_and_punished_ones_less(base: Path, tmp_path: Path) -> None:
     samples = random_samples(8)
     good, bad = ([s for s in samples if s.is_correct == sign] for sign in (True, False))
-    it = learner(base, tmp_path, rl_config(num_steps=20, old_logps="learner", optim=OptimConfig(lr=1e-2)))
+    it = learner(base, tmp_path, rl_config(num_steps=20, old_logps="learner", optim=constant_rate(1e-2)))
     before = mean_logp(it, good, tmp_path / "a"), mean_logp(it, bad, tmp_path / "b")
     for _ in range(5):
         it.step(samples)
@@ -123,7 +122,7 @@ def test_without_a_checkpoint_there_is_nothing_to_restore(base: Path, tmp_path: 
 @pytest.mark.parametrize("kind", ["gppo", "gspo"])
 def test_weights_do_not_depend_on_micro_batches(base: Path, tmp_path: Path, kind: str) -> None:
     def runtime(tokens: int) -> RlRuntime:
-        return RlRuntime(device="cpu", tokens_per_microbatch=tokens, checkpoint=CheckpointConfig())
+        return RlRuntime(device="cpu", tokens_per_microbatch=tokens)
 
     small, large = (rl_config(loss={"kind": kind}, old_logps="learner", runtime=runtime(t)) for t in (16, 4096))
     a = weights_after(base, tmp_path / "a", small, random_samples(8))

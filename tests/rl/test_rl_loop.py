@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rl_builders import low_byte_judge, problem, problem_artifact, rl_config, tiny_base
+from rl_builders import constant_rate, low_byte_judge, problem, problem_artifact, rl_config, tiny_base
 from safetensors.torch import load_file
 
 from klear_core.config.engine import SamplingConfig
-from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
-from klear_core.config.train import CheckpointConfig, OptimConfig
+from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
 from klear_core.generate.engine import TrainableEngine
@@ -76,7 +75,7 @@ def same_weights(a: Path, b: Path) -> bool:
 
 def test_reward_rises_on_a_task_that_can_be_learnt(base: Path, tmp_path: Path) -> None:
     rollout = RolloutConfig(groups_per_step=6, samples_per_group=16, sampling=SamplingConfig(max_new_tokens=4))
-    cfg = rl_config(num_steps=15, optim=OptimConfig(lr=1e-2), rollout=rollout)
+    cfg = rl_config(num_steps=15, optim=constant_rate(1e-2), rollout=rollout)
     _, telemetry = run(cfg, base, tmp_path)
     rates = telemetry.column("rl/pass/rate")
     assert rates[0] < 0.6
@@ -129,7 +128,7 @@ class DyingWorkers(LocalWorkers):
 
 
 def test_a_lost_learner_costs_only_the_steps_since_its_checkpoint(base: Path, tmp_path: Path) -> None:
-    runtime = RlRuntime(device="cpu", checkpoint=CheckpointConfig(every_steps=2))
+    runtime = RlRuntime(device="cpu", checkpoint=RlCheckpointConfig(every_steps=2))
     cfg = rl_config(num_steps=4, runtime=runtime)
     run(cfg, base, tmp_path / "whole")
     progress, telemetry = run(cfg, base, tmp_path / "lost", workers=DyingWorkers())

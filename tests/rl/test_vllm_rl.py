@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rl_builders import low_byte_judge, problem, rl_config
+from rl_builders import constant_rate, low_byte_judge, problem, rl_config
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
@@ -20,7 +20,7 @@ from vllm_marks import needs_vllm
 
 from klear_core.config.engine import VllmEngineConfig, VllmRuntime
 from klear_core.config.rl import RlConfig, RolloutConfig
-from klear_core.config.train import OptimConfig, TinyModelConfig
+from klear_core.config.train import TinyModelConfig
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
 from klear_core.generate.factory import build_trainable_engine
 from klear_core.metrics import NullTelemetry
@@ -53,7 +53,7 @@ def config(**runtime: object) -> RlConfig:
         {"groups_per_step": 4, "samples_per_group": 8, "sampling": {"max_new_tokens": 24}, "engine": ENGINE.model_dump()}
     )
     settings = {"device": "cpu", "num_rollout_actors": 1, "stall_timeout_s": 900} | runtime
-    return rl_config(num_steps=2, optim=OptimConfig(lr=1e-2), rollout=rollout, runtime=settings)
+    return rl_config(num_steps=2, optim=constant_rate(1e-2), rollout=rollout, runtime=settings)
 
 
 class Recorder(NullTelemetry):

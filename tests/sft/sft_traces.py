@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from klear_core.config.sft import SftConfig
-from klear_core.config.train import CheckpointConfig, OptimConfig, TinyModelConfig, TrainRuntime
+from klear_core.config.sft import SftConfig, SftOptimConfig
+from klear_core.config.train import CheckpointConfig, TinyModelConfig, TrainRuntime
 from klear_core.metrics import NullTelemetry
 from klear_core.records import shard_name, write_shard
 from klear_core.train.base import prepare_base
@@ -53,7 +53,7 @@ def config(*, every_steps: int = 3, num_workers: int = 1, context_parallel: int 
     workers = {"num_workers": num_workers, "context_parallel": context_parallel}
     runtime = TrainRuntime(device="cpu", checkpoint=CheckpointConfig(every_steps=every_steps), **workers)
     settings = {
-        "optim": OptimConfig(lr=4e-3, min_lr_ratio=0.05, warmup_steps=3, weight_decay=0.01),
+        "optim": SftOptimConfig(lr=4e-3, min_lr_ratio=0.05, warmup_steps=3, weight_decay=0.01),
         "num_epochs": 2,
         "rows_per_step": 8,
         "validation_frac": 0.1,

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from klear_core.config.engine import SamplingConfig
-from klear_core.config.rl import CispoConfig, ClipConfig, GspoConfig, LossConfig, RewardConfig, RlConfig, RolloutConfig
-from klear_core.config.train import OptimConfig, TinyModelConfig
+from klear_core.config.rl import CispoConfig, ClipConfig, GspoConfig, LossConfig, RewardConfig, RlConfig, RlOptimConfig, RolloutConfig
+from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.loop import run_rl
@@ -130,7 +130,7 @@ def _config(case: Case | None = None, *, num_prompts: int = TARGET_PROMPTS) -> R
     settings: dict[str, object] = {
         "num_steps": STEPS,
         "minibatches_per_step": 1,
-        "optim": OptimConfig(lr=LR),
+        "optim": RlOptimConfig(lr=LR, warmup_steps=0, weight_decay=0),
         "lm_coef": 0.0,
         "old_logps": "sampler",
         "reward": RewardConfig(missing_close=None, missing_open=None),
