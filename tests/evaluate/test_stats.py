@@ -5,10 +5,12 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from klear_core.evaluate.stats import mean_interval, paired_interval, pass_at_k, seed_interval
+
+AT_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # ---- pass@k ----
 
@@ -110,6 +112,7 @@ def test_swapping_before_and_after_turns_the_sign() -> None:
     assert (there.value, there.low, there.high) == pytest.approx((-back.value, -back.high, -back.low))
 
 
+@AT_ANY_SPEED
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=200), st.floats(0.51, 0.999))
 def test_the_interval_holds_its_value_and_stays_in_range(means: list[float], confidence: float) -> None:
     interval = mean_interval(means, confidence=confidence)
@@ -117,6 +120,7 @@ def test_the_interval_holds_its_value_and_stays_in_range(means: list[float], con
     assert interval.low < interval.high
 
 
+@AT_ANY_SPEED
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=200))
 def test_the_paired_interval_holds_its_value_and_stays_in_range(pairs: list[tuple[float, float]]) -> None:
     interval = paired_interval([b for b, _ in pairs], [a for _, a in pairs], confidence=0.95)

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from klear_core.config.rl import BetaSchedule, CispoConfig, ClipConfig, ErcConfig, GppoConfig, GspoConfig, LossConfig
 from klear_core.rl.losses import TokenLoss, TrainBatch, at_step, joins_tokens, token_loss
 
+AT_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 RATIOS = (0.25, 0.5, 0.9, 1.0, 1.2, 1.29, 1.5, 3.0, 12.0)
 ALL_LOSSES: tuple[LossConfig, ...] = (
     GppoConfig(),
@@ -220,6 +221,7 @@ def test_inside_the_range_gppo_passes_finite_differences() -> None:
 ANY_LOGP = st.one_of(st.floats(allow_nan=False, width=32), st.sampled_from([0.0, -0.0, -104.0, -1e4, -math.inf, math.inf, 89.0]))
 
 
+@AT_ANY_SPEED
 @given(logp=ANY_LOGP, old=ANY_LOGP, advantage=st.floats(-1e3, 1e3, width=32), which=st.sampled_from(ALL_LOSSES))
 def test_every_finite_or_infinite_input_gives_finite_loss_and_gradient(
     logp: float, old: float, advantage: float, which: LossConfig
