@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from klear_core.config.data import CurateConfig
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.rl import RlConfig
+from klear_core.config.rl import GPPO_PRESETS, RlConfig
 from klear_core.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -54,7 +54,7 @@ def read_profile(folder: Path) -> Tree:
 def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
     """`settings` with one `key.path=value` set; the value is TOML, and text that is not TOML is a string.
 
-    Setting `X.kind` to another kind forgets the other settings of X: they belong to the old kind.
+    Setting `X.kind` to another kind forgets the other settings of X: they belong to the old kind. Likewise a preset's betas.
     """
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
@@ -70,6 +70,9 @@ def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
     value = _toml_value(text.strip())
     if keys[-1] == "kind" and table.get("kind") != value:
         table.clear()
+    if keys[-1] == "preset":
+        for beta in GPPO_PRESETS.get(str(value), {}):
+            table.pop(beta, None)
     table[keys[-1]] = value
     return tree
 

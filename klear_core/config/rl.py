@@ -10,8 +10,12 @@ from klear_core.config.base import Settings
 from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 
-GPPO_PRESETS: dict[str, tuple[float, float]] = {"paper": (1.0, 1.0), "ce_gppo": (0.5, 1.0), "high_only": (0.0, 1.0)}
-"""Beta low and high by name: Klear-Reasoner equation 11, CE-GPPO section 5.1, and only positive tokens kept."""
+GPPO_PRESETS: dict[str, dict[str, float]] = {
+    "paper": {"beta_low": 1.0, "beta_high": 1.0},
+    "ce_gppo": {"beta_low": 0.5, "beta_high": 1.0},
+    "high_only": {"beta_low": 0.0, "beta_high": 1.0},
+}
+"""Klear-Reasoner equation 11, CE-GPPO section 5.1, and only positive tokens kept."""
 
 
 class BetaSchedule(Settings):
@@ -38,7 +42,7 @@ class GppoConfig(Settings):
 
     kind: Literal["gppo"] = "gppo"
     preset: Literal["paper", "ce_gppo", "high_only", "custom"] = "paper"
-    """Names the betas; leave it out to set them yourself."""
+    """A name for the betas, to give instead of them; given the betas, it follows from them."""
     eps_low: float = Field(default=0.2, ge=0, lt=1)
     """Paper section 4.1."""
     eps_high: float = Field(default=0.28, ge=0)
@@ -54,19 +58,25 @@ class GppoConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset_and_betas_agree(cls, values: Any) -> Any:
-        """Fills the betas from the preset, or names the preset from the betas."""
-        if not isinstance(values, dict):
-            return values
-        preset = values.get("preset")
-        if preset in GPPO_PRESETS:
-            for key, beta in zip(("beta_low", "beta_high"), GPPO_PRESETS[preset], strict=True):
-                if values.setdefault(key, beta) != beta:
-                    raise ValueError(f"{key}={values[key]} contradicts preset {preset!r}, where it is {beta}; use preset 'custom'")
-        elif preset is None:
-            betas = (values.get("beta_low", 1.0), values.get("beta_high", 1.0))
-            values["preset"] = next((name for name, known in GPPO_PRESETS.items() if known == betas), "custom")
-        return values
+    def _preset_gives_betas(cls, values: Any) -> Any:
+        betas = _betas_of(values.get("preset")) if isinstance(values, dict) else {}
+        for key, beta in betas.items():
+            if values.get(key, beta) != beta:
+                raise ValueError(f"{key}={values[key]} contradicts preset {values['preset']!r}, where it is {beta}; use preset 'custom'")
+        return values | betas if betas else values
+
+    @model_validator(mode="after")
+    def _betas_give_preset(self) -> GppoConfig:
+        """Where none was given, and without counting as given: what is laid over these settings later need not contradict it."""
+        if "preset" not in self.model_fields_set:
+            betas = {"beta_low": self.beta_low, "beta_high": self.beta_high}
+            self.__dict__["preset"] = next((name for name, known in GPPO_PRESETS.items() if known == betas), "custom")
+        return self
+
+
+def _betas_of(preset: object) -> dict[str, float]:
+    """Empty for `custom` and for what is no preset."""
+    return GPPO_PRESETS.get(preset, {}) if isinstance(preset, str) else {}
 
 
 class ClipConfig(Settings):

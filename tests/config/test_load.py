@@ -1,4 +1,5 @@
 import typing
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
@@ -9,6 +10,8 @@ from klear_core.config.load import apply_override, load_profile, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import ClipConfig, GppoConfig
 from klear_core.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
@@ -120,3 +123,16 @@ def test_the_default_of_a_table_is_that_of_its_class():
     tables = [(cls.__name__, name, default) for cls, name, default in fields if isinstance(default, BaseModel)]
     assert len(tables) > 30
     assert [(cls, name) for cls, name, default in tables if default != type(default)()] == []
+
+
+def test_naming_a_preset_forgets_the_betas_of_the_file(profile):
+    assert load_profile(profile, ["rl.loss.preset=high_only"]).rl.loss == GppoConfig(beta_low=0)
+    assert load_profile(profile, ["rl.loss.beta_low=0.3", "rl.loss.preset=custom"]).rl.loss.beta_low == 0.3
+    with pytest.raises(ConfigError, match=r"beta_low=0\.3 contradicts preset 'ce_gppo'"):
+        load_profile(profile, ["rl.loss.preset=ce_gppo", "rl.loss.beta_low=0.3"])
+
+
+@pytest.mark.parametrize("preset", ["paper", "ce_gppo", "high_only"])
+def test_every_preset_can_be_set_on_every_profile(preset):
+    for name in ("laptop", "klear_8b"):
+        assert load_profile(CONFIGS / name, [f"rl.loss.preset={preset}"]).rl.loss == GppoConfig(preset=preset)

@@ -5,6 +5,7 @@ import pytest
 from flows.settings import resolve
 from klear_core.config.distill import ProceduralTeacherConfig
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import GppoConfig
 from klear_core.errors import ConfigError
 
 PROFILE = """
@@ -38,6 +39,23 @@ def test_a_setting_of_a_tagged_union_is_laid_over_the_profiles(profile: str):
 def test_overrides_win_over_settings_and_these_over_the_profile(profile: str):
     config = resolve(profile, ["seed=5", "sft.num_epochs=7"], PipelineConfig.model_validate({"seed": 4, "sft": {"num_epochs": 6}}))
     assert (config.seed, config.sft.num_epochs) == (5, 7)
+
+
+def test_betas_given_in_a_form_name_no_preset_that_an_override_could_contradict(profile: str):
+    form = {"rl": {"loss": {"kind": "gppo", "beta_low": 0.5}}}
+    given = PipelineConfig.model_validate(form)
+    assert form == {"rl": {"loss": {"kind": "gppo", "beta_low": 0.5}}}
+    loss = resolve(profile, ["rl.loss.beta_low=0.25"], given).rl.loss
+    assert isinstance(loss, GppoConfig)
+    assert (loss.beta_low, loss.preset) == (0.25, "custom")
+
+
+def test_a_preset_given_in_a_form_replaces_the_profiles_betas(tmp_path: Path):
+    (tmp_path / "rl.toml").write_text("[rl.loss]\nbeta_low = 1.0\nbeta_high = 1.0\n")
+    given = PipelineConfig.model_validate({"rl": {"loss": {"kind": "gppo", "preset": "ce_gppo"}}})
+    loss = resolve(str(tmp_path), [], given).rl.loss
+    assert isinstance(loss, GppoConfig)
+    assert (loss.beta_low, loss.beta_high) == (0.5, 1.0)
 
 
 def test_without_a_profile_the_settings_stand_alone(profile: str):
