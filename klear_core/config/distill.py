@@ -28,7 +28,7 @@ class HttpTeacherConfig(Settings):
     """A reasoning model behind an OpenAI-compatible chat endpoint (DeepSeek-R1-0528 in the paper)."""
 
     kind: Literal["http"] = "http"
-    base_url: str = Field(pattern=r"^https?://")
+    base_url: str = Field(pattern=r"^https?://[^/\s]+")
     """Up to and without `/chat/completions`: `https://api.deepseek.com/v1`."""
     model: str = Field(min_length=1)
     """As the endpoint calls it (`deepseek-reasoner`, `DeepSeek-R1-0528`)."""

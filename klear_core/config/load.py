@@ -144,6 +144,8 @@ def _explain(error: Any) -> str:
         return f"{key}: unknown key; {hint}"
     if error["type"] == "missing":
         return f"{key}: missing, and it has no default"
+    if error["type"] == "value_error":  # a check of ours, which names the values that it is about
+        return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
     return f"{key} = {error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 

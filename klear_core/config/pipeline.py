@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from klear_core.config.base import Settings
 from klear_core.config.data import BenchmarkConfig, CurateConfig
@@ -52,3 +53,19 @@ class PipelineConfig(Settings):
     rl_code: RlConfig | None = None
     """Code RL, after math RL, from the same code; None leaves it out."""
     evaluate: EvaluateConfig = EvaluateConfig()
+
+    @field_validator("benchmarks")
+    @classmethod
+    def _have_names_of_their_own(cls, benchmarks: tuple[BenchmarkConfig, ...]) -> tuple[BenchmarkConfig, ...]:
+        twice = [name for name, count in Counter(b.name for b in benchmarks).items() if count > 1]
+        if twice:
+            raise ValueError(f"{', '.join(map(repr, twice))} names more than one: their scores could not be told apart")
+        return benchmarks
+
+    @model_validator(mode="after")
+    def _optimizers_are_there_to_continue(self) -> PipelineConfig:
+        if self.rl.continue_optimizer:
+            raise ValueError("rl.continue_optimizer = true: SFT keeps no optimizer that math RL could go on with; set it to false")
+        if self.rl_code is not None and self.rl_code.continue_optimizer and not self.rl.keep_optimizer:
+            raise ValueError("rl_code.continue_optimizer = true needs the optimizer of math RL: set rl.keep_optimizer = true")
+        return self

@@ -195,6 +195,14 @@ class GroupFilterConfig(Settings):
     max_accuracy: float = Field(default=1.0, ge=0, le=1)
     """Groups with a mean accuracy outside these bounds are dropped."""
 
+    @model_validator(mode="after")
+    def _in_order(self) -> GroupFilterConfig:
+        if self.min_accuracy > self.max_accuracy:
+            raise ValueError(
+                f"min_accuracy = {self.min_accuracy} is above max_accuracy = {self.max_accuracy}: every group would be dropped"
+            )
+        return self
+
 
 class RolloutConfig(Settings):
     """How prompts become judged groups."""

@@ -110,6 +110,35 @@ def test_setting_one_key_of_a_table_leaves_the_defaults_of_its_others(profile, o
     assert {key: getattr(table, key) for key in kept} == kept
 
 
+TWO_OF_ONE_NAME = 'benchmarks=[{name="a", source="x.jsonl"}, {name="a", source="y.jsonl"}]'
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([TWO_OF_ONE_NAME], "benchmarks: 'a' names more than one"),
+        (["rl.continue_optimizer=true"], "rl.continue_optimizer = true: SFT keeps no optimizer"),
+        (["rl_code.continue_optimizer=true"], "rl_code.continue_optimizer = true needs .* set rl.keep_optimizer = true"),
+        (["rl.group_filter.min_accuracy=0.9", "rl.group_filter.max_accuracy=0.1"], "rl.group_filter: min_accuracy = 0.9 is above"),
+        (
+            ["distill.teacher.kind=http", "distill.teacher.model=m", "distill.teacher.base_url=http://"],
+            "distill.teacher.base_url = 'http://'",
+        ),
+        (["rl.old_logps=sampler", "rl.mismatch.truncate_at=2"], "rl: mismatch correction compares"),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused_without_repeating_whole_tables(profile, overrides: list[str], told: str):
+    with pytest.raises(ConfigError, match=rf": {told}") as error:
+        load_profile(profile, overrides)
+    assert "{" not in str(error.value)
+
+
+def test_code_rl_may_continue_with_the_optimizer_that_math_rl_keeps(profile):
+    cfg = load_profile(profile, ["rl.keep_optimizer=true", "rl_code.continue_optimizer=true"])
+    assert cfg.rl_code is not None
+    assert cfg.rl_code.continue_optimizer
+
+
 def classes_below(annotation: typing.Any) -> set[type[BaseModel]]:
     """All settings classes that an annotation can hold, at any depth."""
     if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
