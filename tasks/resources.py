@@ -43,12 +43,11 @@ class Needs:
     """What a stage asks of Ray."""
 
     num_cpus: int
-    num_gpus: float
     object_store_bytes: int
 
 
 def needs_of(cfg: RlConfig, model: Path) -> Needs:
-    """What an RL stage asks for: a CPU a thread, the GPUs that the config names, and room for some copies of the weights."""
+    """What an RL stage asks for: a CPU a thread, and room for some copies of the weights. GPUs are shared out by `plan_gpus`."""
     runtime = cfg.runtime
     from klear_core.train.base import model_folder
 
@@ -56,7 +55,6 @@ def needs_of(cfg: RlConfig, model: Path) -> Needs:
     wanted = _STORE_FLOOR_BYTES + _COPIES_OF_WEIGHTS * weights
     return Needs(
         num_cpus=runtime.num_workers * runtime.num_threads + runtime.num_rollout_actors * runtime.rollout_threads,
-        num_gpus=runtime.num_workers * (runtime.learner_gpus or 0) + runtime.num_rollout_actors * (runtime.rollout_gpus or 0),
         object_store_bytes=min(wanted, psutil.virtual_memory().total // 2),
     )
 
@@ -65,7 +63,7 @@ def needs_of(cfg: RlConfig, model: Path) -> Needs:
 def ray_session(needs: Needs) -> Iterator[None]:
     """Ray for the block: the cluster at RAY_ADDRESS, which stays up, or one of our own, which ends with the block.
 
-    Ray's processes also end when this process is killed. ResourceError if Ray cannot start or has too few CPUs or GPUs.
+    Ray's processes also end when this process is killed. ResourceError if Ray cannot start or has too few CPUs.
     """
     os.environ.update({k: v for k, v in _QUIET.items() if k not in os.environ})
     address = os.environ.get("RAY_ADDRESS")
@@ -108,12 +106,11 @@ def _knock(address: str) -> None:
 
 
 def _check(has: dict[str, float], needs: Needs, *, where: str) -> None:
-    for name, wanted in (("CPU", needs.num_cpus), ("GPU", needs.num_gpus)):
-        if has.get(name, 0) < wanted:
-            raise ResourceError(
-                f"{where} has {has.get(name, 0):g} {name}s, the stage needs {wanted:g}: use fewer or smaller actors "
-                f"(rl.runtime.num_rollout_actors, rollout_gpus, learner_gpus), or set RAY_ADDRESS to a bigger cluster"
-            )
+    if has.get("CPU", 0) < needs.num_cpus:
+        raise ResourceError(
+            f"{where} has {has.get('CPU', 0):g} CPUs, the stage needs {needs.num_cpus:g}: use fewer actors or threads "
+            f"(rl.runtime.num_rollout_actors, rollout_threads), or set RAY_ADDRESS to a bigger cluster"
+        )
 
 
 @contextmanager

@@ -13,15 +13,15 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, assert_never
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from klear_core.config.rl import RlConfig
 from klear_core.errors import ResourceError, TrainingError
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightOffer, WeightSource
-from klear_core.rl.shells import Answer, LearnerActor, Request, RolloutActor, num_engine_ranks, to_arrays, to_tensors
+from klear_core.rl.gpus import is_direct, plan_gpus
+from klear_core.rl.shells import Answer, LearnerActor, Request, RolloutActor, to_arrays, to_tensors
 from klear_core.rl.workers import Counters, LearnerHandle, LearnerLost, RlRun
 from klear_core.types import Completion, TrainSample
 
@@ -431,46 +431,3 @@ class RayWorkers:
             await self._policy.close()
         if self._learner is not None:
             self._learner.kill()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuPlan:
-    """GPUs of one learner rank and of one rollout actor."""
-
-    learner: float
-    rollout: float
-
-
-def plan_gpus(cfg: RlConfig, available: float) -> GpuPlan:
-    """As set; else one for each learner rank and what each engine needs, or none where there are none. ResourceError if they do not fit."""
-    runtime = cfg.runtime
-    wants_gpus = available > 0 and runtime.device != "cpu"
-    per_engine = num_engine_ranks(cfg)
-    learner = runtime.learner_gpus if runtime.learner_gpus is not None else float(wants_gpus)
-    rollout = runtime.rollout_gpus if runtime.rollout_gpus is not None else per_engine * float(wants_gpus)
-    needed = learner * runtime.num_workers + rollout * runtime.num_rollout_actors
-    if needed > available:
-        raise ResourceError(
-            f"{runtime.num_workers} learner ranks with {learner:g} GPUs and {runtime.num_rollout_actors} rollout actors with {rollout:g} "
-            f"need {needed:g} GPUs; Ray has {available:g}. Lower num_workers or num_rollout_actors, or set learner_gpus and rollout_gpus "
-            f"to fractions to share"
-        )
-    return GpuPlan(learner=learner, rollout=rollout)
-
-
-def is_direct(cfg: RlConfig, gpus: GpuPlan) -> bool:
-    """Whether weights go straight from the learner to the engines. ResourceError if that is asked for and cannot work."""
-    match cfg.runtime.weight_sync:
-        case "store":
-            return False
-        case "auto":
-            return gpus.learner >= 1 and gpus.rollout >= num_engine_ranks(cfg)
-        case "direct":
-            if 0 < gpus.learner < 1 or 0 < gpus.rollout < num_engine_ranks(cfg) or (gpus.learner > 0) != (gpus.rollout > 0):
-                raise ResourceError(
-                    f'runtime.weight_sync = "direct" with {gpus.learner:g} GPUs for a learner rank and {gpus.rollout:g} for a rollout '
-                    f'actor: NCCL needs whole GPUs for each of them, gloo none for either; "store" works in between'
-                )
-            return True
-        case _:
-            assert_never(cfg.runtime.weight_sync)

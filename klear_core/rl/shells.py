@@ -12,9 +12,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from klear_core.config.engine import VllmEngineConfig
-from klear_core.config.rl import RlConfig
 from klear_core.generate.engine import SamplingParams, WeightOffer
+from klear_core.rl.gpus import num_engine_ranks
 from klear_core.rl.workers import Counters, RlRun
 from klear_core.types import Completion, TrainSample
 
@@ -46,12 +45,6 @@ def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
     import torch
 
     return {name: torch.from_numpy(array.copy()).view(getattr(torch, dtype)) for name, (dtype, array) in arrays.items()}
-
-
-def num_engine_ranks(cfg: RlConfig) -> int:
-    """Processes of one engine that hold weights, and its GPUs where there are any."""
-    engine = cfg.rollout.engine
-    return engine.runtime.tensor_parallel if isinstance(engine, VllmEngineConfig) else 1
 
 
 class LearnerActor:

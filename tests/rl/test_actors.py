@@ -31,7 +31,8 @@ from klear_core.rl.workers import LearnerLost, LocalWorkers, RlRun, Workers
 from klear_core.types import Completion, Problem, Verdict
 
 ray = pytest.importorskip("ray")
-from klear_core.rl.actors import GpuPlan, RayLearner, RayPolicy, RayWorkers, Restarts, StoredWeights, is_direct, plan_gpus  # noqa: E402
+from klear_core.rl.actors import RayLearner, RayPolicy, RayWorkers, Restarts, StoredWeights  # noqa: E402
+from klear_core.rl.gpus import GpuPlan, is_direct, plan_gpus  # noqa: E402
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]
 NUM_STEPS = 5
