@@ -66,7 +66,7 @@ def evaluate(
     """
     from klear_core.generate.factory import build_engine
     from klear_core.prompts import load_tokenizer, render_prompt
-    from klear_core.train.base import model_folder
+    from klear_core.train.base import model_folder, wanted_window
     from klear_core.verify import build_verifier
 
     suite = [load_benchmark(benchmarks, b) for b in benchmark_configs]
@@ -74,7 +74,8 @@ def evaluate(
     render = partial(render_prompt, load_tokenizer(folder))
 
     async def run(judge: Judge) -> None:
-        engine = await build_engine(cfg.engine, folder, num_threads=cfg.runtime.num_threads, seed=seed_for(seed, "evaluate/engine"))
+        own_seed, window = seed_for(seed, "evaluate/engine"), wanted_window(model)
+        engine = await build_engine(cfg.engine, folder, num_threads=cfg.runtime.num_threads, seed=own_seed, window=window)
         try:
             exam = Examination(engine=engine, render=render, judge=judge)
             await answer_benchmarks(cfg, suite, exam, seed=seed, workdir=workdir, telemetry=telemetry)

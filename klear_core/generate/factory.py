@@ -10,15 +10,15 @@ from klear_core.config.engine import EngineConfig, HttpEngineConfig, LocalEngine
 from klear_core.generate.engine import InferenceEngine, TrainableEngine
 
 
-async def build_engine(cfg: EngineConfig, model_folder: Path, *, num_threads: int, seed: int) -> InferenceEngine:
+async def build_engine(cfg: EngineConfig, model_folder: Path, *, num_threads: int, seed: int, window: int | None = None) -> InferenceEngine:
     """An engine that serves the model of this Hugging Face folder; an endpoint serves what it serves, and the folder is not read.
 
     ConfigError if the engine cannot run this model, ResourceError if it is not installed. `seed` is the engine's own;
-    samples depend on `SamplingParams.seed`.
+    samples depend on `SamplingParams.seed`. `window` raises the positions that the folder's config states.
     """
     match cfg:
         case TorchEngineConfig() | VllmEngineConfig():
-            return await build_trainable_engine(cfg, model_folder, num_threads=num_threads, seed=seed)
+            return await build_trainable_engine(cfg, model_folder, num_threads=num_threads, seed=seed, window=window)
         case HttpEngineConfig():
             from klear_core.generate.http_engine import HttpEngine
 
@@ -28,17 +28,17 @@ async def build_engine(cfg: EngineConfig, model_folder: Path, *, num_threads: in
 
 
 async def build_trainable_engine(
-    cfg: LocalEngineConfig, model_folder: Path, *, num_threads: int, seed: int, version: int = 0
+    cfg: LocalEngineConfig, model_folder: Path, *, num_threads: int, seed: int, version: int = 0, window: int | None = None
 ) -> TrainableEngine:
     """As `build_engine`, for engines whose weights can be set; `version` is that of the folder's weights."""
     match cfg:
         case TorchEngineConfig():
             from klear_core.generate.torch_engine import TorchEngine
 
-            return await asyncio.to_thread(TorchEngine, model_folder, cfg, num_threads=num_threads, version=version)
+            return await asyncio.to_thread(TorchEngine, model_folder, cfg, num_threads=num_threads, version=version, window=window)
         case VllmEngineConfig():
             from klear_core.generate.vllm_engine import VllmEngine
 
-            return await VllmEngine.start(cfg, model_folder, num_threads=num_threads, seed=seed, version=version)
+            return await VllmEngine.start(cfg, model_folder, num_threads=num_threads, seed=seed, version=version, window=window)
         case _:
             assert_never(cfg)

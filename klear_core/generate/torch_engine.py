@@ -22,10 +22,11 @@ import torch
 from klear_core.config.engine import TorchEngineConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import SamplingParams, WeightSource
+from klear_core.generate.qwen3_shape import read_shape
 from klear_core.generate.text import FolderTokenizer
 from klear_core.generate.torch_batch import Batch, EndedRow, Row
 from klear_core.generate.torch_native import NativeStep
-from klear_core.generate.torch_qwen3 import Qwen3, read_shape
+from klear_core.generate.torch_qwen3 import Qwen3
 from klear_core.seeding import seed_for
 from klear_core.types import Completion
 
@@ -59,9 +60,14 @@ class _Sample:
 class TorchEngine:
     """An `InferenceEngine` and `TrainableEngine`. May be used from any event loop; needs torch and nothing else."""
 
-    def __init__(self, model_folder: Path, cfg: TorchEngineConfig, *, num_threads: int, version: int = 0) -> None:
-        """Load the model: ConfigError if it is no plain Qwen3. `num_threads` is set for all of torch in this process."""
-        shape = read_shape(model_folder)
+    def __init__(
+        self, model_folder: Path, cfg: TorchEngineConfig, *, num_threads: int, version: int = 0, window: int | None = None
+    ) -> None:
+        """Load the model: ConfigError if it is no plain Qwen3. `num_threads` is set for all of torch in this process.
+
+        `window` raises the positions of the folder's config.
+        """
+        shape = read_shape(model_folder, window=window)
         device = torch.device(_device_name(cfg))
         self.version = version
         self._model = Qwen3(shape, dtype=getattr(torch, cfg.dtype), device=device)

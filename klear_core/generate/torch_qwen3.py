@@ -6,71 +6,18 @@ H query heads, K key/value heads, G query heads of one key/value head, D head si
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from klear_core.errors import ConfigError
 from klear_core.generate.engine import WeightSource
+from klear_core.generate.qwen3_shape import Qwen3Shape
 from klear_core.generate.weights import check_shapes, tensor_shapes, tensors
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Layer number, query_NHD, key_NKD, value_NKD (rotated and normalised) -> attended_NHD, flattened over heads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3Shape:
-    """What `config.json` says of the model, as far as inference depends on it."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    rope_theta: float
-    max_len: int
-    is_tied: bool
-
-
-def read_shape(folder: Path) -> Qwen3Shape:
-    """ConfigError if the folder holds anything but a plain Qwen3: vLLM runs the others."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing: a Hugging Face model folder is needed")
-    raw: dict[str, Any] = json.loads(path.read_text())
-    rope: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    unsupported = {
-        "model_type": raw.get("model_type") != "qwen3",
-        "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(raw.get("attention_bias")),
-        "use_sliding_window": bool(raw.get("use_sliding_window")),
-        "rope_parameters": rope.get("rope_type", rope.get("type", "default")) != "default",
-    }
-    for key, is_unsupported in unsupported.items():
-        if is_unsupported:
-            raise ConfigError(f'{path}: {key} = {raw.get(key)!r}: the torch engine runs plain Qwen3 models only; set engine.kind = "vllm"')
-    return Qwen3Shape(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw["num_key_value_heads"],
-        head_dim=raw["head_dim"],
-        norm_eps=raw["rms_norm_eps"],
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-        max_len=raw["max_position_embeddings"],
-        is_tied=bool(raw.get("tie_word_embeddings")),
-    )
 
 
 class Qwen3:

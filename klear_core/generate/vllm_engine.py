@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import tempfile
 import uuid
@@ -21,6 +20,7 @@ from klear_core.generate.engine import SamplingParams, WeightOffer, WeightSource
 from klear_core.generate.requests import OpenRequests
 from klear_core.generate.text import FolderTokenizer
 from klear_core.generate.weights import Shapes, check_shapes, tensor_shapes
+from klear_core.hf_config import HfConfig, read_hf_config
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, FinishReason
 
@@ -37,10 +37,12 @@ class VllmEngine:
     """An `InferenceEngine` and `TrainableEngine`; belongs to the event loop it was started on."""
 
     @classmethod
-    async def start(cls, cfg: VllmEngineConfig, model_folder: Path, *, num_threads: int, seed: int, version: int = 0) -> VllmEngine:
+    async def start(
+        cls, cfg: VllmEngineConfig, model_folder: Path, *, num_threads: int, seed: int, version: int = 0, window: int | None = None
+    ) -> VllmEngine:
         """Load the model in a new process: ResourceError without vllm, ConfigError if the window is asked for wider than it is.
 
-        `num_threads` is per tensor-parallel rank and counts on CPU only.
+        `num_threads` is per tensor-parallel rank and counts on CPU only; `window` raises the positions of the folder's config.
         """
         try:
             from vllm import AsyncEngineArgs
@@ -51,7 +53,7 @@ class VllmEngine:
                 f'engine.kind = "vllm" needs vllm 0.32 or later: install klear[gpu], or klear[cpu-engine] without a GPU ({error})'
             ) from error
         tokenizer = FolderTokenizer(model_folder)
-        args = AsyncEngineArgs(**engine_arguments(cfg, model_folder, seed=seed))
+        args = AsyncEngineArgs(**engine_arguments(cfg, model_folder, seed=seed, window=window))
         with _environment(num_threads):
             llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
         engine = cls(llm, tokenizer, tensor_shapes(model_folder), version=version)
@@ -180,18 +182,19 @@ class WorkerExtension:
             head.quant_method.process_weights_after_loading(head)
 
 
-def engine_arguments(cfg: VllmEngineConfig, model_folder: Path, *, seed: int) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
-    model = _config(model_folder)
-    window = round(model["max_position_embeddings"] * (cfg.yarn_factor or 1))
-    if cfg.max_model_len is not None and cfg.max_model_len > window:
+def engine_arguments(cfg: VllmEngineConfig, model_folder: Path, *, seed: int, window: int | None = None) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`. `window` raises the positions of the folder's config, YaRN stretches both."""
+    model = read_hf_config(model_folder)
+    own = model.window(window)
+    stretched = round(own * (cfg.yarn_factor or 1))
+    if cfg.max_model_len is not None and cfg.max_model_len > stretched:
         raise ConfigError(
-            f"max_model_len = {cfg.max_model_len} exceeds the {window} positions of {model_folder}; yarn_factor stretches them"
+            f"max_model_len = {cfg.max_model_len} exceeds the {stretched} positions of {model_folder}; yarn_factor stretches them"
         )
     arguments: dict[str, Any] = {
         "model": str(model_folder),
         "dtype": cfg.dtype,
-        "max_model_len": cfg.max_model_len or window,
+        "max_model_len": cfg.max_model_len or stretched,
         "tensor_parallel_size": cfg.runtime.tensor_parallel,
         "gpu_memory_utilization": cfg.runtime.gpu_memory_utilization,
         "max_num_seqs": cfg.runtime.max_num_seqs,
@@ -205,21 +208,23 @@ def engine_arguments(cfg: VllmEngineConfig, model_folder: Path, *, seed: int) ->
     }
     if cfg.runtime.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = cfg.runtime.kv_cache_mb << 20
+    overrides: dict[str, Any] = {}
+    if stretched != model.max_position_embeddings:
+        overrides["max_position_embeddings"] = stretched
     if cfg.yarn_factor is not None:
-        arguments["hf_overrides"] = {"rope_parameters": _yarn(cfg, model), "max_position_embeddings": window}
-    return arguments
+        overrides["rope_parameters"] = _yarn(cfg, model, window=own)
+    return arguments | ({"hf_overrides": overrides} if overrides else {})
 
 
-def _yarn(cfg: VllmEngineConfig, model: dict[str, Any]) -> dict[str, Any]:
-    """YaRN (arXiv 2309.00071) over the model's own window; vLLM expects `max_position_embeddings` to be the stretched one."""
-    own: dict[str, Any] = model.get("rope_parameters") or {}
-    if own.get("rope_type", "default") != "default":
-        raise ConfigError(f"yarn_factor = {cfg.yarn_factor}: the model already has rope_parameters {own}")
+def _yarn(cfg: VllmEngineConfig, model: HfConfig, *, window: int) -> dict[str, Any]:
+    """YaRN (arXiv 2309.00071) over a window; vLLM expects `max_position_embeddings` to be the stretched one."""
+    if model.rope_type != "default":
+        raise ConfigError(f"yarn_factor = {cfg.yarn_factor}: the model already has rope_parameters {model.rope}")
     yarn: dict[str, Any] = {
         "rope_type": "yarn",
-        "rope_theta": own.get("rope_theta") or model["rope_theta"],
+        "rope_theta": model.theta,
         "factor": cfg.yarn_factor,
-        "original_max_position_embeddings": model["max_position_embeddings"],
+        "original_max_position_embeddings": window,
     }
     return yarn if cfg.yarn_attention_factor is None else yarn | {"attention_factor": cfg.yarn_attention_factor}
 
@@ -256,11 +261,3 @@ def _environment(num_threads: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _config(model_folder: Path) -> dict[str, Any]:
-    path = model_folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing: a Hugging Face model folder is needed")
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content

@@ -14,6 +14,7 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ConfigError
 from klear_core.generate.engine import TensorSpec
+from klear_core.hf_config import read_hf_config
 from klear_core.rl.losses import at_step, log_ratio
 from klear_core.rl.objective import Denominators, OldPolicy, Targets, head_of, make_targets
 from klear_core.rl.samples import cut_minibatches
@@ -24,7 +25,7 @@ from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints, Counters
 from klear_core.train.flops import FlopCount, peak_flops
 from klear_core.train.logps import token_logps
-from klear_core.train.model import DTYPES, Policy, export_model, load_model, num_heads
+from klear_core.train.model import DTYPES, Policy, export_model, load_model
 from klear_core.train.packing import MicroBatch, PackedBatch, pack
 from klear_core.train.parallel import World, each_weight, full_weights, parallelise, weight_shapes
 from klear_core.train.step import StepResult, Updater, keep_bad_batch
@@ -52,7 +53,7 @@ class Learner:
         self._seed = seed
         self._workdir = workdir
         self._world = world
-        cfg.runtime.check_heads(num_heads(model_folder(model)), model_folder(model))
+        cfg.runtime.check_heads(read_hf_config(model_folder(model)).num_attention_heads, model_folder(model))
         self._num_skipped = 0
         self._policy = self._load()
         self._reference = self._load().requires_grad_(False) if cfg.kl_coef > 0 else None

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from klear_core.config.sft import SftConfig
+from klear_core.hf_config import read_hf_config
 from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry
 from klear_core.prompts import check_template, load_tokenizer
@@ -22,7 +23,7 @@ from klear_core.train.attention import layout_for
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.flops import FlopCount, peak_flops
-from klear_core.train.model import DTYPES, Policy, export_model, load_model, num_heads
+from klear_core.train.model import DTYPES, Policy, export_model, load_model
 from klear_core.train.packing import PackedBatch, pack
 from klear_core.train.parallel import World, full_weights, parallelise, run_ranks
 from klear_core.train.step import Updater, keep_bad_batch
@@ -47,7 +48,7 @@ def train_sft(cfg: SftConfig, *, model: Path, traces: Path, seed: int, workdir: 
     """
     tokenizer = load_tokenizer(model_folder(model))
     check_template(tokenizer)
-    cfg.runtime.check_heads(num_heads(model_folder(model)), model_folder(model))
+    cfg.runtime.check_heads(read_hf_config(model_folder(model)).num_attention_heads, model_folder(model))
     store = workdir / "scratch" / "tokens"
     rows = read_shards(traces / "traces", TeacherTrace)
     build_store(rows, tokenizer, store, max_tokens=cfg.max_tokens, overlong=cfg.overlong)

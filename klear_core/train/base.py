@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from klear_core.config.train import HfModelConfig, ModelConfig, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
+from klear_core.hf_config import check_architecture, read_hf_config
 from klear_core.ledger import StageSummary
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
@@ -113,7 +114,6 @@ def _reset_weights(model: nn.Module, cfg: TinyModelConfig, seed: int) -> None:
 
 def _point_to(cfg: HfModelConfig, workdir: Path) -> StageSummary:
     from klear_core.prompts import check_template, load_tokenizer
-    from klear_core.train.model import check_architecture
 
     folder = Path(cfg.path).expanduser().resolve()
     check_architecture(folder)
@@ -122,9 +122,9 @@ def _point_to(cfg: HfModelConfig, workdir: Path) -> StageSummary:
         raise ConfigError(f"{folder}: no *.safetensors weights here")
     tokenizer = load_tokenizer(folder)
     check_template(tokenizer)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    if config["vocab_size"] < len(tokenizer):
-        raise ConfigError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config['vocab_size']}")
+    vocab_size = read_hf_config(folder).vocab_size
+    if vocab_size < len(tokenizer):
+        raise ConfigError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {vocab_size}")
     beside = workdir / (POINTER + ".tmp")
     pointed = {"path": str(folder), "max_position_embeddings": cfg.max_position_embeddings, "weights": weights}
     beside.write_text(json.dumps(pointed, indent=2))

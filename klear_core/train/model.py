@@ -5,7 +5,6 @@ Axis letters: B rows, T tokens, N loss tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from klear_core.errors import ConfigError
+from klear_core.hf_config import check_architecture
 from klear_core.prompts import load_tokenizer
 from klear_core.train import attention
 from klear_core.train.packing import MicroBatch
@@ -81,31 +81,6 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA device; allowed here: auto, cpu")
     return torch.device(device)
-
-
-def check_architecture(folder: Path) -> None:
-    """Refuse what scales logits or attention in ways that Klear's packed forward pass would silently leave out."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{folder}: no config.json; not a model folder")
-    config: dict[str, Any] = json.loads(path.read_text())
-    neutral = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
-    for key, value in neutral.items():
-        if config.get(key, value) not in (value, None):
-            raise ConfigError(f"{path}: {key}={config[key]!r}; Klear trains models without it")
-    odd = {t for t in config.get("layer_types") or () if t != "full_attention"}
-    if odd or config.get("use_sliding_window"):
-        raise ConfigError(f"{path}: layers with {', '.join(sorted(odd)) or 'sliding_attention'}; Klear trains full attention only")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type"))
-    if rope_type in ("dynamic", "longrope"):
-        raise ConfigError(f"{path}: {rope_type} positions change with the longest row in a batch, so packed rows are not the rows alone")
-
-
-def num_heads(folder: Path) -> int:
-    """Query heads of a Hugging Face folder's model."""
-    count: int = json.loads((folder / "config.json").read_text())["num_attention_heads"]
-    return count
 
 
 def export_model(state: dict[str, Tensor], source: Path, target: Path, *, max_position_embeddings: int | None = None) -> None:

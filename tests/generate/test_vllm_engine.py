@@ -186,6 +186,20 @@ def test_a_window_wider_than_the_model_is_refused_unless_yarn_stretches_it(tmp_p
     assert 0 <= stretched["seed"] < 2**32
 
 
+def test_the_window_asked_for_widens_that_of_the_folder_and_yarn_stretches_the_wider_one(tmp_path: Path) -> None:
+    """So base, whose folder is as it came, and the models trained from it, whose folders have the window, are served alike."""
+    base = write_folder(tmp_path / "base", build_model(max_len=256))
+    trained = write_folder(tmp_path / "trained", build_model(max_len=288))
+    plain = VllmEngineConfig(max_model_len=288)
+    assert engine_arguments(plain, base, seed=0, window=288)["hf_overrides"] == {"max_position_embeddings": 288}
+    assert "hf_overrides" not in engine_arguments(plain, trained, seed=0)
+    assert "hf_overrides" not in engine_arguments(VllmEngineConfig(), trained, seed=0, window=128)
+    yarn = VllmEngineConfig(max_model_len=640, yarn_factor=2.5)
+    of_base, of_trained = engine_arguments(yarn, base, seed=0, window=288), engine_arguments(yarn, trained, seed=0)
+    assert of_base["hf_overrides"] == of_trained["hf_overrides"]
+    assert of_base["hf_overrides"]["rope_parameters"]["original_max_position_embeddings"] == 288
+
+
 @pytest.mark.skipif(HAS_VLLM, reason="vllm is installed")
 def test_without_vllm_the_error_says_what_to_install(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, build_model())

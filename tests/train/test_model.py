@@ -10,8 +10,9 @@ from tiny_models import packed, random_rows, tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klear_core.errors import ConfigError
+from klear_core.hf_config import check_architecture
 from klear_core.train.logps import fused_loss, token_logps
-from klear_core.train.model import check_architecture, export_model, load_model, pick_device
+from klear_core.train.model import export_model, load_model, pick_device
 from klear_core.train.parallel import full_weights
 
 
@@ -160,7 +161,8 @@ def test_dropout_is_refused_for_the_old_log_probs_would_not_be_those_of_the_poli
 
 
 @pytest.mark.parametrize("rope", [{"rope_parameters": {"rope_type": "dynamic"}}, {"rope_scaling": {"type": "longrope"}}])
-def test_positions_that_depend_on_the_longest_row_beside_are_refused(tmp_path, rope):
-    (tmp_path / "config.json").write_text(json.dumps(rope))
+def test_positions_that_depend_on_the_longest_row_beside_are_refused(folder, tmp_path, rope):
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": None} | rope))
     with pytest.raises(ConfigError, match=r"(dynamic|longrope) positions"):
         check_architecture(tmp_path)

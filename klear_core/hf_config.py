@@ -1,0 +1,99 @@
+"""What a Hugging Face folder's config.json says of its model: read in one place, imported without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from klear_core.errors import ConfigError
+
+
+class HfConfig(BaseModel):
+    """The keys of a config.json that something depends on, under their published names. None or the default: the file has no such key."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float | None = None
+    rope_theta: float | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    """The older name of `rope_parameters`."""
+    layer_types: tuple[str, ...] | None = None
+    use_sliding_window: bool | None = None
+    attention_bias: bool | None = None
+    tie_word_embeddings: bool | None = None
+    final_logit_softcapping: float | None = None
+    attn_logit_softcapping: float | None = None
+    logit_scale: float | None = None
+    logits_scaling: float | None = None
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """How positions are encoded, beyond `rope_theta`."""
+        return self.rope_parameters or self.rope_scaling or {}
+
+    @property
+    def rope_type(self) -> str:
+        """`default` is plain rotation."""
+        return str(self.rope.get("rope_type", self.rope.get("type", "default")))
+
+    @property
+    def theta(self) -> float:
+        """Base of the rotation's frequencies; 10,000 where nothing is said, as in transformers."""
+        return float(self.rope.get("rope_theta") or self.rope_theta or 10_000.0)
+
+    def window(self, wanted: int | None) -> int:
+        """Positions of the model once it is trained: its own, or `model.max_position_embeddings` if that is more."""
+        return max(self.max_position_embeddings, wanted or 0)
+
+
+def read_hf_config(folder: Path) -> HfConfig:
+    """ConfigError if the folder has no config.json, or not that of a decoder with the keys that Qwen3, Llama and their kin have."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_bytes())
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read ({e.strerror}); a Hugging Face model folder on disk is needed") from e
+    except ValueError as e:
+        raise ConfigError(f"{path}: not JSON: {e}") from e
+    try:
+        return HfConfig.model_validate(raw)
+    except ValidationError as e:
+        of_type = f" (model_type {raw.get('model_type')!r})" if isinstance(raw, dict) else ""
+        wrong = "; ".join(_what_is_wrong(error) for error in e.errors())
+        raise ConfigError(f"{path}: {wrong}{of_type}; Klear knows decoders with the keys of Qwen3 and Llama") from e
+
+
+def check_architecture(folder: Path) -> None:
+    """Refuse what scales logits or attention in ways that Klear's packed forward pass would silently leave out."""
+    path, config = folder / "config.json", read_hf_config(folder)
+    neutral = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+    for key, value in neutral.items():
+        found = getattr(config, key)
+        if found not in (value, None):
+            raise ConfigError(f"{path}: {key}={found!r}; Klear trains models without it")
+    odd = {t for t in config.layer_types or () if t != "full_attention"}
+    if odd or config.use_sliding_window:
+        raise ConfigError(f"{path}: layers with {', '.join(sorted(odd)) or 'sliding_attention'}; Klear trains full attention only")
+    if config.rope_type in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"{path}: {config.rope_type} positions change with the longest row in a batch, so packed rows are not the rows alone"
+        )
+
+
+def _what_is_wrong(error: Any) -> str:
+    key = ".".join(map(str, error["loc"]))
+    return f"no {key}" if error["type"] == "missing" else f"{key or 'its content'} = {error['input']!r}: {error['msg']}"
