@@ -5,8 +5,10 @@ import pytest
 import yaml
 from prefect.flows import Flow, load_flow_from_entrypoint
 
+from flows.settings import profile_folder
+from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.plan import stages_of
+from klear_core.plan import select_stages, stages_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
@@ -18,6 +20,12 @@ def test_every_deployment_points_to_a_flow_that_takes_its_parameters(deployment:
     flow = load_flow_from_entrypoint(deployment["entrypoint"])
     assert isinstance(flow, Flow)
     flow.validate_parameters(deployment["parameters"])
+
+
+@pytest.mark.parametrize("deployment", [d for d in DEPLOYMENTS if d["entrypoint"].startswith("flows/stages.py")], ids=lambda d: d["name"])
+def test_the_profile_of_a_deployment_has_its_stage(deployment: dict[str, Any]):
+    stages = stages_of(load_profile(profile_folder(deployment["parameters"]["profile"])))
+    assert select_stages(stages, only=deployment["name"], from_=None, until=None)
 
 
 def test_the_pipeline_each_stage_and_retraining_can_be_deployed():
