@@ -53,13 +53,13 @@ def run(
     """
     from flows import console
     from klear_core.plan import select_stages, stages_of
+    from klear_core.preflight import require_ready
 
     config = load_profile(profile, overrides or [])
     if dry_run:
         plan(profile, overrides)
         return
-    select_stages(stages_of(config), only=only, from_=from_, until=until)  # a misspelt stage is known now, not in seconds
-    console.refuse_if_not_ready(config)
+    require_ready(config, select_stages(stages_of(config), only=only, from_=from_, until=until))  # known now, not in seconds
     with _watched(config.workspace) as watcher:
         from flows.pipeline import run_pipeline
 
@@ -80,9 +80,9 @@ def ablate(
     klear ablate configs/ablations/losses_hot.toml --set workspace.root=/data/klear
     """
     from flows import ablate as grid
-    from flows import console
     from klear_core.config.ablation import load_ablation
     from klear_core.plan import workspace_root
+    from klear_core.preflight import require_ready
 
     cfg, given = load_ablation(file), overrides or []
     configs = {cell: grid.config_of(cfg, cell, given) for cell in grid.cells_of(cfg)}
@@ -90,7 +90,7 @@ def ablate(
     grid.show_work(configs.values())
     if dry_run:
         return
-    console.refuse_if_not_ready(first)
+    require_ready(first)
     with _watched(first.workspace) as watcher:
 
         def run_cell(cell: Cell) -> RunResult:

@@ -134,15 +134,6 @@ def show_plan(config: PipelineConfig) -> None:
         console.print(f"[yellow]before you run:[/] {escape(problem)}")
 
 
-def refuse_if_not_ready(config: PipelineConfig) -> None:
-    """ConfigError with everything that would stop the run, before anything is spent."""
-    from klear_core.preflight import problems_with
-
-    problems = problems_with(config)
-    if problems:
-        raise ConfigError("\n       ".join(["this profile cannot run here yet:", *problems]))
-
-
 def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int) -> None:
     """The score table, the report's path, and how to look closer."""
     console = Console(highlight=False, soft_wrap=True)

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_MIN_DISK_GB = 5
+from klear_core.preflight import MIN_FREE_GB
+
 _MIN_MEMORY_GB = 6  # the laptop profile: Ray, three torch processes and Prefect's server
 
 
@@ -141,6 +142,6 @@ def _memory() -> Check:
 
 def _disk(where: Path) -> Check:
     free_gb = shutil.disk_usage(where).free / 1e9
-    is_good = free_gb >= _MIN_DISK_GB
-    fix = "" if is_good else f"free {_MIN_DISK_GB} GB, or choose another disk: --set workspace.root=/path"
+    is_good = free_gb >= MIN_FREE_GB
+    fix = "" if is_good else f"free {MIN_FREE_GB:g} GB, or choose another disk: --set workspace.root=/path"
     return Check(name="disk", found=f"{free_gb:.0f} GB free at {where}", is_good=is_good, fix=fix)

@@ -20,7 +20,8 @@ from flows.settings import resolve
 from klear_core.artifacts import ArtifactId, ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ArtifactError, KlearError
-from klear_core.plan import Stage, downstream_of, fingerprints_of, open_store, select_stages, stages_of, workspace_root
+from klear_core.plan import Stage, downstream_of, fingerprints_of, open_store, select_stages, stages_of, with_inputs, workspace_root
+from klear_core.preflight import require_ready
 from tasks import tracking
 from tasks.all import TASKS
 from tasks.interrupts import is_interrupt
@@ -53,6 +54,7 @@ def run_stages(
 ) -> PipelineResult:
     """Run the chosen stages in order, each as a Prefect task. What exists and is intact is reused.
 
+    ConfigError, before anything is begun, if something that they need is known to be missing or contradictory.
     Stages that are not chosen are neither run nor needed, but for inputs of chosen ones: ArtifactError if such an input is
     missing. `rerun_from` makes a stage and all that follows from it again, once a flow run, also if that is retried. A stage that
     fails ends the run with its error; a report in the workspace's `failed` folder then says what there is.
@@ -60,10 +62,12 @@ def run_stages(
     show_core_logs()
     stages = stages_of(config)
     chosen = select_stages(stages, only=only, from_=from_, until=until)
-    ids = fingerprints_of(stages, config.workspace)
+    again = downstream_of(stages, rerun_from) if rerun_from is not None else ()
+    require_ready(config, chosen, again=again)
+    ids = fingerprints_of(with_inputs(stages, {*chosen, *again}), config.workspace)
     info = _run_info(config, _this_flow_run())
-    if rerun_from is not None:
-        _forget_once(config.workspace, [ids[name] for name in downstream_of(stages, rerun_from)], run_id=info.run_id)
+    if again:
+        _forget_once(config.workspace, [ids[name] for name in again], run_id=info.run_id)
     refs: dict[str, ArtifactRef] = {}
     with _tracked(info), failure_reported(info, config, chosen, refs):
         for stage in stages:

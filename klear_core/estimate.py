@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,9 @@ from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.train import HfModelConfig, TinyModelConfig, TrainRuntime
+from klear_core.config.train import HfModelConfig, ModelConfig, TinyModelConfig, TrainRuntime
+from klear_core.errors import ConfigError
+from klear_core.hf_config import HfConfig, read_hf_config
 
 _TRAIN_BYTES_PER_PARAM = 16  # fp32 weights, gradients and two Adam moments
 _BYTE_VOCAB = 320
@@ -21,10 +22,8 @@ class ModelSize:
     """The numbers that memory follows from."""
 
     num_params: int
-    num_heads: int
     hidden_size: int
     num_layers: int
-    kv_values_per_token: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,30 +38,27 @@ class StageEstimate:
 
 def estimate(config: PipelineConfig) -> list[StageEstimate]:
     """One line for every stage that generates or trains."""
-    size = model_size(config)
+    size = model_size(config.model)
     rows = [_distill(config), _sft(config, size), _rl("rl", config.rl, size)]
     if config.rl_code is not None:
         rows.append(_rl("rl_code", config.rl_code, size))
     return [*rows, _evaluate(config, size)]
 
 
-def model_size(config: PipelineConfig) -> ModelSize | None:
-    """From the settings of a tiny model or the config.json of a Hugging Face folder; None if that is not there."""
-    match config.model:
+def model_size(model: ModelConfig) -> ModelSize | None:
+    """From the settings of a tiny model or the config.json of a Hugging Face folder; None if that cannot be read."""
+    match model:
         case TinyModelConfig() as m:
             attention = m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads) * m.hidden_size
             layer = attention + 3 * m.hidden_size * m.intermediate_size
-            kv = 2 * m.num_layers * m.num_kv_heads * m.head_dim
             return ModelSize(
-                num_params=_BYTE_VOCAB * m.hidden_size + m.num_layers * layer,
-                num_heads=m.num_heads,
-                hidden_size=m.hidden_size,
-                num_layers=m.num_layers,
-                kv_values_per_token=kv,
+                num_params=_BYTE_VOCAB * m.hidden_size + m.num_layers * layer, hidden_size=m.hidden_size, num_layers=m.num_layers
             )
         case HfModelConfig(path=path):
-            file = Path(path) / "config.json"
-            return _size_of_hf(json.loads(file.read_text())) if file.is_file() else None
+            try:
+                return _size_of_hf(read_hf_config(Path(path)))
+            except ConfigError:
+                return None  # the preflight says why
 
 
 def count_rows(source: Source) -> int | None:
@@ -75,19 +71,14 @@ def count_rows(source: Source) -> int | None:
             return limit if count is None else min(count, limit or count)
 
 
-def _size_of_hf(raw: dict[str, int]) -> ModelSize:
-    hidden, layers, heads = raw["hidden_size"], raw["num_hidden_layers"], raw["num_attention_heads"]
-    kv_heads = raw.get("num_key_value_heads") or heads
-    head_dim = raw.get("head_dim") or hidden // heads
-    layer = head_dim * (2 * heads + 2 * kv_heads) * hidden + 3 * hidden * raw["intermediate_size"]
-    embeddings = raw["vocab_size"] * hidden * (1 if raw.get("tie_word_embeddings") else 2)
-    return ModelSize(
-        num_params=embeddings + layers * layer,
-        num_heads=heads,
-        hidden_size=hidden,
-        num_layers=layers,
-        kv_values_per_token=2 * layers * kv_heads * head_dim,
-    )
+def _size_of_hf(config: HfConfig) -> ModelSize:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    kv_heads = config.num_key_value_heads or heads
+    head_dim = config.head_dim or hidden // heads
+    layer = head_dim * (2 * heads + 2 * kv_heads) * hidden + 3 * hidden * config.intermediate_size
+    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    num_layers = config.num_hidden_layers
+    return ModelSize(num_params=embeddings + num_layers * layer, hidden_size=hidden, num_layers=num_layers)
 
 
 def _rows_in(path: Path) -> int | None:

@@ -11,7 +11,7 @@ Fingerprints are chained from recipe to recipe, so the whole plan follows from t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -94,6 +94,15 @@ def select_stages(stages: Sequence[Stage], *, only: str | None, from_: str | Non
     if first > last:
         raise ConfigError(f"from {from_!r} comes after until {until!r}; the order is {', '.join(names)}")
     return tuple(names[i] for i in chosen if first <= i <= last)
+
+
+def with_inputs(stages: Sequence[Stage], names: Collection[str]) -> tuple[Stage, ...]:
+    """The stages of these names and all that they are made from, in order."""
+    needed = set(names)
+    for stage in reversed(stages):
+        if stage.name in needed:
+            needed |= set(stage.inputs.values())
+    return tuple(s for s in stages if s.name in needed)
 
 
 def downstream_of(stages: Sequence[Stage], which: str) -> tuple[str, ...]:

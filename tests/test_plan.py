@@ -11,7 +11,17 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.sft import SftConfig, SftOptimConfig
 from klear_core.config.train import HfModelConfig, TrainRuntime
 from klear_core.errors import ConfigError
-from klear_core.plan import CODE_VERSIONS, downstream_of, fingerprints_of, input_records, open_store, plan_stages, select_stages, stages_of
+from klear_core.plan import (
+    CODE_VERSIONS,
+    downstream_of,
+    fingerprints_of,
+    input_records,
+    open_store,
+    plan_stages,
+    select_stages,
+    stages_of,
+    with_inputs,
+)
 
 
 def config(root: Path, **changes) -> PipelineConfig:
@@ -152,3 +162,9 @@ def test_what_follows_from_a_stage_is_all_that_is_made_from_it(tmp_path: Path):
         "evaluate_rl",
         "report",
     )
+
+
+def test_what_a_stage_is_made_from_goes_back_to_the_beginning(tmp_path: Path):
+    stages = stages_of(config(tmp_path))
+    assert [s.name for s in with_inputs(stages, {"curate"})] == ["benchmarks", "curate"]
+    assert [s.name for s in with_inputs(stages, {"evaluate_sft"})] == ["benchmarks", "curate", "base", "distill", "sft", "evaluate_sft"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -45,8 +45,15 @@ def read_questions(source: FileSource) -> Iterator[str | Dropped]:
     return _parse_rows(source, lambda fields, schema: schema.question(fields))
 
 
-def check_sources(sources: Iterable[Source]) -> None:
-    """`check_source` for each; ConfigError also if two share a name, for drops and repeats are counted by it."""
+def check_sources(sources: Sequence[Source]) -> None:
+    """`check_names`, and `check_source` for each."""
+    check_names(sources)
+    for source in sources:
+        check_source(source)
+
+
+def check_names(sources: Iterable[Source]) -> None:
+    """ConfigError if two sources share a name, for drops and repeats are counted by it."""
     names: dict[str, Source] = {}
     for source in sources:
         name = source_name(source)
@@ -55,7 +62,6 @@ def check_sources(sources: Iterable[Source]) -> None:
                 f"two sources are called {name!r} ({_origin(names[name])} and {_origin(source)}); give one of them another name"
             )
         names[name] = source
-        check_source(source)
 
 
 def check_source(source: Source) -> None:
@@ -72,6 +78,18 @@ def check_source(source: Source) -> None:
 def check_questions(source: FileSource) -> None:
     """As `check_source`, for a set of which only the questions are read."""
     _refuse_unusable(source, list(islice(read_questions(source), _FIRST_ROWS)))
+
+
+def domains_of(source: Source) -> frozenset[Domain]:
+    """What the first rows of a source are about."""
+    match source:
+        case ProceduralSource():
+            return frozenset({Domain.MATH})
+        case FileSource():
+            head = islice(read_source(source, seed=0), _FIRST_ROWS)
+            return frozenset(row.domain for row in head if isinstance(row, Candidate))
+        case _:
+            assert_never(source)
 
 
 def source_name(source: Source) -> str:

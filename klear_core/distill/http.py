@@ -24,6 +24,7 @@ from klear_core.types import Domain, FinishReason, Problem, TeacherReply
 
 _MAX_BACKOFF_S = 60.0
 _CONNECT_TIMEOUT_S = 30.0
+_KNOCK_TIMEOUT_S = 5.0
 _SEED_BITS = 31  # endpoints differ in how wide a seed they take
 _BUSY = (408, 425, 429)  # and every 5xx: worth another try
 _HOPELESS = {
@@ -120,6 +121,23 @@ class HttpTeacher:
             wait_s = min(_retry_after_s(response), timeout_s)
             return _Trouble(reason=f"http_{status}", detail=detail, wait_s=wait_s)
         return TeacherFailure(reason="rejected", detail=detail)
+
+
+def knock(cfg: HttpTeacherConfig) -> None:
+    """Ask once for the endpoint's list of models. TeacherError if nobody answers in seconds, TeacherRejectsError if our key is refused.
+
+    Any other answer will do: not every endpoint has such a list, but a server that answers is there.
+    """
+    url = cfg.base_url.rstrip("/") + "/models"
+    try:
+        status = httpx.get(url, headers=_headers(cfg.api_key_env), timeout=_KNOCK_TIMEOUT_S).status_code
+    except (httpx.TransportError, httpx.InvalidURL) as e:
+        raise TeacherError(
+            f"nobody answers at distill.teacher.base_url = {cfg.base_url!r}: tried GET {url} for {_KNOCK_TIMEOUT_S:g} s "
+            f"({type(e).__name__}: {e}); start the teacher, or correct its address"
+        ) from e
+    if status in (401, 403):
+        raise TeacherRejectsError(f"GET {url}: HTTP {status}: {_HOPELESS[status]}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

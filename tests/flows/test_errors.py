@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -121,18 +122,25 @@ def test_a_broken_row_in_the_middle_of_a_source_is_dropped_by_name_and_the_other
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_teacher_that_cannot_be_reached_is_named_and_what_was_done_stays(tmp_path: Path, commands: list[Command]):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    url = f"http://127.0.0.1:{port}/v1"
-    teacher = f'distill.teacher={{kind="http", base_url="{url}", model="none", runtime={{max_retries=0}}}}'
-    commands.append(run(tmp_path / "ws", SMALL, teacher, "workspace.retries=0", until="distill", log=tmp_path / "log"))
+def test_a_teacher_that_goes_away_is_named_and_what_was_done_stays(tmp_path: Path, commands: list[Command]):
+    """It answers when the run begins, and is gone before the first problem is put to it."""
+    store = LocalStore(tmp_path / "ws" / "artifacts")
+
+    def is_curating() -> bool:
+        return any(f.parent.name == "benchmarks" for f in store.folders())
+
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        teacher = f'distill.teacher={{kind="http", base_url="{url}", model="none", runtime={{max_retries=0}}}}'
+        commands.append(run(tmp_path / "ws", SMALL, teacher, "workspace.retries=0", until="distill", log=tmp_path / "log"))
+        commands[0].until(is_curating)
+        server.shutdown()
     assert commands[0].wait() not in (0, 130)
     output = commands[0].output
-    assert url in output
+    assert f"at {url}/chat/completions cannot be reached" in output
     assert is_one_message(output), output
-    assert {f.parent.name for f in LocalStore(tmp_path / "ws" / "artifacts").folders()} == {"benchmarks", "curate", "base"}
+    assert {f.parent.name for f in store.folders()} == {"benchmarks", "curate", "base"}
     (report,) = (tmp_path / "ws" / "failed").glob("*/report.html")
     assert f"a report of this failed run: {report}" in output
     assert "This run failed in distill, with 3 of 4 stages done." in report.read_text()

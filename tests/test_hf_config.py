@@ -1,0 +1,65 @@
+"""A model folder that cannot be used is named with what is wrong in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.config.train import HfModelConfig
+from klear_core.errors import ConfigError
+from klear_core.estimate import estimate
+from klear_core.hf_config import read_hf_config
+from klear_core.preflight import problems_with
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+WRONG = {
+    "keys of another kind": (json.dumps(GPT2), r"no hidden_size; .*\(model_type 'gpt2'\)"),
+    "a value of another kind": (json.dumps(QWEN3 | {"hidden_size": "wide"}), "hidden_size = 'wide': "),
+    "half a file": ('{"model_type": "qwen3", ', "not JSON"),
+    "another thing": ("[1, 2]", r"its content = \[1, 2\]"),
+    "bytes": ("\udcff", "not JSON"),
+}
+
+
+def write_config(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    return folder
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_config_that_cannot_be_used_is_a_config_error_that_names_file_and_key(tmp_path: Path, wrong: str) -> None:
+    text, told = WRONG[wrong]
+    with pytest.raises(ConfigError, match=rf"{tmp_path / 'config.json'}: .*{told}"):
+        read_hf_config(write_config(tmp_path, text))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_plan_and_preflight_say_what_is_wrong_with_the_model_and_go_on(tmp_path: Path, wrong: str) -> None:
+    folder = write_config(tmp_path / "model", WRONG[wrong][0])
+    config = PipelineConfig(
+        workspace=WorkspaceConfig(root=str(tmp_path / "ws")),
+        benchmarks=(BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout")),),
+        model=HfModelConfig(path=str(folder)),
+    )
+    assert [p for p in problems_with(config) if p.startswith(f"model.path = {str(folder)!r}: {folder / 'config.json'}: ")]
+    assert {row.memory_gb for row in estimate(config)} == {None}
+
+
+def test_the_window_of_the_settings_raises_that_of_the_folder_and_never_lowers_it(tmp_path: Path) -> None:
+    config = read_hf_config(write_config(tmp_path, json.dumps(QWEN3)))
+    assert (config.window(None), config.window(1024), config.window(128)) == (512, 1024, 512)
