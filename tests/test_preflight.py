@@ -21,7 +21,7 @@ from klear_core.errors import ConfigError, ResourceError
 from klear_core.estimate import estimate
 from klear_core.plan import fingerprints_of, open_store, select_stages, stages_of
 from klear_core.preflight import problems_with, require_ready
-from klear_core.rl.gpus import gpus_here, plan_gpus
+from klear_core.rl.gpus import GpuPlan, gpus_here, plan_gpus
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 KLEAR_8B = CONFIGS / "klear_8b"
@@ -84,6 +84,16 @@ def test_a_weight_for_a_source_that_does_not_exist_is_a_typo() -> None:
 @pytest.mark.parametrize("name", ["laptop", "smoke"])
 def test_profiles_for_any_machine_lack_nothing(tmp_path: Path, name: str) -> None:
     assert problems_with(profile(tmp_path, of=name)) == []
+
+
+@pytest.mark.parametrize("name", ["laptop", "smoke"])
+def test_profiles_for_any_machine_leave_its_gpus_alone(name: str) -> None:
+    """With one GPU and `auto`, a learner and two engines would ask for three."""
+    config = load_profile(CONFIGS / name)
+    for available in (0, 1, 8):
+        assert plan_gpus(config.rl, available) == GpuPlan(learner=0, rollout=0)
+    devices = re.findall(r'"device":"(\w+)"', config.model_dump_json())
+    assert devices == ["cpu"] * 4
 
 
 def test_a_stage_alone_needs_what_it_reads_and_nothing_else(tmp_path: Path) -> None:
