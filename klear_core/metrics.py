@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+METRICS_FILE = "metrics.jsonl"
+"""In the artifact of every stage that has metrics."""
+
 
 class Telemetry(Protocol):
     """Receives what a running stage has to say. Implementations must be cheap: calls come from hot loops."""

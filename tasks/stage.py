@@ -13,7 +13,7 @@ from klear_core.artifacts import ArtifactRef, InputRecord, Manifest
 from klear_core.config.base import result_settings
 from klear_core.config.jobs import Job
 from klear_core.ledger import StageSummary
-from klear_core.metrics import MetricsFile, Telemetry
+from klear_core.metrics import METRICS_FILE, MetricsFile, Telemetry
 from klear_core.plan import CODE_VERSIONS, artifact_id, input_records, open_store
 from tasks import tracking
 from tasks.prefect_view import show_in_prefect
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from klear_core.store import LocalSlot
 
 log = logging.getLogger(__name__)
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class StageBody(Protocol):

@@ -12,7 +12,7 @@ from statistics import fmean
 from klear_core.config.base import Settings
 from klear_core.errors import ArtifactError
 from klear_core.evaluate.stats import Interval, seed_interval
-from klear_core.metrics import read_metrics
+from klear_core.metrics import METRICS_FILE, read_metrics
 from klear_core.scores import read_reports
 
 CONFIDENCE = 0.95
@@ -74,7 +74,7 @@ class AblationTable(Settings):
 
 def read_run(*, rl: Path, before: Path, after: Path) -> RunResult:
     """From the artifact folders of the RL stage and of the evaluations before and after it. ArtifactError if RL trained on nothing."""
-    steps = [row for row in read_metrics(rl / "metrics.jsonl") if "rl/entropy/mean" in row]
+    steps = [row for row in read_metrics(rl / METRICS_FILE) if "rl/entropy/mean" in row]
     if not steps:
         raise ArtifactError(f"{rl}: this RL stage trained on no token, so there is nothing to compare")
     return RunResult(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from klear_core.artifacts import read_manifest
-from klear_core.metrics import read_metrics
+from klear_core.metrics import METRICS_FILE, read_metrics
 from klear_core.records import read_shards
 from klear_core.report.charts import Series
 from klear_core.report.facts import Facts, MissingStage, ModelFacts, StageFacts
@@ -14,7 +14,6 @@ from klear_core.report.text import visible
 from klear_core.scores import read_reports
 from klear_core.types import EvalSample
 
-METRICS_FILE = "metrics.jsonl"
 SAMPLES_FOLDER = "samples"
 
 
