@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError, model_validator
 
 from klear_core.config.base import Settings
+from klear_core.config.load import explained
 from klear_core.errors import ConfigError
 
 
@@ -45,5 +46,4 @@ def load_ablation(file: Path) -> AblationConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{file}: not valid TOML: {e}") from e
     except ValidationError as e:
-        problems = [f"{'.'.join(map(str, error['loc'])) or 'ablation'}: {error['msg']}" for error in e.errors()]
-        raise ConfigError(f"{file}: {'; '.join(problems)}") from e
+        raise ConfigError(f"{file}: {explained(e, AblationConfig)}") from e

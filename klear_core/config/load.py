@@ -82,8 +82,12 @@ def validate(settings: Mapping[str, Any], *, origin: str) -> PipelineConfig:
     try:
         return PipelineConfig.model_validate(with_defaults(settings))
     except ValidationError as e:
-        problems = [_explain(error) for error in e.errors()]
-        raise ConfigError(f"{origin}: " + "; ".join(dict.fromkeys(problems))) from e
+        raise ConfigError(f"{origin}: {explained(e, PipelineConfig)}") from e
+
+
+def explained(invalid: ValidationError, model: type[BaseModel]) -> str:
+    """Everything that is wrong with settings of `model`: each key with its value and what is allowed, or what it may have meant."""
+    return "; ".join(dict.fromkeys(_explain(error, model) for error in invalid.errors()))
 
 
 def with_defaults(settings: Mapping[str, Any]) -> Tree:
@@ -133,12 +137,12 @@ def _profiles_near(folder: Path) -> str:
     return ", ".join(names) or "none"
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, model: type[BaseModel]) -> str:
     """One validation error as `key = value: what is wrong`, with a suggestion for a misspelt key."""
     loc = [str(part) for part in error["loc"]]
-    key = ".".join(_without_tags(loc))
+    key = ".".join(_without_tags(loc, model))
     if error["type"] == "extra_forbidden":
-        known = _known_keys(loc[:-1])
+        known = _known_keys(loc[:-1], model)
         close = difflib.get_close_matches(loc[-1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
         return f"{key}: unknown key; {hint}"
@@ -149,10 +153,9 @@ def _explain(error: Any) -> str:
     return f"{key} = {error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
-def _without_tags(loc: Sequence[str]) -> list[str]:
+def _without_tags(loc: Sequence[str], model: Any) -> list[str]:
     """The path as a user writes it: a tagged union's tag is not a key."""
     keys: list[str] = []
-    model: Any = PipelineConfig
     for part in loc:
         options = _models_in(model)
         if any(_tag_of(option) == part for option in options) and not any(part in o.model_fields for o in options):
@@ -164,8 +167,7 @@ def _without_tags(loc: Sequence[str]) -> list[str]:
     return keys
 
 
-def _known_keys(loc: Sequence[str]) -> list[str]:
-    model: Any = PipelineConfig
+def _known_keys(loc: Sequence[str], model: Any) -> list[str]:
     for part in loc:
         options = _models_in(model)
         tagged = [o for o in options if _tag_of(o) == part]

@@ -18,10 +18,11 @@ a = []
 @pytest.mark.parametrize(
     ("changed", "to", "complaint"),
     [
-        ("seeds", "sedes", "sedes: Extra inputs are not permitted"),
+        ("seeds", "sedes", "sedes: unknown key; did you mean seeds?"),
         ('"a"', '"b"', "reference 'b' is not among the variants a"),
         ("[1, 2]", "[1, 1]", "name a seed twice"),
-        ("[1, 2]", "[1]", "at least 2 items"),
+        ("[1, 2]", "[1]", "seeds = [1]: tuple should have at least 2 items"),
+        ("[1, 2]", '[1, "b"]', "seeds.1 = 'b': input should be a valid integer"),
         ("[1e-4]", "[]", "at least 1 item"),
         ("[variants]", "[variants", "not valid TOML"),
     ],
