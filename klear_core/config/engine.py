@@ -100,4 +100,4 @@ class HttpEngineConfig(Settings):
 
 EngineConfig = Annotated[TorchEngineConfig | VllmEngineConfig | HttpEngineConfig, Field(discriminator="kind")]
 LocalEngineConfig = Annotated[TorchEngineConfig | VllmEngineConfig, Field(discriminator="kind")]
-"""Engines whose weights we can set: those that RL can sample from."""
+"""Engines whose weights we can set: RL can sample from them, and evaluation knows which model it scores."""

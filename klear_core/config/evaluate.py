@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from klear_core.config.base import Settings
-from klear_core.config.engine import EngineConfig, SamplingConfig, TorchEngineConfig
+from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig
 
 
 class EvaluateRuntime(Settings):
@@ -31,7 +31,8 @@ class EvaluateSamplingConfig(SamplingConfig):
 class EvaluateConfig(Settings):
     """avg@n on every benchmark with its interval; numbers of Klear-Reasoner section 4.1."""
 
-    engine: EngineConfig = TorchEngineConfig()
+    engine: LocalEngineConfig = TorchEngineConfig()
+    """Of kinds that load the model they are given: an endpoint serves one model, and every score would be that one's."""
     sampling: EvaluateSamplingConfig = EvaluateSamplingConfig()
     greedy: bool = True
     """Also answer once greedily and report it beside avg@n."""

@@ -46,6 +46,11 @@ def test_list_values_are_toml():
     assert tree == {"curate": {"sources": [{"kind": "file", "path": "a.jsonl"}]}}
 
 
+def test_an_endpoint_cannot_be_scored_for_it_would_stand_for_every_model(profile):
+    with pytest.raises(ConfigError, match=r"evaluate\.engine.*'http'.*'torch', 'vllm'"):
+        load_profile(profile, ["evaluate.engine.kind=http", "evaluate.engine.base_url=http://127.0.0.1:1/v1", "evaluate.engine.model=m"])
+
+
 def test_text_that_is_not_toml_is_a_string():
     assert apply_override({}, "model.path=models/Qwen3-8B-Base") == {"model": {"path": "models/Qwen3-8B-Base"}}
 
