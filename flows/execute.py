@@ -86,10 +86,18 @@ def run_stages(
 
 def run_label() -> str:
     """`laptop-seed0-gppo`, with the stage in front where it runs alone: what tells runs apart in a list."""
+    return label_of(given_config(), flow=str(flow_run.flow_name))
+
+
+def given_config() -> PipelineConfig:
+    """The config that the current flow run's parameters ask for."""
     given: dict[str, Any] = flow_run.parameters
-    config = resolve(given.get("profile"), given.get("overrides") or [], given.get("settings"))
-    parts = [*str(flow_run.flow_name).split("-")[1:], config.name, f"seed{config.seed}", config.rl.loss.kind]
-    return "-".join(parts)
+    return resolve(given.get("profile"), given.get("overrides") or [], given.get("settings"))
+
+
+def label_of(config: PipelineConfig, *, flow: str) -> str:
+    """What follows `klear-` in the flow's name, and then what tells runs of it apart."""
+    return "-".join([*flow.split("-")[1:], config.name, f"seed{config.seed}", config.rl.loss.kind])
 
 
 def _run_one(stage: Stage, refs: Mapping[str, ArtifactRef], info: RunInfo) -> ArtifactRef:

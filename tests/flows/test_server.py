@@ -1,6 +1,7 @@
 """With a real server and a real worker: what a team does from the UI and the command line."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,6 +134,14 @@ def test_deployments_take_parameters_from_the_command_line_and_from_the_form(ser
     folders = [f.parent for f in (tmp_path / "artifacts").glob("base/*/manifest.json")]
     made = {(read_manifest(f).config["seed"], read_manifest(f).config["model"]["num_layers"]) for f in folders}
     assert made == {(0, 1), (7, 2), (8, 2)}
+
+
+def test_retraining_with_a_fresh_seed_is_listed_under_that_seed(server: Server):
+    server.prefect("deploy", "--all", cwd=ROOT)
+    nothing = {"profile": "smoke", "seed": "fresh", "overrides": ['curate.sources=["no/such.jsonl"]']}
+    run = server.wait(server.start_run("klear-retrain", "retrain", nothing))
+    assert run["state_type"] == "FAILED"
+    assert re.fullmatch(r"retrain-smoke-seed[1-9]\d+-gppo", run["name"])
 
 
 def test_a_parameter_out_of_bounds_is_refused_at_once(server: Server):

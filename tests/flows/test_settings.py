@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.execute import label_of
+from flows.retrain import with_seed
 from flows.settings import resolve
 from klear_core.config.distill import ProceduralTeacherConfig
 from klear_core.config.pipeline import PipelineConfig
@@ -62,6 +64,16 @@ def test_without_a_profile_the_settings_stand_alone(profile: str):
     assert resolve(None, [], PipelineConfig(seed=9)) == PipelineConfig(seed=9)
     with pytest.raises(ConfigError):
         resolve(None, ["seed=1"], None)
+
+
+def test_a_run_with_a_fresh_seed_is_called_by_that_seed():
+    config = PipelineConfig(name="laptop", seed=3)
+    fresh = with_seed(config, "fresh", run_id="one")
+    assert with_seed(config, "fixed", run_id="one") == config
+    assert with_seed(config, "fresh", run_id="one") == fresh
+    assert len({3, fresh.seed, with_seed(config, "fresh", run_id="two").seed}) == 3
+    assert label_of(fresh, flow="klear-retrain") == f"retrain-laptop-seed{fresh.seed}-gppo"
+    assert label_of(config, flow="klear") == "laptop-seed3-gppo"
 
 
 def test_an_unknown_override_names_the_key(profile: str):
