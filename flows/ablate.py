@@ -76,6 +76,12 @@ def write_table(table: AblationTable, folder: Path, name: str) -> None:
     Console(highlight=False, soft_wrap=True).print(f"{escape(as_markdown(table))}\ntable    {folder / name}.md and .json")
 
 
+def require_complete(table: AblationTable, *, num_runs: int) -> None:
+    """KlearError if runs are missing, so that a script that waits for the grid does not take it for whole."""
+    if table.failures:
+        raise KlearError(f"{len(table.failures)} of {num_runs} runs failed; the table names them, and the same command runs only these")
+
+
 def show_work(configs: Collection[PipelineConfig]) -> None:
     """How many artifacts these runs need and how many of them are still to be made."""
     needed: dict[tuple[str, str], bool] = {}

@@ -99,6 +99,7 @@ def ablate(
 
         table = grid.run_grid(cfg, run_cell)
     grid.write_table(table, workspace_root(first.workspace) / "ablations", file.stem)
+    grid.require_complete(table, num_runs=len(configs))
 
 
 @app.command()

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from klear_command import ROOT, start
 
-from flows.ablate import Cell, config_of, run_grid
+from flows.ablate import Cell, config_of, require_complete, run_grid
 from klear_core.config.ablation import AblationConfig, load_ablation
-from klear_core.errors import TrainingError
+from klear_core.errors import KlearError, TrainingError
 from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable, RunResult
 
 GRID = AblationConfig(
@@ -65,6 +65,12 @@ def test_a_run_that_fails_is_named_and_the_others_go_on() -> None:
     assert len(runs.asked) == 8
     assert table.failures == {"clip, lr 0.0002, seed 1": "stalled"}
     assert [(row.variant, row.learning_rate) for row in table.rows][2:4] == [("paper", 2e-4), ("paper", None)]
+
+
+def test_a_grid_with_a_failed_run_ends_in_an_error() -> None:
+    with pytest.raises(KlearError, match="1 of 8 runs failed"):
+        require_complete(run_grid(GRID, Runs(SCORES, failing=cell("clip", 2e-4, 1))), num_runs=8)
+    require_complete(run_grid(GRID, Runs(SCORES)), num_runs=8)
 
 
 def test_a_run_is_the_profile_with_the_overrides_of_grid_variant_and_command_line() -> None:
