@@ -128,13 +128,14 @@ def _sft(config: PipelineConfig, size: ModelSize | None) -> StageEstimate:
 
 
 def _rl(stage: str, cfg: RlConfig, size: ModelSize | None) -> StageEstimate:
-    rollouts = cfg.num_steps * cfg.rollout.groups_per_step * cfg.rollout.samples_per_group
+    prompts_a_round = round(cfg.rollout.groups_per_step * cfg.rollout.oversample)
+    rollouts = cfg.num_steps * cfg.rollout.max_rounds * prompts_a_round * cfg.rollout.samples_per_group
     memory = _train_memory_gb(size, cfg.runtime, is_bf16=cfg.dtype == "bfloat16")
     return StageEstimate(
         stage=stage,
         max_tokens=rollouts * cfg.rollout.sampling.max_new_tokens,
         memory_gb=memory,
-        note=f"{rollouts} rollouts in {cfg.num_steps} steps",
+        note=f"at most {rollouts} rollouts in {cfg.num_steps} steps",
     )
 
 
