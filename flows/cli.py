@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from flows.settings import profile_folder
 from klear_core.config.load import load_profile
 from klear_core.errors import KlearError
 
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
 
-Profile = Annotated[Path, typer.Argument(metavar="PROFILE", help="A folder of TOML files, such as configs/laptop.")]
+Profile = Annotated[
+    str,
+    typer.Argument(metavar="PROFILE", help="A folder of TOML files, such as configs/laptop, or the name of one under configs/: laptop."),
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; the value is TOML. May be given many times.")
 ]
@@ -55,7 +59,7 @@ def run(
     from klear_core.plan import select_stages, stages_of
     from klear_core.preflight import require_ready
 
-    config = load_profile(profile, overrides or [])
+    config = load_profile(profile_folder(profile), overrides or [])
     if dry_run:
         plan(profile, overrides)
         return
@@ -112,7 +116,7 @@ def plan(profile: Profile, overrides: Overrides = None) -> None:
     """
     from flows import console
 
-    console.show_plan(load_profile(profile, overrides or []))
+    console.show_plan(load_profile(profile_folder(profile), overrides or []))
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from klear_core.config.load import apply_override, overlay, read_profile, validate, with_defaults
+from klear_core.config.load import apply_override, overlay, profiles_in, read_profile, validate, with_defaults
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError
 
@@ -31,5 +31,10 @@ def resolve(profile: str | None, overrides: Sequence[str], settings: PipelineCon
 
 
 def profile_folder(profile: str) -> Path:
-    """A folder, or the name of one under configs/."""
-    return CONFIGS / profile if (CONFIGS / profile).is_dir() else Path(profile)
+    """A folder, or the name of one under configs/. ConfigError lists the names if there is no such folder."""
+    named, given = CONFIGS / profile, Path(profile)
+    if named.is_dir():
+        return named
+    if given.name == profile and not given.is_dir():
+        raise ConfigError(f"{profile}: no such profile folder; profiles that go by their name: {', '.join(profiles_in(CONFIGS))}")
+    return given

@@ -44,6 +44,8 @@ def read_profile(folder: Path) -> Tree:
             own = tomllib.loads(file.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
             raise ConfigError(f"{file}: not valid TOML: {e}") from e
+        if _is_grid(own):
+            raise ConfigError(f"{file}: a grid of runs, not a profile; klear ablate {file}")
         for key in own:
             if key in settings:
                 raise ConfigError(f"{file}: [{key}] is already set by another file of this profile; keep each table in one file")
@@ -131,9 +133,25 @@ def _toml_value(text: str) -> object:
         return text
 
 
+def profiles_in(folder: Path) -> list[str]:
+    """Names of the folders in it that hold a profile."""
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() and _may_be_profile(list(p.glob("*.toml"))))
+
+
+def _may_be_profile(files: Sequence[Path]) -> bool:
+    try:
+        return bool(files) and not any(_is_grid(tomllib.loads(file.read_text())) for file in files)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return True  # one with a mistake in it, which `read_profile` explains
+
+
+def _is_grid(own: Mapping[str, Any]) -> bool:
+    return "variants" in own
+
+
 def _profiles_near(folder: Path) -> str:
     parent = folder.parent if folder.parent.is_dir() else Path("configs")
-    names = sorted(str(p) for p in parent.iterdir() if p.is_dir() and any(p.glob("*.toml"))) if parent.is_dir() else []
+    names = [str(parent / name) for name in profiles_in(parent)] if parent.is_dir() else []
     return ", ".join(names) or "none"
 
 

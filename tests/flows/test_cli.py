@@ -40,6 +40,13 @@ def test_every_profile_of_the_repository_can_be_planned(klear, monkeypatch, tmp_
     assert "tokens, at most" in planned.out
 
 
+def test_a_profile_of_the_repository_goes_by_its_name_from_anywhere(klear, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    planned = klear("plan", "smoke", "--set", "workspace.root=ws")
+    assert planned.status == 0, planned.err
+    assert planned.out.startswith("smoke seed 0")
+
+
 def test_a_dry_run_shows_the_plan_and_makes_nothing(klear, tmp_path):
     shown = klear("run", ROOT / "configs/smoke", "--dry-run", "--set", f"workspace.root={tmp_path / 'ws'}")
     assert shown.status == 0

@@ -60,6 +60,20 @@ def test_a_missing_profile_is_an_error_that_lists_those_that_are_there(klear, mo
     assert is_one_message(ended.err)
 
 
+def test_a_profile_of_no_name_is_an_error_that_lists_the_names(klear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    ended = klear("run", "lapptop")
+    assert ended.status == 2
+    assert re.search(r"lapptop: no such profile folder; .*\blaptop\b", ended.err)
+    assert "ablations" not in ended.err
+
+
+def test_a_folder_of_grids_is_no_profile(klear):
+    ended = klear("run", ROOT / "configs" / "ablations")
+    assert ended.status == 2
+    assert re.search(r"losses_hot\.toml: a grid of runs, not a profile; klear ablate \S+losses_hot\.toml", ended.err), ended.err
+
+
 def test_a_profile_that_is_no_toml_is_named_with_the_line(klear, tmp_path: Path):
     (tmp_path / "run.toml").write_text("seed = 0\nsft = {\n")
     ended = klear("plan", tmp_path)
