@@ -137,7 +137,7 @@ def test_deployments_take_parameters_from_the_command_line_and_from_the_form(ser
 
 
 def test_retraining_with_a_fresh_seed_is_listed_under_that_seed(server: Server):
-    server.prefect("deploy", "--all", cwd=ROOT)
+    server.prefect("deploy", "--name", "retrain", cwd=ROOT)
     nothing = {"profile": "smoke", "seed": "fresh", "overrides": ['curate.sources=["no/such.jsonl"]']}
     run = server.wait(server.start_run("klear-retrain", "retrain", nothing))
     assert run["state_type"] == "FAILED"
