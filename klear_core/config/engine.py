@@ -29,8 +29,9 @@ class TorchEngineRuntime(Settings):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU if torch finds one."""
-    max_batch_size: int = Field(default=512, ge=1)
-    """Samples that decode together; their KV cache grows as needed."""
+    max_batch_size: int | None = Field(default=None, ge=1)
+    """Samples that decode together; their KV cache grows as needed. By default 512 on a GPU, and 128 on CPU, where more would take it
+    out of the processor's caches (`klear bench sampler`)."""
 
 
 class TorchEngineConfig(Settings):

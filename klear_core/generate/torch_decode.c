@@ -110,13 +110,6 @@ static void mix(const float *scores, const float *total, const float *values_LD,
         }
 }
 
-// Ask for what the next head will read: its rows lie too far apart for the processor to foresee it.
-static inline void prefetch(const float *keys_DL, const float *values_LD, int64_t n, int64_t L) {
-    for (int d = 0; d < HEAD_DIM; d++)
-        for (int64_t l = 0; l < n; l += LANES) __builtin_prefetch(keys_DL + d * L + l, 0, 2);
-    for (int64_t i = 0; i < n * HEAD_DIM; i += LANES) __builtin_prefetch(values_LD + i, 0, 2);
-}
-
 // Norm and rotate queries and keys, put key and value into the caches [R, K, D, L] and [R, K, L, D], attend to all up to the row's position.
 void attend(int num_rows, const int64_t *position, const float *qkv, const float *qk_norm, const float *cos_LD, const float *sin_LD,
             float *keys, float *values, int64_t L, float eps, float *scratch_BGL, float *out) {
@@ -129,8 +122,6 @@ void attend(int num_rows, const int64_t *position, const float *qkv, const float
             float q[GROUP][HEAD_DIM], key[HEAD_DIM];
             float *keys_DL = keys + ((int64_t)b * NUM_KV_HEADS + k) * HEAD_DIM * L;
             float *values_LD = values + ((int64_t)b * NUM_KV_HEADS + k) * HEAD_DIM * L;
-            const int64_t head_size = HEAD_DIM * L, follower = b + (k + 1) / NUM_KV_HEADS;
-            if (follower < num_rows) prefetch(keys_DL + head_size, values_LD + head_size, position[follower] + 1, L);
             for (int g = 0; g < GROUP; g++) {
                 const int h = k * GROUP + g;
                 rotate(row + h * HEAD_DIM, qk_norm + h * HEAD_DIM, cosine, sine, 1.0f / sqrtf(HEAD_DIM), eps, q[g]);

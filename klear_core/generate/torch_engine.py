@@ -30,6 +30,8 @@ from klear_core.generate.torch_qwen3 import Qwen3
 from klear_core.seeding import seed_for
 from klear_core.types import Completion
 
+_MAX_BATCH_SIZE = {"cpu": 128, "cuda": 512}
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Request:
@@ -77,7 +79,7 @@ class TorchEngine:
             self._model,
             NativeStep.of(self._model),
             stop_ids=self._tokenizer.stop_ids,
-            max_rows=cfg.runtime.max_batch_size,
+            max_rows=cfg.runtime.max_batch_size or _MAX_BATCH_SIZE[device.type],
             version=version,
         )
         self._waiting: deque[Row[_Sample]] = deque()
