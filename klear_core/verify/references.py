@@ -101,7 +101,9 @@ def code_reference_from_tests(value: object, *, fn_name: str = "") -> CodeRefere
 def _klear_code(value: Mapping[str, object]) -> CodeReference:
     _refuse_unknown(value, _KLEAR_KEYS, "reference")
     tests = value.get("tests")
-    if not isinstance(tests, Mapping) or tests.get("type") not in _TEST_KEYS:
+    if not isinstance(tests, Mapping):
+        raise DataError(f"reference.tests must be one object with a type, not {type(tests).__name__}: {tests!r:.200}")
+    if tests.get("type") not in _TEST_KEYS:
         raise DataError(f'reference.tests must have "type" stdin, call or asserts, not {tests!r:.200}')
     kind = str(tests["type"])
     _refuse_unknown(tests, _TEST_KEYS[kind], f"reference.tests of type {kind}")

@@ -173,3 +173,9 @@ def test_published_files_are_read_whole(name: str) -> None:
         pytest.skip(f"{path} is not here")
     for row in json.loads(path.read_text()):
         code_reference_from_row(row)
+
+
+def test_tests_given_as_a_list_are_refused_as_a_list() -> None:
+    value = {"kind": "code", "tests": [{"type": "stdin", "inputs": ["1"], "outputs": ["2"]}]}
+    with pytest.raises(DataError, match="must be one object with a type, not list"):
+        reference_from_json(value)
