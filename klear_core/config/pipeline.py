@@ -20,7 +20,7 @@ from klear_core.config.verify import VerifyConfig
 class WorkspaceConfig(Settings):
     """Where things are kept, and how hard to try. Never changes a result."""
 
-    root: str = "runs"
+    root: str = Field(default="runs", min_length=1)
     """Folder for artifacts, tracking and logs; relative paths are taken from the working directory."""
     retries: int = Field(default=2, ge=0)
     """Further tries of a failed stage, with exponential backoff; a wrong config is never retried."""

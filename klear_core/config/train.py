@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from klear_core.config.base import Settings
 from klear_core.errors import ConfigError
@@ -36,13 +37,16 @@ class HfModelConfig(Settings):
     """Any Hugging Face causal-LM folder on disk, with its tokenizer and chat template."""
 
     kind: Literal["hf"] = "hf"
-    path: str
-    """The folder with config.json, weights and tokenizer; relative paths are taken from the working directory."""
+    path: Annotated[str, AfterValidator(os.path.expanduser)] = Field(min_length=1)
+    """The folder with config.json, weights and tokenizer; relative paths are taken from the working directory, `~` is the home folder."""
     max_position_embeddings: int | None = Field(default=None, ge=16)
     """Raised in the config of the trained model; the paper's RL needs 4096 + 32768 = 36864."""
 
 
 ModelConfig = Annotated[TinyModelConfig | HfModelConfig, Field(discriminator="kind")]
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Settings):
@@ -54,7 +58,7 @@ class OptimConfig(Settings):
     """The floor of the cosine as a share of the peak; 1 keeps the rate constant."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates in which the rate climbs in a straight line to its peak. RL scripts: 10; SFT: undisclosed."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of Adam's first and second moment. RL scripts and torch: (0.9, 0.999); SFT: undisclosed."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Applied to matrices only, not to norms and embeddings."""

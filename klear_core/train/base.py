@@ -115,7 +115,7 @@ def _reset_weights(model: nn.Module, cfg: TinyModelConfig, seed: int) -> None:
 def _point_to(cfg: HfModelConfig, workdir: Path) -> StageSummary:
     from klear_core.prompts import check_template, load_tokenizer
 
-    folder = Path(cfg.path).expanduser().resolve()
+    folder = Path(cfg.path).resolve()
     check_architecture(folder)
     weights = _weight_sizes(folder)
     if not weights:

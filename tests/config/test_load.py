@@ -51,6 +51,23 @@ def test_an_endpoint_cannot_be_scored_for_it_would_stand_for_every_model(profile
         load_profile(profile, ["evaluate.engine.kind=http", "evaluate.engine.base_url=http://127.0.0.1:1/v1", "evaluate.engine.model=m"])
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("sft.optim.betas=[2, 3]", r"sft\.optim\.betas\.0 = 2: .*less than 1"),
+        ('workspace.root=""', r"workspace\.root = '': .*at least 1 character"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(profile, override, told):
+    with pytest.raises(ConfigError, match=told):
+        load_profile(profile, [override])
+
+
+def test_a_model_may_lie_in_the_home_folder(profile, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load_profile(profile, ["model.kind=hf", "model.path=~/models/Qwen3"]).model.path == "/home/someone/models/Qwen3"
+
+
 def test_text_that_is_not_toml_is_a_string():
     assert apply_override({}, "model.path=models/Qwen3-8B-Base") == {"model": {"path": "models/Qwen3-8B-Base"}}
 
