@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from klear_core.native import COMPILERS
 from klear_core.preflight import MIN_FREE_GB
 
 _MIN_MEMORY_GB = 6  # the laptop profile: Ray, three torch processes and Prefect's server
@@ -36,6 +37,7 @@ def check_machine() -> list[Check]:
         _python(),
         *(_library(name, fix="pip install -e .") for name in ("prefect", "mlflow", "transformers", "math-verify", "pebble")),
         _torch(),
+        _compiler(),
         _ray(),
         _vllm(),
         _sandbox(),
@@ -84,6 +86,12 @@ def _torch() -> Check:
         last = result.stderr.strip().splitlines()[-1]
         return Check(name="torch", found=f"does not import: {last}", is_good=False, is_fatal=True, fix="reinstall torch for this machine")
     return Check(name="torch", found=result.stdout.strip(), is_good=True)
+
+
+def _compiler() -> Check:
+    found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    fix = "" if found else "apt-get install gcc (or your system's C compiler); without one CPU runs are several times slower"
+    return Check(name="C compiler", found=found or "none", is_good=found is not None, fix=fix)
 
 
 def _ray() -> Check:
