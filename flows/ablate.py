@@ -6,7 +6,7 @@ Nothing is kept but artifacts: a grid that was interrupted, or has grown, runs o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -17,9 +17,10 @@ from rich.markup import escape
 from flows.settings import resolve
 from klear_core.config.ablation import AblationConfig
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.errors import KlearError
+from klear_core.errors import ConfigError, KlearError
 from klear_core.evaluate.ablation import AblationTable, RunResult, as_markdown, read_run, rows_of
 from klear_core.plan import fingerprints_of, open_store, select_stages, stages_of
+from klear_core.preflight import require_ready
 
 _LAST = "evaluate_rl"
 
@@ -46,6 +47,15 @@ def config_of(cfg: AblationConfig, cell: Cell, overrides: Sequence[str]) -> Pipe
     """`overrides` go over those of the grid. ConfigError if that is not a valid config."""
     own = (*cfg.overrides, *cfg.variants[cell.variant], f"rl.optim.lr={cell.rate}", f"seed={cell.seed}")
     return resolve(cfg.profile, [*own, *overrides], None)
+
+
+def require_ready_cells(configs: Mapping[Cell, PipelineConfig]) -> None:
+    """ConfigError that names the first run which cannot go through, before any is begun."""
+    for cell, config in configs.items():
+        try:
+            require_ready(config, select_stages(stages_of(config), only=None, from_=None, until=_LAST))
+        except ConfigError as e:
+            raise ConfigError(f"{cell}: {e}") from e
 
 
 def run_grid(cfg: AblationConfig, run: Callable[[Cell], RunResult]) -> AblationTable:

@@ -60,10 +60,11 @@ def run(
     from klear_core.preflight import require_ready
 
     config = load_profile(profile_folder(profile), overrides or [])
+    chosen = select_stages(stages_of(config), only=only, from_=from_, until=until)
     if dry_run:
-        plan(profile, overrides)
+        console.show_plan(config, chosen)
         return
-    require_ready(config, select_stages(stages_of(config), only=only, from_=from_, until=until))  # known now, not in seconds
+    require_ready(config, chosen)  # known now, not in seconds
     with _watched(config.workspace) as watcher:
         from flows.pipeline import run_pipeline
 
@@ -86,15 +87,15 @@ def ablate(
     from flows import ablate as grid
     from klear_core.config.ablation import load_ablation
     from klear_core.plan import workspace_root
-    from klear_core.preflight import require_ready
 
     cfg, given = load_ablation(file), overrides or []
     configs = {cell: grid.config_of(cfg, cell, given) for cell in grid.cells_of(cfg)}
     first = next(iter(configs.values()))
+    if not dry_run:
+        grid.require_ready_cells(configs)
     grid.show_work(configs.values())
     if dry_run:
         return
-    require_ready(first)
     with _watched(first.workspace) as watcher:
 
         def run_cell(cell: Cell) -> RunResult:
@@ -121,7 +122,7 @@ def plan(profile: Profile, overrides: Overrides = None) -> None:
 
 @app.command()
 def doctor() -> None:
-    """Check this machine: Python, torch, Ray, vLLM, firejail, GPU, memory, disk; each with what to do about it."""
+    """Check this machine: Python, torch, C compiler, Ray, vLLM, firejail, GPU, memory, disk; each with what to do about it."""
     from flows.doctor import check_machine, show_checks
 
     checks = check_machine()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from flows.launch import LOGGERS
+from flows.own_server import is_own
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError, DataError
 
@@ -101,8 +103,8 @@ class RunConsole:
             self._progress.stop()
 
 
-def show_plan(config: PipelineConfig) -> None:
-    """Which stages would run or be reused and why, what they cost, what is missing, and the resolved config."""
+def show_plan(config: PipelineConfig, chosen: Collection[str] | None = None) -> None:
+    """Which of the chosen stages (None: all) would run or be reused and why, what they cost, what is missing; and the resolved config."""
     from klear_core.config.base import config_digest
     from klear_core.estimate import estimate
     from klear_core.plan import plan_stages
@@ -111,9 +113,9 @@ def show_plan(config: PipelineConfig) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{config.name}[/] seed {config.seed}, config {config_digest(config)}, valid")
     console.print_json(config.model_dump_json())
-    missing = problems_with(config)
+    missing = problems_with(config, chosen)
     try:
-        plans = plan_stages(config)
+        plans = plan_stages(config, chosen)
     except ConfigError as e:
         if not missing:
             raise
@@ -125,7 +127,7 @@ def show_plan(config: PipelineConfig) -> None:
             table.add_row(plan.stage, plan.action, plan.fingerprint[:8], escape(plan.why))
         console.print(table)
     costs = Table("stage", "tokens, at most", "memory", "what", box=None)
-    for row in estimate(config):
+    for row in estimate(config, chosen):
         tokens = "not known yet" if row.max_tokens is None else f"{row.max_tokens:,}"
         memory = "" if row.memory_gb is None else f"{row.memory_gb:.2g} GB"
         costs.add_row(row.stage, tokens, memory, escape(row.note))
@@ -147,8 +149,10 @@ def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int
     if result.report is not None:
         console.print(f"\nreport   {_short(result.report)}")
     root = config.workspace.root
-    console.print(f"open     klear ui --root {root}      Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000")
-    console.print(f"inspect  klear show sft --root {root}")
+    if is_own(os.environ.get("PREFECT_API_URL", "")):  # a server that the user named shows the run already
+        console.print(f"open     klear ui --root {root}      Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000")
+    shown = "sft" if "sft" in result.refs else list(result.refs.values())[-1].kind
+    console.print(f"inspect  klear show {shown} --root {root}")
 
 
 def _short(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,13 +37,17 @@ class StageEstimate:
     note: str
 
 
-def estimate(config: PipelineConfig) -> list[StageEstimate]:
-    """One line for every stage that generates or trains."""
+def estimate(config: PipelineConfig, chosen: Collection[str] | None = None) -> list[StageEstimate]:
+    """One line for every chosen stage (None: all) that generates or trains, and one for all evaluations."""
     size = model_size(config.model)
     rows = [_distill(config), _sft(config, size), _rl("rl", config.rl, size)]
+    models = ["base", "sft", "rl"]
     if config.rl_code is not None:
         rows.append(_rl("rl_code", config.rl_code, size))
-    return [*rows, _evaluate(config, size)]
+        models.append("rl_code")
+    num_models = sum(chosen is None or f"evaluate_{model}" in chosen for model in models)
+    evaluation = [_evaluate(config, size, num_models=num_models)] if num_models else []
+    return [*(row for row in rows if chosen is None or row.stage in chosen), *evaluation]
 
 
 def model_size(model: ModelConfig) -> ModelSize | None:
@@ -139,9 +144,8 @@ def _rl(stage: str, cfg: RlConfig, size: ModelSize | None) -> StageEstimate:
     )
 
 
-def _evaluate(config: PipelineConfig, size: ModelSize | None) -> StageEstimate:
+def _evaluate(config: PipelineConfig, size: ModelSize | None, *, num_models: int) -> StageEstimate:
     counts = [_benchmark_rows(b) for b in config.benchmarks]
-    num_models = 3 + (config.rl_code is not None)
     memory = None if size is None else size.num_params * (2 if config.evaluate.engine.kind == "vllm" else 4) / 1e9
     if None in counts:
         return StageEstimate(stage="evaluate", max_tokens=None, memory_gb=memory, note="a benchmark file is missing")

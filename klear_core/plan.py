@@ -147,12 +147,13 @@ def open_store(workspace: WorkspaceConfig) -> LocalStore:
     return LocalStore(workspace_root(workspace) / "artifacts", checked_by=workspace.check_artifacts)
 
 
-def plan_stages(config: PipelineConfig) -> list[StagePlan]:
-    """Which stages a run would reuse, which it would run, and why. Runs nothing, verifies nothing."""
+def plan_stages(config: PipelineConfig, chosen: Collection[str] | None = None) -> list[StagePlan]:
+    """Which of the chosen stages (None: of all) a run would reuse, which it would run, and why. Runs nothing, verifies nothing."""
     stages = stages_of(config)
-    ids = fingerprints_of(stages, config.workspace)
+    names = {s.name for s in stages} if chosen is None else chosen
+    ids = fingerprints_of(with_inputs(stages, names), config.workspace)
     store = open_store(config.workspace)
-    return [_plan_one(stage, ids, config.workspace, store) for stage in stages]
+    return [_plan_one(stage, ids, config.workspace, store) for stage in stages if stage.name in names]
 
 
 def _plan_one(stage: Stage, ids: Mapping[str, ArtifactId], workspace: WorkspaceConfig, store: LocalStore) -> StagePlan:

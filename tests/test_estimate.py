@@ -1,7 +1,16 @@
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.engine import SamplingConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.estimate import estimate
+
+
+def test_only_what_is_chosen_is_counted() -> None:
+    benchmark = BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout", num_problems=8), num_samples=4)
+    config = PipelineConfig(benchmarks=(benchmark,))
+    assert [row.stage for row in estimate(config, ["base", "sft"])] == ["sft"]
+    (scored,) = estimate(config, ["evaluate_rl"])
+    assert scored.max_tokens == 8 * (4 + 1) * config.evaluate.sampling.max_new_tokens
 
 
 def test_rl_samples_at_most_what_oversampling_and_all_rounds_ask_for() -> None:

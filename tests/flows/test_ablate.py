@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,18 @@ def test_a_variant_that_is_not_valid_ends_it_before_anything_runs(klear, tmp_pat
     ended = klear("ablate", file, "--set", f"workspace.root={tmp_path / 'ws'}")
     assert ended.status == 2
     assert "rl.loss.esp_low: unknown key; did you mean eps_low?" in ended.err
+    assert not (tmp_path / "ws").exists()
+
+
+def test_every_run_of_a_grid_is_checked_before_the_first_is_begun(klear, tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text(
+        'profile = "smoke"\nreference = "a"\nlearning_rates = [1e-4]\nseeds = [1, 2]\n'
+        "[variants]\na = []\nb = ['curate.sources=[\"no/such.jsonl\"]']\n"
+    )
+    ended = klear("ablate", file, "--set", f"workspace.root={tmp_path / 'ws'}")
+    assert ended.status == 2
+    assert re.search(r"b, lr 0\.0001, seed 1: .*\n.*no/such\.jsonl: no such file", ended.err), ended.err
     assert not (tmp_path / "ws").exists()
 
 

@@ -54,6 +54,17 @@ def test_a_dry_run_shows_the_plan_and_makes_nothing(klear, tmp_path):
     assert not (tmp_path / "ws").exists()
 
 
+def test_a_dry_run_shows_the_stages_that_were_chosen_and_no_others(klear, tmp_path):
+    where = ("--dry-run", "--set", f"workspace.root={tmp_path / 'ws'}")
+    shown = klear("run", ROOT / "configs/smoke", "--from", "curate", "--until", "distill", *where)
+    assert shown.status == 0
+    assert re.findall(r"^ *(\w+) +run ", shown.out, re.MULTILINE) == ["curate", "base", "distill"]
+    assert re.findall(r"^ *(\w+) .*traces by", shown.out, re.MULTILINE) == ["distill"]
+    assert "rollouts" not in shown.out
+    ended = klear("run", ROOT / "configs/smoke", "--only", "train", *where)
+    assert (ended.status, "no stage 'train'" in ended.err) == (2, True)
+
+
 def test_plan_tells_what_an_override_changes(klear, workspace):
     planned = klear("plan", ROOT / "configs/smoke", "--set", f"workspace.root={workspace}", "--set", "curate.seed_me=1")
     assert planned.status == 2
@@ -141,7 +152,7 @@ def test_answers_in_a_file_are_judged(klear, tmp_path):
 def test_the_doctor_says_what_is_there_and_what_to_do(klear):
     told = klear("doctor")
     assert told.status == 0
-    assert all(what in told.out for what in ("Python", "torch", "ray", "sandbox", "memory", "disk"))
+    assert all(what in told.out for what in ("Python", "torch", "C compiler", "ray", "sandbox", "memory", "disk"))
 
 
 def test_the_doctor_shows_commands_with_brackets_as_they_must_be_typed(capsys):
