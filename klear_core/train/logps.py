@@ -6,11 +6,13 @@ With z = h W^T / temperature and p = softmax(z):  d logp_t / dz = onehot_t - p, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from klear_core.train.logits import Reading, add_product, passes_on, product, widened
 
 CHUNK_LOGITS = 1 << 25
 """Logits held at once on CPU (128 MiB in float32): a tiny vocabulary is one chunk, Qwen's 151,936 makes chunks of 220 tokens."""
@@ -47,6 +49,7 @@ def fused_loss(
     `need_entropy` computes the entropy (for a metric or a loss that uses it); otherwise `loss_fn` is given NaN in its place.
     `max_logits` bounds the logits held at once; None picks by device.
     """
+    hidden_NH, weight_VH = _inputs(hidden_NH, weight_VH)
     size = chunk_size(weight_VH, target_N.numel(), max_logits)
     loss, logp_N, entropy_N = _FusedLoss.apply(hidden_NH, weight_VH, target_N, loss_fn, temperature, need_entropy, size)  # type: ignore[no-untyped-call]
     return HeadOutput(loss, logp_N, entropy_N)
@@ -63,6 +66,7 @@ def token_logps(
     hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, *, temperature: float = 1.0, max_logits: int | None = None
 ) -> TokenLogps:
     """Log-probability and entropy for losses that join tokens (sequence ratios, means); 8NHV with a backward pass, 2NHV without."""
+    hidden_NH, weight_VH = _inputs(hidden_NH, weight_VH)
     size = chunk_size(weight_VH, target_N.numel(), max_logits)
     logp_N, entropy_N = _TokenLogps.apply(hidden_NH, weight_VH, target_N, temperature, size)  # type: ignore[no-untyped-call]
     return TokenLogps(logp_N, entropy_N)
@@ -76,40 +80,60 @@ def chunk_size(weight_VH: Tensor, num_tokens: int, max_logits: int | None) -> in
     return max(1, -(-num_tokens // num_chunks))
 
 
-def _log_softmax(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
-    z_CV = hidden_CH @ weight_VH.T
-    z_CV = z_CV.to(_at_least_float32(z_CV.dtype))  # bf16 has 8 bits, too few for log-probabilities over 150k tokens
-    if temperature != 1.0:
-        z_CV /= temperature
-    return torch.log_softmax(z_CV, dim=-1)
+def _inputs(hidden_NH: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
+    """As the head computes with them; without gradients they are detached, for a function's `needs_input_grad` asks tensors alone."""
+    pair = widened(hidden_NH), widened(weight_VH)
+    return pair if torch.is_grad_enabled() else (pair[0].detach(), pair[1].detach())
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+class _Grads(NamedTuple):
+    """What is to be filled in; None where nobody asks."""
+
+    hidden_NH: Tensor | None
+    weight_VH: Tensor | None
+    """At least float32, the sum over chunks."""
 
 
-def _entropy(logp_CV: Tensor, p_CV: Tensor) -> Tensor:
-    entropy_C: Tensor = -torch.linalg.vecdot(p_CV, logp_CV.clamp_min(-1e30))  # a token of probability 0 adds 0, not 0 * -inf
-    return entropy_C
+class _Head(NamedTuple):
+    """The arithmetic of one chunk. What a call makes of V columns ends with it, before the next chunk's begins."""
 
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    target_N: Tensor
+    temperature: float
 
-def _add_grads(grads: tuple[Tensor | None, Tensor | None], dz_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor, chunk: slice) -> None:
-    grad_hidden_NH, grad_weight_VH = grads
-    dz_CV = dz_CV.to(weight_VH.dtype)
-    if grad_hidden_NH is not None:
-        torch.mm(dz_CV, weight_VH, out=grad_hidden_NH[chunk])
-    if grad_weight_VH is None:
-        return
-    if grad_weight_VH.dtype == dz_CV.dtype:
-        grad_weight_VH.addmm_(dz_CV.T, hidden_CH)
-    else:
-        grad_weight_VH += dz_CV.T @ hidden_CH  # float32 sum over chunks
+    def chunks(self, size: int) -> Iterator[slice]:
+        num_tokens = self.target_N.numel()
+        return (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
+    def numbers(self) -> Tensor:
+        """One for each token, NaN until it is known."""
+        dtype = torch.promote_types(self.hidden_NH.dtype, torch.float32)
+        return torch.full_like(self.target_N, torch.nan, dtype=dtype)
 
-def _grad_buffers(needs_input_grad: tuple[bool, ...], hidden_NH: Tensor, weight_VH: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    grad_hidden_NH = torch.empty_like(hidden_NH) if needs_input_grad[0] else None
-    grad_weight_VH = torch.zeros_like(weight_VH, dtype=_at_least_float32(weight_VH.dtype)) if needs_input_grad[1] else None
-    return grad_hidden_NH, grad_weight_VH
+    def grads(self, needs_hidden: bool, needs_weight: bool) -> _Grads:
+        sum_dtype = torch.promote_types(self.weight_VH.dtype, torch.float32)
+        return _Grads(
+            hidden_NH=torch.empty_like(self.hidden_NH) if needs_hidden else None,
+            weight_VH=torch.zeros_like(self.weight_VH, dtype=sum_dtype) if needs_weight else None,
+        )
+
+    def read(self, chunk: slice, *, need_entropy: bool) -> tuple[Tensor, Reading]:
+        """The chunk's logits, for `add_grads`, and what they say of its targets."""
+        z_CV = product(self.hidden_NH[chunk], self.weight_VH.T)
+        if self.temperature != 1.0:
+            z_CV /= self.temperature
+        return z_CV, passes_on(z_CV.device.type).read(z_CV, self.target_N[chunk, None], need_entropy=need_entropy)
+
+    def add_grads(self, grads: _Grads, chunk: slice, z_CV: Tensor, reading: Reading, dlogp_C: Tensor, dentropy_C: Tensor | None) -> None:
+        """To `grads`, from the loss's derivatives by the chunk's log-probs and entropies."""
+        by_z = (dlogp_C / self.temperature, None if dentropy_C is None else dentropy_C / self.temperature)
+        passes, dtype = passes_on(z_CV.device.type), self.weight_VH.dtype
+        dz_CV = passes.grad(z_CV, reading, self.target_N[chunk, None], *by_z, dtype=dtype)
+        if grads.hidden_NH is not None:
+            torch.mm(dz_CV, self.weight_VH, out=grads.hidden_NH[chunk])
+        if grads.weight_VH is not None:
+            add_product(grads.weight_VH, dz_CV.T, self.hidden_NH[chunk])
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -117,24 +141,21 @@ class _FusedLoss(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, loss_fn: TokenLossFn, temperature: float, need_entropy: bool, size: int
     ):
-        num_tokens = target_N.numel()
-        logp_N = torch.empty(num_tokens, dtype=_at_least_float32(hidden_NH.dtype), device=hidden_NH.device)
-        entropy_N = torch.full_like(logp_N, torch.nan)
+        head = _Head(hidden_NH, weight_VH, target_N, temperature)
+        grads = head.grads(*ctx.needs_input_grad[:2])
+        logp_N, entropy_N = head.numbers(), head.numbers()
         loss = logp_N.new_zeros(())
-        grads = _grad_buffers(ctx.needs_input_grad, hidden_NH, weight_VH)
-        for start in range(0, num_tokens, size):
-            chunk = slice(start, min(start + size, num_tokens))
-            target_C1 = target_N[chunk, None]
-            logp_CV = _log_softmax(hidden_NH[chunk], weight_VH, temperature)
-            logp_N[chunk] = logp_CV.gather(1, target_C1)[:, 0]
-            p_CV = logp_CV.exp()
-            if need_entropy:
-                entropy_N[chunk] = _entropy(logp_CV, p_CV)
-            loss_C, dlogp_C, dentropy_C = _pointwise(loss_fn, logp_N[chunk], entropy_N[chunk], chunk)
-            loss += loss_C.sum()
+
+        def add(chunk: slice) -> None:
+            z_CV, reading = head.read(chunk, need_entropy=need_entropy)
+            logp_N[chunk], entropy_N[chunk] = reading.logp_C, reading.entropy_C
+            loss_C, dlogp_C, dentropy_C = _pointwise(loss_fn, reading, chunk)
+            loss.add_(loss_C.sum())
             if any(ctx.needs_input_grad[:2]):
-                dz_CV = _grad_logits(logp_CV, p_CV, target_C1, dlogp_C, entropy_N[chunk], dentropy_C, temperature)
-                _add_grads(grads, dz_CV, hidden_NH[chunk], weight_VH, chunk)
+                head.add_grads(grads, chunk, z_CV, reading, dlogp_C, dentropy_C)
+
+        for chunk in head.chunks(size):
+            add(chunk)
         ctx.save_for_backward(*grads)
         ctx.weight_dtype = weight_VH.dtype
         ctx.mark_non_differentiable(logp_N, entropy_N)
@@ -144,21 +165,18 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor, _logp: Tensor, _entropy: Tensor):  # type: ignore[no-untyped-def]
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH * grad_loss.to(grad_hidden_NH.dtype)
-        grad_weight_VH = None if grad_weight_VH is None else (grad_weight_VH * grad_loss).to(ctx.weight_dtype)
+        if grad_weight_VH is not None:  # scaled and rounded in one pass, without a second float32 weight
+            grad_weight_VH = torch.mul(grad_weight_VH, grad_loss, out=torch.empty_like(grad_weight_VH, dtype=ctx.weight_dtype))
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
 
 
 class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, temperature: float, size: int):  # type: ignore[no-untyped-def]
-        num_tokens = target_N.numel()
-        logp_N = torch.empty(num_tokens, dtype=_at_least_float32(hidden_NH.dtype), device=hidden_NH.device)
-        entropy_N = torch.empty_like(logp_N)
-        for start in range(0, num_tokens, size):
-            chunk = slice(start, min(start + size, num_tokens))
-            logp_CV = _log_softmax(hidden_NH[chunk], weight_VH, temperature)
-            logp_N[chunk] = logp_CV.gather(1, target_N[chunk, None])[:, 0]
-            entropy_N[chunk] = _entropy(logp_CV, logp_CV.exp())
+        head = _Head(hidden_NH, weight_VH, target_N, temperature)
+        logp_N, entropy_N = head.numbers(), head.numbers()
+        for chunk in head.chunks(size):
+            logp_N[chunk], entropy_N[chunk], _ = head.read(chunk, need_entropy=True)[1]
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, entropy_N)
         ctx.temperature, ctx.size = temperature, size
         return logp_N, entropy_N
@@ -166,41 +184,25 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlogp_N: Tensor, dentropy_N: Tensor):  # type: ignore[no-untyped-def]
         hidden_NH, weight_VH, target_N, entropy_N = ctx.saved_tensors
-        grads = _grad_buffers(ctx.needs_input_grad, hidden_NH, weight_VH)
-        for start in range(0, target_N.numel(), ctx.size):
-            chunk = slice(start, min(start + ctx.size, target_N.numel()))
-            logp_CV = _log_softmax(hidden_NH[chunk], weight_VH, ctx.temperature)
-            given = (dlogp_N[chunk], entropy_N[chunk], dentropy_N[chunk], ctx.temperature)
-            dz_CV = _grad_logits(logp_CV, logp_CV.exp(), target_N[chunk, None], *given)
-            _add_grads(grads, dz_CV, hidden_NH[chunk], weight_VH, chunk)
-        grad_hidden_NH, grad_weight_VH = grads
-        return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype), None, None, None
+        head = _Head(hidden_NH, weight_VH, target_N, ctx.temperature)
+        grads = head.grads(*ctx.needs_input_grad[:2])
+
+        def add(chunk: slice) -> None:
+            z_CV, reading = head.read(chunk, need_entropy=False)
+            reading = reading._replace(entropy_C=entropy_N[chunk])
+            head.add_grads(grads, chunk, z_CV, reading, dlogp_N[chunk], dentropy_N[chunk])
+
+        for chunk in head.chunks(ctx.size):
+            add(chunk)
+        return grads.hidden_NH, None if grads.weight_VH is None else grads.weight_VH.to(weight_VH.dtype), None, None, None
 
 
-def _pointwise(loss_fn: TokenLossFn, logp_C: Tensor, entropy_C: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+def _pointwise(loss_fn: TokenLossFn, reading: Reading, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """The loss of each token of a chunk and its derivatives by that token's log-probability and entropy."""
     with torch.enable_grad():
-        logp_C, entropy_C = logp_C.detach().requires_grad_(), entropy_C.detach().requires_grad_()
+        logp_C, entropy_C = reading.logp_C.detach().requires_grad_(), reading.entropy_C.detach().requires_grad_()
         loss_C = loss_fn(logp_C, entropy_C, chunk)
         if not loss_C.requires_grad:  # nothing to learn here, all tokens are masked by the loss
             return loss_C, torch.zeros_like(logp_C), None
         dlogp_C, dentropy_C = torch.autograd.grad(loss_C.sum(), (logp_C, entropy_C), allow_unused=True)
     return loss_C.detach(), torch.zeros_like(logp_C) if dlogp_C is None else dlogp_C, dentropy_C
-
-
-def _grad_logits(
-    logp_CV: Tensor,
-    p_CV: Tensor,
-    target_C1: Tensor,
-    dlogp_C: Tensor,
-    entropy_C: Tensor,
-    dentropy_C: Tensor | None,
-    temperature: float,
-) -> Tensor:
-    """dLoss/d(h W^T); `p_CV` is overwritten, for at this size a copy costs as much as the arithmetic."""
-    dlogp_C1 = dlogp_C[:, None] / temperature
-    if dentropy_C is None:
-        p_CV *= -dlogp_C1
-    else:
-        p_CV *= -dlogp_C1 - dentropy_C[:, None] / temperature * (logp_CV.clamp_min(-1e30) + entropy_C[:, None])
-    return p_CV.scatter_add_(1, target_C1, dlogp_C1)

@@ -1,9 +1,13 @@
 """The fused head against hand values and against plain float64."""
 
 import math
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from klear_core.train.logps import chunk_size, fused_loss, token_logps
 
@@ -91,6 +95,104 @@ def test_bfloat16_weights_give_float32_logps_and_bfloat16_gradients():
     want_h, want_w = torch.autograd.grad(-plain(h.double(), w.double(), target, 1.0)[0].mean(), (h, w))
     torch.testing.assert_close(w.grad, want_w, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(h.grad, want_h, atol=2e-2, rtol=2e-2)
+
+
+def test_half_precision_is_rounded_where_it_comes_in_and_nowhere_else():
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(64, 128, generator=g).bfloat16().requires_grad_()
+    w = (torch.randn(5000, 128, generator=g) / 2).bfloat16().requires_grad_()  # logits of standard deviation 5.7
+    target = torch.randint(5000, (64,), generator=g)
+    logp, entropy = plain(h.double(), w.double(), target, 1.0)
+    fused = fused_loss(h, w, target, lambda lp, _e, _at: -lp, need_entropy=True, max_logits=4 * 5000)
+    joined = token_logps(h, w, target, max_logits=4 * 5000)
+    for out in (fused, joined):
+        torch.testing.assert_close(out.logp_N.double(), logp, atol=5e-5, rtol=0)  # 0.06 if logits were rounded before the softmax
+        torch.testing.assert_close(out.entropy_N.double(), entropy, atol=5e-5, rtol=0)
+    want = torch.autograd.grad(-logp.sum(), (h, w), retain_graph=True)
+    for loss in (fused.loss, -joined.logp_N.sum()):
+        for got, exact in zip(torch.autograd.grad(loss, (h, w)), want, strict=True):
+            assert torch.equal(got, exact) or (got - exact).norm() <= 2.5e-3 * exact.norm()  # bf16's own rounding, once
+
+
+def product_flop(run):
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def test_a_training_step_of_the_head_is_three_products_and_no_logits_are_computed_twice():
+    h, w, target = inputs(num_tokens=13, hidden=5, vocab=11, dtype=torch.float32)
+    one = 2 * 13 * 5 * 11
+    how = {"max_logits": 4 * 11}  # chunks of 4, 4, 4 and 1
+
+    def step(weight):
+        fused_loss(h, weight, target, lambda lp, _e, _at: -lp, **how).loss.backward()
+
+    assert product_flop(lambda: step(w)) == 3 * one
+    assert product_flop(lambda: step(w.detach())) == 2 * one
+    assert product_flop(lambda: token_logps(h, w, target, **how).logp_N.sum().backward()) == 4 * one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_gradients_there_is_one_product_and_nothing_the_size_of_the_weight_in_float32(dtype):
+    h, w, target = inputs(num_tokens=4, hidden=64, vocab=100, dtype=dtype)
+    weight_in_float32 = 0 if dtype == torch.float32 else 100 * 64 * 4  # what comes in half is computed in float32 here
+    with torch.no_grad():
+        for run in (lambda: fused_loss(h, w, target, lambda lp, _e, _at: -lp), lambda: token_logps(h, w, target)):
+            assert product_flop(run) == 2 * 4 * 64 * 100
+            assert peak_bytes(run, h, w, target) < weight_in_float32 + 100 * 64 * 4
+
+
+class LiveTensors(TorchDispatchMode):
+    """Bytes of all that operations have made and that is still there, at its highest."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known = {t.untyped_storage()._cdata for t in known}
+        self.live = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
+            if storage._cdata not in self.known and storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return out
+
+
+def peak_bytes(run, *known):
+    with LiveTensors(*known) as tensors:
+        run()
+    return tensors.peak
+
+
+def test_two_chunks_of_logits_are_all_that_is_ever_held():
+    num_tokens, hidden, vocab, tokens_per_chunk = 64, 4, 3000, 8
+    h, w, target = inputs(num_tokens, hidden, vocab, dtype=torch.float32)
+    chunk, whole = 4 * tokens_per_chunk * vocab, 4 * num_tokens * vocab
+    gradients = 2 * 4 * (vocab + num_tokens) * hidden  # formed, and scaled by what comes from above
+    weight = torch.linspace(-1, 2, num_tokens)
+
+    def fused(loss_fn, **how):
+        fused_loss(h, w, target, loss_fn, max_logits=tokens_per_chunk * vocab, **how).loss.backward()
+
+    def joined():
+        wavy(*token_logps(h, w, target, max_logits=tokens_per_chunk * vocab), weight).sum().backward()
+
+    def unfused():
+        torch.nn.functional.cross_entropy(h @ w.T, target).backward()
+
+    runs = (
+        lambda: fused(lambda lp, _e, _at: -lp),
+        lambda: fused(lambda lp, _e, _at: -lp, need_entropy=True, temperature=0.7),
+        lambda: fused(lambda lp, e, at: wavy(lp, e, weight[at]), need_entropy=True),
+        joined,
+    )
+    for run in runs:
+        assert 1.9 * chunk < peak_bytes(run, h, w, target) < 2 * chunk + gradients + 0.1 * chunk
+    assert peak_bytes(unfused, h, w, target) > 2 * whole  # the meter sees whole logits where there are some
 
 
 def test_extreme_logits_stay_finite():
