@@ -1,8 +1,11 @@
 import pkgutil
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import klear_core
 
@@ -40,6 +43,32 @@ def test_the_command_line_starts_without_anything_heavy():
 def test_learner_losses_and_torch_engine_need_torch_and_transformers_only(module):
     heavy = modules_loaded_by(module) & HEAVY
     assert heavy <= {"torch", "transformers", "pandas"}, heavy  # transformers itself imports pandas where it is installed
+
+
+@pytest.mark.parametrize("module", ["klear_core.rl.learner", "klear_core.rl.objective", "klear_core.sft.loop", "klear_core.train.parallel"])
+def test_training_starts_where_only_torch_transformers_and_pydantic_are_installed(module):
+    """What tests/gpu/README.md promises. Libraries that transformers would use if they were there do not come into it."""
+    allowed = needs_of("torch", "transformers") | needs_of("pydantic")
+    providers = metadata.packages_distributions()
+    loaded = {canonicalize_name(d) for m in modules_loaded_by(module) if not m.startswith("_") for d in providers.get(m, [])}
+    assert "pydantic" in loaded  # the settings are its models
+    assert loaded - allowed <= {"klear"}
+
+
+def needs_of(*names: str) -> set[str]:
+    """These distributions and all that they cannot do without."""
+    found, todo = set(), [canonicalize_name(n) for n in names]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            needed = [Requirement(r) for r in metadata.requires(name) or []]
+        except metadata.PackageNotFoundError:
+            continue  # needed on other platforms only
+        todo += [canonicalize_name(r.name) for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return found
 
 
 @pytest.mark.parametrize("library", ["prefect", "mlflow", "ray", "vllm"])
