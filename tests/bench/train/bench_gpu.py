@@ -1,0 +1,276 @@
+"""Training a Qwen3-1.7B of random weights on one GPU: how near SFT steps and RL updates come to its peak, what length costs, and
+what the fused head costs beside its bare matrix products.
+
+Needs torch, transformers and pydantic, no tokenizer and no file: see tests/gpu/README.md for how to run it on a bare machine.
+MFU is `klear_core.train.flops` over the peak of NVIDIA's data sheet, or over a measured product for a device that is not in its table.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from klear_core.config.rl import RlConfig
+from klear_core.config.train import OptimConfig
+from klear_core.errors import ConfigError
+from klear_core.rl.objective import Denominators, OldPolicy, head_of, make_targets
+from klear_core.rl.stats import TokenStats
+from klear_core.sft.loss import sft_objective
+from klear_core.train import attention
+from klear_core.train.flops import FlopCount, peak_flops
+from klear_core.train.logits import passes_on
+from klear_core.train.logps import fused_loss, token_logps
+from klear_core.train.model import DTYPES, Dtype, Policy
+from klear_core.train.packing import MicroBatch, PackedBatch, Row, pack
+from klear_core.train.parallel import World, parallelise
+from klear_core.train.step import Objective, Updater
+from klear_core.types import SftExample, TrainSample
+
+Measure = dict[str, object]
+
+QWEN3_1_7B = {
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": True,
+}
+"""Its config.json on Hugging Face."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to measure, so that a test can run all of it small."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
+    dtype: Dtype = "bfloat16"
+    model: dict[str, int | bool] = field(default_factory=lambda: dict(QWEN3_1_7B))
+    row_lengths: tuple[int, ...] = (8192, 4096, 2048, 1024, 1024)
+    """Rows of the step whose MFU is taken: 16K tokens, packed into one line."""
+    lengths: tuple[int, ...] = (4096, 8192, 16_384, 32_768)
+    """One row each."""
+    num_prompt_tokens: int = 256
+    """Of each row; they carry no loss."""
+    max_logits: tuple[int, ...] = (1 << 27, 1 << 28, 1 << 29)
+    """Sizes of the head's chunks to compare."""
+    product_size: int = 8192
+    """Side of the square product that the device's practical peak is taken from."""
+    warmups: int = 3
+    repeats: int = 10
+
+
+def measure() -> list[Measure]:
+    """All measures, for `klear bench gpu`."""
+    if not torch.cuda.is_available():
+        raise ConfigError("this benchmark is about GPUs, and torch sees no CUDA device here")
+    return list(measures(Plan()))
+
+
+def measures(plan: Plan) -> Iterator[Measure]:
+    """Each as soon as it is known."""
+    entry = partial(_entry, plan)
+    bare = _bare_rate(plan)
+    peak = peak_flops(plan.device) or bare
+    yield entry("gpu/product/tflops", bare / 1e12, "TFLOP/s")
+    yield entry("gpu/peak/tflops", peak / 1e12, "TFLOP/s, what MFU is a share of")
+    yield from _head(plan)
+    for name, rows, objective_of, least in (("sft/step", _sft_rows(plan), _sft, 0.45), ("rl/update", _rl_rows(plan), _rl, 0.40)):
+        checkpointing, run = _fitting(partial(_train, plan, rows, objective_of))
+        how = "with" if checkpointing else "without"
+        yield entry(f"{name}/mfu", run.flop / run.seconds / peak, f"of peak, {how} activation checkpointing", least=least)
+        yield entry(f"{name}/tokens_per_s", run.tokens / run.seconds, "tokens/s")
+        yield entry(f"{name}/memory", run.gigabytes, "GB")
+    for length in plan.lengths:
+        run = _train(plan, [_sft_row(plan, length, 0)], _sft, True)
+        yield entry(f"length_{length}/tokens_per_s", run.tokens / run.seconds, "tokens/s with activation checkpointing")
+        yield entry(f"length_{length}/mfu", run.flop / run.seconds / peak, "of peak")
+        yield entry(f"length_{length}/memory", run.gigabytes, "GB")
+
+
+def _entry(plan: Plan, name: str, value: float, unit: str, *, least: float | None = None, most: float | None = None) -> Measure:
+    target = "-" if least is None and most is None else f">= {least}" if most is None else f"<= {most}"
+    is_met = (least is None or value >= least) and (most is None or value <= most)
+    device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type
+    versions = {"device": device, "torch": torch.__version__, "transformers": transformers.__version__, "date": str(date.today())}
+    return {"name": name, "value": value, "unit": unit, "target": target, "ok": is_met, "versions": versions}
+
+
+def _seconds(plan: Plan, run: Callable[[], object]) -> float:
+    """The median call, device work included."""
+    times = []
+    for _ in range(plan.warmups + plan.repeats):
+        _synchronize(plan)
+        started = time.perf_counter()
+        run()
+        _synchronize(plan)
+        times.append(time.perf_counter() - started)
+    return median(times[plan.warmups :])
+
+
+def _synchronize(plan: Plan) -> None:
+    if plan.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _bare_rate(plan: Plan) -> float:
+    """FLOP/s of one large product of random numbers, for zeros run faster than data ever will."""
+    n = plan.product_size
+    a, b = (torch.randn(n, n, device=plan.device, dtype=DTYPES[plan.dtype]) for _ in range(2))
+    return 2 * n**3 / _seconds(plan, lambda: a @ b)
+
+
+def _head(plan: Plan) -> Iterator[Measure]:
+    """Forward and backward of the head against the three products it cannot do without, in the same chunks."""
+    num_tokens, hidden, vocab = sum(plan.row_lengths), int(plan.model["hidden_size"]), int(plan.model["vocab_size"])
+    make = partial(torch.randn, device=plan.device, dtype=DTYPES[plan.dtype])
+    h_NH, w_VH = make(num_tokens, hidden).requires_grad_(), (make(vocab, hidden) / hidden**0.5).requires_grad_()
+    target_N = torch.randint(vocab, (num_tokens,), device=plan.device)
+    losses = {"plain": lambda lp_C, _e_C, _at: -lp_C, "entropy_loss": lambda lp_C, e_C, _at: -lp_C - 0.01 * e_C}
+
+    def fused(name: str, size: int) -> None:
+        need_entropy = name != "plain"
+        fused_loss(h_NH, w_VH, target_N, losses[name], need_entropy=need_entropy, max_logits=size).loss.backward()  # type: ignore[no-untyped-call]
+        h_NH.grad = w_VH.grad = None
+
+    bare_s = min(_seconds(plan, partial(_bare_products, h_NH.detach(), w_VH.detach(), max(1, size // vocab))) for size in plan.max_logits)
+    yield _entry(plan, "head/products", 1e3 * bare_s, "ms, the best chunk size of those below")
+    for size in plan.max_logits:
+        for name in losses:
+            seconds = _seconds(plan, partial(fused, name, size))
+            yield _entry(plan, f"head/{name}/{size >> 20}M_logits", seconds / bare_s, "of the bare products", most=1.5)
+    yield _entry(plan, "head/is_compiled", float(passes_on(plan.device.type).is_compiled), "1: yes")
+
+
+def _bare_products(h_NH: Tensor, w_VH: Tensor, tokens_per_chunk: int) -> None:
+    """Logits, and from as large a gradient those of hidden states and weight, all in the inputs' own precision."""
+    for h_CH in h_NH.split(tokens_per_chunk):
+        z_CV = h_CH @ w_VH.T
+        z_CV @ w_VH
+        z_CV.T @ h_CH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    seconds: float
+    flop: float
+    tokens: int
+    gigabytes: float
+    """The most that was allocated; 0 off CUDA."""
+
+
+ObjectiveOf = Callable[[Plan, Policy, Sequence[Row], PackedBatch], Objective]
+
+
+def _train(plan: Plan, rows: Sequence[Row], objective_of: ObjectiveOf, activation_checkpointing: bool) -> _Run:
+    """Steps over the same rows: forward, backward, clipping and AdamW."""
+    world = World(rank=0, size=1, device=plan.device)
+    policy = _policy(plan, world, activation_checkpointing)
+    flop = FlopCount.of(policy).step(rows)
+    updater = Updater(policy, OptimConfig(lr=1e-6), world, num_steps=1 << 20)
+    layout = attention.layout_for(plan.device, DTYPES[plan.dtype])
+    batch = pack(rows, layout=layout, tokens_per_microbatch=sum(len(r.token_ids) for r in rows), device=plan.device)
+    objective = objective_of(plan, policy, rows, batch)
+    if plan.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        seconds = _seconds(plan, lambda: updater.step(batch, objective, step=0))
+    finally:
+        if dist.is_initialized():  # by `parallelise`
+            dist.destroy_process_group()
+    gigabytes = torch.cuda.max_memory_allocated() / 1e9 if plan.device.type == "cuda" else 0.0
+    return _Run(seconds=seconds, flop=flop, tokens=sum(len(r.token_ids) for r in rows), gigabytes=gigabytes)
+
+
+def _fitting(run: Callable[[bool], _Run]) -> tuple[bool, _Run]:
+    """With activation checkpointing only where memory ends without it; MFU does not count what is computed twice."""
+    try:
+        return False, run(False)
+    except torch.OutOfMemoryError:
+        pass  # what it held is free once the exception is gone
+    gc.collect()
+    torch.cuda.empty_cache()
+    return True, run(True)
+
+
+def _policy(plan: Plan, world: World, activation_checkpointing: bool) -> Policy:
+    """Random weights, as transformers draws them, where they will be used."""
+    attention.register()
+    config = transformers.Qwen3Config(**plan.model, attn_implementation=attention.NAME)
+    with plan.device:
+        hf = transformers.Qwen3ForCausalLM(config)
+    return parallelise(Policy(hf).train(), world, dtype=plan.dtype, activation_checkpointing=activation_checkpointing)
+
+
+def _tokens(plan: Plan, length: int, seed: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = tuple(torch.randint(int(plan.model["vocab_size"]), (length,), generator=generator).tolist())
+    return ids, tuple(i >= plan.num_prompt_tokens for i in range(length))
+
+
+def _sft_row(plan: Plan, length: int, seed: int) -> SftExample:
+    ids, mask = _tokens(plan, length, seed)
+    return SftExample(problem_id=str(seed), token_ids=ids, loss_mask=mask)
+
+
+def _sft_rows(plan: Plan) -> list[SftExample]:
+    return [_sft_row(plan, length, i) for i, length in enumerate(plan.row_lengths)]
+
+
+def _rl_rows(plan: Plan) -> list[TrainSample]:
+    """Answers of one group, right and wrong in turn."""
+    rows = []
+    for i, length in enumerate(plan.row_lengths):
+        ids, mask = _tokens(plan, length, i)
+        is_correct = i % 2 == 0
+        row = TrainSample(
+            problem_id=str(i),
+            token_ids=ids,
+            loss_mask=mask,
+            old_logps=(0.0,) * length,
+            advantage=1.0 if is_correct else -1.0,
+            is_correct=is_correct,
+            oldest_version=0,
+        )
+        rows.append(row)
+    return rows
+
+
+def _sft(_plan: Plan, _policy: Policy, rows: Sequence[Row], _batch: PackedBatch) -> Objective:
+    return sft_objective(rows, "token")
+
+
+def _rl(plan: Plan, policy: Policy, rows: Sequence[Row], batch: PackedBatch) -> Objective:
+    """GPPO against the policy's own log-probs, with entropy and statistics as the learner takes them."""
+    cfg, samples = RlConfig(), [r for r in rows if isinstance(r, TrainSample)]
+    counts, stats = Denominators.of(samples), TokenStats(plan.device)
+
+    @torch.no_grad()
+    def head(micro: MicroBatch) -> Callable[..., object]:
+        logp_N, entropy_N = policy(micro, partial(token_logps, target_N=micro.target_N))
+        old = OldPolicy(logp_N=logp_N, sampler_logp_N=logp_N, entropy_N=entropy_N, ref_logp_N=torch.full_like(logp_N, torch.nan))
+        return head_of(make_targets(micro, samples, old, counts, cfg), cfg, stats)
+
+    heads = {id(micro): head(micro) for micro in batch.micros}
+    return lambda micro: heads[id(micro)]  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no CUDA device here")
+    for measured in measures(Plan()):
+        print(json.dumps(measured), flush=True)
