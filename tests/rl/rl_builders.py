@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from klear_core.config.engine import SamplingConfig
 from klear_core.config.rl import GppoConfig, RewardConfig, RlCheckpointConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
@@ -101,3 +102,31 @@ async def low_byte_judge(asked: Problem, response: str) -> Verdict:
     """Right if the answer starts with a byte below `P`, as one in four does at first: a thing that any model can learn."""
     await asyncio.sleep(0)
     return Verdict(outcome=Outcome.SCORED, score=float(response[:1] < "P"))
+
+
+class Recorder(NullTelemetry):
+    """Keeps all rows in the order in which they come, and fails at a step if told to, as a kill would."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.steps: list[int] = []
+        self.rows: list[dict[str, float]] = []
+        self.fail_at = fail_at
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        if step == self.fail_at:
+            raise KeyboardInterrupt
+        self.steps.append(step)
+        self.rows.append(dict(metrics))
+
+    def column(self, name: str) -> list[float]:
+        return [row[name] for row in self.rows]
+
+
+def weights(workdir: Path) -> dict[str, torch.Tensor]:
+    (file,) = (workdir / "model").glob("*.safetensors")
+    return load_file(file)
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    x, y = weights(a), weights(b)
+    return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)

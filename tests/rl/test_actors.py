@@ -3,77 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from rl_builders import low_byte_judge, problem, rl_config, tiny_base
-from safetensors.torch import load_file
+from ray_builders import NUM_STEPS, PROBLEMS, Saboteur, actors_of, config, kill, run
+from rl_builders import low_byte_judge, same_weights, weights
 
-from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.errors import ResourceError, TrainingError
 from klear_core.generate.engine import SamplingParams, WeightOffer
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.loop import run_rl
 from klear_core.rl.progress import Progress
-from klear_core.rl.rollout import Judge
 from klear_core.rl.shells import to_arrays, to_tensors
-from klear_core.rl.workers import LearnerLost, LocalWorkers, RlRun, Workers
-from klear_core.types import Completion, Problem, Verdict
+from klear_core.rl.workers import LearnerLost, LocalWorkers, RlRun
+from klear_core.types import Completion
 
 ray = pytest.importorskip("ray")
 from klear_core.rl.actors import RayLearner, RayPolicy, RayWorkers, Restarts, StoredWeights  # noqa: E402
 from klear_core.rl.gpus import GpuPlan, is_direct, plan_gpus  # noqa: E402
-
-PROBLEMS = [problem(f"q{i}") for i in range(6)]
-NUM_STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100 << 20)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_base(tmp_path_factory.mktemp("base"))
-
-
-def config(**runtime: object) -> RlConfig:
-    """Two answers of up to 40 tokens at a time, so that a kill finds some half finished and others not begun."""
-    settings = {"device": "cpu", "stall_timeout_s": 120, "checkpoint": RlCheckpointConfig(every_steps=2)} | runtime
-    engine = {"kind": "torch", "runtime": {"max_batch_size": 2}}
-    rollout = RolloutConfig.model_validate(
-        {"groups_per_step": 4, "samples_per_group": 8, "sampling": {"max_new_tokens": 40}, "engine": engine}
-    )
-    return rl_config(num_steps=NUM_STEPS, rollout=rollout, runtime=RlRuntime.model_validate(settings))
-
-
-def run(cfg: RlConfig, base: Path, workdir: Path, judge: Judge = low_byte_judge, workers: Workers | None = None) -> Progress:
-    job = RlRun(cfg=cfg, model=base, seed=0, workdir=workdir)
-    return asyncio.run(run_rl(job, PROBLEMS, judge, NullTelemetry(), workers or RayWorkers()))
-
-
-def weights(workdir: Path) -> dict[str, torch.Tensor]:
-    (file,) = (workdir / "model").glob("*.safetensors")
-    return load_file(file)
-
-
-def same_weights(a: Path, b: Path) -> bool:
-    x, y = weights(a), weights(b)
-    return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
 
 
 @pytest.fixture(scope="module")
@@ -81,38 +37,6 @@ def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     """The same run in one process."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     return workdir, run(config(), base, workdir, workers=LocalWorkers())
-
-
-def actors_of(name: str) -> list[psutil.Process]:
-    """Living processes of our own Ray that run an actor of this class."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{name}"):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return found
-
-
-def kill(name: str, count: int) -> None:
-    for process in actors_of(name)[:count]:
-        process.kill()
-
-
-class Saboteur:
-    """A judge that does something to the actors when it has seen so many answers, and judges on."""
-
-    def __init__(self, after: int, do: Callable[[], None]) -> None:
-        self.num_seen = 0
-        self.after = after
-        self.do = do
-
-    async def __call__(self, asked: Problem, response: str) -> Verdict:
-        self.num_seen += 1
-        if self.num_seen == self.after:
-            self.do()
-        return await low_byte_judge(asked, response)
 
 
 def test_weights_travel_as_the_same_bits() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rl_builders import ONE, constant_rate, random_samples, rl_config, tiny_base
+from rl_builders import ONE, constant_rate, random_samples, rl_config
 from torch import Tensor
 
 from klear_core.config.rl import ErcConfig, GspoConfig, RlConfig, RlRuntime
@@ -20,11 +20,6 @@ from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
 from klear_core.types import TrainSample
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_base(tmp_path_factory.mktemp("base"))
 
 
 def learner(base: Path, workdir: Path, cfg: RlConfig) -> Learner:

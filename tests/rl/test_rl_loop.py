@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from rl_builders import constant_rate, low_byte_judge, problem, problem_artifact, rl_config, tiny_base
+from rl_builders import Recorder, constant_rate, low_byte_judge, problem, problem_artifact, rl_config, same_weights, weights
 from safetensors.torch import load_file
 
 from klear_core.config.engine import SamplingConfig
@@ -28,27 +28,6 @@ from klear_core.types import Domain, Outcome, Problem, TrainSample, Verdict
 PROBLEMS = [problem(f"q{i}") for i in range(6)]
 
 
-class Recorder(NullTelemetry):
-    """Keeps all rows, and fails at a step if told to, as a kill would."""
-
-    def __init__(self, fail_at: int = -1) -> None:
-        self.rows: dict[int, dict[str, float]] = {}
-        self.fail_at = fail_at
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        if step == self.fail_at:
-            raise KeyboardInterrupt
-        self.rows[step] = dict(metrics)
-
-    def column(self, name: str) -> list[float]:
-        return [row[name] for row in self.rows.values()]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_base(tmp_path_factory.mktemp("base"))
-
-
 def run(
     cfg: RlConfig,
     base: Path,
@@ -63,16 +42,6 @@ def run(
     return asyncio.run(run_rl(job, PROBLEMS, judge, telemetry, workers or LocalWorkers())), telemetry
 
 
-def weights(workdir: Path) -> dict[str, torch.Tensor]:
-    (file,) = (workdir / "model").glob("*.safetensors")
-    return load_file(file)
-
-
-def same_weights(a: Path, b: Path) -> bool:
-    x, y = weights(a), weights(b)
-    return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
-
-
 def test_reward_rises_on_a_task_that_can_be_learnt(base: Path, tmp_path: Path) -> None:
     rollout = RolloutConfig(groups_per_step=6, samples_per_group=16, sampling=SamplingConfig(max_new_tokens=4))
     cfg = rl_config(num_steps=15, optim=constant_rate(1e-2), rollout=rollout)
@@ -84,8 +53,8 @@ def test_reward_rises_on_a_task_that_can_be_learnt(base: Path, tmp_path: Path) -
 
 def test_every_step_logs_the_same_well_formed_names(base: Path, tmp_path: Path) -> None:
     _, telemetry = run(rl_config(), base, tmp_path)
-    assert list(telemetry.rows) == [1, 2, 3]
-    names = set(telemetry.rows[1])
+    assert telemetry.steps == [1, 2, 3]
+    names = set(telemetry.rows[0])
     assert all(name.count("/") == 2 and name.startswith("rl/") for name in names)
     assert {"rl/reward/mean", "rl/pass/rate", "rl/groups/kept", "rl/entropy/mean", "rl/clip/low_frac", "rl/mismatch/k3"} <= names
 
@@ -96,7 +65,7 @@ def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_books(base: Path,
     with pytest.raises(KeyboardInterrupt):
         run(cfg, base, tmp_path / "killed", telemetry=Recorder(fail_at=3))
     resumed, telemetry = run(cfg, base, tmp_path / "killed")
-    assert list(telemetry.rows) == [3, 4]
+    assert telemetry.steps == [3, 4]
     assert resumed.counters() == whole.counters()
     assert same_weights(tmp_path / "whole", tmp_path / "killed")
 
@@ -104,17 +73,17 @@ def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_books(base: Path,
 def test_a_finished_run_is_not_run_again(base: Path, tmp_path: Path) -> None:
     first, _ = run(rl_config(), base, tmp_path)
     again, telemetry = run(rl_config(), base, tmp_path)
-    assert telemetry.rows == {}
+    assert telemetry.rows == []
     assert again.counters() == first.counters()
 
 
 class DyingLearner(LocalLearner):
-    """Loses its state once, in the third step, as a killed process would."""
+    """Loses its state once, in the fourth step, as a killed process would."""
 
     deaths = 0
 
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        if self._learner.version == 2 and self.deaths == 0:
+        if self._learner.version == 3 and self.deaths == 0:
             self.deaths += 1
             raise LearnerLost("the learner died")
         return await super().step(samples)
@@ -133,7 +102,7 @@ def test_a_lost_learner_costs_only_the_steps_since_its_checkpoint(base: Path, tm
     run(cfg, base, tmp_path / "whole")
     progress, telemetry = run(cfg, base, tmp_path / "lost", workers=DyingWorkers())
     assert progress.step == 4
-    assert list(telemetry.rows) == [1, 2, 3, 4]
+    assert telemetry.steps == [1, 2, 3, 3, 4]  # the third was logged, lost with the learner, and done again
     assert same_weights(tmp_path / "whole", tmp_path / "lost")
 
 

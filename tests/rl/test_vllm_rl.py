@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from rl_builders import constant_rate, low_byte_judge, problem, rl_config
+from rl_builders import Recorder, constant_rate, low_byte_judge, problem, rl_config
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
@@ -54,14 +53,6 @@ def config(**runtime: object) -> RlConfig:
     )
     settings = {"device": "cpu", "num_rollout_actors": 1, "stall_timeout_s": 900} | runtime
     return rl_config(num_steps=2, optim=constant_rate(1e-2), rollout=rollout, runtime=settings)
-
-
-class Recorder(NullTelemetry):
-    def __init__(self) -> None:
-        self.rows: list[Mapping[str, float]] = []
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        self.rows.append(metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,16 +129,6 @@ def test_after_every_step_the_engine_answers_with_the_learners_new_weights(base:
     assert engine.versions_seen
     assert all(lags == {0} for lags in engine.versions_seen)
     assert_sampler_and_learner_agree(recorder)
-
-
-@pytest.fixture
-def session() -> Iterator[None]:
-    import ray
-
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100 << 20)
-    yield
-    ray.shutdown()
 
 
 @needs_vllm
