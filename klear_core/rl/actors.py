@@ -297,11 +297,13 @@ class RayPolicy:
         """Carry requests to the seat's actor and answers back, for ever."""
         while True:
             await seat.has_work.wait()
-            actor = seat.actor
-            requests, seat.unsent = seat.unsent, []
-            unwanted, seat.unwanted = seat.unwanted, []
+            async with seat.changing:  # an actor that is not ready yet must not be asked
+                actor = seat.actor
+                requests, seat.unsent = seat.unsent, []
+                unwanted, seat.unwanted = seat.unwanted, []
+                exchange = actor.exchange.remote(requests, unwanted)
             try:
-                answers = await actor.exchange.remote(requests, unwanted)
+                answers = await exchange
             except RayActorError as error:
                 await self._replace(seat, actor, error)
                 continue
@@ -361,7 +363,7 @@ class RayPolicy:
             seat.unsent = [request for request, _ in seat.waiting.values()]
 
     async def _equip(self, seat: Seat) -> None:
-        start = seat.actor.start.remote(self._job, self._weights, 0 if self._weights is None else self.version)
+        start = seat.actor.start.remote(self._job, self._weights, self.version)
         await within(start, max(_START_S, self._job.cfg.runtime.stall_timeout_s), f"rollout actor {seat.index}", "start its engine")
         if not self._is_given:
             return

@@ -132,13 +132,13 @@ class RolloutActor:
     """One sampling engine."""
 
     async def start(self, job: RlRun, arrays: Arrays | None, version: int) -> None:
-        """Build the engine, with these weights if there are any, else the initial ones, which are version 0."""
+        """Build the engine with the initial weights, which are version 0, and then load these if there are any, which are `version`."""
         from klear_core.generate.factory import build_trainable_engine
         from klear_core.train.base import model_folder
 
         cfg, folder = job.cfg, model_folder(job.model)
         threads = cfg.runtime.rollout_threads
-        self._engine = await build_trainable_engine(cfg.rollout.engine, folder, num_threads=threads, seed=job.seed, version=version)
+        self._engine = await build_trainable_engine(cfg.rollout.engine, folder, num_threads=threads, seed=job.seed)
         self._running: dict[asyncio.Task[Answer], int] = {}
         if arrays is not None:
             await self.load_weights(arrays, version)
