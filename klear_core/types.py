@@ -205,6 +205,8 @@ class Rollout:
     completion: Completion
     verdict: Verdict
     reward: float
+    is_positive: bool
+    """Right and well-formed; a right answer without its tags is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +226,8 @@ class TrainSample:
     loss_mask: tuple[bool, ...]
     old_logps: tuple[float, ...]
     advantage: float
-    is_correct: bool
+    is_positive: bool
+    """As the rollout's: what the language-model loss learns from."""
     oldest_version: int
 
 

@@ -191,7 +191,7 @@ class GroupFilterConfig(Settings):
     zero_advantage: Literal["reward", "accuracy", "off"] = "reward"
     """Drop groups whose rewards (the paper) or 0/1 accuracies (its code, for code problems too) are all equal."""
     min_accuracy: float = Field(default=0.0, ge=0, le=1)
-    """Groups with a lower mean accuracy are dropped; 0 drops none."""
+    """Groups with a lower mean accuracy are dropped; 0 drops none. Accurate is right, with the tags that `reward` asks for."""
     max_accuracy: float = Field(default=1.0, ge=0, le=1)
     """Groups with a mean accuracy outside these bounds are dropped."""
 
@@ -285,7 +285,7 @@ class RlConfig(Settings):
     max_log_ratio: float = Field(default=20.0, gt=0, le=30)
     """Bound of |log ratio|, so that no weight can overflow (ERC's code: 20); tokens beyond are counted."""
     lm_coef: float = Field(default=0.1, ge=0)
-    """Alpha of the language-model loss on correct samples (equation 13)."""
+    """Alpha of the language-model loss on positive samples (equation 13): right, and with the tags that `reward` asks for."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 estimate of KL(policy, initial model); the paper has none. Above 0 a frozen copy is kept."""
     entropy_coef: float = Field(default=0.0, ge=0, le=1)

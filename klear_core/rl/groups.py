@@ -101,7 +101,7 @@ def _too_few(usable: Sequence[Rollout], lost: Counter[str]) -> str | None:
 
 
 def _trouble(usable: Sequence[Rollout], cfg: GroupFilterConfig) -> str | None:
-    accuracies = [float(r.verdict.is_correct) for r in usable]
+    accuracies = [float(r.is_positive) for r in usable]
     accuracy = sum(accuracies) / len(accuracies)
     if accuracy < cfg.min_accuracy:
         return "too_hard"

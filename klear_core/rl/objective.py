@@ -1,4 +1,4 @@
-"""The whole RL loss of a micro-batch: policy term, language-model term on correct samples, KL and entropy. N: loss tokens.
+"""The whole RL loss of a micro-batch: policy term, language-model term on positive samples, KL and entropy. N: loss tokens.
 
 Each term is divided by counts of the whole mini-batch, known beforehand, so that cutting it into micro-batches changes nothing.
 """
@@ -36,7 +36,7 @@ class Targets:
     scale_N: Tensor
     """What a token's policy, KL and entropy terms count in the mini-batch's mean."""
     lm_scale_N: Tensor
-    """Alpha over the mini-batch's correct tokens on tokens of correct samples, else 0."""
+    """Alpha over the mini-batch's tokens of positive samples on these tokens, else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +45,14 @@ class Denominators:
 
     num_rows: int
     num_tokens: int
-    num_correct_tokens: int
+    num_positive_tokens: int
 
     @classmethod
     def of(cls, rows: Sequence[TrainSample]) -> Denominators:
         """Count loss tokens."""
         lengths = [sum(r.loss_mask) for r in rows]
-        correct = sum(n for r, n in zip(rows, lengths, strict=True) if r.is_correct)
-        return cls(num_rows=len(rows), num_tokens=sum(lengths), num_correct_tokens=correct)
+        positive = sum(n for r, n in zip(rows, lengths, strict=True) if r.is_positive)
+        return cls(num_rows=len(rows), num_tokens=sum(lengths), num_positive_tokens=positive)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +83,14 @@ def make_targets(micro: MicroBatch, rows: Sequence[TrainSample], old: OldPolicy,
     )
     if cfg.old_logps == "learner":
         batch = replace(batch, correction_N=mismatch_correction(batch, old.sampler_logp_N, cfg.mismatch, max_log_ratio=cfg.max_log_ratio))
-    lm_scale = cfg.lm_coef / max(1, counts.num_correct_tokens)
+    lm_scale = cfg.lm_coef / max(1, counts.num_positive_tokens)
     return Targets(
         target_N=micro.target_N,
         batch=batch,
         sampler_logp_N=old.sampler_logp_N,
         ref_logp_N=old.ref_logp_N,
         scale_N=per_row([_scale(sum(r.loss_mask), counts, cfg) for r in rows]),
-        lm_scale_N=per_row([lm_scale * r.is_correct for r in rows]),
+        lm_scale_N=per_row([lm_scale * r.is_positive for r in rows]),
     )
 
 

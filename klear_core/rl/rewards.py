@@ -9,14 +9,18 @@ from klear_core.types import Completion, Outcome, Verdict
 
 def reward_of(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> float:
     """Format first, as published: no `</think>`, then no `<think>`, then what the verifier says (METHOD 4.1)."""
-    if cfg.missing_close is not None and THINK_CLOSE not in completion.text:
-        return cfg.missing_close
-    if cfg.missing_open is not None and THINK_OPEN not in completion.text:
-        return cfg.missing_open
+    fault = _format_reward(completion, cfg)
+    if fault is not None:
+        return fault
     score = verdict.score if verdict.outcome is Outcome.SCORED else 0.0
     if not cfg.soft:
         score = float(score == 1.0)
     return cfg.wrong + (cfg.correct - cfg.wrong) * score
+
+
+def is_positive(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> bool:
+    """Right and well-formed: a total reward of 1 in the published code (METHOD 2.6), here whatever the numbers and before a penalty."""
+    return verdict.is_correct and _format_reward(completion, cfg) is None
 
 
 def overlong_penalty(num_tokens: int, max_new_tokens: int, cfg: OverlongConfig) -> float:
@@ -25,3 +29,12 @@ def overlong_penalty(num_tokens: int, max_new_tokens: int, cfg: OverlongConfig) 
         return 0.0
     over = num_tokens - (max_new_tokens - cfg.penalty_tokens)
     return cfg.penalty * min(1.0, max(0.0, over / cfg.penalty_tokens))
+
+
+def _format_reward(completion: Completion, cfg: RewardConfig) -> float | None:
+    """What an answer without its tags gets, whatever it says; None for a well-formed one."""
+    if cfg.missing_close is not None and THINK_CLOSE not in completion.text:
+        return cfg.missing_close
+    if cfg.missing_open is not None and THINK_OPEN not in completion.text:
+        return cfg.missing_open
+    return None

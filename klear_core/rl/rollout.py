@@ -14,7 +14,7 @@ from klear_core.errors import TrainingError
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.prompts import render_prompt
 from klear_core.rl.groups import Fates, keep_informative
-from klear_core.rl.rewards import overlong_penalty, reward_of
+from klear_core.rl.rewards import is_positive, overlong_penalty, reward_of
 from klear_core.seeding import seed_for
 from klear_core.types import Problem, Rollout, RolloutGroup, Verdict
 
@@ -161,7 +161,13 @@ class Collector:
         self._num_events += 1
         reward = reward_of(completion, verdict, self._cfg.reward)
         reward -= overlong_penalty(len(completion.token_ids), sampling.max_new_tokens, self._cfg.overlong)
-        return Rollout(prompt_ids=prompt_ids, completion=completion, verdict=verdict, reward=reward)
+        return Rollout(
+            prompt_ids=prompt_ids,
+            completion=completion,
+            verdict=verdict,
+            reward=reward,
+            is_positive=is_positive(completion, verdict, self._cfg.reward),
+        )
 
     async def _all_or_stall(self, tasks: Sequence[asyncio.Task[Rollout]]) -> None:
         """Wait for all; the first failure ends the wait, and so does a time without any event."""

@@ -65,6 +65,6 @@ def _sample(problem_id: str, rollout: Rollout, advantage: float) -> TrainSample:
         loss_mask=(False,) * len(prompt_ids) + (True,) * len(completion.token_ids),
         old_logps=(0.0,) * len(prompt_ids) + completion.logps,
         advantage=advantage,
-        is_correct=rollout.verdict.is_correct,
+        is_positive=rollout.is_positive,
         oldest_version=min(completion.policy_versions),
     )

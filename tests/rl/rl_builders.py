@@ -49,7 +49,7 @@ def sample(
     *,
     prompt: Sequence[int] = (1, 2),
     advantage: float = 1.0,
-    is_correct: bool = False,
+    is_positive: bool = False,
     version: int = 0,
 ) -> TrainSample:
     return TrainSample(
@@ -58,7 +58,7 @@ def sample(
         loss_mask=(False,) * len(prompt) + (True,) * len(token_ids),
         old_logps=(0.0,) * len(prompt) + tuple(logps),
         advantage=advantage,
-        is_correct=is_correct,
+        is_positive=is_positive,
         oldest_version=version,
     )
 
@@ -71,7 +71,7 @@ def random_samples(count: int, *, seed: int = 0, logp: float = -5.0) -> list[Tra
         length = int(torch.randint(2, 12, (), generator=generator))
         ids = torch.randint(0, 256, (length,), generator=generator).tolist()
         sign = 1 if i % 2 else -1
-        samples.append(sample(f"p{i // 2}", ids, [logp] * length, advantage=sign * (1 + i % 3), is_correct=sign > 0))
+        samples.append(sample(f"p{i // 2}", ids, [logp] * length, advantage=sign * (1 + i % 3), is_positive=sign > 0))
     return samples
 
 

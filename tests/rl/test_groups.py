@@ -29,11 +29,18 @@ def problem(name: str) -> Problem:
     return Problem(problem_id=name, source="s", domain=Domain.MATH, question=name, reference=reference, difficulty=Difficulty.EASY)
 
 
-def rollout(reward: float, *, score: float | None = None, outcome: Outcome = Outcome.SCORED, finish: FinishReason = "stop") -> Rollout:
+def rollout(
+    reward: float,
+    *,
+    score: float | None = None,
+    outcome: Outcome = Outcome.SCORED,
+    finish: FinishReason = "stop",
+    has_tags: bool = True,
+) -> Rollout:
     """A reward with the score it came from (1 for rewards of 1, else 0)."""
     completion = Completion(text="", token_ids=(5,), logps=(-0.5,), finish_reason=finish, policy_versions=(0,))
     verdict = Verdict(outcome=outcome, score=float(reward == 1) if score is None else score)
-    return Rollout(prompt_ids=(1, 2), completion=completion, verdict=verdict, reward=reward)
+    return Rollout(prompt_ids=(1, 2), completion=completion, verdict=verdict, reward=reward, is_positive=verdict.is_correct and has_tags)
 
 
 def group(*rewards: float, name: str = "p") -> RolloutGroup:
@@ -65,6 +72,14 @@ def test_accuracy_filter_drops_a_code_group_that_only_soft_rewards_tell_apart() 
     assert kept_of([soft_group(*rates)], by_accuracy) == (0, {"group/same_accuracy": 1, "rollout/group_same_accuracy": 8})
     assert kept_of([soft_group(1.0, *rates[1:])], by_accuracy)[0] == 1
     assert kept_of([soft_group(*rates)])[0] == 1
+
+
+def test_a_right_answer_without_its_tags_is_no_accurate_one() -> None:
+    """As published: accuracy is a reward of exactly 1."""
+    rollouts = (*group(-1, -1).rollouts, rollout(-2, score=1.0, has_tags=False))
+    told_apart_by_rewards_alone = RolloutGroup(problem=problem("p"), rollouts=rollouts)
+    assert kept_of([told_apart_by_rewards_alone], GroupFilterConfig(zero_advantage="accuracy"))[1]["group/same_accuracy"] == 1
+    assert kept_of([told_apart_by_rewards_alone], GroupFilterConfig(min_accuracy=0.1))[1]["group/too_hard"] == 1
 
 
 @pytest.mark.parametrize(("accuracy", "fate"), [(1, "group/too_hard"), (2, None), (3, "group/too_easy")])

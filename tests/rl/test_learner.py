@@ -63,7 +63,7 @@ def mean_logp(it: Learner, samples: Sequence[TrainSample], folder: Path) -> floa
 
 def test_rewarded_answers_become_likelier_and_punished_ones_less(base: Path, tmp_path: Path) -> None:
     samples = random_samples(8)
-    good, bad = ([s for s in samples if s.is_correct == sign] for sign in (True, False))
+    good, bad = ([s for s in samples if s.is_positive == sign] for sign in (True, False))
     it = learner(base, tmp_path, rl_config(num_steps=20, old_logps="learner", optim=constant_rate(1e-2)))
     before = mean_logp(it, good, tmp_path / "a"), mean_logp(it, bad, tmp_path / "b")
     for _ in range(5):

@@ -53,7 +53,7 @@ def three_responses() -> tuple[list[TrainSample], list[list[float]]]:
     adv = advantages([[1, 1, -1]], GrpoAdvantage(std="sample"))[0]
     logps = [[-0.1, -0.2], [-0.3], [-0.4, -0.5, -0.6]]
     olds = [[-0.1 - math.log(1.5), -0.2], [-0.3], [-0.4, -0.5 - math.log(0.5), -0.6]]
-    rows = [sample("p", [0] * len(o), o, advantage=a, is_correct=i < 2) for i, (o, a) in enumerate(zip(olds, adv, strict=True))]
+    rows = [sample("p", [0] * len(o), o, advantage=a, is_positive=i < 2) for i, (o, a) in enumerate(zip(olds, adv, strict=True))]
     return rows, logps
 
 
@@ -109,15 +109,17 @@ def test_truncated_importance_weights_scale_tokens_up_to_the_cap() -> None:
 
 
 def test_a_sequence_too_far_from_its_sampler_is_masked_whole_and_still_counted() -> None:
-    rows = [sample("a", [0, 0], [-1.0, -1.0]), sample("b", [0], [-1.0])]
-    old = old_of(torch.tensor([-1.0, -1.0, -1.0]), sampler_logp_N=torch.tensor([-1.0, -2.0, -1.3]))
-    cfg = rl_config(old_logps="learner", mismatch=MismatchConfig(max_sequence_ratio=1.5))  # exp(0.5) = 1.65, exp(0.3) = 1.35
-    _, grad = loss_and_logp_grad(rows, [[-1.0, -1.0], [-1.0]], cfg, old)
-    assert grad == pytest.approx([0, 0, -1 / 3], rel=1e-5)
+    """Learner over sampler: exp(0.5) = 1.65 and exp(-0.5), one over that, are too far; exp(0.3) = 1.35 and exp(-0.3) are not."""
+    rows = [sample(name, [0, 0], [-1.0, -1.0]) for name in "abcd"]
+    sampler_logp_N = torch.tensor([-1.0, -2.0, -0.5, -0.5, -1.3, -1.3, -0.7, -0.7])
+    old = old_of(torch.full((8,), -1.0), sampler_logp_N=sampler_logp_N)
+    cfg = rl_config(old_logps="learner", mismatch=MismatchConfig(max_sequence_ratio=1.5))
+    _, grad = loss_and_logp_grad(rows, [[-1.0, -1.0]] * 4, cfg, old)
+    assert grad == pytest.approx([0, 0, 0, 0, *[-1 / 8] * 4], rel=1e-5)
 
 
 def test_infinite_log_probs_of_old_and_reference_stay_finite() -> None:
-    rows = [sample("p", [0, 0, 0], [-math.inf, -1.0, -1.0], is_correct=True)]
+    rows = [sample("p", [0, 0, 0], [-math.inf, -1.0, -1.0], is_positive=True)]
     old = old_of(torch.tensor([-math.inf, -1.0, -1e30]), ref_logp_N=torch.tensor([-1.0, -math.inf, -1.0]))
     loss, grad = loss_and_logp_grad(rows, [[-1.0, -1.0, -1.0]], rl_config(kl_coef=0.1, lm_coef=0.1), old)
     assert math.isfinite(loss)

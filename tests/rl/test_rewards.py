@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from klear_core.config.rl import OverlongConfig, RewardConfig
-from klear_core.rl.rewards import overlong_penalty, reward_of
+from klear_core.rl.rewards import is_positive, overlong_penalty, reward_of
 from klear_core.types import Completion, Outcome, Verdict
 
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0)
@@ -33,6 +33,27 @@ def test_missing_tags_are_checked_before_the_verdict_and_the_closing_one_first()
 def test_format_terms_can_be_left_out() -> None:
     cfg = RewardConfig(missing_close=None, missing_open=None)
     assert reward_of(answer("\\boxed{1}"), RIGHT, cfg) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "expected"),
+    [
+        ("<think>1</think> \\boxed{1}", RIGHT, True),
+        ("<think>1</think> \\boxed{2}", WRONG, False),
+        ("<think>1</think>", NOTHING, False),
+        ("<think>1</think> 15 of 16 tests", Verdict(outcome=Outcome.SCORED, score=15 / 16), False),
+        ("2+2 </think> \\boxed{4}", RIGHT, False),  # reward -2
+        ("<think> \\boxed{4}", RIGHT, False),  # reward -0.5
+    ],
+)
+def test_positive_is_right_and_well_formed(text: str, verdict: Verdict, *, expected: bool) -> None:
+    assert is_positive(answer(text), verdict, RewardConfig()) is expected
+    assert (reward_of(answer(text), verdict, RewardConfig()) == 1) is expected
+
+
+def test_positive_does_not_depend_on_what_a_right_answer_is_worth() -> None:
+    assert is_positive(WHOLE, RIGHT, RewardConfig(correct=0.5))
+    assert is_positive(answer("1 </think> \\boxed{1}"), RIGHT, RewardConfig(missing_open=None))
 
 
 @pytest.mark.parametrize(("wrong", "reward"), [(-1.0, -0.5), (0.0, 0.25)])

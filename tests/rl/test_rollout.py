@@ -12,7 +12,7 @@ import pytest
 from rl_builders import problem, rl_config, tiny_base
 
 from klear_core.config.engine import SamplingConfig
-from klear_core.config.rl import OverlongConfig, RlConfig, RlRuntime, RolloutConfig
+from klear_core.config.rl import OverlongConfig, RewardConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams
 from klear_core.generate.fake_engine import FakeAnswer, FakeEngine, Script
@@ -147,7 +147,13 @@ def test_long_prompts_are_left_out_and_counted(tokenizer: object) -> None:
 def test_length_penalty_comes_off_the_reward(tokenizer: object) -> None:
     cfg = config().model_copy(update={"overlong": OverlongConfig(penalty_tokens=4, penalty=0.8)})
     collected, _ = collect(lambda *_: FakeAnswer(text="right!"), tokenizer, cfg)  # 6 bytes and the end: 7 of 8 tokens
-    assert {r.reward for g in collected.groups for r in g.rollouts} == {1 - 0.8 * 3 / 4}
+    assert {(r.reward, r.is_positive) for g in collected.groups for r in g.rollouts} == {(1 - 0.8 * 3 / 4, True)}  # and is no format fault
+
+
+def test_a_right_answer_without_tags_is_rewarded_as_such_and_not_positive(tokenizer: object) -> None:
+    cfg = config(sampling=SamplingConfig(max_new_tokens=20)).model_copy(update={"reward": RewardConfig()})
+    collected, _ = collect(lambda *_: FakeAnswer(text="right</think>"), tokenizer, cfg)
+    assert {(r.verdict.is_correct, r.reward, r.is_positive) for g in collected.groups for r in g.rollouts} == {(True, -2.0, False)}
 
 
 def failing_judge(error: Exception) -> Callable[[Problem, str], object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from klear_core.config.rl import GrpoAdvantage, OverlongConfig
@@ -26,7 +28,7 @@ CENTRED = GrpoAdvantage(std="none")
 def rollout(reward: float, *, finish: FinishReason = "stop", versions: tuple[int, ...] = (3, 3)) -> Rollout:
     completion = Completion(text="", token_ids=(7, 8), logps=(-0.1, -0.2), finish_reason=finish, policy_versions=versions)
     verdict = Verdict(outcome=Outcome.SCORED, score=float(reward > 0))
-    return Rollout(prompt_ids=(1, 2, 3), completion=completion, verdict=verdict, reward=reward)
+    return Rollout(prompt_ids=(1, 2, 3), completion=completion, verdict=verdict, reward=reward, is_positive=reward == 1)
 
 
 def group(*rollouts: Rollout) -> RolloutGroup:
@@ -42,7 +44,7 @@ def sample(problem_id: str) -> TrainSample:
         loss_mask=(False, True),
         old_logps=(0.0, -1.0),
         advantage=1.0,
-        is_correct=True,
+        is_positive=True,
         oldest_version=0,
     )
 
@@ -52,7 +54,15 @@ def test_a_row_is_prompt_and_answer_with_loss_on_the_answer() -> None:
     assert right.token_ids == (1, 2, 3, 7, 8)
     assert right.loss_mask == (False, False, False, True, True)
     assert right.old_logps == (0, 0, 0, -0.1, -0.2)
-    assert (right.advantage, right.is_correct, wrong.advantage, wrong.is_correct) == (1, True, -1, False)
+    assert (right.advantage, right.is_positive, wrong.advantage, wrong.is_positive) == (1, True, -1, False)
+
+
+def test_the_language_model_loss_does_not_learn_what_the_policy_loss_unlearns() -> None:
+    """Right, but without a tag: reward -2, below the mean of its group."""
+    right = rollout(1)
+    tagless = replace(right, reward=-2.0, is_positive=False)
+    rows = to_samples([group(right, tagless)], CENTRED, OverlongConfig(), oldest_allowed=0).rows
+    assert [(r.advantage, r.is_positive) for r in rows] == [(1.5, True), (-1.5, False)]
 
 
 def test_masked_overlong_answers_shape_the_advantages_but_are_not_learnt() -> None:

@@ -51,7 +51,7 @@ def micro_batch() -> MicroBatch:
                 loss_mask=(False,) + (True,) * (length - 1),
                 old_logps=(0.0,) * length,
                 advantage=1.0,
-                is_correct=False,
+                is_positive=False,
                 oldest_version=0,
             )
         )

@@ -144,7 +144,7 @@ class _Batch:
             loss_mask=(False,) * PROMPT_LEN + (True,) * length,
             old_logps=(0.0,) * (PROMPT_LEN + length),
             advantage=self.advantage_B[i].item(),
-            is_correct=False,
+            is_positive=False,
             oldest_version=0,
         )
 

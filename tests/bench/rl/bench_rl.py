@@ -118,7 +118,7 @@ def _rows() -> list[TrainSample]:
                 loss_mask=(False,) * PROMPT_LEN + (True,) * length,
                 old_logps=(0.0,) * PROMPT_LEN + tuple(old),
                 advantage=(-1.0) ** i * (0.5 + i % 3),
-                is_correct=False,
+                is_positive=False,
                 oldest_version=0,
             )
         )

@@ -236,14 +236,14 @@ def _rl_rows(plan: Plan) -> list[TrainSample]:
     rows = []
     for i, length in enumerate(plan.row_lengths):
         ids, mask = _tokens(plan, length, i)
-        is_correct = i % 2 == 0
+        is_positive = i % 2 == 0
         row = TrainSample(
             problem_id=str(i),
             token_ids=ids,
             loss_mask=mask,
             old_logps=(0.0,) * length,
-            advantage=1.0 if is_correct else -1.0,
-            is_correct=is_correct,
+            advantage=1.0 if is_positive else -1.0,
+            is_positive=is_positive,
             oldest_version=0,
         )
         rows.append(row)
