@@ -121,8 +121,13 @@ class Learner:
         return Checkpoints(folder, CheckpointConfig(keep=1), self._world)
 
     def _take_over(self, folder: Path) -> None:
-        if not folder.is_dir() or self._kept(folder).load_latest(self._policy, self._updater.optimizer) is None:
+        """Moments and step counts are the earlier stage's; betas, decay and all other settings stay this one's."""
+        optimizer = self._updater.optimizer
+        own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        if not folder.is_dir() or self._kept(folder).load_latest(self._policy, optimizer) is None:
             raise ConfigError(f"continue_optimizer: {folder} holds no optimizer state; set keep_optimizer in the stage that made the model")
+        for group, settings in zip(optimizer.param_groups, own, strict=True):
+            group.update(settings)
 
     def _prepare(self, rows: Sequence[TrainSample], cfg: RlConfig) -> _MiniBatch:
         packed = pack(
@@ -166,7 +171,8 @@ class Learner:
     def _describe(self, minibatches: Sequence[_MiniBatch], results: Sequence[StepResult], stats: TokenStats) -> dict[str, float]:
         """Metrics of the updates; every rank takes part in the sums."""
         of_tokens = stats.over(self._world).metrics()
-        metrics = {"rl/optim/updates": float(sum(r.is_applied for r in results)), "rl/optim/skipped": float(self._num_skipped)}
+        num_applied = sum(r.is_applied for r in results)
+        metrics = {"rl/optim/updates": float(num_applied), "rl/optim/skipped": float(len(results) - num_applied)}
         if not results:
             return metrics
         norms = [r.grad_norm for r in results]

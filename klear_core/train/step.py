@@ -6,8 +6,9 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,8 +18,11 @@ from klear_core.errors import TrainingError
 from klear_core.train.logps import HeadOutput
 from klear_core.train.model import Head
 from klear_core.train.optim import apply_update, grad_norm, lr_at, make_optimizer
-from klear_core.train.packing import MicroBatch, PackedBatch, Row
+from klear_core.train.packing import MicroBatch, PackedBatch
 from klear_core.train.parallel import World
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +70,15 @@ class Updater:
         return StepResult(loss=loss.item(), grad_norm=norm.item(), lr=lr, is_applied=is_applied, outputs=tuple(outputs))
 
 
-def keep_bad_batch(folder: Path, rows: Sequence[Row], *, step: int, num_skipped: int, max_skipped: int) -> None:
-    """Save the rows of a skipped step for inspection; TrainingError if that was one skip too many."""
+def keep_bad_batch(folder: Path, rows: Sequence[DataclassInstance], *, step: int, num_skipped: int, max_skipped: int) -> None:
+    """Save all that is known of a skipped update's rows for inspection; TrainingError if that was one skip too many.
+
+    `num_skipped` counts this one. It is in the file's name, for an RL step has several updates.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step:08d}.json"
+    path = folder / f"step-{step:08d}-{num_skipped}.json"
     beside = folder / f"{path.name}.{os.getpid()}.tmp"  # every rank comes here
-    beside.write_text(json.dumps([{"token_ids": list(r.token_ids), "loss_mask": [int(m) for m in r.loss_mask]} for r in rows]))
+    beside.write_text(json.dumps([asdict(row) for row in rows]))
     beside.replace(path)
     log.warning("step %d skipped: loss or gradient not finite; its rows are in %s", step, path)
     if num_skipped > max_skipped:

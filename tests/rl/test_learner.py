@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +89,21 @@ def test_mismatch_is_zero_against_the_learners_own_log_probs_and_logged_otherwis
     assert metrics["rl/ratio/mean"] != pytest.approx(1.0)  # the ratio is against the sampler's
 
 
+def test_mismatch_by_hand_for_a_sampler_that_says_twice_the_learners_probability(base: Path, tmp_path: Path) -> None:
+    """log(learner / sampler) = -log 2 for every token, so k3 = 1/2 - 1 + log 2; with the sign reversed it would be 1 - log 2."""
+    samples = random_samples(4)
+    (micro,) = pack(samples, layout="padded", tokens_per_microbatch=1 << 20).micros
+    model = load_model(model_folder(base), device="cpu")
+    logp_N = model(micro, partial(token_logps, target_N=micro.target_N)).logp_N.tolist()
+    logps = [[0.0] * len(s.token_ids) for s in samples]
+    for row, column, logp in zip(micro.row_N.tolist(), micro.column_N.tolist(), logp_N, strict=True):
+        logps[row][column] = logp + math.log(2)
+    twice = [replace(s, old_logps=tuple(p)) for s, p in zip(samples, logps, strict=True)]
+    metrics = learner(base, tmp_path, rl_config(minibatches_per_step=1)).step(twice)
+    assert metrics["rl/mismatch/k3"] == pytest.approx(math.log(2) - 0.5, abs=1e-4)
+    assert metrics["rl/mismatch/max"] == pytest.approx(math.log(2), abs=1e-4)
+
+
 @pytest.mark.parametrize("changes", [{}, {"old_logps": "learner"}, {"kl_coef": 0.1}, {"erc": ErcConfig()}, {"loss": GspoConfig()}])
 def test_every_form_of_the_loss_trains_on_finite_numbers(base: Path, tmp_path: Path, changes: dict[str, object]) -> None:
     metrics = learner(base, tmp_path, rl_config(lm_coef=0.1, entropy_coef=0.01, **changes)).step(random_samples(6))
@@ -129,16 +146,29 @@ def test_weights_do_not_depend_on_micro_batches(base: Path, tmp_path: Path, kind
 def test_a_bad_update_is_skipped_saved_and_fatal_when_there_are_too_many(base: Path, tmp_path: Path) -> None:
     runtime = RlRuntime(device="cpu", max_nonfinite_steps=1)
     it = learner(base, tmp_path, rl_config(minibatches_per_step=1, runtime=runtime))
-    bad = list(random_samples(2))
-    bad[0] = type(bad[0])(**{f: getattr(bad[0], f) for f in bad[0].__slots__} | {"advantage": float("nan")})
+    first, second = random_samples(2)
+    bad = [replace(first, advantage=math.nan), second]
     before = {k: w.clone() for k, w in it.weights().items()}
     metrics = it.step(bad)
     assert (metrics["rl/optim/updates"], metrics["rl/optim/skipped"]) == (0, 1)
     assert same(before, it.weights())
     (saved,) = (tmp_path / "skipped").glob("*.json")
-    assert sorted(tuple(r["token_ids"]) for r in json.loads(saved.read_text())) == sorted(s.token_ids for s in bad)
+    kept = {tuple(r["token_ids"]): r for r in json.loads(saved.read_text())}
+    assert kept.keys() == {s.token_ids for s in bad}
+    assert math.isnan(kept[bad[0].token_ids]["advantage"])
+    assert tuple(kept[bad[1].token_ids]["old_logps"]) == bad[1].old_logps
     with pytest.raises(TrainingError, match="2 steps with a loss or gradient that is not finite"):
         it.step(bad)
+
+
+def test_each_bad_update_of_a_step_is_kept_and_counted_in_that_step_alone(base: Path, tmp_path: Path) -> None:
+    runtime = RlRuntime(device="cpu", max_nonfinite_steps=9)
+    it = learner(base, tmp_path, rl_config(minibatches_per_step=3, runtime=runtime))
+    bad = [replace(s, advantage=math.nan) for s in random_samples(6)]
+    metrics = [it.step(rows) for rows in (bad, random_samples(6), bad[:2])]
+    assert [(m["rl/optim/updates"], m["rl/optim/skipped"]) for m in metrics] == [(0, 3), (3, 0), (0, 2)]
+    names = sorted(f.name for f in (tmp_path / "skipped").glob("*.json"))
+    assert names == ["step-00000000-1.json", "step-00000000-2.json", "step-00000000-3.json", "step-00000002-4.json", "step-00000002-5.json"]
 
 
 def test_staleness_is_counted_in_versions(base: Path, tmp_path: Path) -> None:
@@ -173,6 +203,16 @@ def test_a_later_stage_continues_with_the_kept_optimizer(base: Path, tmp_path: P
     continued = weights_after(tmp_path / "math", tmp_path / "code", second, *batches[2:])
     for name in straight:
         torch.testing.assert_close(continued[name], straight[name], atol=1e-6, rtol=0)  # rows are shuffled by version
+
+
+def test_a_later_stage_takes_over_the_moments_and_keeps_its_own_settings(base: Path, tmp_path: Path) -> None:
+    first = learner(base, tmp_path / "math", rl_config(keep_optimizer=True, optim=OptimConfig(lr=1e-3, weight_decay=0.5, betas=(0.8, 0.9))))
+    first.step(random_samples(6))
+    first.export(tmp_path / "math" / "model")
+    cfg = rl_config(continue_optimizer=True, optim=OptimConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99)))
+    optimizer = learner(tmp_path / "math", tmp_path / "code", cfg)._updater.optimizer
+    assert [(g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [(0.1, (0.9, 0.99)), (0.0, (0.9, 0.99))]
+    assert {int(s["step"]) for s in optimizer.state.values()} == {2}
 
 
 def test_continuing_from_a_stage_that_kept_nothing_is_refused(base: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments_untouched(tmp_path
 def test_a_skipped_batch_is_kept_and_one_too_many_stops(tmp_path):
     rows = random_rows([4])
     keep_bad_batch(tmp_path / "skipped", rows, step=7, num_skipped=1, max_skipped=1)
-    kept = json.loads((tmp_path / "skipped" / "step-00000007.json").read_text())
-    assert kept == [{"token_ids": list(rows[0].token_ids), "loss_mask": [0, 0, 0, 1]}]
+    kept = json.loads((tmp_path / "skipped" / "step-00000007-1.json").read_text())
+    assert (kept[0]["token_ids"], kept[0]["loss_mask"]) == (list(rows[0].token_ids), [False, False, False, True])
     with pytest.raises(TrainingError, match=r"2 steps .* 1 are allowed"):
         keep_bad_batch(tmp_path / "skipped", rows, step=9, num_skipped=2, max_skipped=1)
