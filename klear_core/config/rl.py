@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from klear_core.config.base import Settings
-from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig
+from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 
 GPPO_PRESETS: dict[str, dict[str, float]] = {
@@ -220,6 +220,11 @@ class RolloutConfig(Settings):
     sampling: SamplingConfig = SamplingConfig()
     engine: LocalEngineConfig = TorchEngineConfig()
 
+    @property
+    def is_asleep_between(self) -> bool:
+        """Whether engines give their GPU memory to the learner between rollouts."""
+        return isinstance(self.engine, VllmEngineConfig) and self.engine.runtime.sleep_mode
+
 
 class RlCheckpointConfig(CheckpointConfig):
     """How often RL saves."""
@@ -306,6 +311,34 @@ class RlConfig(Settings):
         corrects = self.mismatch.truncate_at is not None or self.mismatch.max_sequence_ratio is not None
         if corrects and self.old_logps != "learner":
             raise ValueError("mismatch correction compares learner with sampler log-probs: set old_logps to 'learner'")
+        return self
+
+    @model_validator(mode="after")
+    def _samplers_log_probs_are_of_the_policy(self) -> RlConfig:
+        sampling = self.rollout.sampling
+        cut = {"top_p": sampling.top_p != 1, "top_k": sampling.top_k != 0, "repetition_penalty": sampling.repetition_penalty != 1}
+        if self.old_logps == "sampler" and any(cut.values()):
+            found = ", ".join(f"{name} = {getattr(sampling, name):g}" for name, is_cut in cut.items() if is_cut)
+            raise ValueError(
+                f"old_logps = 'sampler' with rollout.sampling.{found}: the sampler's log-probs are then of another distribution than "
+                f"the learner's, and no ratio would be 1 before the first update; set old_logps to 'learner'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_sleep_only_between_rollouts(self) -> RlConfig:
+        if self.rollout.is_asleep_between and self.max_staleness > 0:
+            raise ValueError(
+                f"rollout.engine.runtime.sleep_mode with max_staleness = {self.max_staleness}: engines that sample while the learner works "
+                f"cannot give it their memory; set one of them to 0 or false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _penalty_fits_the_budget(self) -> RlConfig:
+        buffer, budget = self.overlong.penalty_tokens, self.rollout.sampling.max_new_tokens
+        if buffer > budget:
+            raise ValueError(f"overlong.penalty_tokens = {buffer} exceeds max_new_tokens = {budget}: every answer would be penalised")
         return self
 
     @model_validator(mode="after")

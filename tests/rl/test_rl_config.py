@@ -1,0 +1,41 @@
+"""Settings of RL that contradict each other are refused, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from klear_core.config.rl import OverlongConfig, RlConfig
+
+
+def rl(sampling: dict[str, object], **settings: object) -> RlConfig:
+    return RlConfig.model_validate({"rollout": {"sampling": sampling}} | settings)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "found"),
+    [({"top_p": 0.95}, "top_p = 0.95"), ({"top_k": 20}, "top_k = 20"), ({"repetition_penalty": 1.05}, "repetition_penalty = 1.05")],
+)
+def test_log_probs_of_a_cut_distribution_are_no_old_log_probs(sampling: dict[str, object], found: str) -> None:
+    with pytest.raises(ValueError, match=f"{found}: the sampler's log-probs are then of another distribution"):
+        rl(sampling, old_logps="sampler")
+    assert rl(sampling, old_logps="learner")
+    assert rl({"temperature": 0.7}, old_logps="sampler")
+
+
+def test_engines_cannot_sleep_while_they_sample() -> None:
+    engine = {"kind": "vllm", "runtime": {"sleep_mode": True}}
+    assert RlConfig.model_validate({"rollout": {"engine": engine}}).rollout.is_asleep_between
+    with pytest.raises(ValueError, match="sleep_mode with max_staleness = 1: engines that sample while the learner works"):
+        RlConfig.model_validate({"rollout": {"engine": engine}, "max_staleness": 1})
+    assert not RlConfig.model_validate({"rollout": {"engine": {"kind": "vllm"}}, "max_staleness": 1}).rollout.is_asleep_between
+
+
+def test_the_torch_engine_has_no_sleep() -> None:
+    with pytest.raises(ValueError, match="sleep_mode"):
+        RlConfig.model_validate({"rollout": {"engine": {"kind": "torch", "runtime": {"sleep_mode": True}}}})
+
+
+def test_a_length_penalty_needs_room_for_answers_without_it() -> None:
+    with pytest.raises(ValueError, match="penalty_tokens = 4097 exceeds max_new_tokens = 4096"):
+        rl({"max_new_tokens": 4096}, overlong=OverlongConfig(penalty_tokens=4097))
+    assert rl({"max_new_tokens": 4096}, overlong=OverlongConfig(penalty_tokens=4096))
