@@ -68,13 +68,16 @@ class StageTelemetry:
         self._file = MetricsFile(metrics_file)
         self._run = run
         self._prefect = PrefectProgress(stage)
-        self._has_rewound = False
+        self._last_step: int | None = None
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """One row; the first one after a resume replaces what the killed attempt wrote from that step on."""
-        if not self._has_rewound:
+        """One row, in place of all rows of this step and later ones: left by a killed attempt, or by steps that a lost learner did.
+
+        MLflow cannot forget: there such a step is in the history twice, and the later one counts.
+        """
+        if self._last_step is None or step <= self._last_step:
             self._file.rewind(step)
-            self._has_rewound = True
+        self._last_step = step
         self._file.append(metrics, step=step)
         self._run.log(metrics, step=step)
 

@@ -96,6 +96,21 @@ def test_a_failed_stage_goes_on_where_it_was_in_the_same_mlflow_run(workspace: W
     assert [r.info.run_id for r in runs if "klear.stage" in r.data.tags] == [manifest.mlflow_run_id]
 
 
+def test_steps_done_again_in_one_attempt_replace_their_rows(workspace: WorkspaceConfig):
+    """As when RL loses its learner: its checkpoint is older than the last metric."""
+
+    class GoesBack(Body):
+        def __call__(self, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+            for step in (0, 1, 2, 3):
+                telemetry.log({"base/loss/train": 9.0}, step=step)
+            self.start = 2
+            return super().__call__(workdir=workdir, telemetry=telemetry)
+
+    ref = run_stage(info(workspace, "k"), job(12), {}, GoesBack())
+    rows = read_metrics(ref.path / "metrics.jsonl")
+    assert [(row["step"], row["base/loss/train"]) for row in rows] == [(0, 9), (1, 9), (2, 1 / 3), (3, 1 / 4)]
+
+
 def test_a_new_run_that_finishes_a_killed_ones_stage_has_the_whole_curve_in_mlflow(workspace: WorkspaceConfig):
     with pytest.raises(KeyboardInterrupt):
         run_stage(info(workspace, "e"), job(5), {}, Body(fails_at=3, error=KeyboardInterrupt()))  # type: ignore[arg-type]
