@@ -62,6 +62,8 @@ class TokenLoss:
     """Negative tokens below the range."""
     high_N: Tensor
     """Positive tokens above the range."""
+    clipped_N: Tensor
+    """Tokens whose weight the loss made another than their ratio (in gspo their row's); only in cispo not just low, high and dual ones."""
     dual_N: Tensor
     """Negative tokens capped by the dual clip."""
     erc_N: Tensor
@@ -88,6 +90,7 @@ def token_loss(
         log_ratio_N=log_ratio_N,
         low_N=weights.low_N,
         high_N=weights.high_N,
+        clipped_N=weights.clipped_N,
         dual_N=weights.dual_N,
         erc_N=erc_N,
         bounded_N=unbounded_N.abs() > max_log_ratio,
@@ -130,6 +133,7 @@ class _Weights:
     weight_N: Tensor
     low_N: Tensor
     high_N: Tensor
+    clipped_N: Tensor
     dual_N: Tensor
 
 
@@ -152,7 +156,9 @@ def _gppo(ratio_N: Tensor, advantage_N: Tensor, cfg: GppoConfig) -> _Weights:
     low_N, high_N = _outside(ratio_N, advantage_N, cfg)
     weight_N = torch.where(high_N, cfg.beta_high * (1 + cfg.eps_high), ratio_N)
     weight_N = torch.where(low_N, cfg.beta_low * (1 - cfg.eps_low), weight_N)
-    weights = _Weights(value_N=weight_N, weight_N=weight_N, low_N=low_N, high_N=high_N, dual_N=torch.zeros_like(low_N))
+    weights = _Weights(
+        value_N=weight_N, weight_N=weight_N, low_N=low_N, high_N=high_N, clipped_N=low_N | high_N, dual_N=torch.zeros_like(low_N)
+    )
     return _dual_clipped(weights, ratio_N, advantage_N, cfg.dual_clip)
 
 
@@ -161,7 +167,9 @@ def _clip(ratio_N: Tensor, advantage_N: Tensor, cfg: ClipConfig | GspoConfig) ->
     low_N, high_N = _outside(ratio_N, advantage_N, cfg)
     value_N = torch.where(high_N, 1 + cfg.eps_high, torch.where(low_N, 1 - cfg.eps_low, ratio_N))
     weight_N = ratio_N.masked_fill(low_N | high_N, 0)
-    weights = _Weights(value_N=value_N, weight_N=weight_N, low_N=low_N, high_N=high_N, dual_N=torch.zeros_like(low_N))
+    weights = _Weights(
+        value_N=value_N, weight_N=weight_N, low_N=low_N, high_N=high_N, clipped_N=low_N | high_N, dual_N=torch.zeros_like(low_N)
+    )
     return _dual_clipped(weights, ratio_N, advantage_N, cfg.dual_clip)
 
 
@@ -169,7 +177,14 @@ def _cispo(ratio_N: Tensor, logp_N: Tensor, advantage_N: Tensor, cfg: CispoConfi
     """REINFORCE with a clipped weight: both signs of the advantage are treated alike."""
     low_N, high_N = _outside(ratio_N, advantage_N, cfg)
     weight_N = ratio_N.clamp(min=1 - cfg.eps_low if cfg.two_sided else None, max=1 + cfg.eps_high)
-    return _Weights(value_N=weight_N * logp_N, weight_N=weight_N, low_N=low_N, high_N=high_N, dual_N=torch.zeros_like(low_N))
+    return _Weights(
+        value_N=weight_N * logp_N,
+        weight_N=weight_N,
+        low_N=low_N,
+        high_N=high_N,
+        clipped_N=weight_N != ratio_N,
+        dual_N=torch.zeros_like(low_N),
+    )
 
 
 def _outside(ratio_N: Tensor, advantage_N: Tensor, cfg: LossConfig) -> tuple[Tensor, Tensor]:
@@ -183,7 +198,8 @@ def _dual_clipped(weights: _Weights, ratio_N: Tensor, advantage_N: Tensor, bound
         return weights
     dual_N = (advantage_N < 0) & (ratio_N > bound)
     value_N = torch.where(dual_N, bound, weights.value_N)
-    return replace(weights, value_N=value_N, weight_N=weights.weight_N.masked_fill(dual_N, 0), dual_N=dual_N)
+    weight_N = weights.weight_N.masked_fill(dual_N, 0)
+    return replace(weights, value_N=value_N, weight_N=weight_N, clipped_N=weights.clipped_N | dual_N, dual_N=dual_N)
 
 
 def _entropy_moved(entropy_N: Tensor, old_entropy_N: Tensor, erc: ErcConfig) -> Tensor:

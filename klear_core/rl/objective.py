@@ -123,13 +123,14 @@ def head_of(targets: Targets, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutp
         logp_C = logp_C.clamp(min=_MIN_LOGP)
         batch = targets.batch.chunk(where)
         token = token_loss(logp_C, entropy_C, batch, cfg.loss, erc=cfg.erc, max_log_ratio=cfg.max_log_ratio)
-        stats.add(token, batch, entropy_C.detach(), cfg.loss)
+        scale_C = targets.scale_N[where]
+        stats.add(token, batch, entropy_C.detach(), scale_C, cfg.loss, truncate_at=cfg.mismatch.truncate_at)
         loss_C = token.loss_N
         if cfg.kl_coef > 0:
             loss_C = loss_C + cfg.kl_coef * _k3(targets.ref_logp_N[where], logp_C, cfg.max_log_ratio)
         if cfg.entropy_coef > 0:
             loss_C = loss_C - cfg.entropy_coef * entropy_C
-        return loss_C * targets.scale_N[where] - targets.lm_scale_N[where] * logp_C
+        return loss_C * scale_C - targets.lm_scale_N[where] * logp_C
 
     def head(hidden_NH: Tensor, weight_VH: Tensor) -> HeadOutput:
         target_N, temperature = targets.target_N, cfg.rollout.sampling.temperature

@@ -11,21 +11,21 @@ from klear_core.config.rl import LossConfig
 from klear_core.rl.losses import TokenLoss, TrainBatch
 from klear_core.train.parallel import World
 
-_SUMS = (
-    "tokens",
-    "entropy",
-    "ratio",
-    "low",
-    "high",
-    "dual",
-    "erc",
-    "bounded",
-    "corrected",
-    "positive_below",
-    "negative_above",
-    "pull",
-    "pull_of_clipped",
-)
+_SHARES = {
+    "rl/entropy/mean": "entropy",
+    "rl/ratio/mean": "ratio",
+    "rl/ratio/bounded_frac": "bounded",
+    "rl/clip/low_frac": "low",
+    "rl/clip/high_frac": "high",
+    "rl/clip/dual_frac": "dual",
+    "rl/clip/erc_frac": "erc",
+    "rl/outside/positive_below_frac": "positive_below",
+    "rl/outside/negative_above_frac": "negative_above",
+    "rl/mismatch/truncated_frac": "truncated",
+    "rl/mismatch/masked_frac": "masked",
+}
+"""Metrics that are a column's mean over all tokens."""
+_SUMS = ("tokens", *_SHARES.values(), "pull", "pull_of_clipped")
 
 
 class TokenStats:
@@ -35,30 +35,31 @@ class TokenStats:
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self._extremes = torch.full((2,), -math.inf, device=device)  # of minus the log-ratio, and of the log-ratio
 
-    def add(self, token: TokenLoss, batch: TrainBatch, entropy_N: Tensor, cfg: LossConfig) -> None:
-        """Count one chunk of tokens."""
+    def add(
+        self, token: TokenLoss, batch: TrainBatch, entropy_N: Tensor, scale_N: Tensor, cfg: LossConfig, *, truncate_at: float | None
+    ) -> None:
+        """Count one chunk of tokens; `scale_N` is what each counts in the loss, `truncate_at` where its correction was cut."""
         if token.loss_N.numel() == 0:
             return
         ratio_N = token.log_ratio_N.exp()
-        is_below_N, is_above_N = ratio_N < 1 - cfg.eps_low, ratio_N > 1 + cfg.eps_high
-        pull_N = (token.weight_N * batch.advantage_N).abs()  # the size of the token's gradient with respect to its log-prob
-        is_clipped_N = token.low_N | token.high_N | token.dual_N
-        columns = (
-            torch.ones_like(ratio_N),
-            entropy_N,
-            ratio_N,
-            token.low_N,
-            token.high_N,
-            token.dual_N,
-            token.erc_N,
-            token.bounded_N,
-            batch.correction_N != 1,
-            is_below_N & (batch.advantage_N > 0),
-            is_above_N & (batch.advantage_N < 0),
-            pull_N,
-            pull_N * is_clipped_N,
-        )
-        self._sums += torch.stack([c.to(torch.float32) for c in columns]).sum(dim=1, dtype=torch.float64)
+        pull_N = (token.weight_N * batch.advantage_N * scale_N).abs()  # the size of the loss's gradient by the token's log-prob
+        columns = {
+            "tokens": torch.ones_like(ratio_N),
+            "entropy": entropy_N,
+            "ratio": ratio_N,
+            "bounded": token.bounded_N,
+            "low": token.low_N,
+            "high": token.high_N,
+            "dual": token.dual_N,
+            "erc": token.erc_N,
+            "positive_below": (batch.advantage_N > 0) & (ratio_N < 1 - cfg.eps_low),
+            "negative_above": (batch.advantage_N < 0) & (ratio_N > 1 + cfg.eps_high),
+            "truncated": torch.zeros_like(token.low_N) if truncate_at is None else batch.correction_N == truncate_at,
+            "masked": batch.correction_N == 0,
+            "pull": pull_N,
+            "pull_of_clipped": pull_N * token.clipped_N,
+        }
+        self._sums += torch.stack([columns[name].to(torch.float32) for name in _SUMS]).sum(dim=1, dtype=torch.float64)
         extremes = torch.stack([-token.log_ratio_N.min(), token.log_ratio_N.max()])
         self._extremes = torch.maximum(self._extremes, extremes)
 
@@ -69,23 +70,12 @@ class TokenStats:
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Shares of all tokens, and the extremes. Empty if there was no token."""
+        """Means over all tokens, the extremes of the ratio, and the clipped tokens' share of the pull. Empty if there was no token."""
         sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
-        tokens = sums["tokens"]
-        if tokens == 0:
+        if sums["tokens"] == 0:
             return {}
-        return {
-            "rl/entropy/mean": sums["entropy"] / tokens,
-            "rl/ratio/mean": sums["ratio"] / tokens,
+        return {name: sums[column] / sums["tokens"] for name, column in _SHARES.items()} | {
             "rl/ratio/min": math.exp(-self._extremes[0].item()),
             "rl/ratio/max": math.exp(self._extremes[1].item()),
-            "rl/ratio/bounded_frac": sums["bounded"] / tokens,
-            "rl/clip/low_frac": sums["low"] / tokens,
-            "rl/clip/high_frac": sums["high"] / tokens,
-            "rl/clip/dual_frac": sums["dual"] / tokens,
-            "rl/clip/erc_frac": sums["erc"] / tokens,
-            "rl/clip/pull_frac": sums["pull_of_clipped"] / max(sums["pull"], 1e-30),
-            "rl/outside/positive_below_frac": sums["positive_below"] / tokens,
-            "rl/outside/negative_above_frac": sums["negative_above"] / tokens,
-            "rl/mismatch/corrected_frac": sums["corrected"] / tokens,
+            "rl/clip/pull_frac": sums["pull_of_clipped"] / sums["pull"] if sums["pull"] else 0.0,
         }

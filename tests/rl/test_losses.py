@@ -99,6 +99,24 @@ def test_dual_clip_caps_value_and_ends_the_gradient() -> None:
     check_table(ClipConfig(dual_clip=10), 1, [*same(-0.25, -0.5, -0.9, -1, -1.2), (-1.28, 0), (-1.28, 0), (-1.28, 0), (-1.28, 0)])
 
 
+@pytest.mark.parametrize(
+    ("cfg", "clipped"),
+    [
+        (GppoConfig(dual_clip=10), [False, True, False, False, True, False, True]),
+        (ClipConfig(), [False, True, False, False, True, False, False]),
+        (CispoConfig(), [False, False, False, False, True, True, True]),
+        (CispoConfig(two_sided=True), [True, True, False, False, True, True, True]),
+    ],
+)
+def test_clipped_are_the_tokens_that_do_not_weigh_their_ratio(cfg: LossConfig, clipped: list[bool]) -> None:
+    """Low and high are quadrants, whatever the loss does there."""
+    ratios, advantages = [0.5, 0.5, 1.1, 1.1, 3.0, 3.0, 12.0], [1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
+    loss, _ = loss_and_grad([-9 + math.log(r) for r in ratios], batch_of([-9.0] * 7, advantages), cfg)
+    assert loss.clipped_N.tolist() == clipped
+    assert loss.low_N.tolist() == [a < 0 and r < 1 for r, a in zip(ratios, advantages, strict=True)]
+    assert loss.high_N.tolist() == [a > 0 and r > 2 for r, a in zip(ratios, advantages, strict=True)]
+
+
 CISPO_UPPER_GRADS = (0.25, 0.5, 0.9, 1, 1.2, 1.28, 1.28, 1.28, 1.28)
 CISPO_BOTH_GRADS = (0.8, 0.8, 0.9, 1, 1.2, 1.28, 1.28, 1.28, 1.28)
 
