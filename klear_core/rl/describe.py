@@ -27,7 +27,10 @@ class ShownRollout:
 
 
 def describe_groups(groups: Sequence[RolloutGroup], fates: Fates) -> dict[str, float]:
-    """Means over all answers that could be judged, and the fates of all groups and answers of the step."""
+    """Means over all answers that could be judged, and the fates of all groups and answers of the step.
+
+    `rl/pass/rate` is of answers that the verifier calls right, as in evaluation; for positive ones the reward's tags must be there too.
+    """
     rollouts = [r for g in groups for r in g.rollouts]
     by_group, by_rollout = fates.of("group"), fates.of("rollout")
     metrics = {
@@ -42,13 +45,15 @@ def describe_groups(groups: Sequence[RolloutGroup], fates: Fates) -> dict[str, f
 
 
 def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    judged = [r for r in rollouts if r.verdict.outcome.is_models_doing]
-    if not judged:
+    if not rollouts:
         return {}
-    return {
+    judged = [r for r in rollouts if r.verdict.outcome.is_models_doing]
+    failed = {"rl/judge/failed_frac": 1 - len(judged) / len(rollouts)}
+    if not judged:
+        return failed
+    return failed | {
         "rl/reward/mean": sum(r.reward for r in judged) / len(judged),
         "rl/pass/rate": sum(r.verdict.is_correct for r in judged) / len(judged),
-        "rl/judge/failed_frac": 1 - len(judged) / len(rollouts),
     }
 
 

@@ -27,7 +27,7 @@ class Progress:
     trained_tokens: int = 0
     steps_without_update: int = 0
     largest_ratio_gap: float = 0.0
-    """The largest |ratio - 1| seen."""
+    """The largest |ratio - 1| seen; 0 also before any was."""
     pass_rate: float = 0.0
     """Of the last step with a judged answer."""
 
@@ -42,6 +42,10 @@ class Progress:
         if "rl/ratio/max" in metrics:
             self.largest_ratio_gap = max(self.largest_ratio_gap, metrics["rl/ratio/max"] - 1, 1 - metrics["rl/ratio/min"])
         self.pass_rate = metrics.get("rl/pass/rate", self.pass_rate)
+
+    def has_all_one(self) -> bool:
+        """Whether there were updates, and no ratio ever left 1."""
+        return self.step > self.steps_without_update and self.largest_ratio_gap < ALL_ONE
 
     def counters(self) -> dict[str, int | float]:
         """All of it, flat."""
@@ -59,12 +63,7 @@ class Progress:
 
     def summary(self, cfg: RlConfig, choice: LedgerStep, *, seed: int) -> StageSummary:
         """What the stage says of its result."""
-        notes = []
-        if self.largest_ratio_gap < ALL_ONE:
-            notes.append(
-                f"every ratio was 1: nothing was ever clipped, and all clip losses are the same. "
-                f"minibatches_per_step is {cfg.minibatches_per_step}; ratios move only with several, or with stale samples"
-            )
+        notes = [all_one(cfg)] if self.has_all_one() else []
         if self.steps_without_update:
             notes.append(f"{self.steps_without_update} of {self.step} steps changed nothing: no informative group, or only skipped updates")
         counts: dict[str, int | float] = {
@@ -76,3 +75,11 @@ class Progress:
             "last_pass_rate": self.pass_rate,
         }
         return StageSummary(counts=counts, ledger=(choice, *self.fates.ledger()), seeds={"rl": seed}, notes=tuple(notes))
+
+
+def all_one(cfg: RlConfig) -> str:
+    """What it means when no ratio has left 1, and what would change it."""
+    return (
+        f"every ratio was 1: nothing was ever clipped, and all clip losses are the same. "
+        f"minibatches_per_step is {cfg.minibatches_per_step}; ratios move only with several, or with stale samples"
+    )
