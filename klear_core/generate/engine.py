@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from pydantic import TypeAdapter
 
@@ -104,4 +104,17 @@ class TrainableEngine(InferenceEngine, Protocol):
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
         """Use these weights from the next token on; cached prefixes of the old ones are forgotten."""
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(TrainableEngine, Protocol):
+    """An engine that can lend its GPU memory to a learner while nothing is asked of it."""
+
+    async def sleep(self) -> None:
+        """Give the memory away. Nothing may run or be asked until `wake`."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory back, with the weights from before `sleep`; nothing changes for an engine that is awake."""
         ...

@@ -34,7 +34,7 @@ HANDOVER_FOLDER = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 
 
 class VllmEngine:
-    """An `InferenceEngine` and `TrainableEngine`; belongs to the event loop it was started on."""
+    """A `TrainableEngine`, and a `SleepingEngine` where `sleep_mode` is set; belongs to the event loop it was started on."""
 
     @classmethod
     async def start(
@@ -98,8 +98,9 @@ class VllmEngine:
         await self._llm.sleep(level=1)
 
     async def wake(self) -> None:
-        """Take the memory back; the weights are those from before `sleep`."""
-        await self._llm.wake_up()
+        """Take the memory back, if it was given; the weights are those from before `sleep`."""
+        if await self._llm.is_sleeping():
+            await self._llm.wake_up()
 
     async def close(self) -> None:
         """End the engine process; waiting requests fail."""

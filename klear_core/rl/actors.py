@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from klear_core.errors import ResourceError, TrainingError
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightOffer, WeightSource
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LOST = (RayActorError, OutOfMemoryError)
+"""What a call raises whose actor is gone; the second, which is not one of the first, where Ray killed it to save the node's memory."""
 _CLOSE_S = 5.0
 _START_S = 300.0  # starting a process and loading a model may always take this long, however short a stall is
 
@@ -126,7 +128,7 @@ class RayLearner:
         while True:
             try:
                 await self._make()
-            except RayActorError as error:
+            except _LOST as error:
                 self._restarts.count("the learner", error)
                 self.kill()
             else:
@@ -156,6 +158,7 @@ class RayLearner:
             offer: WeightOffer = (await self._all("offer_weights"))[0]
             return offer
         async with self._turn:
+            self._check_present()
             pairs = [actor.weights.options(num_returns=2).remote() for actor in self._ranks]
             await self._or_lost(asyncio.gather(*(sign for sign, _ in pairs)), "gather the weights")
         return StoredWeights(pairs[0][1])
@@ -191,15 +194,18 @@ class RayLearner:
             return await self._call(method, *args)
 
     async def _call(self, method: str, *args: object) -> list[Any]:
-        if self._lost is not None:
-            raise self._lost
+        self._check_present()
         calls = [getattr(actor, method).remote(*args) for actor in self._ranks]
         return await self._or_lost(asyncio.gather(*calls), method)
+
+    def _check_present(self) -> None:
+        if self._lost is not None:
+            raise self._lost
 
     async def _or_lost(self, call: Awaitable[list[Any]], what: str) -> list[Any]:
         try:
             return await within(call, self._job.cfg.runtime.stall_timeout_s, "the learner", what)
-        except RayActorError as error:
+        except _LOST as error:
             self._restarts.count("the learner", error)
             self.kill()
             await self.start()
@@ -274,7 +280,18 @@ class RayPolicy:
             await self._give_all()
             return
         self._weights = weights.ref if isinstance(weights, StoredWeights) else ray.put(to_arrays(_tensors(weights)))
-        await asyncio.gather(*(self._update(seat) for seat in self._seats))
+        await self._tell_all("load_weights", self._weights, version, what=f"take the weights of version {version}")
+
+    async def sleep(self) -> None:
+        """As `SleepingEngine.sleep`. A dead actor has no memory left to give: it is replaced when the others wake."""
+        lost = await asyncio.gather(*(self._tell(seat, "sleep", what="give its memory away") for seat in self._seats))
+        for seat, found in zip(self._seats, lost, strict=True):
+            if found is not None:
+                log.warning("rollout actor %d died before it slept (%s)", seat.index, type(found[1]).__name__)
+
+    async def wake(self) -> None:
+        """As `SleepingEngine.wake`. Who died asleep is replaced now, when the learner has left room for a new engine."""
+        await self._tell_all("wake", what="take its memory back")
 
     async def close(self) -> None:
         """End all actors; waiting requests are cancelled."""
@@ -304,7 +321,7 @@ class RayPolicy:
                 exchange = actor.exchange.remote(requests, unwanted)
             try:
                 answers = await exchange
-            except RayActorError as error:
+            except _LOST as error:
                 await self._replace(seat, actor, error)
                 continue
             for answer in answers:
@@ -316,22 +333,33 @@ class RayPolicy:
         actor = seat.actor
         try:
             await self._equip(seat)
-        except RayActorError as error:
+        except _LOST as error:
             await self._replace(seat, actor, error)
 
-    async def _update(self, seat: Seat) -> None:
+    async def _tell(self, seat: Seat, method: str, *args: object, what: str) -> tuple[Any, BaseException] | None:
+        """The actor that was lost over it, and how. Its successor is not told: it is awake and has the present weights."""
         actor = seat.actor
         try:
             async with seat.changing:
-                if seat.actor is actor:  # else it was replaced meanwhile, and came with the present weights
-                    call = actor.load_weights.remote(self._weights, self.version)
-                    timeout_s = self._job.cfg.runtime.stall_timeout_s
-                    await within(call, timeout_s, f"rollout actor {seat.index}", f"take the weights of version {self.version}")
-        except RayActorError as error:
-            await self._replace(seat, actor, error)
+                if seat.actor is actor:
+                    call = getattr(actor, method).remote(*args)
+                    await within(call, self._job.cfg.runtime.stall_timeout_s, _rollout(seat.index), what)
+        except _LOST as error:
+            return actor, error
+        return None
+
+    async def _tell_all(self, method: str, *args: object, what: str) -> None:
+        """All seats at once; lost actors are replaced."""
+
+        async def tell(seat: Seat) -> None:
+            lost = await self._tell(seat, method, *args, what=what)
+            if lost is not None:
+                await self._replace(seat, *lost)
+
+        await asyncio.gather(*(tell(seat) for seat in self._seats))
 
     async def _give_all(self) -> None:
-        """As `_update` for all seats at once, straight from the learner. Who did not get everything is replaced."""
+        """Straight from the learner. Who did not get everything is replaced."""
         self._is_given = True
         async with AsyncExitStack() as held:
             for seat in self._seats:
@@ -353,18 +381,18 @@ class RayPolicy:
                 return  # whoever noticed first has replaced it, and it may be at work already
             while seat.actor is dead:
                 if not isinstance(error, LearnerLost):  # which was counted
-                    self._restarts.count(f"rollout actor {seat.index}", error)
+                    self._restarts.count(_rollout(seat.index), error)
                 ray.kill(dead, no_restart=True)  # it may live, with some old weights and some new ones
                 seat.actor = self._actor_type.remote()
                 try:
                     await self._equip(seat)
-                except (RayActorError, NotGiven) as another:
+                except (*_LOST, NotGiven) as another:
                     dead, error = seat.actor, another
             seat.unsent = [request for request, _ in seat.waiting.values()]
 
     async def _equip(self, seat: Seat) -> None:
         start = seat.actor.start.remote(self._job, self._weights, self.version)
-        await within(start, max(_START_S, self._job.cfg.runtime.stall_timeout_s), f"rollout actor {seat.index}", "start its engine")
+        await within(start, max(_START_S, self._job.cfg.runtime.stall_timeout_s), _rollout(seat.index), "start its engine")
         if not self._is_given:
             return
         try:

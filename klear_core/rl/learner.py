@@ -78,7 +78,9 @@ class Learner:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The present weights under their Hugging Face names, in the training dtype on the CPU of rank 0 (others: empty)."""
-        return full_weights(self._policy, dtype=self.cfg.dtype)
+        gathered = full_weights(self._policy, dtype=self.cfg.dtype)
+        self._lend_unused()
+        return gathered
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """What `each_weight` gives."""
@@ -100,17 +102,26 @@ class Learner:
     def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Up to `minibatches_per_step` updates from these samples; metrics of the step. TrainingError after too many bad updates."""
         started = time.perf_counter()
+        metrics = self._learn(samples) | self._staleness(samples)
+        if self._peak_flops is not None:
+            available = self._peak_flops * self._world.size * (time.perf_counter() - started)
+            metrics["rl/speed/mfu"] = self._flops.step(samples) / available
+        self._lend_unused()
+        self.version += 1
+        return metrics
+
+    def _learn(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         cfg = self.cfg.model_copy(update={"loss": at_step(self.cfg.loss, self.version)})
         cut = cut_minibatches(samples, cfg.minibatches_per_step, seed=seed_for(self._seed, "rl/minibatches", self.version))
         minibatches = [self._prepare(rows, cfg) for rows in cut]  # all of them before the first update moves the policy
         stats = TokenStats(self._world.device)
         results = [self._update(minibatch, cfg, stats) for minibatch in minibatches]
-        metrics = self._describe(minibatches, results, stats) | self._staleness(samples)
-        if self._peak_flops is not None:
-            available = self._peak_flops * self._world.size * (time.perf_counter() - started)
-            metrics["rl/speed/mfu"] = self._flops.step(samples) / available
-        self.version += 1
-        return metrics
+        return self._describe(minibatches, results, stats)
+
+    def _lend_unused(self) -> None:
+        """Keep no memory that is not in use: engines that wake need what they lent."""
+        if self.cfg.rollout.is_asleep_between and self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _load(self) -> Policy:
         policy = load_model(model_folder(self._model), device=self._world.device)

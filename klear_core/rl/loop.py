@@ -14,13 +14,13 @@ from typing import Self
 from klear_core.config.rl import RlConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
-from klear_core.generate.engine import TrainableEngine
+from klear_core.generate.engine import SleepingEngine, TrainableEngine
 from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.records import read_shards
 from klear_core.rl.describe import describe_groups, gather_shown, show
-from klear_core.rl.progress import Progress
+from klear_core.rl.progress import Progress, all_one
 from klear_core.rl.rollout import Collected, Collector, Judge, PromptStream
 from klear_core.rl.samples import to_samples
 from klear_core.rl.workers import LearnerHandle, LearnerLost, RlRun, Workers
@@ -92,16 +92,19 @@ async def run_steps(
 ) -> None:
     """The loop. With `max_staleness` above 0, groups for the next steps are sampled while the learner is at this one."""
     cfg = job.cfg
-    await policy.load_weights(await learner.weights(), version=progress.step)
+    sleeper = _sleeper(policy, cfg)
+    await hand_over(learner, policy, sleeper, version=progress.step)
     async with Lookahead(collect, depth=cfg.max_staleness, num_batches=cfg.num_steps - progress.step) as ahead:
         for step in range(progress.step, cfg.num_steps):
             start = time.monotonic()
             collected = await ahead.next()
             samples = to_samples(collected.kept, cfg.advantage, cfg.overlong, oldest_allowed=step - cfg.max_staleness)
             sampled = time.monotonic()
+            if sleeper is not None:
+                await sleeper.sleep()
             update = await learner.step(samples.rows)
             trained = time.monotonic()
-            await policy.load_weights(await learner.weights(), version=step + 1)
+            await hand_over(learner, policy, sleeper, version=step + 1)
             synced = time.monotonic()
             ahead.allow_another()
 
@@ -110,12 +113,30 @@ async def run_steps(
             update |= speed(collected, update, wait_s=sampled - start, train_s=trained - sampled, sync_s=synced - trained)
             sampled_tokens = sum(len(r.completion.token_ids) for g in collected.groups for r in g.rollouts)
             progress.after(update, collected.fates, position=collected.position, sampled_tokens=sampled_tokens)
+            if progress.has_all_one() and progress.step == progress.steps_without_update + 1:  # the first step with an update
+                log.warning("step %d: %s", progress.step, all_one(cfg))
             telemetry.log(update, step=progress.step)
             telemetry.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
             if step % max(1, cfg.num_steps // _NUM_SHOWN) == 0 or progress.step == cfg.num_steps:
                 show(job.workdir / "scratch" / "shown", collected.groups, step=progress.step)
             if progress.step % cfg.runtime.checkpoint.every_steps == 0 or progress.step == cfg.num_steps:
                 await learner.save(progress.counters())
+
+
+async def hand_over(learner: LearnerHandle, policy: TrainableEngine, sleeper: SleepingEngine | None, *, version: int) -> None:
+    """The learner's weights to the engines; a sleeping one wakes for them, also after a learner that died meanwhile."""
+    weights = await learner.weights()
+    if sleeper is not None:
+        await sleeper.wake()
+    await policy.load_weights(weights, version=version)
+
+
+def _sleeper(policy: TrainableEngine, cfg: RlConfig) -> SleepingEngine | None:
+    """The policy, if its engines are to sleep while the learner works."""
+    if not cfg.rollout.is_asleep_between:
+        return None
+    assert isinstance(policy, SleepingEngine), type(policy)
+    return policy
 
 
 def speed(collected: Collected, update: dict[str, float], *, wait_s: float, train_s: float, sync_s: float) -> dict[str, float]:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from klear_core.generate.engine import SamplingParams, WeightOffer
+from klear_core.generate.engine import SamplingParams, SleepingEngine, WeightOffer
 from klear_core.rl.gpus import num_engine_ranks
 from klear_core.rl.workers import Counters, RlRun
 from klear_core.types import Completion, TrainSample
@@ -151,6 +151,14 @@ class RolloutActor:
         """Load what the learner offers. After an error the engine has some old weights and some new ones, and must not serve."""
         await self._engine.load_weights(offer, version=offer.version)
 
+    async def sleep(self) -> None:
+        """As `SleepingEngine.sleep`."""
+        await self._sleeper().sleep()
+
+    async def wake(self) -> None:
+        """As `SleepingEngine.wake`."""
+        await self._sleeper().wake()
+
     async def exchange(self, requests: Sequence[Request], unwanted: Sequence[int]) -> list[Answer]:
         """Take requests in and give finished answers out, waiting a little for the first of them."""
         for request in requests:
@@ -168,6 +176,10 @@ class RolloutActor:
     async def close(self) -> None:
         """End the engine and what it started."""
         await self._engine.close()
+
+    def _sleeper(self) -> SleepingEngine:
+        assert isinstance(self._engine, SleepingEngine), type(self._engine)
+        return self._engine
 
     async def _wait(self, timeout_s: float, until: str) -> None:
         if self._running:

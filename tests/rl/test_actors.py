@@ -21,6 +21,7 @@ from rl_builders import low_byte_judge, same_weights, weights
 from klear_core.errors import ResourceError, TrainingError
 from klear_core.generate.engine import SamplingParams, WeightOffer
 from klear_core.metrics import NullTelemetry
+from klear_core.rl.gpus import GpuPlan, is_direct, plan_gpus
 from klear_core.rl.loop import run_rl
 from klear_core.rl.progress import Progress
 from klear_core.rl.shells import to_arrays, to_tensors
@@ -29,7 +30,6 @@ from klear_core.types import Completion
 
 ray = pytest.importorskip("ray")
 from klear_core.rl.actors import RayLearner, RayPolicy, RayWorkers, Restarts, StoredWeights  # noqa: E402
-from klear_core.rl.gpus import GpuPlan, is_direct, plan_gpus  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 from rl_builders import ONE, constant_rate, random_samples, rl_config
 from torch import Tensor
 
-from klear_core.config.rl import ErcConfig, GspoConfig, RlConfig, RlRuntime
+from klear_core.config.rl import ErcConfig, GspoConfig, RlConfig, RlOptimConfig, RlRuntime
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.rl.learner import Learner
 from klear_core.train.base import model_folder
@@ -206,10 +206,10 @@ def test_a_later_stage_continues_with_the_kept_optimizer(base: Path, tmp_path: P
 
 
 def test_a_later_stage_takes_over_the_moments_and_keeps_its_own_settings(base: Path, tmp_path: Path) -> None:
-    first = learner(base, tmp_path / "math", rl_config(keep_optimizer=True, optim=OptimConfig(lr=1e-3, weight_decay=0.5, betas=(0.8, 0.9))))
+    first = learner(base, tmp_path / "math", rl_config(keep_optimizer=True, optim=RlOptimConfig(lr=1e-3, weight_decay=0.5, betas=(0.8, 0.9))))
     first.step(random_samples(6))
     first.export(tmp_path / "math" / "model")
-    cfg = rl_config(continue_optimizer=True, optim=OptimConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99)))
+    cfg = rl_config(continue_optimizer=True, optim=RlOptimConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99)))
     optimizer = learner(tmp_path / "math", tmp_path / "code", cfg)._updater.optimizer
     assert [(g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [(0.1, (0.9, 0.99)), (0.0, (0.9, 0.99))]
     assert {int(s["step"]) for s in optimizer.state.values()} == {2}

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from ray_builders import config
+from ray_builders import Saboteur, actors_of, config, kill, run
+from rl_builders import Recorder
+from safetensors.torch import load_file
 
-from klear_core.errors import ConfigError
+from klear_core.config.rl import RlCheckpointConfig
+from klear_core.errors import ConfigError, TrainingError
 from klear_core.generate.engine import SamplingParams
-from klear_core.rl.actors import RayPolicy, Restarts, Seat
-from klear_core.rl.shells import Answer, Request, RolloutActor, to_arrays
+from klear_core.rl.shells import Answer, Arrays, Request, RolloutActor, to_arrays
 from klear_core.rl.workers import RlRun
+from klear_core.train.base import model_folder
 from klear_core.types import Completion
+
+ray = pytest.importorskip("ray")
+from ray.exceptions import OutOfMemoryError  # noqa: E402
+
+from klear_core.rl.actors import RayPolicy, Restarts, Seat, within  # noqa: E402
 
 PARAMS = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
 ANSWER = Completion(text="x", token_ids=(1,), logps=(-1.0,), finish_reason="stop", policy_versions=(0,))
@@ -84,3 +94,159 @@ def test_an_engine_is_at_version_0_until_it_has_the_weights_of_another(base: Pat
         return version
 
     assert asyncio.run(drive()) == 0
+
+
+def test_who_does_not_do_what_in_time_is_named() -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(TrainingError, match=r"stalled: waited 0\.01 s for rollout actor 3 to take the weights of version 7$"):
+        asyncio.run(within(never(), 0.01, "rollout actor 3", "take the weights of version 7"))
+
+
+@pytest.mark.parametrize("method", ["load_weights", "sleep", "wake"])
+def test_an_actor_is_told_nothing_while_it_changes(base: Path, method: str) -> None:
+    calls: list[str] = []
+    actor = FakeActor(calls)
+    setattr(actor, method, Method(method, calls))
+
+    async def drive() -> None:
+        policy, seat = policy_over(actor, base)
+        async with seat.changing:
+            told = asyncio.create_task(policy._tell(seat, method, what="change"))
+            await settle()
+            assert calls == []
+        assert await told is None
+
+    asyncio.run(drive())
+    assert calls == [method]
+
+
+def sleepy_actor() -> type[RolloutActor]:
+    """A class made here travels to Ray's processes, which cannot import this file."""
+
+    class SleepyActor(RolloutActor):
+        """Has a torch engine, and fails if anything is asked of it while it is asleep."""
+
+        is_asleep = False
+
+        async def sleep(self) -> None:
+            self.is_asleep = True
+
+        async def wake(self) -> None:
+            self.is_asleep = False
+
+        async def load_weights(self, arrays: Arrays, version: int) -> None:
+            assert not self.is_asleep
+            await super().load_weights(arrays, version)
+
+        async def exchange(self, requests: Sequence[Request], unwanted: Sequence[int]) -> list[Answer]:
+            assert not self.is_asleep
+            return await super().exchange(requests, unwanted)
+
+    return SleepyActor
+
+
+@pytest.mark.slow
+def test_engines_that_die_asleep_or_falling_asleep_are_replaced_when_the_others_wake(session: None, base: Path, tmp_path: Path) -> None:
+    """And not before: the learner has their memory."""
+    first, second = (load_file(model_folder(base) / "model.safetensors") for _ in range(2))
+    restarts = Restarts(allowed=2)
+
+    async def drive() -> list[Completion]:
+        policy = RayPolicy(RlRun(cfg=config(), model=base, seed=0, workdir=tmp_path), restarts, 0, None)  # type: ignore[arg-type]
+        policy._actor_type = ray.remote(num_cpus=0, max_restarts=0)(sleepy_actor())
+        await policy.start()
+        try:
+            await policy.load_weights(first, version=1)
+            kill("SleepyActor", 1)
+            await policy.sleep()
+            kill("SleepyActor", 1)
+            assert restarts.used == 0
+            await policy.wake()
+            assert restarts.used == 2
+            await policy.load_weights(second, version=2)
+            return [c for answers in await asyncio.gather(*(policy.generate([1], PARAMS) for _ in range(4))) for c in answers]
+        finally:
+            await policy.close()
+
+    assert [set(c.policy_versions) for c in asyncio.run(drive())] == [{2}] * 4
+
+
+def short_of_memory_once() -> type[RolloutActor]:
+    """As if Ray had killed the first of them to save its node."""
+
+    class ShortOfMemoryOnce(RolloutActor):
+        async def start(self, job: RlRun, arrays: Arrays | None, version: int) -> None:
+            self.marker = job.workdir / "killed"
+            await super().start(job, arrays, version)
+
+        async def exchange(self, requests: Sequence[Request], unwanted: Sequence[int]) -> list[Answer]:
+            if not self.marker.exists():
+                self.marker.touch()
+                raise OutOfMemoryError("the node is low on memory")
+            return await super().exchange(requests, unwanted)
+
+    return ShortOfMemoryOnce
+
+
+@pytest.mark.slow
+def test_an_actor_that_ray_kills_for_its_memory_is_replaced_as_any_other(session: None, base: Path, tmp_path: Path) -> None:
+    restarts = Restarts(allowed=1)
+
+    async def drive() -> list[Completion]:
+        job = RlRun(cfg=config(num_rollout_actors=1), model=base, seed=0, workdir=tmp_path)
+        policy = RayPolicy(job, restarts, 0, None)  # type: ignore[arg-type]
+        policy._actor_type = ray.remote(num_cpus=0, max_restarts=0)(short_of_memory_once())
+        await policy.start()
+        try:
+            return await policy.generate([1], PARAMS)
+        finally:
+            await policy.close()
+
+    assert len(asyncio.run(drive())) == 1
+    assert restarts.used == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_sync", ["store", "direct"])
+def test_asynchronous_rl_survives_a_kill_within_its_bound_and_its_books_add_up(
+    session: None, base: Path, tmp_path: Path, weight_sync: str
+) -> None:
+    """Weights arrive while answers are sampled; the kill comes in the second batch."""
+    telemetry = Recorder()
+    judge = Saboteur(after=32 + 5, do=partial(kill, "RolloutActor", 1))
+    cfg = config(weight_sync=weight_sync).model_copy(update={"max_staleness": 1, "num_steps": 3})
+    progress = run(cfg, base, tmp_path, judge, telemetry=telemetry)
+    assert telemetry.steps == [1, 2, 3]
+    assert judge.num_seen == 32 * 3
+    assert sum(progress.fates.of("group").values()) == 4 * 3
+    assert sum(progress.fates.of("rollout").values()) == 32 * 3
+    assert {row["rl/staleness/max"] for row in telemetry.rows if row["rl/rollouts/trained"]} <= {0, 1}
+
+
+class SeesRanks(Recorder):
+    """Keeps the learner's processes at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks: list[set[int]] = []
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        super().log(metrics, step=step)
+        self.ranks.append({p.pid for p in actors_of("LearnerActor")})
+
+
+@pytest.mark.slow
+def test_if_one_learner_rank_dies_all_are_made_anew_and_go_on_from_the_checkpoint(session: None, base: Path, tmp_path: Path) -> None:
+    """Killed while the third step is sampled, with the checkpoint of the first in place, and maybe that of the second."""
+    telemetry = SeesRanks()
+    judge = Saboteur(after=2 * 32 + 5, do=partial(kill, "LearnerActor", 1))
+    cfg = config(num_workers=2, checkpoint=RlCheckpointConfig(every_steps=1)).model_copy(update={"num_steps": 3})
+    progress = run(cfg, base, tmp_path, judge, telemetry=telemetry)
+    assert progress.step == 3
+    assert judge.num_seen > 32 * 3
+    assert telemetry.steps[:2] == [1, 2]
+    first, last = telemetry.ranks[0], telemetry.ranks[-1]
+    assert len(first) == len(last) == 2
+    assert not first & last

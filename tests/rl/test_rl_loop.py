@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,13 @@ import torch
 from rl_builders import Recorder, constant_rate, low_byte_judge, problem, problem_artifact, rl_config, same_weights, weights
 from safetensors.torch import load_file
 
-from klear_core.config.engine import SamplingConfig
+from klear_core.config.engine import SamplingConfig, TorchEngineConfig
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
-from klear_core.generate.engine import TrainableEngine
+from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
+from klear_core.generate.torch_engine import TorchEngine
+from klear_core.ledger import LedgerStep
 from klear_core.metrics import NullTelemetry
 from klear_core.records import read_shard
 from klear_core.rl.describe import ShownRollout
@@ -23,7 +27,8 @@ from klear_core.rl.loop import Lookahead, choose_problems, run_rl, train_rl
 from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import Collected, Judge
 from klear_core.rl.workers import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlRun, Workers
-from klear_core.types import Domain, Outcome, Problem, TrainSample, Verdict
+from klear_core.train.base import model_folder
+from klear_core.types import Completion, Domain, Outcome, Problem, TrainSample, Verdict
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]
 
@@ -106,6 +111,126 @@ def test_a_lost_learner_costs_only_the_steps_since_its_checkpoint(base: Path, tm
     assert same_weights(tmp_path / "whole", tmp_path / "lost")
 
 
+class Watched:
+    """An engine that tells what is asked of it, and sleeps as far as anybody can see."""
+
+    def __init__(self, engine: TrainableEngine, told: list[str]) -> None:
+        self._engine, self.told = engine, told
+        self.version = engine.version
+        self.is_asleep = False
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        assert not self.is_asleep
+        if self.told[-1] != "generate":
+            self.told.append("generate")
+        return await self._engine.generate(prompt_ids, params)
+
+    async def load_weights(self, weights: WeightSource, *, version: int) -> None:
+        assert not self.is_asleep
+        self.told.append(f"load {version}")
+        await self._engine.load_weights(weights, version=version)
+        self.version = version
+
+    async def sleep(self) -> None:
+        self.told.append("sleep")
+        self.is_asleep = True
+
+    async def wake(self) -> None:
+        self.told.append("wake")
+        self.is_asleep = False
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class ToldLearner(LocalLearner):
+    """Says when it steps, and dies in its second step if it is to."""
+
+    def __init__(self, learner: LocalLearner, told: list[str], *, dies: bool) -> None:
+        super().__init__(learner._learner, num_threads=1)
+        self.told, self.dies = told, dies
+
+    async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        self.told.append("step")
+        if self.dies and self.told.count("step") == 2:
+            raise LearnerLost("the learner died")
+        return await super().step(samples)
+
+
+class WatchedWorkers(LocalWorkers):
+    def __init__(self, engine: Watched, *, dies: bool = False) -> None:
+        super().__init__(engine)
+        self._told, self._dies = engine.told, dies
+
+    async def start(self, job: RlRun) -> tuple[LearnerHandle, TrainableEngine]:
+        learner, engine = await super().start(job)
+        assert isinstance(learner, LocalLearner)
+        return ToldLearner(learner, self._told, dies=self._dies), engine
+
+
+def told_in_two_steps(base: Path, workdir: Path, *, sleep_mode: bool, dies: bool = False) -> str:
+    vllm = {"kind": "vllm", "runtime": {"sleep_mode": sleep_mode}}
+    rollout = {"groups_per_step": 4, "samples_per_group": 4, "sampling": {"max_new_tokens": 8}, "engine": vllm}
+    cfg = rl_config(num_steps=2, rollout=rollout)
+    told: list[str] = []
+    engine = Watched(TorchEngine(model_folder(base), TorchEngineConfig(), num_threads=1), told)
+    run(cfg, base, workdir, workers=WatchedWorkers(engine, dies=dies))
+    return ", ".join(told)
+
+
+def test_engines_sleep_while_the_learner_works_and_wake_for_its_weights(base: Path, tmp_path: Path) -> None:
+    step = "generate, sleep, step, wake, "
+    assert told_in_two_steps(base, tmp_path, sleep_mode=True) == f"wake, load 0, {step}load 1, {step}load 2"
+
+
+def test_engines_are_not_put_to_sleep_unasked(base: Path, tmp_path: Path) -> None:
+    assert told_in_two_steps(base, tmp_path, sleep_mode=False) == "load 0, generate, step, load 1, generate, step, load 2"
+
+
+def test_engines_wake_for_the_learner_that_replaces_a_lost_one(base: Path, tmp_path: Path) -> None:
+    step = "generate, sleep, step, wake, "
+    lost = "generate, sleep, step, "  # of the second, from whose beginning it goes on
+    assert told_in_two_steps(base, tmp_path, sleep_mode=True, dies=True) == f"wake, load 0, {step}load 1, {lost}wake, load 1, {step}load 2"
+
+
+class HalfAndHalf(Watched):
+    """Ends every answer of a batch that was begun under an older version under the version before which it is used."""
+
+    def __init__(self, engine: TrainableEngine, *, answers_per_batch: int) -> None:
+        super().__init__(engine, ["start"])
+        self.num_asked = 0
+        self.answers_per_batch = answers_per_batch
+        self.changed = asyncio.Condition()
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        batch, self.num_asked = self.num_asked // self.answers_per_batch, self.num_asked + 1
+        (completion,) = await super().generate(prompt_ids, params)
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.version >= batch)
+        half = len(completion.token_ids) // 2
+        return [replace(completion, policy_versions=(*completion.policy_versions[:half], *[batch] * (len(completion.token_ids) - half)))]
+
+    async def load_weights(self, weights: WeightSource, *, version: int) -> None:
+        async with self.changed:
+            await super().load_weights(weights, version=version)
+            self.changed.notify_all()
+
+
+def test_an_answer_sampled_across_an_update_trains_and_is_as_old_as_its_oldest_token(base: Path, tmp_path: Path) -> None:
+    async def main() -> Recorder:
+        telemetry = Recorder()
+        engine = HalfAndHalf(TorchEngine(model_folder(base), TorchEngineConfig(), num_threads=1), answers_per_batch=16)
+        job = RlRun(cfg=rl_config(num_steps=4, max_staleness=1), model=base, seed=0, workdir=tmp_path)
+        await run_rl(job, PROBLEMS, low_byte_judge, telemetry, LocalWorkers(engine))
+        return telemetry
+
+    telemetry = asyncio.run(main())
+    trained = [row for row in telemetry.rows[1:] if row["rl/rollouts/trained"]]
+    assert trained
+    assert all(row["rl/staleness/max"] == 1 for row in trained)
+    assert all("rl/rollouts/dropped_stale" not in row for row in trained)
+
+
 @pytest.mark.parametrize("bound", [1, 2])
 def test_staleness_reaches_its_bound_and_stays_there(base: Path, tmp_path: Path, bound: int) -> None:
     progress, telemetry = run(rl_config(num_steps=6, max_staleness=bound), base, tmp_path)
@@ -113,20 +238,39 @@ def test_staleness_reaches_its_bound_and_stays_there(base: Path, tmp_path: Path,
     assert "stale" not in progress.fates.of("rollout")
 
 
-def test_on_policy_single_updates_are_remarked_upon(base: Path, tmp_path: Path) -> None:
+def notes_of(progress: Progress, cfg: RlConfig) -> tuple[str, ...]:
+    choice = LedgerStep(step="choose_domain", unit="problem", num_in=6, num_out=6, dropped={})
+    return progress.summary(cfg, choice, seed=0).notes
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "every ratio was 1" in r.getMessage()]
+
+
+def test_on_policy_single_updates_are_remarked_upon_once_in_the_run_and_in_its_notes(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cfg = rl_config(minibatches_per_step=1, old_logps="learner")
     progress, _ = run(cfg, base, tmp_path)
-    choice = choose_problems(problem_artifact(tmp_path / "problems", PROBLEMS) / "problems", cfg)[1]
-    assert "every ratio was 1" in progress.summary(cfg, choice, seed=0).notes[0]
+    assert [w[:27] for w in warnings_in(caplog)] == ["step 1: every ratio was 1: "]
+    assert "every ratio was 1" in notes_of(progress, cfg)[0]
 
 
-def test_steps_without_a_survivor_change_nothing_and_end_cleanly(base: Path, tmp_path: Path) -> None:
+def test_several_updates_a_step_are_nothing_to_remark_upon(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = rl_config(minibatches_per_step=2, old_logps="learner")
+    assert notes_of(run(cfg, base, tmp_path)[0], cfg) == ()
+    assert warnings_in(caplog) == []
+
+
+def test_steps_without_a_survivor_change_nothing_and_end_cleanly(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def all_right(_problem: Problem, _response: str) -> Verdict:
         return Verdict(outcome=Outcome.SCORED, score=1.0)
 
     progress, telemetry = run(rl_config(), base, tmp_path, judge=all_right)
     assert telemetry.column("rl/groups/kept") == [0, 0, 0]
     assert progress.steps_without_update == 3
+    assert notes_of(progress, rl_config()) == ("3 of 3 steps changed nothing: no informative group, or only skipped updates",)
+    assert warnings_in(caplog) == []
     (file,) = (base / "model").glob("*.safetensors")
     assert all(torch.equal(w, weights(tmp_path)[k]) for k, w in load_file(file).items())
 
