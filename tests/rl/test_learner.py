@@ -206,7 +206,9 @@ def test_a_later_stage_continues_with_the_kept_optimizer(base: Path, tmp_path: P
 
 
 def test_a_later_stage_takes_over_the_moments_and_keeps_its_own_settings(base: Path, tmp_path: Path) -> None:
-    first = learner(base, tmp_path / "math", rl_config(keep_optimizer=True, optim=RlOptimConfig(lr=1e-3, weight_decay=0.5, betas=(0.8, 0.9))))
+    first = learner(
+        base, tmp_path / "math", rl_config(keep_optimizer=True, optim=RlOptimConfig(lr=1e-3, weight_decay=0.5, betas=(0.8, 0.9)))
+    )
     first.step(random_samples(6))
     first.export(tmp_path / "math" / "model")
     cfg = rl_config(continue_optimizer=True, optim=RlOptimConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99)))
