@@ -31,6 +31,8 @@ from klear_core.types import Completion
 ray = pytest.importorskip("ray")
 from klear_core.rl.actors import RayLearner, RayPolicy, RayWorkers, Restarts, StoredWeights  # noqa: E402
 
+pytestmark = pytest.mark.timeout(900)  # on a busy machine a process takes a minute to start
+
 
 @pytest.fixture(scope="module")
 def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Progress]:
