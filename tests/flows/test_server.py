@@ -17,6 +17,7 @@ SETTINGS = {
     "benchmarks": [{"name": "heldout", "source": {"kind": "procedural", "split": "heldout", "num_problems": 8}}],
     "curate": {"sources": [{"kind": "procedural", "num_problems": 32}]},
     "sft": {"optim": {"lr": 1e-3}, "num_epochs": 1, "rows_per_step": 16, "max_tokens": 256, "dtype": "float32"},
+    "rl": {"rollout": {"sampling": {"max_new_tokens": 96}}},
 }
 
 DEMO = """
