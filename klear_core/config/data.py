@@ -131,7 +131,7 @@ class BenchmarkConfig(Settings):
     """A named set of problems that is never trained on."""
 
     name: str = Field(pattern=r"^[a-z0-9_]+$")
-    """How scores, reports and `benchmarks.NAME` metrics call it."""
+    """How scores and reports call it."""
     source: Source
     expected_rows: int | None = Field(default=None, ge=1)
     """Asserted when the benchmark is loaded, and so not of one that is there already (AIME 30, LiveCodeBench v5 279, v6 131)."""
