@@ -87,7 +87,11 @@ class LocalStore:
 
     def is_begun(self, kind: str, fingerprint: str) -> bool:
         """Whether an earlier attempt left work to go on from."""
-        return (self._building(kind, fingerprint) / "work").is_dir()
+        return self.workdir(kind, fingerprint).is_dir()
+
+    def workdir(self, kind: str, fingerprint: str) -> Path:
+        """Where an artifact is built until it is whole."""
+        return self._building(kind, fingerprint) / "work"
 
     def folders(self, kind: str = "*") -> list[Path]:
         """The folders of all finished artifacts, or of one kind."""
@@ -102,7 +106,7 @@ class LocalStore:
             ref = self.find_intact(kind, fingerprint)
             building = self._building(kind, fingerprint)
             attempt = 0 if ref else _begin_attempt(building)
-            yield LocalSlot(self, kind, fingerprint, building / "work", ref, attempt)
+            yield LocalSlot(self, kind, fingerprint, self.workdir(kind, fingerprint), ref, attempt)
 
     def verify(self, ref: ArtifactRef) -> None:
         """Compare an artifact with its manifest. ArtifactError names the first file that is missing, altered or extra.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from klear_core.artifacts import ArtifactRef, read_manifest
@@ -13,14 +12,14 @@ from klear_core.config.jobs import ReportJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.ledger import StageSummary
 from klear_core.metrics import Telemetry
-from klear_core.plan import workspace_root
+from klear_core.plan import fingerprints_of, open_store, stages_of, with_inputs, workspace_root
 from tasks.provenance import code_commit
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
 
 if TYPE_CHECKING:
-    from klear_core.report.inputs import PairedDifference, ReportInputs
+    from klear_core.report.inputs import PairedDifference, ReportInputs, StageFolder
 
 EVALUATION = "evaluate_"
 REPORT_FILE = "report.html"
@@ -46,14 +45,26 @@ def failed_report(info: RunInfo) -> Path:
 def report_failure(info: RunInfo, config: PipelineConfig, inputs: Inputs, unfinished: Mapping[str, str]) -> Path:
     """Write the report of a run that failed; `unfinished` are its stages without an artifact, with the words of the error or empty."""
     from klear_core.report.build import build_report
+    from klear_core.report.inputs import StageFolder
 
+    ids, store = fingerprints_of(with_inputs(stages_of(config), unfinished), info.workspace), open_store(info.workspace)
+    missing = [
+        StageFolder(
+            name=name,
+            folder=None,
+            trouble=trouble,
+            workdir=store.workdir(ids[name].kind, ids[name].fingerprint) if trouble else None,
+            scores_model=_scored_model(name),
+        )
+        for name, trouble in unfinished.items()
+    ]
     out = failed_report(info)
-    build_report(report_inputs(info, ReportJob.of(config), inputs, unfinished), out)
+    build_report(report_inputs(info, ReportJob.of(config), inputs, missing), out)
     return out
 
 
-def report_inputs(info: RunInfo, job: ReportJob, inputs: Inputs, unfinished: Mapping[str, str] = MappingProxyType({})) -> ReportInputs:
-    """The run as the report takes it."""
+def report_inputs(info: RunInfo, job: ReportJob, inputs: Inputs, missing: Sequence[StageFolder] = ()) -> ReportInputs:
+    """The run as the report takes it; `missing` are planned stages without an artifact, which come after the others."""
     from klear_core.report import inputs as of
 
     commit = code_commit()
@@ -72,9 +83,6 @@ def report_inputs(info: RunInfo, job: ReportJob, inputs: Inputs, unfinished: Map
             name=name, folder=ref.path, was_reused=manifests[name].created_at < info.started_at, scores_model=_scored_model(name)
         )
         for name, ref in inputs.items()
-    )
-    missing = (
-        of.StageFolder(name=name, folder=None, trouble=trouble, scores_model=_scored_model(name)) for name, trouble in unfinished.items()
     )
     return of.ReportInputs(run=run, config=job.pipeline_config(), stages=(*done, *missing), differences=tuple(_differences(inputs)))
 

@@ -73,7 +73,7 @@ def _page(facts: Facts) -> Page:
         notices=notices(facts),
         overview=overview(facts),
         benchmarks=benchmark_views(facts),
-        curves=stage_curves(facts.stages),
+        curves=stage_curves([*facts.stages, *facts.missing]),
         examples=pick_examples(facts),
         ledgers=stage_ledgers(facts.stages),
         settings=changed_settings(facts.config),

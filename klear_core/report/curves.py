@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from klear_core.report.charts import LineChart, Series, line_chart, sparkline
-from klear_core.report.facts import StageFacts
+from klear_core.report.facts import MissingStage, StageFacts
 from klear_core.report.text import duration, number
 
 
@@ -102,7 +102,7 @@ RL_CHARTS = (
 PHASES = (("time/wait_s", "waiting for answers"), ("time/train_s", "learning"), ("time/sync_s", "handing over weights"))
 
 
-def stage_curves(stages: Sequence[StageFacts]) -> list[StageCurves]:
+def stage_curves(stages: Sequence[StageFacts | MissingStage]) -> list[StageCurves]:
     """The stages that logged something over steps, in pipeline order; a single row of numbers is no curve."""
     return [_curves(s) for s in stages if any(len(series.steps) > 1 for series in s.metrics)]
 
@@ -116,11 +116,11 @@ def stage_title(name: str) -> str:
     }.get(name, name)
 
 
-def _curves(stage: StageFacts) -> StageCurves:
+def _curves(stage: StageFacts | MissingStage) -> StageCurves:
     by_name = {s.name.partition("/")[2]: s for s in stage.metrics if s.finite}
     drawn = []
     named: set[str] = set()
-    for spec in _charts_of(stage.manifest.kind):
+    for spec in _charts_of(stage.name):
         series = [(label, by_name[metric]) for metric, label in spec.metrics if metric in by_name]
         named |= {metric for metric, _ in spec.metrics}
         chart = line_chart(spec.title, series, note=spec.note, is_share=spec.is_share)
@@ -128,11 +128,12 @@ def _curves(stage: StageFacts) -> StageCurves:
             drawn.append(chart)
     phases = _phases(by_name)
     others = [_other(s) for name, s in by_name.items() if name not in named]
-    return StageCurves(stage=stage.name, title=stage_title(stage.name), charts=tuple(drawn), phases=phases, others=tuple(others))
+    title = stage_title(stage.name) + (" (failed)" if isinstance(stage, MissingStage) else "")
+    return StageCurves(stage=stage.name, title=title, charts=tuple(drawn), phases=phases, others=tuple(others))
 
 
-def _charts_of(kind: str) -> tuple[ChartSpec, ...]:
-    match kind:
+def _charts_of(stage: str) -> tuple[ChartSpec, ...]:
+    match stage:
         case "sft":
             return SFT_CHARTS
         case "rl" | "rl_code":

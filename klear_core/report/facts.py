@@ -43,6 +43,8 @@ class MissingStage:
 
     name: str
     trouble: str
+    metrics: tuple[Series, ...]
+    """Of the attempt that failed, as far as it came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

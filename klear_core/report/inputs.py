@@ -22,6 +22,8 @@ class StageFolder:
     """Taken from an earlier run with the same fingerprint."""
     trouble: str = ""
     """Why there is no artifact, in the words of the error; empty if it was never started."""
+    workdir: Path | None = None
+    """Where a failed attempt was at work: its metrics are shown too."""
     scores_model: str = ""
     """Evaluations only: the model that was scored (`base`, `sft`, `rl`, `rl_code`)."""
 

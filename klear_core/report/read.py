@@ -24,7 +24,7 @@ def read_facts(inputs: ReportInputs) -> Facts:
         run=inputs.run,
         config=inputs.config,
         stages=tuple(_stage(s, folder) for s, folder in done),
-        missing=tuple(MissingStage(name=s.name, trouble=visible(s.trouble)) for s in inputs.stages if s.folder is None),
+        missing=tuple(_missing(s) for s in inputs.stages if s.folder is None),
         models=tuple(_model(s, folder) for s, folder in done if s.scores_model),
         unscored_models=tuple(s.scores_model for s in inputs.stages if s.folder is None and s.scores_model),
         differences=inputs.differences,
@@ -38,6 +38,11 @@ def _stage(stage: StageFolder, folder: Path) -> StageFacts:
         was_reused=stage.was_reused,
         metrics=_series(folder / METRICS_FILE),
     )
+
+
+def _missing(stage: StageFolder) -> MissingStage:
+    metrics = _series(stage.workdir / METRICS_FILE) if stage.workdir is not None else ()
+    return MissingStage(name=stage.name, trouble=visible(stage.trouble), metrics=metrics)
 
 
 def _series(path: Path) -> tuple[Series, ...]:

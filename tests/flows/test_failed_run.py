@@ -13,7 +13,8 @@ from klear_core.artifacts import ArtifactRef, Manifest
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import TrainingError
 from klear_core.ledger import LedgerStep
-from klear_core.plan import open_store
+from klear_core.metrics import METRICS_FILE, MetricsFile
+from klear_core.plan import fingerprints_of, open_store, stages_of
 from tasks.report import failed_report
 from tasks.run_info import RunInfo
 
@@ -71,6 +72,19 @@ def test_a_failed_run_leaves_a_report_of_what_is_done_what_failed_and_what_was_n
     assert "168,480" in html
     assert "No result of rl." in html  # and not of the report, which needs no line about itself
     assert str(page) in caplog.text
+
+
+def test_the_failed_stages_curves_are_shown_as_far_as_it_came(config: PipelineConfig, info: RunInfo) -> None:
+    refs = {name: made(config, name) for name in ("base", "distill", "sft")}
+    own = fingerprints_of(stages_of(config), config.workspace)["rl"]
+    with open_store(config.workspace).create(own.kind, own.fingerprint) as slot:
+        for step in range(3):
+            MetricsFile(slot.workdir / METRICS_FILE).append({"rl/grad/norm": 10.0**step}, step=step)
+    with pytest.raises(TrainingError), failure_reported(info, config, CHOSEN, refs):
+        raise TrainingError("6 non-finite steps in a row")
+    html = failed_report(info).read_text()
+    assert "RL: learning from judged answers (failed)" in html
+    assert "Gradient norm" in html
 
 
 def test_the_error_is_the_one_that_was_raised_and_no_other_hangs_on_it(config: PipelineConfig, info: RunInfo) -> None:
