@@ -138,10 +138,9 @@ _Given = tuple[Tensor, Tensor, Tensor | None]
 
 def _slope(logp: Tensor, dlogp_C1: Tensor, entropy_C1: Tensor, dentropy_C1: Tensor | None) -> Tensor:
     """dLoss/dz of tokens other than the target: -p (dlogp + dentropy (log p + entropy)). `logp` is overwritten."""
-    p = logp.exp()
     if dentropy_C1 is None:
-        return p.mul_(-dlogp_C1)
-    return p.mul_(logp.clamp_min_(_LEAST).add_(entropy_C1).mul_(-dentropy_C1).sub_(dlogp_C1))
+        return logp.exp_().mul_(-dlogp_C1)
+    return logp.exp().mul_(logp.clamp_min_(_LEAST).add_(entropy_C1).mul_(-dentropy_C1).sub_(dlogp_C1))
 
 
 def _may_be_of_any_length(*tensors: Tensor | None) -> None:
