@@ -169,7 +169,7 @@ def parallelise(policy: Policy, world: World, *, dtype: Dtype, activation_checkp
     mesh = init_device_mesh(world.device.type, (world.size,))
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
     for layer in hf.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=world.size > 1)  # alone it would only cast again
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     for module in (policy, *hf.base_model.layers):
         module.set_gradient_divide_factor(1.0)
