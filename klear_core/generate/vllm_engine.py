@@ -19,7 +19,7 @@ from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import SamplingParams, WeightOffer, WeightSource, dump_offer, load_offer
 from klear_core.generate.requests import OpenRequests
 from klear_core.generate.text import FolderTokenizer
-from klear_core.generate.weights import Shapes, check_shapes, tensor_shapes
+from klear_core.generate.weights import Shapes, check_shapes, tensor_shapes, wanted_shapes
 from klear_core.hf_config import HfConfig, read_hf_config
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, FinishReason
@@ -56,7 +56,7 @@ class VllmEngine:
         args = AsyncEngineArgs(**engine_arguments(cfg, model_folder, seed=seed, window=window))
         with _environment(num_threads):
             llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
-        engine = cls(llm, tokenizer, tensor_shapes(model_folder), version=version)
+        engine = cls(llm, tokenizer, wanted_shapes(model_folder), version=version)
         await llm.update_weight_version(str(version))
         return engine
 

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from klear_core.errors import ConfigError
 from klear_core.generate.engine import WeightOffer, WeightSource
+from klear_core.hf_config import read_hf_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,12 @@ def tensor_shapes(weights: WeightSource) -> Shapes:
         with safe_open(path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes
+
+
+def wanted_shapes(model_folder: Path) -> Shapes:
+    """What new weights for this folder's model must hold. A tied head need not come, also if the folder stores it."""
+    is_tied = read_hf_config(model_folder).tie_word_embeddings
+    return {name: shape for name, shape in tensor_shapes(model_folder).items() if not (is_tied and name == HEAD)}
 
 
 def tensors(weights: WeightSource) -> Iterator[tuple[str, Tensor]]:

@@ -186,20 +186,28 @@ def _ensure_process_group(world: World) -> None:
 
 
 def full_weights(policy: nn.Module, *, dtype: Dtype | None = None) -> dict[str, Tensor]:
-    """All weights under their Hugging Face names, gathered on the CPU of rank 0 (other ranks get an empty dict). Every rank must call."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    """The weights of `each_weight`, together, on the CPU of rank 0 (other ranks get an empty dict). Every rank must call.
 
-    state: dict[str, Any] = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return {k.removeprefix("hf."): v if dtype is None else v.to(DTYPES[dtype]) for k, v in state.items()}
+    In their own dtype those of a single process on the CPU are the policy's own memory, not copies.
+    """
+    is_wanted = not dist.is_initialized() or dist.get_rank() == 0
+    weights = {}
+    for name, weight in each_weight(policy, dtype=dtype):
+        if is_wanted:
+            weights[name] = weight.cpu()
+    return weights
 
 
-def each_weight(policy: nn.Module, *, dtype: Dtype) -> Iterator[tuple[str, Tensor]]:
-    """The weights of `full_weights` one after the other, whole, on every rank's own device. Every rank must iterate to the end."""
+def each_weight(policy: nn.Module, *, dtype: Dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """All weights under their Hugging Face names, one by one, whole, on every rank's own device. Every rank must iterate to the end.
+
+    A tied head, which is its embedding once more, is left out.
+    """
     from torch.distributed.tensor import DTensor
 
     for name, weight in _distinct_weights(policy).items():
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        yield name, whole.detach().to(DTYPES[dtype])
+        yield name, whole.detach().to(whole.dtype if dtype is None else DTYPES[dtype])
 
 
 def weight_shapes(policy: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -208,7 +216,6 @@ def weight_shapes(policy: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _distinct_weights(policy: nn.Module) -> dict[str, Tensor]:
-    """A tied head, which is its embedding once more, is left out."""
     distinct: dict[int, tuple[str, Tensor]] = {}
     for name, weight in policy.state_dict(keep_vars=True).items():
         distinct.setdefault(id(weight), (name.removeprefix("hf."), weight))

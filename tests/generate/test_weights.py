@@ -2,10 +2,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from qwen3_folder import build_model
+from qwen3_folder import build_model, write_folder
+from safetensors.torch import save_file
 
 from klear_core.errors import ConfigError
-from klear_core.generate.weights import HEAD, check_shapes, tensor_shapes, tensors
+from klear_core.generate.weights import HEAD, check_shapes, tensor_shapes, tensors, wanted_shapes
 
 
 def test_one_file_many_shards_and_a_mapping_are_the_same_weights(tmp_path: Path) -> None:
@@ -41,3 +42,16 @@ def test_a_tied_head_may_come_along_and_nothing_else() -> None:
             check_shapes(found, expected)
     with pytest.raises(ConfigError, match="missing"):
         check_shapes({"a": (2, 3)}, expected | {HEAD: (2, 3)})
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_folder_that_stores_its_tied_head_does_not_ask_for_it(tmp_path: Path, is_tied: bool) -> None:
+    """Published folders and exports in another dtype do; a learner offers each weight once."""
+    model = build_model(is_tied=is_tied)
+    folder = write_folder(tmp_path, model)
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    distinct = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert HEAD in tensor_shapes(folder)
+    assert (HEAD in distinct) != is_tied
+    assert wanted_shapes(folder) == distinct
+    check_shapes(distinct, wanted_shapes(folder))

@@ -10,10 +10,11 @@ from tiny_models import packed, random_rows, tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klear_core.errors import ConfigError
+from klear_core.generate.weights import tensor_shapes
 from klear_core.hf_config import check_architecture
 from klear_core.train.logps import fused_loss, token_logps
 from klear_core.train.model import export_model, load_model, pick_device
-from klear_core.train.parallel import full_weights
+from klear_core.train.parallel import full_weights, weight_shapes
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +167,13 @@ def test_positions_that_depend_on_the_longest_row_beside_are_refused(folder, tmp
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": None} | rope))
     with pytest.raises(ConfigError, match=r"(dynamic|longrope) positions"):
         check_architecture(tmp_path)
+
+
+def test_a_tied_head_is_not_written_beside_its_embedding_in_any_dtype(folder, tmp_path):
+    """Else the folder would name a weight that the learner, for whom it is the embedding once more, never offers."""
+    policy = load_model(folder, device="cpu")
+    for dtype in ("float32", "bfloat16"):
+        export_model(full_weights(policy, dtype=dtype), folder, tmp_path / dtype)
+        assert tensor_shapes(tmp_path / dtype) == weight_shapes(policy)
+        head = AutoModelForCausalLM.from_pretrained(tmp_path / dtype).get_output_embeddings().weight
+        assert torch.equal(head, policy.hf.get_input_embeddings().weight.to(head.dtype))
