@@ -25,7 +25,8 @@ from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.flops import FlopCount, peak_flops
 from klear_core.train.model import DTYPES, Policy, export_model, load_model
 from klear_core.train.packing import PackedBatch, pack
-from klear_core.train.parallel import World, full_weights, parallelise, run_ranks
+from klear_core.train.parallel import World, full_weights, parallelise
+from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater, keep_bad_batch
 from klear_core.types import SftExample, TeacherTrace
 

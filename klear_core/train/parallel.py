@@ -5,13 +5,11 @@ With context parallelism neighbouring ranks share rows (`context.py`); there is 
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
-from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.train.context import ALONE, Context
 from klear_core.train.model import DTYPES, Dtype, Policy, pick_device
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,43 +98,6 @@ def _join_context(rank: int, size: int) -> Context:
         return ALONE
     group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
     return Context(rank=rank % size, size=size, group=group)
-
-
-def run_ranks(body: Callable[[World, Telemetry], R], runtime: TrainRuntime, telemetry: Telemetry) -> R:
-    """Run `body` on every rank and return what rank 0, this process, made of it; only rank 0 speaks through `telemetry`.
-
-    The other ranks are spawned on this machine, so `body` must be picklable. ResourceError if one dies; none outlives this call.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        init_method = f"file://{folder}/meet"
-        spawn = torch.multiprocessing.get_context("spawn")
-        others = [
-            spawn.Process(target=_run_other_rank, args=(body, runtime, rank, init_method), daemon=True)
-            for rank in range(1, runtime.num_workers)
-        ]
-        for process in others:
-            process.start()
-        try:
-            with join_world(runtime, rank=0, init_method=init_method) as world:
-                return body(world, telemetry)
-        except RuntimeError as e:  # how torch.distributed reports a lost peer
-            gone = connection.wait([p.sentinel for p in others], timeout=30)
-            for process in others:
-                if process.sentinel in gone:
-                    process.join(timeout=30)  # a dying process closes its connections before its exit code can be known
-            failed = [f"rank {i + 1} (exit code {p.exitcode})" for i, p in enumerate(others) if p.exitcode]
-            if failed:
-                raise ResourceError(f"learner processes died: {', '.join(failed)}; rank 0 then failed with: {e}") from e
-            raise
-        finally:
-            for process in others:
-                process.join(timeout=30)  # they finish with us
-                process.kill()
-
-
-def _run_other_rank(body: Callable[[World, Telemetry], R], runtime: TrainRuntime, rank: int, init_method: str) -> None:
-    with join_world(runtime, rank=rank, init_method=init_method) as world:
-        body(world, NullTelemetry())
 
 
 def _device_of_rank(runtime: TrainRuntime, index: int, num_wanted: int) -> torch.device:

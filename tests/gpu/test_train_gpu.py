@@ -19,7 +19,8 @@ from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.parallel import parallelise, run_ranks
+from klear_core.train.parallel import parallelise
+from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

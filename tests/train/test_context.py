@@ -17,7 +17,8 @@ from klear_core.sft.loss import sft_objective
 from klear_core.train.context import Context
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.parallel import full_weights, parallelise, run_ranks
+from klear_core.train.parallel import full_weights, parallelise
+from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
 

@@ -1,6 +1,5 @@
 """Two gloo ranks on the CPU are one process, in loss, gradient norm, weights and checkpoints."""
 
-import os
 from functools import partial
 
 import pytest
@@ -8,13 +7,13 @@ import torch
 from tiny_models import random_rows, tiny_folder
 
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
-from klear_core.errors import ResourceError
 from klear_core.metrics import NullTelemetry
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.logps import fused_loss
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.parallel import full_weights, parallelise, run_ranks
+from klear_core.train.parallel import full_weights, parallelise
+from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
 ROWS = [random_rows([9, 30, 14, 22, 5], seed=s) for s in range(3)] + [random_rows([12])]  # at last one rank has nothing to do
@@ -76,21 +75,3 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_weights(tmp_path):
     assert half[0][0] == pytest.approx(full[0][0], rel=1e-2)
     assert half[0][0] != full[0][0]
     assert {w.dtype for w in weights.values()} == {torch.float32}
-
-
-def die_on_rank_one(world, telemetry):
-    if world.rank == 1:
-        os._exit(3)
-    world.barrier()
-
-
-@pytest.mark.slow
-def test_a_dead_rank_is_named():
-    with pytest.raises(ResourceError, match=r"rank 1 \(exit code 3\)"):
-        run_ranks(die_on_rank_one, TrainRuntime(device="cpu", num_workers=2), NullTelemetry())
-
-
-def test_one_worker_runs_here_and_returns_its_result(tmp_path):
-    telemetry = NullTelemetry()
-    got = run_ranks(lambda world, t: (world.rank, world.size, t is telemetry), TrainRuntime(device="cpu"), telemetry)
-    assert got == (0, 1, True)
