@@ -1,7 +1,13 @@
 """Weights from a learner's memory into engines', over gloo: the same bits, in order, and no engine waits for another that is gone."""
 
 import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +21,7 @@ from klear_core.config.engine import TorchEngineConfig
 from klear_core.errors import ConfigError
 from klear_core.generate.engine import TensorSpec, WeightOffer, dump_offer, load_offer
 from klear_core.generate.torch_engine import TorchEngine
-from klear_core.generate.transfer import WeightServer, cut, fetch
+from klear_core.generate.transfer import WeightServer, _finish, _harmless, cut, fetch
 from klear_core.generate.weights import tensor_shapes, tensors
 
 WEIGHTS = {
@@ -25,6 +31,16 @@ WEIGHTS = {
     "d": torch.tensor([-0.0, torch.nan, torch.inf]),
     "e": torch.tensor(4.0),
 }
+
+ENGINE = """
+import sys
+from klear_core.generate.engine import load_offer
+from klear_core.generate.transfer import fetch
+print("ready", flush=True)
+arriving = fetch(load_offer(input()), rank=1)
+print(next(arriving)[0], flush=True)
+input()
+"""
 
 
 def specs(weights: dict[str, torch.Tensor]) -> list[TensorSpec]:
@@ -80,6 +96,60 @@ def test_an_engine_that_never_comes_or_leaves_early_costs_the_others_nothing() -
         assert server.send(offer, WEIGHTS.items(), [0, 1, 2]) == [1, 2]
         leaving.result()
         assert staying.result().keys() == WEIGHTS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "told"), [(signal.SIGKILL, ""), (signal.SIGSTOP, "did not answer in time")], ids=["killed", "stuck"])
+def test_an_engine_that_is_killed_or_stuck_meanwhile_is_lost_alone(
+    caplog: pytest.LogCaptureFixture, number: signal.Signals, told: str
+) -> None:
+    """A real process: a killed one the backend reports, one that only stops answering, as all do over NCCL, it does not."""
+    server = WeightServer("127.0.0.1", timeout_s=60)
+    offer = offer_of(server, WEIGHTS, chunk_bytes=4)
+    lost = subprocess.Popen([sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert lost.stdin is not None
+    assert lost.stdout is not None
+    assert lost.stdout.readline() == "ready\n"
+    lost.stdin.write(dump_offer(replace(offer, engine=1)) + "\n")
+    lost.stdin.flush()
+
+    def weights() -> Iterable[tuple[str, torch.Tensor]]:
+        for name, weight in WEIGHTS.items():
+            yield name, weight
+            if name == "a":
+                assert lost.stdout is not None
+                assert lost.stdout.readline() == "a\n"
+                os.kill(lost.pid, number)
+
+    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
+        staying = pool.submit(lambda: dict(fetch(offer, rank=1)))
+        assert server.send(offer, weights(), [0, 1]) == [1]
+        assert staying.result().keys() == WEIGHTS.keys()
+    lost.kill()
+    lost.communicate()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("engine 1 went away while it was given weights")
+    assert told in message
+
+
+def test_the_clock_is_ours_for_the_backends_wait_may_never_return() -> None:
+    class NeverDone:
+        def is_completed(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            raise AssertionError("nobody shall wait in here")
+
+    with pytest.raises(RuntimeError, match="did not answer in time"):
+        _finish(NeverDone(), time.monotonic())
+
+
+def test_nccl_is_told_to_leave_the_process_alive_and_nobody_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    before = dict(os.environ)
+    with _harmless():
+        assert [os.environ[f"TORCH_NCCL_{name}"] for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT")] == ["0", "0"]
+    assert os.environ == before
 
 
 def test_without_a_learner_to_fetch_from_the_engine_hears_of_it() -> None:
