@@ -94,22 +94,21 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         }
         metrics |= speed.metrics(rows)
         if validation and (done % cfg.eval_every_steps == 0 or done == num_steps):
-            metrics["sft/loss/validation"] = _validation_loss(policy, validation, cfg, world)
+            counters["validation_loss"] = metrics["sft/loss/validation"] = _validation_loss(policy, validation, cfg, world)
         telemetry.log(metrics, step=done)
         telemetry.progress(done, num_steps, f"loss {result.loss:.3f}")
         if checkpoints.is_due(done) or done == num_steps:
             checkpoints.save(done, policy, updater.optimizer, counters)
     checkpoints.wait()
 
-    if validation:
-        counters["validation_loss"] = _validation_loss(policy, validation, cfg, world)
     weights = full_weights(policy, dtype=cfg.dtype)
     if world.rank == 0:
         export_model(weights, model_folder(job.model), job.workdir / "model", max_position_embeddings=wanted_window(job.model))
     held_out = LedgerStep(
         step="hold_out", unit="row", num_in=len(store), num_out=len(split.train), dropped={"validation": len(split.validation)}
     )
-    return StageSummary(counts={"steps": num_steps} | counters, ledger=(store.ledger, held_out), seeds={"sft": job.seed})
+    ledger = (store.ledger, held_out, _weigh_step(order, num_steps=num_steps, num_rows=len(split.train)))
+    return StageSummary(counts={"steps": num_steps} | counters, ledger=ledger, seeds={"sft": job.seed})
 
 
 class _Speedometer:
@@ -134,6 +133,13 @@ class _Speedometer:
 
 def _row_order(cfg: SftConfig, store: TokenStore, rows: Sequence[int], *, seed: int) -> RowOrder:
     return RowOrder(rows, store.sources, weights=cfg.source_weights, num_epochs=cfg.num_epochs, rows_per_step=cfg.rows_per_step, seed=seed)
+
+
+def _weigh_step(order: RowOrder, *, num_steps: int, num_rows: int) -> LedgerStep:
+    """Which rows were trained on at least once, and what kept the others out."""
+    num_wanted, num_seen = order.num_distinct(order.num_steps), order.num_distinct(num_steps)
+    dropped = {"source_weights": num_rows - num_wanted, "max_steps": num_wanted - num_seen}
+    return LedgerStep(step="weigh", unit="row", num_in=num_rows, num_out=num_seen, dropped={k: n for k, n in dropped.items() if n})
 
 
 def _keep_bad_batch(rows: Sequence[SftExample], job: _Job, *, step: int, num_skipped: int) -> None:

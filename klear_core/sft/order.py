@@ -57,6 +57,14 @@ class RowOrder:
         places = range(step * self._rows_per_step, min((step + 1) * self._rows_per_step, self.num_rows))
         return [int(self._cached_epoch(i // self.rows_per_epoch)[i % self.rows_per_epoch]) for i in places]
 
+    def num_distinct(self, num_steps: int) -> int:
+        """Rows that come at least once in the first `num_steps` steps."""
+        end = min(num_steps * self._rows_per_step, self.num_rows)
+        seen: set[int] = set()
+        for first in range(0, end, self.rows_per_epoch):
+            seen.update(self._cached_epoch(first // self.rows_per_epoch)[: end - first].tolist())
+        return len(seen)
+
     def _epoch(self, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Each source's rows as often as its weight says, whole copies first, shuffled together. All epochs have the same length."""
         rng = np.random.default_rng(seed_for(self._seed, "sft/order", epoch))

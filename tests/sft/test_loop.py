@@ -1,15 +1,17 @@
 """SFT end to end on a tiny model: it learns, it says so, and a killed run ends where an unbroken one does."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from sft_traces import config, inputs
+from sft_traces import config, inputs, trace
 
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import CHAT_TEMPLATE, load_tokenizer
+from klear_core.records import shard_name, write_shard
 from klear_core.sft.loop import train_sft
 
 
@@ -65,10 +67,23 @@ def test_loss_falls_and_metrics_say_what_was_done(given, tmp_path):
 
 
 def test_the_ledger_accounts_for_every_trace(given, tmp_path):
-    tokenise, hold_out = run(given, tmp_path).ledger
+    tokenise, hold_out, weigh = run(given, tmp_path).ledger
     assert tokenise.num_in == 40
     assert tokenise.num_out == hold_out.num_in
     assert hold_out.dropped["validation"] >= 1
+    assert (weigh.num_in, weigh.num_out, weigh.dropped) == (hold_out.num_out, hold_out.num_out, {})
+
+
+def test_rows_that_weights_leave_out_or_no_step_reaches_do_not_count_as_trained(tmp_path):
+    """Half of the rows are left out, and of the others two steps of eight take sixteen."""
+    model, _ = inputs(tmp_path / "in")
+    both = [trace(f"{i}?", source="chain" if i % 2 else "web") for i in range(60)]
+    write_shard(tmp_path / "traces" / "traces" / shard_name(0, 1), both)
+    given = model, tmp_path / "traces"
+    *_, weigh = run(given, tmp_path / "weighed", source_weights={"web": 0.0}, validation_frac=0.0).ledger
+    assert (weigh.num_in, weigh.num_out, weigh.dropped) == (60, 30, {"source_weights": 30})
+    *_, weigh = run(given, tmp_path / "cut", source_weights={"web": 0.0}, validation_frac=0.0, max_steps=2).ledger
+    assert (weigh.num_in, weigh.num_out, weigh.dropped) == (60, 16, {"source_weights": 30, "max_steps": 14})
 
 
 def test_max_steps_ends_the_run_and_the_schedule(given, tmp_path):
@@ -99,6 +114,14 @@ def test_a_run_killed_after_its_last_step_only_exports(given, tmp_path):
     assert run(given, tmp_path, seen) == summary
     assert seen.rows == {}
     assert_same_weights(want, weights(tmp_path))
+
+
+def test_the_last_checkpoint_knows_the_last_validation_so_that_nobody_computes_it_again(given, tmp_path):
+    seen = Recorder()
+    summary = run(given, tmp_path, seen)
+    newest = max((tmp_path / "scratch" / "checkpoints").iterdir())
+    kept = json.loads((newest / "seal.json").read_text())["counters"]["validation_loss"]
+    assert kept == summary.counts["validation_loss"] == seen.column("sft/loss/validation")[-1]
 
 
 def test_micro_batches_do_not_change_the_losses(given, tmp_path):

@@ -50,6 +50,13 @@ def test_weights_repeat_leave_out_and_take_a_new_part_each_epoch():
     assert max(rows) < 20
 
 
+def test_distinct_rows_are_those_that_the_steps_have_by_hand():
+    o = order(30, weights={"b": 2.0, "c": 0.5, "d": 0.0}, sources=["a"] * 6 + ["b"] * 4 + ["c"] * 10 + ["d"] * 10)
+    for num_steps in (0, 1, 3, 5, 7, o.num_steps):
+        assert o.num_distinct(num_steps) == len({r for s in range(num_steps) for r in o.step(s)})
+    assert 6 + 4 + 5 < o.num_distinct(o.num_steps) <= 6 + 4 + 10
+
+
 def test_weights_that_leave_nothing_to_train_on_are_refused():
     with pytest.raises(DataError, match=r"source_weights {'a': 0\.0} leave none of 10 rows"):
         order(10, weights={"a": 0.0})
