@@ -1,4 +1,5 @@
 import asyncio
+import copy
 import itertools
 import json
 from collections.abc import Awaitable, Callable
@@ -52,10 +53,14 @@ def reference_logits(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completio
     return model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].float()
 
 
-def logp_error(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, *, temperature: float) -> float:
+def logp_errors(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, *, temperature: float) -> torch.Tensor:
     logp_TV = torch.log_softmax(reference_logits(model, prompt, completion) / temperature, -1)
-    expected = logp_TV.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-    return (expected - torch.tensor(completion.logps)).abs().max().item()
+    expected_T = logp_TV.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return (expected_T - torch.tensor(completion.logps)).abs()
+
+
+def logp_error(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, *, temperature: float) -> float:
+    return logp_errors(model, prompt, completion, temperature=temperature).max().item()
 
 
 def test_logps_are_those_of_transformers_at_the_sampling_temperature(folder: Path, model: Qwen3ForCausalLM) -> None:
@@ -233,10 +238,15 @@ def test_a_cancelled_request_frees_its_rows(folder: Path) -> None:
     run(folder, body, TorchEngineConfig(runtime=TorchEngineRuntime(max_batch_size=8)))
 
 
-def test_bfloat16_stays_near_float32(folder: Path, model: Qwen3ForCausalLM) -> None:
+def test_bfloat16_stays_near_transformers_bfloat16(folder: Path, model: Qwen3ForCausalLM) -> None:
+    """Sums in another order differ by roundings of logits that reach 40: by 0.023 on average in 1,900 tokens, and by 0.24 at most."""
+    half = copy.deepcopy(model).to(torch.bfloat16)
+
     async def body(engine: TorchEngine) -> None:
-        for completion in await engine.generate(PROMPTS[2], params()):
-            assert logp_error(model, PROMPTS[2], completion, temperature=0.8) < 2.0
+        completions = await engine.generate(PROMPTS[2], params(num_samples=8))
+        error_N = torch.cat([logp_errors(half, PROMPTS[2], c, temperature=0.8) for c in completions])
+        assert error_N.mean() < 0.1
+        assert error_N.max() < 1.0
 
     run(folder, body, TorchEngineConfig(dtype="bfloat16"))
 

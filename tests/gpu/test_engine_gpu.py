@@ -9,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "generate"))
 from qwen3_folder import build_model, write_folder
+from transformers import Qwen3ForCausalLM
 from vllm_marks import HAS_VLLM
 
 from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime, VllmEngineConfig, VllmRuntime
@@ -16,13 +17,19 @@ from klear_core.generate.engine import SamplingParams, TensorSpec
 from klear_core.generate.torch_engine import TorchEngine
 from klear_core.generate.transfer import WeightServer
 from klear_core.generate.vllm_engine import VllmEngine
+from klear_core.types import Completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 PROMPTS = [tuple(65 + (7 * i + j) % 50 for j in range(length)) for i, length in enumerate((1, 16, 40, 100))]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2.0)])
-def test_logps_are_those_of_transformers_before_and_after_an_update(tmp_path: Path, dtype: str, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "mean_tolerance", "tolerance"),
+    [("float32", 1e-4, 1e-3), ("bfloat16", 0.1, 1.0)],  # in bfloat16 the same rows on a CPU differ by 0.023 on average, 0.24 at most
+)
+def test_logps_are_those_of_transformers_in_the_same_dtype_before_and_after_an_update(
+    tmp_path: Path, dtype: str, mean_tolerance: float, tolerance: float
+) -> None:
     models = [build_model(seed=seed).cuda() for seed in (0, 1)]
     folder = write_folder(tmp_path, models[0])
     cfg = TorchEngineConfig.model_validate({"dtype": dtype, "runtime": TorchEngineRuntime(device="cuda")})
@@ -32,18 +39,24 @@ def test_logps_are_those_of_transformers_before_and_after_an_update(tmp_path: Pa
         engine = TorchEngine(folder, cfg, num_threads=1)
         for version, model in enumerate(models):
             await engine.load_weights(dict(model.state_dict()), version=version)
+            reference = model.to(getattr(torch, dtype))
             groups = await asyncio.gather(*(engine.generate(prompt, params) for prompt in PROMPTS))
-            for prompt, group in zip(PROMPTS, groups, strict=True):
-                for completion in group:
-                    ids = torch.tensor(completion.token_ids, device="cuda")
-                    with torch.no_grad():
-                        logits = model(torch.tensor([prompt + completion.token_ids], device="cuda")).logits[0, len(prompt) - 1 : -1]
-                    expected = torch.log_softmax(logits.float() / 0.8, -1).gather(1, ids[:, None])[:, 0].cpu()
-                    assert (expected - torch.tensor(completion.logps)).abs().max() < tolerance
-                    assert set(completion.policy_versions) == {version}
+            pairs = [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group]
+            error_N = torch.cat([(_logps(reference, *pair) - torch.tensor(pair[1].logps)).abs() for pair in pairs])
+            assert error_N.mean() < mean_tolerance
+            assert error_N.max() < tolerance
+            assert all(set(completion.policy_versions) == {version} for _, completion in pairs)
         await engine.close()
 
     asyncio.run(main())
+
+
+@torch.no_grad()
+def _logps(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion) -> torch.Tensor:
+    """Of the new tokens, from transformers' forward over the whole sequence at the sampling temperature."""
+    logits_TV = model(torch.tensor([prompt + completion.token_ids], device="cuda")).logits[0, len(prompt) - 1 : -1]
+    ids = torch.tensor(completion.token_ids, device="cuda")
+    return torch.log_softmax(logits_TV.float() / 0.8, -1).gather(1, ids[:, None])[:, 0].cpu()
 
 
 @pytest.mark.timeout(1200)
@@ -81,11 +94,7 @@ def test_vllm_answers_with_new_weights_and_sleeps(tmp_path: Path, monkeypatch: p
         await engine.wake()
         for prompt in PROMPTS:
             for completion in await engine.generate(prompt, params):
-                with torch.no_grad():
-                    logits = new(torch.tensor([prompt + completion.token_ids], device="cuda")).logits[0, len(prompt) - 1 : -1]
-                ids = torch.tensor(completion.token_ids, device="cuda")
-                expected = torch.log_softmax(logits.float() / 0.8, -1).gather(1, ids[:, None])[:, 0].cpu()
-                assert (expected - torch.tensor(completion.logps)).abs().max() < 1e-2
+                assert (_logps(new, prompt, completion) - torch.tensor(completion.logps)).abs().max() < 1e-2
                 assert set(completion.policy_versions) == {1}
         await engine.close()
 
