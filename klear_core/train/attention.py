@@ -83,7 +83,7 @@ def _varlen_kernel(q_TKD: Tensor, k_TKD: Tensor, v_TKD: Tensor, bounds: Tensor, 
     from torch.nn.attention.varlen import varlen_attn
 
     how: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # all that came before, nothing after
-    if "enable_gqa" in signature(varlen_attn).parameters:  # before torch 2.12 grouped heads needed no flag
+    if _varlen_attn_wants_gqa():
         how["enable_gqa"] = True
     out = varlen_attn(q_TKD, k_TKD, v_TKD, bounds, bounds, max_row_len, max_row_len, **how)  # type: ignore[assignment]
     return out
@@ -92,6 +92,14 @@ def _varlen_kernel(q_TKD: Tensor, k_TKD: Tensor, v_TKD: Tensor, bounds: Tensor, 
 @cache
 def _has_flash_attn() -> bool:
     return find_spec("flash_attn") is not None
+
+
+@cache
+def _varlen_attn_wants_gqa() -> bool:
+    """Before torch 2.12 grouped heads needed no flag."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def _refuse_what_we_do_not_compute(module: nn.Module, others: dict[str, Any]) -> None:
