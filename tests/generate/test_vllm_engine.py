@@ -17,6 +17,9 @@ from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import SamplingParams, TensorSpec
 from klear_core.generate.transfer import WeightServer
 from klear_core.generate.vllm_engine import VllmEngine, engine_arguments
+from klear_core.prompts import build_byte_tokenizer
+from klear_core.train.model import Policy, export_model
+from klear_core.train.parallel import each_weight, full_weights, weight_shapes
 from klear_core.types import Completion
 
 MAX_LEN = 512
@@ -146,6 +149,37 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes(running: Ru
         assert [c.token_ids for c in await engine.generate(SHORT, params())] == [c.token_ids for c in before]
 
     running.run(body)
+
+
+@needs_vllm
+def test_a_trained_model_starts_as_it_was_exported_and_takes_what_its_learner_offers(tmp_path: Path) -> None:
+    """Tied and in bfloat16, as the stage before RL leaves it: nobody asks for the head that neither side has."""
+    source = write_folder(tmp_path / "source", model_of(0, is_tied=True))
+    build_byte_tokenizer().save_pretrained(source)  # to be trained a model needs a chat template
+    policies = {version: Policy(model_of(version, is_tied=True)) for version in (1, 2)}
+    export_model(full_weights(policies[1], dtype="bfloat16"), source, tmp_path / "model")
+    server = WeightServer("127.0.0.1", timeout_s=600)
+
+    async def update(engine: VllmEngine, policy: Policy) -> None:
+        specs = [TensorSpec(name=name, dtype="bfloat16", shape=shape) for name, shape in weight_shapes(policy).items()]
+        offer = server.offer(specs, version=2, backend="gloo", num_ranks=1, chunk_bytes=1 << 16)
+        sending = asyncio.create_task(asyncio.to_thread(server.send, offer, each_weight(policy, dtype="bfloat16"), [0]))
+        await engine.load_weights(offer, version=2)
+        assert await sending == []
+
+    async def main() -> None:
+        engine = await VllmEngine.start(VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME), tmp_path / "model", num_threads=1, seed=0)
+        for version, policy in policies.items():
+            if version > 1:
+                await update(engine, policy)
+            with torch.no_grad():
+                for weight in policy.parameters():
+                    weight.copy_(weight.to(torch.bfloat16))
+            for completion in await engine.generate(LONG, params()):
+                assert logp_error(policy.hf, LONG, completion, 0.8) < TOLERANCE
+        await engine.close()
+
+    asyncio.run(main())
 
 
 @needs_vllm

@@ -48,6 +48,16 @@ def test_log_probs_equal_those_of_transformers(folder):
         torch.testing.assert_close(logps_of(load_model(folder, device="cpu"), [row], layout)[0], want, atol=1e-5, rtol=0)
 
 
+def test_a_folder_in_many_shards_is_the_same_model(folder, tmp_path):
+    whole = load_model(folder, device="cpu")
+    shutil.copytree(folder, tmp_path / "many")
+    (tmp_path / "many" / "model.safetensors").unlink()
+    whole.hf.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    cut = load_model(tmp_path / "many", device="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), cut.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("layout", ["padded", "varlen"])
 def test_packed_rows_have_the_log_probs_that_they_have_alone(folder, layout):
     rows = random_rows([5, 31, 12, 12, 48, 7])

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_models import random_rows, tiny_folder
+from tiny_models import ONE, packed, random_rows, tiny_folder
 
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 from klear_core.metrics import NullTelemetry
@@ -75,3 +75,40 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_weights(tmp_path):
     assert half[0][0] == pytest.approx(full[0][0], rel=1e-2)
     assert half[0][0] != full[0][0]
     assert {w.dtype for w in weights.values()} == {torch.float32}
+
+
+def skip_on_both_ranks(folder, world, telemetry):
+    """The loss of rank 1 alone is infinite in the first step; how many ranks applied each step, and whether the first changed a weight."""
+    policy = parallelise(load_model(folder, device=world.device), world, dtype="float32", activation_checkpointing=False)
+    updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=2)
+    batch = pack(ROWS[0], layout="padded", tokens_per_microbatch=60, rank=world.rank, num_ranks=world.size)
+    before = {name: weight.clone() for name, weight in full_weights(policy).items()}
+    num_applied = []
+    for factor in (float("inf") if world.rank == 1 else 1.0, 1.0):
+        result = updater.step(batch, lambda m, f=factor: lambda h, w: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -f * lp), step=0)
+        num_applied.append(world.sum(torch.tensor(float(result.is_applied))).item())
+        if len(num_applied) == 1:
+            is_untouched = all(torch.equal(before[name], weight) for name, weight in full_weights(policy).items())
+    return num_applied, is_untouched
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_on_one_rank_is_applied_on_none(tmp_path):
+    runtime = TrainRuntime(device="cpu", num_workers=2)
+    assert run_ranks(partial(skip_on_both_ranks, tiny_folder(tmp_path)), runtime, NullTelemetry()) == ([0.0, 2.0], True)
+
+
+def test_activation_checkpointing_computes_layers_again_to_the_same_gradient(tmp_path):
+    folder, calls, gradients = tiny_folder(tmp_path), [0, 0], []
+    for is_on in (False, True):
+        policy = parallelise(load_model(folder, device="cpu"), ONE, dtype="float32", activation_checkpointing=is_on)
+
+        def count(*_, is_on=is_on):
+            calls[is_on] += 1
+
+        policy.hf.base_model.layers[0].self_attn.register_forward_pre_hook(count)
+        (micro,) = packed(ROWS[0]).micros
+        policy(micro, lambda h, w, m=micro: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -lp)).loss.backward()
+        gradients.append([p.grad for p in policy.parameters()])
+    assert calls == [1, 2]
+    torch.testing.assert_close(gradients[0], gradients[1], atol=0, rtol=0)
