@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.v1.engine.async_llm import AsyncLLM
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
-HANDOVER_FOLDER = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-"""Where new weights wait for the engine process: in memory if the system has a place for that, else in its temporary folder."""
+HANDOVER_PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108
+"""Where new weights may wait for the engine process: in memory, unless the system keeps too little for that, as containers do."""
+_HEADER_BYTES = 1 << 20
+"""More than safetensors takes to name the weights."""
 
 
 class VllmEngine:
@@ -160,8 +162,9 @@ class VllmEngine:
         if isinstance(weights, Path):
             yield weights
             return
-        with tempfile.TemporaryDirectory(dir=HANDOVER_FOLDER) as folder:
-            kept = {name: tensor for name, tensor in dict(weights).items() if name in self._shapes}
+        kept = {name: tensor for name, tensor in dict(weights).items() if name in self._shapes}
+        place = handover_place(sum(tensor.nbytes for tensor in kept.values()), HANDOVER_PLACES)
+        with tempfile.TemporaryDirectory(dir=place) as folder:
             await asyncio.to_thread(_save, kept, Path(folder))
             yield Path(folder)
 
@@ -228,6 +231,16 @@ def _yarn(cfg: VllmEngineConfig, model: HfConfig, *, window: int) -> dict[str, A
         "original_max_position_embeddings": window,
     }
     return yarn if cfg.yarn_attention_factor is None else yarn | {"attention_factor": cfg.yarn_attention_factor}
+
+
+def handover_place(num_bytes: int, places: Sequence[Path]) -> Path:
+    """The first place with room for so much; ResourceError if there is none."""
+    free = {place: shutil.disk_usage(place).free for place in places if place.is_dir()}
+    for place, num_free in free.items():
+        if num_free > num_bytes + _HEADER_BYTES:
+            return place
+    found = ", ".join(f"{place} has {num_free / 1e9:.1f}" for place, num_free in free.items())
+    raise ResourceError(f"new weights need {num_bytes / 1e9:.1f} GB on their way to the vLLM process: {found} GB free")
 
 
 def _save(weights: Mapping[str, Tensor], folder: Path) -> None:

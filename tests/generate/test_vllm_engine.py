@@ -1,5 +1,6 @@
 import asyncio
 import json
+import shutil
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from klear_core.config.engine import VllmEngineConfig, VllmRuntime
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import SamplingParams, TensorSpec
 from klear_core.generate.transfer import WeightServer
-from klear_core.generate.vllm_engine import VllmEngine, engine_arguments
+from klear_core.generate.vllm_engine import VllmEngine, engine_arguments, handover_place
 from klear_core.prompts import build_byte_tokenizer
 from klear_core.train.model import Policy, export_model
 from klear_core.train.parallel import each_weight, full_weights, weight_shapes
@@ -232,6 +233,15 @@ def test_the_window_asked_for_widens_that_of_the_folder_and_yarn_stretches_the_w
     of_base, of_trained = engine_arguments(yarn, base, seed=0, window=288), engine_arguments(yarn, trained, seed=0)
     assert of_base["hf_overrides"] == of_trained["hf_overrides"]
     assert of_base["hf_overrides"]["rope_parameters"]["original_max_position_embeddings"] == 288
+
+
+def test_weights_are_handed_over_where_there_is_room(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    free = shutil.disk_usage(tmp_path).free
+    places = (tmp_path / "no memory here", tmp_path / "disk")
+    assert handover_place(1000, places) == tmp_path / "disk"
+    with pytest.raises(ResourceError, match=rf"need {2 * free / 1e9:.1f} GB on their way to the vLLM process: .*disk has \d+\.\d GB free"):
+        handover_place(2 * free, places)
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vllm is installed")
