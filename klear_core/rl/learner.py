@@ -20,14 +20,13 @@ from klear_core.rl.objective import Denominators, OldPolicy, Targets, head_of, m
 from klear_core.rl.samples import cut_minibatches
 from klear_core.rl.stats import TokenStats
 from klear_core.seeding import seed_for
-from klear_core.train.attention import layout_for
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints, Counters
 from klear_core.train.flops import FlopCount, peak_flops
 from klear_core.train.logps import token_logps
-from klear_core.train.model import DTYPES, Policy, export_model, load_model
-from klear_core.train.packing import MicroBatch, PackedBatch, pack
-from klear_core.train.parallel import World, each_weight, full_weights, parallelise, weight_shapes
+from klear_core.train.model import Policy, export_model, load_model
+from klear_core.train.packing import MicroBatch, PackedBatch
+from klear_core.train.parallel import World, each_weight, full_weights, pack_share, parallelise, weight_shapes
 from klear_core.train.step import StepResult, Updater, keep_bad_batch
 from klear_core.types import TrainSample
 
@@ -141,15 +140,7 @@ class Learner:
             group.update(settings)
 
     def _prepare(self, rows: Sequence[TrainSample], cfg: RlConfig) -> _MiniBatch:
-        packed = pack(
-            rows,
-            layout=layout_for(self._world.device, DTYPES[cfg.dtype]),
-            tokens_per_microbatch=cfg.runtime.tokens_per_microbatch,
-            device=self._world.device,
-            rank=self._world.data_rank,
-            num_ranks=self._world.num_data_ranks,
-            context=self._world.context,
-        )
+        packed = pack_share(rows, cfg.runtime, self._world, dtype=cfg.dtype)
         counts = Denominators.of(rows)
         targets = [make_targets(micro, rows, self._ask_old(micro, rows, cfg), counts, cfg) for micro in packed.micros]
         return _MiniBatch(rows=rows, packed=packed, targets=tuple(targets))

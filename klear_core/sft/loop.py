@@ -19,13 +19,11 @@ from klear_core.records import read_shards
 from klear_core.sft.examples import TokenStore, build_store
 from klear_core.sft.loss import sft_objective
 from klear_core.sft.order import RowOrder, split_rows
-from klear_core.train.attention import layout_for
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.flops import FlopCount, peak_flops
-from klear_core.train.model import DTYPES, Policy, export_model, load_model
-from klear_core.train.packing import PackedBatch, pack
-from klear_core.train.parallel import World, full_weights, parallelise
+from klear_core.train.model import Policy, export_model, load_model
+from klear_core.train.parallel import World, full_weights, pack_share, parallelise
 from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater, keep_bad_batch
 from klear_core.types import SftExample, TeacherTrace
@@ -74,7 +72,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     for step in range(first, num_steps):
         speed.start()
         rows = [store[r] for r in order.step(step)]
-        batch = _pack(rows, cfg, world)
+        batch = pack_share(rows, cfg.runtime, world, dtype=cfg.dtype)
         result = updater.step(batch, sft_objective(rows, cfg.normalise), step=step)
         counters["num_tokens"] += batch.num_tokens
         if result.is_applied:
@@ -147,21 +145,9 @@ def _keep_bad_batch(rows: Sequence[SftExample], job: _Job, *, step: int, num_ski
     keep_bad_batch(job.workdir / "skipped", rows, step=step, num_skipped=num_skipped, max_skipped=allowed)
 
 
-def _pack(rows: Sequence[SftExample], cfg: SftConfig, world: World) -> PackedBatch:
-    return pack(
-        rows,
-        layout=layout_for(world.device, DTYPES[cfg.dtype]),
-        tokens_per_microbatch=cfg.runtime.tokens_per_microbatch,
-        device=world.device,
-        rank=world.data_rank,
-        num_ranks=world.num_data_ranks,
-        context=world.context,
-    )
-
-
 @torch.no_grad()
 def _validation_loss(policy: Policy, rows: Sequence[SftExample], cfg: SftConfig, world: World) -> float:
     """Token cross-entropy over all held-out rows, in nats."""
     objective = sft_objective(rows, cfg.normalise)
-    losses = [policy(micro, objective(micro)).loss for micro in _pack(rows, cfg, world).micros]
+    losses = [policy(micro, objective(micro)).loss for micro in pack_share(rows, cfg.runtime, world, dtype=cfg.dtype).micros]
     return float(world.sum(torch.stack(losses).sum()))

@@ -5,7 +5,7 @@ With context parallelism neighbouring ranks share rows (`context.py`); there is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
+from klear_core.train.attention import layout_for
 from klear_core.train.context import ALONE, Context
 from klear_core.train.model import DTYPES, Dtype, Policy, pick_device
+from klear_core.train.packing import PackedBatch, Row, pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,19 @@ def _device_of_rank(runtime: TrainRuntime, index: int, num_wanted: int) -> torch
         raise ResourceError(f"runtime.num_workers={runtime.num_workers}, but this machine has {count} GPUs")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def pack_share(rows: Sequence[Row], runtime: TrainRuntime, world: World, *, dtype: Dtype) -> PackedBatch:
+    """This rank's micro-batches of a step's rows, in the layout that its device has a kernel for."""
+    return pack(
+        rows,
+        layout=layout_for(world.device, DTYPES[dtype]),
+        tokens_per_microbatch=runtime.tokens_per_microbatch,
+        device=world.device,
+        rank=world.data_rank,
+        num_ranks=world.num_data_ranks,
+        context=world.context,
+    )
 
 
 def parallelise(policy: Policy, world: World, *, dtype: Dtype, activation_checkpointing: bool) -> Policy:
