@@ -65,7 +65,7 @@ RL_CHARTS = (
     ChartSpec(
         title="Clipped tokens by side",
         metrics=(("clip/high_frac", "high"), ("clip/low_frac", "low"), ("clip/dual_frac", "dual")),
-        note="share of tokens whose weight was bounded",
+        note="share of trained tokens beyond the bounds of the loss",
         is_share=True,
     ),
     ChartSpec(
