@@ -50,7 +50,7 @@ def test_two_ranks_of_a_context_learn_as_one_process(tmp_path: Path) -> None:
     one = run_ranks(partial(learn, base, tmp_path / "one"), TrainRuntime(device="cpu"), NullTelemetry())
     two = run_ranks(partial(learn, base, tmp_path / "two"), TrainRuntime(device="cpu", num_workers=2, context_parallel=2), NullTelemetry())
     assert 0 < one["gspo"][0][1]["rl/clip/low_frac"] + one["gspo"][0][1]["rl/clip/high_frac"] < 1
-    assert 0 < one["sequence masking"][0][0]["rl/mismatch/corrected_frac"] <= 1
+    assert 0 < one["sequence masking"][0][0]["rl/mismatch/masked_frac"] <= 1
     for name, (metrics, weights) in one.items():
         for a, b in zip(metrics, two[name][0], strict=True):
             assert b == pytest.approx(a | {"rl/batch/fill": b["rl/batch/fill"]}, abs=1e-5)  # lines of an even number of tokens
