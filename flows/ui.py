@@ -41,8 +41,8 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
             running.append(_start(server, root / server.log))
         for server, process in zip(wanted, running, strict=True):
             _wait_for(server, process, root / server.log)
-        lines = [f"{server.name:<8} {server.url}" for server in wanted] + ([f"MLflow   {store}"] if len(wanted) == 1 else [])
-        Console().print("\n".join([*lines, "Ctrl-C stops what was started here."]))
+        lines = [f"Prefect  {wanted[0].url}", f"MLflow   {store if len(wanted) == 1 else runs_page(wanted[1].url)}"]
+        Console(soft_wrap=True).print("\n".join([*lines, "Ctrl-C stops what was started here."]))
         while all(process.poll() is None for process in running):
             time.sleep(0.5)
         dead = ", ".join(server.name for server, process in zip(wanted, running, strict=True) if process.poll() is not None)
@@ -50,6 +50,21 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
     finally:
         for process in running:
             _stop(process)
+
+
+def runs_page(mlflow: str, transport: httpx.BaseTransport | None = None) -> str:
+    """Where MLflow's UI lists our runs; its front page is about language model applications, of which there are none.
+
+    The front page if nothing was tracked here yet. `transport` stands in for the server at the address `mlflow`.
+    """
+    from tasks.tracking import EXPERIMENT
+
+    with httpx.Client(base_url=mlflow, transport=transport, timeout=_START_TIMEOUT_S) as client:
+        reply = client.get("/api/2.0/mlflow/experiments/get-by-name", params={"experiment_name": EXPERIMENT})
+    if reply.status_code == httpx.codes.NOT_FOUND:
+        return mlflow
+    number = reply.raise_for_status().json()["experiment"]["experiment_id"]
+    return f"{mlflow}/#/experiments/{number}/runs?workflowType=machine_learning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
