@@ -2,8 +2,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from manifests import manifest
 
-from klear_core.artifacts import Manifest
 from klear_core.config.base import result_settings
 from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
@@ -42,28 +42,9 @@ def publish(cfg: PipelineConfig, *names: str) -> None:
         if stage.name in names:
             inputs = input_records(stage.job, {role: ids[n] for role, n in stage.inputs.items()}, cfg.workspace)
             with open_store(cfg.workspace).create(stage.kind, ids[stage.name].fingerprint) as slot:
-                slot.publish(
-                    Manifest(
-                        kind=stage.kind,
-                        fingerprint=ids[stage.name].fingerprint,
-                        stage=stage.name,
-                        code_version=CODE_VERSIONS[stage.kind],
-                        config=stage.job.model_dump(mode="json"),
-                        result_config=result_settings(stage.job),
-                        inputs=inputs,
-                        git_commit=None,
-                        git_dirty=False,
-                        versions={},
-                        seeds={},
-                        counts={},
-                        ledger=(),
-                        notes=(),
-                        mlflow_run_id=None,
-                        created_at=datetime.now(UTC),
-                        attempts=1,
-                        wall_s=0,
-                    )
-                )
+                own = {"config": stage.job.model_dump(mode="json"), "result_config": result_settings(stage.job), "inputs": inputs}
+                made_by = {"stage": stage.name, "code_version": CODE_VERSIONS[stage.kind], "created_at": datetime.now(UTC)}
+                slot.publish(manifest(stage.kind, ids[stage.name].fingerprint, **own, **made_by))
 
 
 def test_a_new_learning_rate_of_sft_changes_sft_and_what_follows_from_it(tmp_path: Path):

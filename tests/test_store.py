@@ -5,39 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from manifests import manifest
 
-from klear_core.artifacts import ArtifactRef, Manifest
+from klear_core.artifacts import ArtifactRef
 from klear_core.errors import ArtifactError, ResourceError
-from klear_core.ledger import LedgerStep
 from klear_core.store import LocalStore
-
-
-def manifest(kind: str = "sft", fingerprint: str = "f1", **changes) -> Manifest:
-    fields = {
-        "kind": kind,
-        "fingerprint": fingerprint,
-        "stage": kind,
-        "code_version": 1,
-        "config": {"seed": 1},
-        "result_config": {"seed": 1},
-        "inputs": (),
-        "git_commit": None,
-        "git_dirty": False,
-        "versions": {},
-        "seeds": {"run": 1},
-        "counts": {"rows": 2},
-        "ledger": (LedgerStep(step="dedup", unit="problem", num_in=3, num_out=2, dropped={"same_text": 1}),),
-        "notes": (),
-        "mlflow_run_id": None,
-        "created_at": datetime(2026, 1, 1, tzinfo=UTC),
-        "attempts": 1,
-        "wall_s": 0.5,
-    }
-    return Manifest.model_validate(fields | changes)
 
 
 def build(store: LocalStore, *, content: bytes = b"0123456789") -> ArtifactRef:
@@ -161,7 +136,7 @@ BUILDER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {here!r})
-from test_store import manifest
+from manifests import manifest
 from klear_core.store import LocalStore
 
 root, log = Path(sys.argv[1]), Path(sys.argv[2])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from klear_command import ROOT, start
+from manifests import manifest
 
 from flows.doctor import Check, show_checks
 from klear_core.records import write_shard
@@ -87,37 +88,8 @@ def workspace(tmp_path: Path) -> Path:
     ]
     with LocalStore(tmp_path / "artifacts").create("curate", "3f2a91aa") as slot:
         write_shard(slot.workdir / "problems" / "00000-of-00001.parquet", problems)
-        slot.publish(a_manifest())
+        slot.publish(manifest("curate", "3f2a91aa"))
     return tmp_path
-
-
-def a_manifest():
-    from datetime import UTC, datetime
-
-    from klear_core.artifacts import Manifest
-    from klear_core.ledger import LedgerStep
-
-    ledger = LedgerStep(step="read", unit="row", num_in=3, num_out=2, dropped={"no_answer": 1})
-    return Manifest(
-        kind="curate",
-        fingerprint="3f2a91aa",
-        stage="curate",
-        code_version=1,
-        config={},
-        result_config={},
-        inputs=(),
-        git_commit=None,
-        git_dirty=False,
-        versions={},
-        seeds={},
-        counts={"problems": 2},
-        ledger=(ledger,),
-        notes=(),
-        mlflow_run_id=None,
-        created_at=datetime(2026, 1, 1, tzinfo=UTC),
-        attempts=1,
-        wall_s=0.5,
-    )
 
 
 @pytest.mark.parametrize("which", ["curate", "3f2a91", "artifacts/curate/3f2a91aa"])
@@ -125,7 +97,7 @@ def test_an_artifact_is_shown_by_kind_by_fingerprint_or_by_folder(klear, workspa
     monkeypatch.chdir(workspace)
     shown = klear("show", which, "--root", workspace, "--records", 1)
     assert shown.status == 0, shown.err
-    assert "no_answer 1" in shown.out
+    assert "same_text 1" in shown.out
     assert "2 records" in shown.out
     assert "0+1=?" in shown.out
     assert "1+1=?" not in shown.out

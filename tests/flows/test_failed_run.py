@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from manifests import manifest
 
 from flows.execute import failure_reported
-from klear_core.artifacts import ArtifactRef, Manifest
+from klear_core.artifacts import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import TrainingError
-from klear_core.ledger import LedgerStep
 from klear_core.metrics import METRICS_FILE, MetricsFile
 from klear_core.plan import fingerprints_of, open_store, stages_of
 from tasks.report import failed_report
@@ -33,29 +33,8 @@ def info(config: PipelineConfig) -> RunInfo:
 
 def made(config: PipelineConfig, stage: str) -> ArtifactRef:
     """An artifact of a stage, without anything in it."""
-    ledger = LedgerStep(step="read", unit="row", num_in=3, num_out=2, dropped={"no_answer": 1})
-    manifest = Manifest(
-        kind=stage,
-        fingerprint=f"{stage}-0f",
-        stage=stage,
-        code_version=1,
-        config={},
-        result_config={},
-        inputs=(),
-        git_commit=None,
-        git_dirty=False,
-        versions={},
-        seeds={},
-        counts={"parameters": 168_480},
-        ledger=(ledger,),
-        notes=(),
-        mlflow_run_id=None,
-        created_at=datetime.now(UTC),
-        attempts=1,
-        wall_s=0.5,
-    )
     with open_store(config.workspace).create(stage, f"{stage}-0f") as slot:
-        return slot.publish(manifest)
+        return slot.publish(manifest(stage, f"{stage}-0f", counts={"parameters": 168_480}))
 
 
 def test_a_failed_run_leaves_a_report_of_what_is_done_what_failed_and_what_was_not_reached(
