@@ -326,6 +326,16 @@ class RlConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _engines_have_the_learners_positions(self) -> RlConfig:
+        engine = self.rollout.engine
+        if isinstance(engine, VllmEngineConfig) and engine.yarn_factor is not None:
+            raise ValueError(
+                f"rollout.engine.yarn_factor = {engine.yarn_factor:g}: the learner's positions are not stretched, and no ratio would be 1 "
+                f"before the first update; YaRN is for evaluation"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _engines_sleep_only_between_rollouts(self) -> RlConfig:
         if self.rollout.is_asleep_between and self.max_staleness > 0:
             raise ValueError(

@@ -30,6 +30,11 @@ def test_engines_cannot_sleep_while_they_sample() -> None:
     assert not RlConfig.model_validate({"rollout": {"engine": {"kind": "vllm"}}, "max_staleness": 1}).rollout.is_asleep_between
 
 
+def test_engines_sample_with_the_positions_that_the_learner_has() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.engine\.yarn_factor = 2\.5: the learner's positions are not stretched"):
+        RlConfig.model_validate({"rollout": {"engine": {"kind": "vllm", "yarn_factor": 2.5}}})
+
+
 def test_the_torch_engine_has_no_sleep() -> None:
     with pytest.raises(ValueError, match="sleep_mode"):
         RlConfig.model_validate({"rollout": {"engine": {"kind": "torch", "runtime": {"sleep_mode": True}}}})
