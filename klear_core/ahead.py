@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from klear_core.config.data import CurateConfig, Source
 from klear_core.config.engine import EngineConfig, SamplingConfig
@@ -23,6 +24,8 @@ class Work:
     """Names of the stages that would run."""
     files_of: frozenset[str]
     """Of the stages whose input files must be there: those chosen, and all that they are made from."""
+    benchmarks: Path | None = None
+    """The artifact of benchmarks that would be reused."""
 
     @classmethod
     def of(cls, config: PipelineConfig, chosen: Collection[str] | None, again: Collection[str]) -> Work:
@@ -36,8 +39,9 @@ class Work:
         except (ConfigError, OSError):  # a file is missing, or the workspace cannot be used: to be said with the key
             return cls(config=config, stages=names, files_of=files_of)
         store = open_store(config.workspace)
-        made = {name for name in names - set(again) if store.folder(ids[name].kind, ids[name].fingerprint).is_dir()}
-        return cls(config=config, stages=names - made, files_of=files_of)
+        folders = {name: store.folder(own.kind, own.fingerprint) for name, own in ids.items() if name not in again}
+        made = {name: folder for name, folder in folders.items() if folder.is_dir()}
+        return cls(config=config, stages=names.difference(made), files_of=files_of, benchmarks=made.get("benchmarks"))
 
     @property
     def evaluates(self) -> bool:

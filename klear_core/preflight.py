@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from klear_core.ahead import Work
+from klear_core.artifacts import read_manifest
 from klear_core.config.data import FileSource, Source
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import HfModelConfig, ModelConfig, TinyModelConfig
-from klear_core.errors import ConfigError, KlearError, ResourceError
+from klear_core.errors import ArtifactError, ConfigError, KlearError, ResourceError
 from klear_core.hf_config import HfConfig, check_architecture, read_hf_config
 from klear_core.types import Domain
 
@@ -70,6 +71,22 @@ def _source_problems(work: Work) -> Iterator[str]:
                 yield from _complaints(f"{stage}.decontaminate.also", check_questions, source)
     if not work.config.benchmarks and (work.evaluates or "curate" in work.stages):
         yield "benchmarks: none, so there is nothing to evaluate on and nothing to keep out of training"
+
+
+def _benchmark_problems(work: Work) -> Iterator[str]:
+    """Row counts are no part of a fingerprint, so that benchmarks made before one was expected are reused."""
+    from klear_core.data.benchmarks import num_rows
+
+    if work.benchmarks is None:
+        return
+    try:
+        found = num_rows(read_manifest(work.benchmarks))
+    except ArtifactError:
+        return  # damaged: it will be made again, and counted then
+    for benchmark in work.config.benchmarks:
+        expected = benchmark.expected_rows
+        if expected is not None and expected != found[benchmark.name]:
+            yield f"benchmark {benchmark.name!r}: expected_rows = {expected}, but it has {found[benchmark.name]} rows in {work.benchmarks}"
 
 
 def _weight_problems(work: Work) -> Iterator[str]:
@@ -252,6 +269,7 @@ def _num_heads(model: ModelConfig) -> int | None:
 _CHECKS = (
     _file_problems,
     _source_problems,
+    _benchmark_problems,
     _model_problems,
     _teacher_problems,
     _length_problems,

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from manifests import manifest
 from test_hf_config import QWEN3, write_config
 
 from klear_core.config.data import CurateConfig
@@ -19,6 +20,7 @@ from klear_core.config.sft import SftConfig
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.estimate import estimate
+from klear_core.ledger import LedgerStep
 from klear_core.plan import fingerprints_of, open_store, select_stages, stages_of
 from klear_core.preflight import problems_with, require_ready
 from klear_core.rl.gpus import GpuPlan, gpus_here, plan_gpus
@@ -125,6 +127,24 @@ def test_sources_of_one_name_and_protected_questions_that_are_missing_are_found(
     twins = 'curate.sources=[{kind="procedural", name="a"}, {kind="procedural", name="a"}]'
     config = profile(tmp_path, twins, 'curate.decontaminate.also=[{path="no/set.jsonl"}]')
     assert sorted(p.split(":")[0] for p in problems_with(config, ("curate",))) == ["curate.decontaminate.also", "curate.sources"]
+
+
+def test_benchmarks_that_are_there_are_counted_like_new_ones(tmp_path: Path) -> None:
+    """Expecting another count makes no other artifact, so that these are found and would be scored on."""
+    config = profile(tmp_path)
+    own = fingerprints_of(stages_of(config), config.workspace)["benchmarks"]
+    ledger = (LedgerStep(step="read_heldout", unit="problem", num_in=96, num_out=96),)
+    with open_store(config.workspace).create(own.kind, own.fingerprint) as slot:
+        ref = slot.publish(manifest(own.kind, own.fingerprint, ledger=ledger))
+    (heldout,) = config.benchmarks
+
+    def expecting(num_rows: int) -> PipelineConfig:
+        return config.model_copy(update={"benchmarks": (heldout.model_copy(update={"expected_rows": num_rows}),)})
+
+    assert problems_with(expecting(96)) == []
+    wanted = [f"benchmark 'heldout': expected_rows = 97, but it has 96 rows in {ref.path}"]
+    assert problems_with(expecting(97)) == problems_with(expecting(97), ("evaluate_base",)) == wanted
+    assert problems_with(expecting(97), ("base",)) == problems_with(expecting(97), again=("benchmarks",)) == []
 
 
 # ---- the model and its window

@@ -134,6 +134,6 @@ class BenchmarkConfig(Settings):
     """How scores and reports call it."""
     source: Source
     expected_rows: int | None = Field(default=None, ge=1)
-    """Asserted when the benchmark is loaded, and so not of one that is there already (AIME 30, LiveCodeBench v5 279, v6 131)."""
+    """Checked when the benchmark is loaded, and again when it is reused (AIME 30, LiveCodeBench v5 279, v6 131)."""
     num_samples: int = Field(default=4, ge=1)
     """n of avg@n. The paper: 64 for AIME and HMMT, 8 for LiveCodeBench (Table 1)."""

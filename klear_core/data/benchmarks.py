@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from klear_core.artifacts import Manifest
 from klear_core.config.data import BenchmarkConfig, DifficultyConfig
 from klear_core.data.candidates import Candidate
 from klear_core.data.difficulty import problem_from
@@ -14,6 +15,9 @@ from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry
 from klear_core.records import read_shards, shard_name, write_shard
 from klear_core.types import Problem
+
+_READ = "read_"
+"""Comes before a benchmark's name in the ledger."""
 
 
 def prepare_benchmarks(benchmarks: Sequence[BenchmarkConfig], *, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
@@ -28,9 +32,14 @@ def prepare_benchmarks(benchmarks: Sequence[BenchmarkConfig], *, seed: int, work
         telemetry.progress(i, len(benchmarks), benchmark.name)
         problems = load_benchmark(benchmark, seed=seed)
         write_shard(workdir / benchmark.name / shard_name(0, 1), problems)
-        ledger.append(LedgerStep(step=f"read_{benchmark.name}", unit="problem", num_in=len(problems), num_out=len(problems)))
+        ledger.append(LedgerStep(step=_READ + benchmark.name, unit="problem", num_in=len(problems), num_out=len(problems)))
     telemetry.progress(len(benchmarks), len(benchmarks), "done")
     return StageSummary(counts={"benchmarks": len(benchmarks), "problems": sum(s.num_out for s in ledger)}, ledger=tuple(ledger))
+
+
+def num_rows(manifest: Manifest) -> dict[str, int]:
+    """How many problems each benchmark of an artifact has, by its name."""
+    return {step.step.removeprefix(_READ): step.num_out for step in manifest.ledger}
 
 
 def load_benchmark(benchmark: BenchmarkConfig, *, seed: int) -> list[Problem]:
