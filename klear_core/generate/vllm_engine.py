@@ -56,14 +56,18 @@ class VllmEngine:
             ) from error
         tokenizer = FolderTokenizer(model_folder)
         args = AsyncEngineArgs(**engine_arguments(cfg, model_folder, seed=seed, window=window))
-        with _environment(num_threads):
-            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
-        engine = cls(llm, tokenizer, wanted_shapes(model_folder), version=version)
+        with contextlib.ExitStack() as held:
+            sockets = held.enter_context(tempfile.TemporaryDirectory(prefix="klear-", ignore_cleanup_errors=True))
+            with _environment(num_threads, sockets):
+                llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+            engine = cls(llm, tokenizer, wanted_shapes(model_folder), version=version, held=held.pop_all())
         await llm.update_weight_version(str(version))
         return engine
 
-    def __init__(self, llm: AsyncLLM, tokenizer: FolderTokenizer, shapes: Shapes, *, version: int) -> None:
+    def __init__(self, llm: AsyncLLM, tokenizer: FolderTokenizer, shapes: Shapes, *, version: int, held: contextlib.ExitStack) -> None:
+        """`held` is let go of when the engine process has ended."""
         self.version = version
+        self._held = held
         self._llm, self._tokenizer, self._shapes = llm, tokenizer, shapes
         self._max_len: int = llm.model_config.max_model_len
         self._open = OpenRequests("vLLM engine")
@@ -110,6 +114,7 @@ class VllmEngine:
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()  # or it takes the end of the process for a crash, and logs it as one
         await asyncio.to_thread(self._llm.shutdown)
+        self._held.close()
 
     async def _samples(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
         tasks = [asyncio.create_task(self._sample(prompt_ids, params, sample_idx=i)) for i in range(params.num_samples)]
@@ -250,12 +255,18 @@ def _save(weights: Mapping[str, Tensor], folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _environment(num_threads: int) -> Iterator[None]:
+def _environment(num_threads: int, sockets: str) -> Iterator[None]:
     """What the engine process inherits. Measured on CPU: without the OMP settings two threads run ten times slower than one,
 
-    bound engines share a core, and the first request with log-probs waits half a minute for a compiler.
+    bound engines share a core, and the first request with log-probs waits half a minute for a compiler. `sockets` is a folder for
+    those between the processes, which vLLM leaves behind; their whole path must stay below 108 bytes.
     """
-    wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    wanted = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": sockets,
+        "HF_HUB_OFFLINE": "1",
+    }
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import pytest
 import torch
 from qwen3_folder import build_model, write_folder
@@ -183,25 +184,57 @@ def test_a_trained_model_starts_as_it_was_exported_and_takes_what_its_learner_of
     asyncio.run(main())
 
 
-@needs_vllm
-def test_yarn_computes_what_transformers_yarn_computes(tmp_path: Path) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What was seen of an engine with YaRN over twice the positions of its model, which is closed now."""
+
+    model: Qwen3ForCausalLM
+    stretched: Qwen3ForCausalLM
+    """The same weights with transformers' YaRN."""
+    prompt: tuple[int, ...]
+    completions: list[Completion]
+    sockets: list[Path]
+    """On which this process listened to the engine's."""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     model = build_model(hidden_size=64, head_dim=32, max_len=128)
-    folder = write_folder(tmp_path / "plain", model)
+    folder = write_folder(tmp_path_factory.mktemp("plain"), model)
     cfg = VllmEngineConfig(dtype="float32", yarn_factor=2.5, runtime=CPU_RUNTIME)
-    stretched = write_folder(tmp_path / "stretched", model)
+    stretched = write_folder(tmp_path_factory.mktemp("stretched"), model)
     path = stretched / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | engine_arguments(cfg, folder, seed=0)["hf_overrides"]))
-    reference = Qwen3ForCausalLM.from_pretrained(stretched).float().eval()
     prompt = LONG[:200]  # beyond the model's own 128
 
-    async def main() -> None:
+    async def main() -> tuple[list[Completion], list[Path]]:
+        before = sockets()
         engine = await VllmEngine.start(cfg, folder, num_threads=1, seed=0)
-        completions = await engine.generate(prompt, params())
+        completions, added = await engine.generate(prompt, params()), sockets() - before
         await engine.close()
-        assert max(logp_error(reference, prompt, c, 0.8) for c in completions) < TOLERANCE
-        assert max(logp_error(model, prompt, c, 0.8) for c in completions) > 0.1
+        return completions, sorted(added)
 
-    asyncio.run(main())
+    completions, added = asyncio.run(main())
+    reference = Qwen3ForCausalLM.from_pretrained(stretched).float().eval()
+    return Ended(model=model, stretched=reference, prompt=prompt, completions=completions, sockets=added)
+
+
+def sockets() -> set[Path]:
+    """The files of this process's sockets."""
+    return {Path(c.laddr) for c in psutil.Process().net_connections(kind="unix") if str(c.laddr).startswith("/")}
+
+
+@needs_vllm
+def test_yarn_computes_what_transformers_yarn_computes(ended: Ended) -> None:
+    assert max(logp_error(ended.stretched, ended.prompt, c, 0.8) for c in ended.completions) < TOLERANCE
+    assert max(logp_error(ended.model, ended.prompt, c, 0.8) for c in ended.completions) > 0.1
+
+
+@needs_vllm
+def test_an_engine_that_is_closed_leaves_no_sockets(ended: Ended) -> None:
+    assert ended.sockets
+    assert {file.parent.name.partition("-")[0] for file in ended.sockets} == {"klear"}
+    assert not [file.parent for file in ended.sockets if file.parent.exists()]
 
 
 def test_a_window_wider_than_the_model_is_refused_unless_yarn_stretches_it(tmp_path: Path) -> None:
