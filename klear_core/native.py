@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from torch import Tensor
+
 log = logging.getLogger(__name__)
 
 _HEADERS = Path(__file__).parent
@@ -22,9 +24,25 @@ by more than the rounding of a fused multiply-add, and -ffast-math is none of th
 _TIMEOUT_S = 120
 
 
-def compile_c(source: Path, sizes: Mapping[str, int], *, compilers: Sequence[str] = COMPILERS) -> ctypes.CDLL | None:
-    """The functions of `source`, compiled with each of `sizes` as a macro; None, and a warning, where no compiler can."""
-    return _compile(source, tuple(sorted(sizes.items())), tuple(compilers))
+_KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
+
+
+def compile_c(
+    source: Path, sizes: Mapping[str, int], signatures: Mapping[str, str] | None = None, *, compilers: Sequence[str] = COMPILERS
+) -> ctypes.CDLL | None:
+    """The functions of `source`, compiled with each of `sizes` as a macro; None, and a warning, where no compiler can.
+
+    `signatures` has a letter for each argument of a function: i int, l int64_t, f float, p pointer.
+    """
+    library = _compile(source, tuple(sorted(sizes.items())), tuple(compilers))
+    for name, kinds in (signatures or {}).items() if library is not None else ():
+        getattr(library, name).argtypes = [_KINDS[kind] for kind in kinds]
+    return library
+
+
+def call(library: ctypes.CDLL | None, name: str, *arguments: Tensor | float) -> None:
+    """Tensors go as pointers to their first element; whether they are contiguous and of the right type is the caller's to see."""
+    getattr(library, name)(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
 
 
 @cache

@@ -140,7 +140,7 @@ class Learner:
             group.update(settings)
 
     def _prepare(self, rows: Sequence[TrainSample], cfg: RlConfig) -> _MiniBatch:
-        packed = pack_share(rows, cfg.runtime, self._world, dtype=cfg.dtype)
+        packed = pack_share(rows, cfg.runtime, self._world)
         counts = Denominators.of(rows)
         targets = [make_targets(micro, rows, self._ask_old(micro, rows, cfg), counts, cfg) for micro in packed.micros]
         return _MiniBatch(rows=rows, packed=packed, targets=tuple(targets))

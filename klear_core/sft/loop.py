@@ -72,7 +72,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     for step in range(first, num_steps):
         speed.start()
         rows = [store[r] for r in order.step(step)]
-        batch = pack_share(rows, cfg.runtime, world, dtype=cfg.dtype)
+        batch = pack_share(rows, cfg.runtime, world)
         result = updater.step(batch, sft_objective(rows, cfg.normalise), step=step)
         counters["num_tokens"] += batch.num_tokens
         if result.is_applied:
@@ -149,5 +149,5 @@ def _keep_bad_batch(rows: Sequence[SftExample], job: _Job, *, step: int, num_ski
 def _validation_loss(policy: Policy, rows: Sequence[SftExample], cfg: SftConfig, world: World) -> float:
     """Token cross-entropy over all held-out rows, in nats."""
     objective = sft_objective(rows, cfg.normalise)
-    losses = [policy(micro, objective(micro)).loss for micro in pack_share(rows, cfg.runtime, world, dtype=cfg.dtype).micros]
+    losses = [policy(micro, objective(micro)).loss for micro in pack_share(rows, cfg.runtime, world).micros]
     return float(world.sum(torch.stack(losses).sum()))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 
-from klear_core.native import COMPILERS, compile_c
+from klear_core.native import COMPILERS, call, compile_c
 from klear_core.train import attention
 
 _SOURCE = Path(__file__).with_name("fused.c")
@@ -143,7 +143,6 @@ class _GatePass(Function):
         return grad
 
 
-_KINDS = {"l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
 _SIGNATURES = {
     "norm_forward": "llppfp",
     "norm_backward": "llpppfpp",
@@ -152,18 +151,13 @@ _SIGNATURES = {
     "gate_forward": "llpp",
     "gate_backward": "llppp",
 }
-"""Argument kinds of each function, as `fused.c` declares them."""
 _ANY_HEAD_DIM = 16  # norms and gates are compiled with it and make no use of it
 
 
 @cache
 def _library(head_dim: int, compilers: tuple[str, ...] = COMPILERS) -> ctypes.CDLL | None:
-    library = compile_c(_SOURCE, {"HEAD_DIM": head_dim}, compilers=compilers)
-    for name, kinds in _SIGNATURES.items() if library is not None else ():
-        getattr(library, name).argtypes = [_KINDS[kind] for kind in kinds]
-    return library
+    return compile_c(_SOURCE, {"HEAD_DIM": head_dim}, _SIGNATURES, compilers=compilers)
 
 
 def _call(name: str, *arguments: Tensor | float, head_dim: int = _ANY_HEAD_DIM) -> None:
-    function = getattr(_library(head_dim), name)
-    function(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
+    call(_library(head_dim), name, *arguments)

@@ -1,6 +1,6 @@
 """A causal LM under training: any Hugging Face folder, run over packed rows up to the hidden states that predict loss tokens.
 
-Axis letters: B rows, T tokens, N loss tokens, H hidden, V vocabulary.
+Axis letters: T tokens, N loss tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Policy(nn.Module):
     def forward(self, micro: MicroBatch, head: Head[R]) -> R:
         """`head` gets the hidden states before each loss token and the LM-head weight."""
         hf: Any = self.hf
-        hidden_BTH = hf.base_model(
-            input_ids=micro.token_ids_BT,
-            position_ids=micro.position_ids_BT,
+        hidden_1TH = hf.base_model(
+            input_ids=micro.token_ids_1T,
+            position_ids=micro.position_ids_1T,
             use_cache=False,
             micro=micro,
         ).last_hidden_state
-        return head(hidden_BTH.flatten(0, 1)[micro.select_N], hf.get_output_embeddings().weight)
+        return head(hidden_1TH[0, micro.select_N], hf.get_output_embeddings().weight)
 
     @property
     def device(self) -> torch.device:

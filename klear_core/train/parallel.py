@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
-from klear_core.train.attention import layout_for
 from klear_core.train.context import ALONE, Context
 from klear_core.train.model import DTYPES, Dtype, Policy, pick_device
 from klear_core.train.packing import PackedBatch, Row, pack
@@ -113,12 +112,12 @@ def _device_of_rank(runtime: TrainRuntime, index: int, num_wanted: int) -> torch
     return torch.device("cuda", index)
 
 
-def pack_share(rows: Sequence[Row], runtime: TrainRuntime, world: World, *, dtype: Dtype) -> PackedBatch:
-    """This rank's micro-batches of a step's rows, in the layout that its device has a kernel for."""
+def pack_share(rows: Sequence[Row], runtime: TrainRuntime, world: World) -> PackedBatch:
+    """This rank's micro-batches of a step's rows. Prompts are shared on CPU, where our own attention can read them."""
     return pack(
         rows,
-        layout=layout_for(world.device, DTYPES[dtype]),
         tokens_per_microbatch=runtime.tokens_per_microbatch,
+        shares_prompts=world.device.type == "cpu",
         device=world.device,
         rank=world.data_rank,
         num_ranks=world.num_data_ranks,

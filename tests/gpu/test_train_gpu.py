@@ -13,7 +13,6 @@ from tiny_models import random_rows, tiny_base
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 from klear_core.metrics import NullTelemetry
 from klear_core.sft.loss import sft_objective
-from klear_core.train.attention import layout_for
 from klear_core.train.base import model_folder
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.logps import token_logps
@@ -31,31 +30,26 @@ def folder(tmp_path_factory) -> Path:
     return model_folder(tiny_base(tmp_path_factory.mktemp("base")))
 
 
-def logps_of(policy, rows, layout):
+def logps_of(policy, rows):
     found = {}
-    for micro in pack(rows, layout=layout, tokens_per_microbatch=1 << 16, device="cuda").micros:
+    for micro in pack(rows, tokens_per_microbatch=1 << 16, device="cuda").micros:
         out = policy(micro, lambda h, w, m=micro: token_logps(h, w, m.target_N))
         found.update(zip(micro.rows, out.logp_N.detach().split(micro.counts), strict=True))
     return [found[i] for i in range(len(rows))]
 
 
-def test_half_precision_on_cuda_takes_the_varlen_layout():
-    assert layout_for(torch.device("cuda"), torch.bfloat16) == "varlen"
-    assert layout_for(torch.device("cuda"), torch.float32) == "padded"
-
-
 def test_rows_in_one_line_have_the_log_probs_that_they_have_alone(folder):
     policy = load_model(folder, device="cuda", dtype="bfloat16")
     rows = random_rows([5, 31, 12, 48, 7])
-    together = logps_of(policy, rows, "varlen")
+    together = logps_of(policy, rows)
     for i, row in enumerate(rows):
-        torch.testing.assert_close(together[i], logps_of(policy, [row], "varlen")[0], atol=2e-2, rtol=0)
+        torch.testing.assert_close(together[i], logps_of(policy, [row])[0], atol=2e-2, rtol=0)
 
 
-def test_the_varlen_kernel_agrees_with_padded_float32(folder):
+def test_the_varlen_kernel_agrees_with_float32_segment_by_segment(folder):
     rows = random_rows([5, 31, 12, 48, 7])
-    half = logps_of(load_model(folder, device="cuda", dtype="bfloat16"), rows, "varlen")
-    full = logps_of(load_model(folder, device="cuda"), rows, "padded")
+    half = logps_of(load_model(folder, device="cuda", dtype="bfloat16"), rows)
+    full = logps_of(load_model(folder, device="cuda"), rows)
     for a, b in zip(half, full, strict=True):
         torch.testing.assert_close(a, b, atol=0.1, rtol=0)
 
@@ -66,7 +60,7 @@ def train(folder, checkpoints, world, telemetry):
     rows = random_rows([20, 31, 12])
     losses = []
     for step in range(8):
-        batch = pack(rows, layout="varlen", tokens_per_microbatch=40, device=world.device)
+        batch = pack(rows, tokens_per_microbatch=40, device=world.device)
         losses.append(updater.step(batch, sft_objective(rows, "token"), step=step).loss)
     kept = Checkpoints(checkpoints, CheckpointConfig(asynchronous=True), world)
     kept.save(8, policy, updater.optimizer, {})
@@ -86,7 +80,7 @@ def train_together(folder, world, telemetry):
     updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=4)
     rows = random_rows([20, 31, 12])
     share = {"rank": world.data_rank, "num_ranks": world.num_data_ranks, "context": world.context}
-    batches = [pack(rows, layout="varlen", tokens_per_microbatch=40, device=world.device, **share) for _ in range(4)]
+    batches = [pack(rows, tokens_per_microbatch=40, device=world.device, **share) for _ in range(4)]
     return [updater.step(batch, sft_objective(rows, "token"), step=step).loss for step, batch in enumerate(batches)]
 
 

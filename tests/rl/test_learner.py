@@ -58,7 +58,7 @@ def test_several_updates_move_the_ratio(base: Path, tmp_path: Path) -> None:
 
 def mean_logp(it: Learner, samples: Sequence[TrainSample], folder: Path) -> float:
     it.export(folder)
-    (micro,) = pack(samples, layout="padded", tokens_per_microbatch=1 << 20).micros
+    (micro,) = pack(samples, tokens_per_microbatch=1 << 20).micros
     out = load_model(folder, device="cpu")(micro, partial(token_logps, target_N=micro.target_N))
     return out.logp_N.mean().item()
 
@@ -92,7 +92,7 @@ def test_mismatch_is_zero_against_the_learners_own_log_probs_and_logged_otherwis
 def test_mismatch_by_hand_for_a_sampler_that_says_twice_the_learners_probability(base: Path, tmp_path: Path) -> None:
     """log(learner / sampler) = -log 2 for every token, so k3 = 1/2 - 1 + log 2; with the sign reversed it would be 1 - log 2."""
     samples = random_samples(4)
-    (micro,) = pack(samples, layout="padded", tokens_per_microbatch=1 << 20).micros
+    (micro,) = pack(samples, tokens_per_microbatch=1 << 20).micros
     model = load_model(model_folder(base), device="cpu")
     logp_N = model(micro, partial(token_logps, target_N=micro.target_N)).logp_N.tolist()
     logps = [[0.0] * len(s.token_ids) for s in samples]

@@ -23,8 +23,8 @@ def loss_of(rows, normalise, tokens_per_microbatch=100):
     hidden = torch.eye(2)
     objective = sft_objective(rows, normalise)
     total = 0.0
-    for micro in pack(rows, layout="padded", tokens_per_microbatch=tokens_per_microbatch).micros:
-        before = micro.token_ids_BT.flatten()[micro.select_N]
+    for micro in pack(rows, tokens_per_microbatch=tokens_per_microbatch).micros:
+        before = micro.token_ids_1T.flatten()[micro.select_N]
         total += objective(micro)(hidden[before], logits.T).loss.item()
     return total
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from pydantic import ValidationError
-from tiny_models import TINY, random_rows, tiny_base, tiny_folder
+from tiny_models import TINY, random_rows, rows_of_groups, tiny_base, tiny_folder
 from torch.nn.functional import scaled_dot_product_attention
 
 from klear_core.config.sft import SftConfig
@@ -22,62 +22,61 @@ from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
 
-def slices(rows, layout, size, tokens=1 << 20):
+def slices(rows, size, **how):
     """The only micro-batch as each rank of a context gets it."""
-    cut = [pack(rows, layout=layout, tokens_per_microbatch=tokens, context=Context(rank=r, size=size)) for r in range(size)]
+    cut = [pack(rows, tokens_per_microbatch=1 << 20, context=Context(rank=r, size=size), **how) for r in range(size)]
     return [batch.micros[0] for batch in cut]
 
 
-@pytest.mark.parametrize("layout", ["varlen", "padded"])
+@pytest.mark.parametrize("shares_prompts", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_slices_side_by_side_are_the_line_and_no_loss_token_is_lost_or_doubled(layout, size):
-    rows = random_rows([9, 14, 5])
-    whole = pack(rows, layout=layout, tokens_per_microbatch=1 << 20).micros[0]
-    parts = slices(rows, layout, size)
-    num_columns = whole.token_ids_BT.shape[1]
-    for name in ("token_ids_BT", "position_ids_BT"):
+def test_the_slices_side_by_side_are_the_line_and_no_loss_token_is_lost_or_doubled(shares_prompts, size):
+    rows = random_rows([9, 14, 5]) + rows_of_groups([3, 2])
+    whole = pack(rows, tokens_per_microbatch=1 << 20, shares_prompts=shares_prompts).micros[0]
+    parts = slices(rows, size, shares_prompts=shares_prompts)
+    num_columns = whole.token_ids_1T.shape[1]
+    for name in ("token_ids_1T", "position_ids_1T"):
         line = torch.cat([getattr(p, name) for p in parts], dim=1)
         assert torch.equal(line[:, :num_columns], getattr(whole, name))
-    assert len({p.token_ids_BT.shape for p in parts}) == 1
+    assert len({p.token_ids_1T.shape for p in parts}) == 1
     told = [torch.stack([m.row_N, m.column_N, m.target_N], dim=1).tolist() for m in (whole, *parts)]
     assert sorted(token for part in told[1:] for token in part) == sorted(told[0])
 
 
-@pytest.mark.parametrize("layout", ["varlen", "padded"])
-def test_a_loss_token_lies_where_the_state_before_it_is(layout):
+def test_a_loss_token_lies_where_the_state_before_it_is():
     """Row 1 2 3 4 in two slices: token 3 is the second slice's first, but it is predicted by token 2, in the first."""
-    first, second = slices(random_rows([4], prompt=1), layout, 2)
+    first, second = slices(random_rows([4], prompt=1), 2)
     assert (first.column_N.tolist(), first.select_N.tolist()) == ([1, 2], [0, 1])
     assert (second.column_N.tolist(), second.select_N.tolist()) == ([3], [0])
     assert (first.counts, second.counts) == ((2,), (1,))
 
 
-@pytest.mark.parametrize("layout", ["varlen", "padded"])
-def test_values_of_rows_follow_their_tokens_into_the_slices(layout):
-    rows = random_rows([9, 14, 5])
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_values_of_rows_follow_their_tokens_into_the_slices(shares_prompts):
+    rows = random_rows([9, 14, 5]) + rows_of_groups([3])
     values = [[100.0 * r + i for i in range(len(row.token_ids))] for r, row in enumerate(rows)]
-    for part in slices(rows, layout, 3):
+    for part in slices(rows, 3, shares_prompts=shares_prompts):
         assert part.gather(values).tolist() == (100 * part.row_N + part.column_N).tolist()
 
 
 def test_padding_of_a_line_is_a_row_of_its_own():
     """Five tokens for four ranks: the kernel is told of three more, for what it leaves out stays uninitialised."""
-    part = slices(random_rows([5]), "varlen", 4)[3]
+    part = slices(random_rows([5]), 4)[3]
     assert part.bounds.tolist() == [0, 5, 8]
-    assert part.token_ids_BT.shape == (1, 2)
+    assert part.token_ids_1T.shape == (1, 2)
 
 
 def test_padding_counts_as_waste():
-    assert pack(random_rows([5]), layout="varlen", tokens_per_microbatch=8, context=Context(size=4)).fill == 5 / 8
+    assert pack(random_rows([5]), tokens_per_microbatch=8, context=Context(size=4)).fill == 5 / 8
 
 
 def test_a_rank_without_rows_has_a_token_of_each_empty_line():
-    micro = pack([], layout="varlen", tokens_per_microbatch=8, context=Context(rank=1, size=2)).micros
+    micro = pack([], tokens_per_microbatch=8, context=Context(rank=1, size=2)).micros
     assert micro == ()
-    share = pack(random_rows([5]), layout="varlen", tokens_per_microbatch=8, rank=1, num_ranks=2, context=Context(rank=1, size=2))
+    share = pack(random_rows([5]), tokens_per_microbatch=8, rank=1, num_ranks=2, context=Context(rank=1, size=2))
     (empty,) = share.micros
-    assert empty.token_ids_BT.shape == (1, 1)
-    assert (empty.num_loss_tokens, empty.max_row_len) == (0, 1)
+    assert empty.token_ids_1T.shape == (1, 1)
+    assert (empty.num_loss_tokens, empty.max_segment_len) == (0, 1)
 
 
 def test_contexts_must_fill_the_world():
@@ -129,18 +128,18 @@ def test_traded_attention_is_attention_however_many_key_heads_there_are():
         torch.testing.assert_close(a, b, atol=1e-12 if dtype == torch.float64 else 1e-2, rtol=0)
 
 
-STEPS = [random_rows([9, 30, 14, 22, 5], seed=s) for s in range(2)] + [random_rows([12]), random_rows([61])]
+STEPS = [random_rows([9, 30, 14, 22, 5]), rows_of_groups([3, 4]), random_rows([12]), random_rows([61])]
 """At last there is less than a rank has room for, and a row of twice the tokens of a micro-batch."""
 
 
-def train(folder, layout, checkpointing, world, telemetry):
+def train(folder, shares_prompts, checkpointing, world, telemetry):
     """A step on each of STEPS: loss and gradient norm of each, and the weights after all."""
     policy = parallelise(load_model(folder, device=world.device), world, dtype="float32", activation_checkpointing=checkpointing)
     updater = Updater(policy, OptimConfig(lr=1e-2, weight_decay=0.1), world, num_steps=len(STEPS))
     seen = []
     for step, rows in enumerate(STEPS):
         share = {"rank": world.data_rank, "num_ranks": world.num_data_ranks, "context": world.context}
-        batch = pack(rows, layout=layout, tokens_per_microbatch=31, **share)
+        batch = pack(rows, tokens_per_microbatch=31, shares_prompts=shares_prompts, **share)
         result = updater.step(batch, sft_objective(rows, "sample"), step=step)
         seen.append((result.loss, result.grad_norm))
     return torch.tensor(seen), full_weights(policy)
@@ -155,7 +154,7 @@ def train_all(folder, cases, world, telemetry):
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_contexts_train_as_one_process(tmp_path, num_workers):
     """Four workers are two contexts, so that on a step with one micro-batch one context has nothing but its share of the passes."""
-    body = partial(train_all, tiny_folder(tmp_path / "base"), [("padded", False), ("varlen", True)])
+    body = partial(train_all, tiny_folder(tmp_path / "base"), [(False, True), (True, False)])
     one = run_ranks(body, TrainRuntime(device="cpu"), NullTelemetry())
     several = run_ranks(body, TrainRuntime(device="cpu", num_workers=num_workers, context_parallel=2), NullTelemetry())
     torch.testing.assert_close(several, one, atol=1e-5, rtol=0)

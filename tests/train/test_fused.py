@@ -55,7 +55,7 @@ def micro_batch() -> MicroBatch:
                 oldest_version=0,
             )
         )
-    (micro,) = pack(rows, layout="padded", tokens_per_microbatch=1 << 20).micros
+    (micro,) = pack(rows, tokens_per_microbatch=1 << 20).micros
     return micro
 
 

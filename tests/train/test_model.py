@@ -2,11 +2,12 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import packed, random_rows, tiny_folder
+from tiny_models import packed, random_rows, rows_of_groups, tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klear_core.errors import ConfigError
@@ -22,18 +23,21 @@ def folder(tmp_path_factory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("base"))
 
 
-def logps_of(policy, rows, layout, tokens=1 << 20):
+WAYS = [(random_rows([5, 31, 12, 12, 48, 7]), {}), (rows_of_groups([6, 3, 1]), {"shares_prompts": True})]
+
+
+def logps_of(policy, rows, tokens=1 << 20, **how):
     """Log-probs of each row's loss tokens, by row."""
     found = {}
-    for micro in packed(rows, layout, tokens).micros:
+    for micro in packed(rows, tokens, **how).micros:
         out = policy(micro, lambda h, w, m=micro: token_logps(h, w, m.target_N))
         found.update(zip(micro.rows, out.logp_N.detach().split(micro.counts), strict=True))
     return [found[i] for i in range(len(rows))]
 
 
-def gradient_of(folder, rows, layout, tokens):
+def gradient_of(folder, rows, tokens, **how):
     policy = load_model(folder, device="cpu")
-    batch = packed(rows, layout, tokens)
+    batch = packed(rows, tokens, **how)
     for micro in batch.micros:
         policy(micro, lambda h, w, m=micro: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -lp / batch.num_loss_tokens)).loss.backward()
     return [p.grad for p in policy.parameters()]
@@ -44,8 +48,7 @@ def test_log_probs_equal_those_of_transformers(folder):
     ids = torch.tensor([row.token_ids])
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(ids).logits[0, :-1].log_softmax(-1)
     want = plain.gather(1, ids[0, 1:, None])[2:, 0]
-    for layout in ("padded", "varlen"):
-        torch.testing.assert_close(logps_of(load_model(folder, device="cpu"), [row], layout)[0], want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logps_of(load_model(folder, device="cpu"), [row])[0], want, atol=1e-5, rtol=0)
 
 
 def test_a_folder_in_many_shards_is_the_same_model(folder, tmp_path):
@@ -58,31 +61,35 @@ def test_a_folder_in_many_shards_is_the_same_model(folder, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), cut.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("layout", ["padded", "varlen"])
-def test_packed_rows_have_the_log_probs_that_they_have_alone(folder, layout):
-    rows = random_rows([5, 31, 12, 12, 48, 7])
+@pytest.mark.parametrize(("rows", "how"), WAYS)
+def test_packed_rows_have_the_log_probs_that_they_have_alone(folder, rows, how):
     policy = load_model(folder, device="cpu")
-    together = logps_of(policy, rows, layout)
+    together = logps_of(policy, rows, **how)
     for i, row in enumerate(rows):
-        torch.testing.assert_close(together[i], logps_of(policy, [row], layout)[0], atol=2e-6, rtol=0)
+        torch.testing.assert_close(together[i], logps_of(policy, [row])[0], atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("layout", ["padded", "varlen"])
-def test_gradient_does_not_depend_on_how_rows_are_cut_up(folder, layout):
-    rows = random_rows([5, 31, 12, 12, 48, 7])
-    alone = gradient_of(folder, rows, "varlen", 1)
+@pytest.mark.parametrize(("rows", "how"), WAYS)
+def test_gradient_does_not_depend_on_how_rows_are_cut_up(folder, rows, how):
+    alone = gradient_of(folder, rows, 1)
     for tokens in (50, 1 << 20):
-        torch.testing.assert_close(gradient_of(folder, rows, layout, tokens), alone, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(gradient_of(folder, rows, tokens, **how), alone, atol=1e-6, rtol=1e-4)
 
 
 def test_another_rows_tokens_do_not_matter(folder):
     policy = load_model(folder, device="cpu")
     first, second = random_rows([10, 10])
     other = random_rows([10], seed=1)[0]
-    for layout in ("padded", "varlen"):
-        a = logps_of(policy, [first, second], layout)[0]
-        b = logps_of(policy, [first, other], layout)[0]
-        assert torch.equal(a, b)
+    a, b = (logps_of(policy, [first, beside])[0] for beside in (second, other))
+    assert torch.equal(a, b)
+
+
+def test_another_answer_to_the_same_prompt_does_not_matter(folder):
+    policy = load_model(folder, device="cpu")
+    first, second = rows_of_groups([2])
+    other = replace(second, token_ids=(*second.token_ids[:-4], 1, 2, 3, 4))
+    a, b = (logps_of(policy, [first, beside], shares_prompts=True)[0] for beside in (second, other))
+    assert torch.equal(a, b)
 
 
 def test_exported_weights_load_as_they_were(folder, tmp_path):
@@ -143,7 +150,7 @@ def test_attention_dropout_is_refused(folder):
     policy = load_model(folder, device="cpu")
     policy.hf.base_model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(ConfigError, match=r"dropout 0\.1"):
-        logps_of(policy, random_rows([5]), "padded")
+        logps_of(policy, random_rows([5]))
 
 
 def test_a_model_that_drops_row_bounds_is_refused(folder):
@@ -151,7 +158,7 @@ def test_a_model_that_drops_row_bounds_is_refused(folder):
     inner = policy.hf.base_model.forward
     policy.hf.base_model.forward = lambda micro, **given: inner(**given)
     with pytest.raises(ConfigError, match="does not hand attention arguments down"):
-        logps_of(policy, random_rows([5, 6]), "varlen")
+        logps_of(policy, random_rows([5, 6]))
 
 
 def test_asking_for_a_missing_gpu_is_a_config_error():

@@ -27,7 +27,7 @@ def train(folder, checkpoints, num_steps, dtype, world, telemetry):
     first, _ = kept.load_latest(policy, updater.optimizer) or (0, {})
     seen = []
     for s in range(first, num_steps):
-        batch = pack(ROWS[s], layout="padded", tokens_per_microbatch=60, rank=world.rank, num_ranks=world.size)
+        batch = pack(ROWS[s], tokens_per_microbatch=60, rank=world.rank, num_ranks=world.size)
         result = updater.step(
             batch,
             lambda m, n=batch.num_loss_tokens: lambda h, w: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -lp / n),
@@ -81,7 +81,7 @@ def skip_on_both_ranks(folder, world, telemetry):
     """The loss of rank 1 alone is infinite in the first step; how many ranks applied each step, and whether the first changed a weight."""
     policy = parallelise(load_model(folder, device=world.device), world, dtype="float32", activation_checkpointing=False)
     updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=2)
-    batch = pack(ROWS[0], layout="padded", tokens_per_microbatch=60, rank=world.rank, num_ranks=world.size)
+    batch = pack(ROWS[0], tokens_per_microbatch=60, rank=world.rank, num_ranks=world.size)
     before = {name: weight.clone() for name, weight in full_weights(policy).items()}
     num_applied = []
     for factor in (float("inf") if world.rank == 1 else 1.0, 1.0):

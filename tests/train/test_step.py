@@ -32,7 +32,7 @@ def test_loss_norm_and_weights_do_not_depend_on_micro_batches(tmp_path):
     results, weights = [], []
     for tokens in (1 << 20, 31):
         policy, up = updater(folder)
-        batch = packed(rows, "padded", tokens)
+        batch = packed(rows, tokens)
         results.append(up.step(batch, mean_nll(batch), step=0))
         weights.append([p.detach() for p in policy.parameters()])
     assert len(results[0].outputs) < len(results[1].outputs)

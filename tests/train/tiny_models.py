@@ -10,7 +10,7 @@ import torch
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base import model_folder, prepare_base
-from klear_core.train.packing import Layout, PackedBatch, pack
+from klear_core.train.packing import PackedBatch, pack
 from klear_core.train.parallel import World
 from klear_core.types import SftExample
 
@@ -40,5 +40,18 @@ def random_rows(lengths: Sequence[int], *, prompt: int = 3, seed: int = 0) -> li
     return rows
 
 
-def packed(rows: Sequence[SftExample], layout: Layout = "padded", tokens: int = 1 << 20) -> PackedBatch:
-    return pack(rows, layout=layout, tokens_per_microbatch=tokens)
+def packed(rows: Sequence[SftExample], tokens: int = 1 << 20, *, shares_prompts: bool = False) -> PackedBatch:
+    return pack(rows, tokens_per_microbatch=tokens, shares_prompts=shares_prompts)
+
+
+def rows_of_groups(group_sizes: Sequence[int], *, prompt: int = 5, seed: int = 0) -> list[SftExample]:
+    """Each group has a prompt of its own and answers of 1, 4, 7, ... tokens; the groups' rows take turns, as a shuffled batch's do."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 256, (count,), generator=generator).tolist())
+
+    prompts = [draw(prompt + g) for g in range(len(group_sizes))]
+    places = sorted((i, g) for g, size in enumerate(group_sizes) for i in range(size))
+    rows = [(f"p{g}", prompts[g], draw(1 + 3 * i)) for i, g in places]
+    return [SftExample(problem_id=name, token_ids=p + a, loss_mask=(False,) * len(p) + (True,) * len(a)) for name, p, a in rows]

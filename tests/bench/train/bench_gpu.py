@@ -182,8 +182,7 @@ def _train(plan: Plan, rows: Sequence[Row], objective_of: ObjectiveOf, activatio
     policy = _policy(plan, world, activation_checkpointing)
     flop = FlopCount.of(policy).step(rows)
     updater = Updater(policy, OptimConfig(lr=1e-6), world, num_steps=1 << 20)
-    layout = attention.layout_for(plan.device, DTYPES[plan.dtype])
-    batch = pack(rows, layout=layout, tokens_per_microbatch=sum(len(r.token_ids) for r in rows), device=plan.device)
+    batch = pack(rows, tokens_per_microbatch=sum(len(r.token_ids) for r in rows), device=plan.device)
     objective = objective_of(plan, policy, rows, batch)
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

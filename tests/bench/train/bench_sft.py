@@ -72,7 +72,7 @@ def _klear(rows: list[SftExample], folder: Path) -> tuple[float, float]:
     started = time.process_time()
     for step in range(NUM_ROWS // ROWS_PER_STEP):
         chosen = rows[step * ROWS_PER_STEP : (step + 1) * ROWS_PER_STEP]
-        batch = pack(chosen, layout="padded", tokens_per_microbatch=16_384)
+        batch = pack(chosen, tokens_per_microbatch=16_384)
         loss = updater.step(batch, sft_objective(chosen, "token"), step=step).loss
         first_loss = first_loss or loss
     return first_loss, sum(len(r.token_ids) for r in rows) / (time.process_time() - started)

@@ -1,0 +1,55 @@
+"""Attention over a packed line on CPU in float32, in compiled C: causal work alone, no padding, shared prompts read where they lie.
+
+Axis letters: T tokens, K query heads, G key and value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from klear_core.native import call, compile_c
+
+_SOURCE = Path(__file__).with_name("attention.c")
+_SIGNATURES = {"attention_forward": "lllppfppppp", "attention_backward": "lllppfppppppppp"}
+_LANES = 16
+
+
+def serves(q_TKD: Tensor) -> bool:
+    """Whether `attend` computes for such tensors on this machine."""
+    fits = q_TKD.device.type == "cpu" and q_TKD.dtype == torch.float32 and q_TKD.shape[2] % _LANES == 0
+    return fits and _library(q_TKD.shape[2]) is not None
+
+
+def attend(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, families: Tensor, scaling: float) -> Tensor:
+    """Segments and families as in `MicroBatch`."""
+    return _Attention.apply(q_TKD, k_TGD, v_TGD, bounds, families, scaling)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, families: Tensor, scaling: float) -> Tensor:
+        q_TKD, k_TGD, v_TGD = q_TKD.contiguous(), k_TGD.contiguous(), v_TGD.contiguous()
+        out_TKD, log_sums_TK = torch.empty_like(q_TKD), torch.empty(q_TKD.shape[:2])
+        ctx.line = (len(families) - 1, q_TKD.shape[1], k_TGD.shape[1], bounds, families, scaling)
+        call(_library(q_TKD.shape[2]), "attention_forward", *ctx.line, q_TKD, k_TGD, v_TGD, out_TKD, log_sums_TK)
+        ctx.save_for_backward(q_TKD, k_TGD, v_TGD, out_TKD, log_sums_TK)
+        return out_TKD
+
+    @staticmethod
+    def backward(ctx: Any, dout_TKD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q_TKD, k_TGD, v_TGD, _, _ = ctx.saved_tensors
+        grads = torch.empty_like(q_TKD), torch.zeros_like(k_TGD), torch.zeros_like(v_TGD)
+        call(_library(q_TKD.shape[2]), "attention_backward", *ctx.line, *ctx.saved_tensors, dout_TKD.contiguous(), *grads)
+        return *grads, None, None, None
+
+
+@cache
+def _library(head_dim: int) -> ctypes.CDLL | None:
+    return compile_c(_SOURCE, {"HEAD_DIM": head_dim}, _SIGNATURES)
