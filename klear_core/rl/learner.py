@@ -100,11 +100,7 @@ class Learner:
 
     def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Up to `minibatches_per_step` updates from these samples; metrics of the step. TrainingError after too many bad updates."""
-        started = time.perf_counter()
         metrics = self._learn(samples) | self._staleness(samples)
-        if self._peak_flops is not None:
-            available = self._peak_flops * self._world.size * (time.perf_counter() - started)
-            metrics["rl/speed/mfu"] = self._flops.step(samples) / available
         self._lend_unused()
         self.version += 1
         return metrics
@@ -114,8 +110,19 @@ class Learner:
         cut = cut_minibatches(samples, cfg.minibatches_per_step, seed=seed_for(self._seed, "rl/minibatches", self.version))
         minibatches = [self._prepare(rows, cfg) for rows in cut]  # all of them before the first update moves the policy
         stats = TokenStats(self._world.device)
+        started = self._time()
         results = [self._update(minibatch, cfg, stats) for minibatch in minibatches]
-        return self._describe(minibatches, results, stats)
+        metrics = self._describe(minibatches, results, stats)
+        if self._peak_flops is not None:
+            available = self._peak_flops * self._world.size * (self._time() - started)
+            metrics["rl/speed/mfu"] = self._flops.step(samples) / available
+        return metrics
+
+    def _time(self) -> float:
+        """Seconds, when all that the device was given is done."""
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+        return time.perf_counter()
 
     def _lend_unused(self) -> None:
         """Keep no memory that is not in use: engines that wake need what they lent."""

@@ -12,10 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from klear_core.train.compiled import Backend, compiler_errors
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +63,9 @@ class Reading(NamedTuple):
 
 
 class Passes:
-    """The two passes over a chunk's logits, compiled if `backend` (one of torch.compile's) is given, for as long as that works."""
+    """The two passes over a chunk's logits, compiled if `backend` is given, for as long as that works."""
 
-    def __init__(self, backend: str | Callable[..., Any] | None = None) -> None:
+    def __init__(self, backend: Backend | None = None) -> None:
         self._read: Callable[..., Reading] | None = None if backend is None else torch.compile(_read, backend=backend)
         self._grad: Callable[..., Tensor] | None = None if backend is None else torch.compile(_grad, backend=backend)
 
@@ -78,7 +80,7 @@ class Passes:
             try:
                 _may_be_of_any_length(z_CV, target_C1)
                 return self._read(z_CV, target_C1, need_entropy=need_entropy, in_place=False)
-            except _compiler_errors() as e:
+            except compiler_errors() as e:
                 self._give_up(e)
         return _read(z_CV, target_C1, need_entropy=need_entropy, in_place=True)
 
@@ -96,7 +98,7 @@ class Passes:
             try:
                 _may_be_of_any_length(z_CV, *norm, *given)
                 return self._grad(z_CV, norm, given, dtype)
-            except _compiler_errors() as e:
+            except compiler_errors() as e:
                 self._give_up(e)
         return _grad(z_CV, norm, given, dtype)
 
@@ -148,10 +150,3 @@ def _may_be_of_any_length(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-
-
-def _compiler_errors() -> type[Exception]:
-    """Whatever goes wrong before a kernel runs: no Triton, no C compiler, a graph that it cannot lower."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return TorchDynamoException

@@ -13,8 +13,10 @@ from tiny_models import random_rows, tiny_base
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 from klear_core.metrics import NullTelemetry
 from klear_core.sft.loss import sft_objective
+from klear_core.train import fused
 from klear_core.train.base import model_folder
 from klear_core.train.checkpoint import Checkpoints
+from klear_core.train.fused_cuda import kernels
 from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
@@ -52,6 +54,28 @@ def test_the_varlen_kernel_agrees_with_float32_segment_by_segment(folder):
     full = logps_of(load_model(folder, device="cuda"), rows)
     for a, b in zip(half, full, strict=True):
         torch.testing.assert_close(a, b, atol=0.1, rtol=0)
+
+
+def hidden_and_gradients(folder, dtype, *, is_fused):
+    """The hidden states of all loss tokens, and the gradient of a weighted sum of them by every parameter of the layers."""
+    policy = load_model(folder, device="cuda", dtype=dtype)
+    if not is_fused:
+        for module in policy.hf.modules():
+            if type(module).__module__ == fused.__name__:
+                module.__class__ = type(module).__base__
+    (micro,) = pack(random_rows([5, 31, 12, 48, 7]), tokens_per_microbatch=1 << 16, device="cuda").micros
+    hidden_NH = policy(micro, lambda hidden_NH, _weight: hidden_NH)
+    weights = torch.randn(hidden_NH.shape, generator=torch.Generator().manual_seed(1)).to(hidden_NH)
+    (hidden_NH * weights).sum().backward()
+    return [hidden_NH.detach(), *(p.grad for p in policy.hf.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+def test_compiled_layers_are_those_of_transformers(folder, dtype, rounding):
+    found, wanted = (hidden_and_gradients(folder, dtype, is_fused=is_fused) for is_fused in (True, False))
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).norm() <= rounding * b.norm()
+    assert all(k.is_compiled for k in (kernels().norm, kernels().gate, kernels().turn))
 
 
 def train(folder, checkpoints, world, telemetry):

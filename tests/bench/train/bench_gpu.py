@@ -29,6 +29,7 @@ from klear_core.rl.stats import TokenStats
 from klear_core.sft.loss import sft_objective
 from klear_core.train import attention
 from klear_core.train.flops import FlopCount, peak_flops
+from klear_core.train.fused import fuse
 from klear_core.train.logits import passes_on
 from klear_core.train.logps import fused_loss, token_logps
 from klear_core.train.model import DTYPES, Dtype, Policy
@@ -212,6 +213,7 @@ def _policy(plan: Plan, world: World, activation_checkpointing: bool) -> Policy:
     config = transformers.Qwen3Config(**plan.model, attn_implementation=attention.NAME)
     with plan.device:
         hf = transformers.Qwen3ForCausalLM(config)
+    fuse(hf)
     return parallelise(Policy(hf).train(), world, dtype=plan.dtype, activation_checkpointing=activation_checkpointing)
 
 
