@@ -1,6 +1,7 @@
 """The running batch of the torch engine: rows join and leave between decode steps, and never influence each other.
 
 The first `num_running` cache rows are at work; when one ends, the last takes its place, so no step computes for the dead.
+Keys and values of a prompt are kept once for all rows that answer it, in a slot of a cache that rows share.
 Axis letters: R all rows there is room for, B rows at work, T positions of a row.
 """
 
@@ -17,12 +18,15 @@ from klear_core.generate.engine import SamplingParams
 from klear_core.generate.torch_native import NativeStep
 from klear_core.generate.torch_qwen3 import KvCache, Qwen3, round_up
 from klear_core.generate.torch_sampling import cut, draw, penalise
+from klear_core.generate.torch_slots import PrefixSlots
 from klear_core.generate.torch_state import RowState
 
 MIN_ROWS = 4
 """Below this, matrix products take another kernel that sums in another order, and a row's bits depend on the batch size."""
 PREFILL_TOKENS = 16_384
 """Padded tokens of one prefill pass; bounds its memory."""
+LEAST_OWN = 64
+"""Positions of its own that a row has room for from the start, if its budget is not smaller."""
 
 OwnerT = TypeVar("OwnerT")
 
@@ -36,6 +40,8 @@ class Row(Generic[OwnerT]):
     key: int
     params: SamplingParams
     end: int
+    prefix_ids: tuple[int, ...] = ()
+    """The first tokens, whose keys and values lie in a shared slot."""
     marks: list[tuple[int, int]] = field(default_factory=list)
     """(index of the first new token, version of the weights that sample from there on)."""
 
@@ -58,13 +64,16 @@ class Batch(Generic[OwnerT]):
         """`native` is made for this very model; without it, steps run as torch operations."""
         self.max_rows, self.version = max_rows, version
         self._model, self._native = model, native
-        self._cache = KvCache(model.shape, dtype=model.dtype, device=model.device)
+        self._shared, self._own = (KvCache(model.shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        self._slots = PrefixSlots()
         self._state = RowState.empty(model.device)
         self._stop_ids = self._ints(stop_ids)
         self._rows: list[Row[OwnerT]] = []
         self._is_truncated = self._is_penalised = False
         self._longest = 0
-        """Index of the newest token of the longest row at work, or more."""
+        """Index of the newest token of the longest row at work."""
+        self._longest_shared = self._longest_own = 0
+        """Most positions that any row at work has in a slot, and of its own."""
 
     @property
     def num_running(self) -> int:
@@ -88,17 +97,20 @@ class Batch(Generic[OwnerT]):
         for i, row in enumerate(rows, start=first):
             state.tokens_RT[i, : len(row.prompt_ids)] = self._ints(row.prompt_ids)
             row.marks.append((0, self.version))
+            row.prefix_ids = row.prompt_ids[:-1]
+        self._share(first)
         self._note_rows()
-        self._prefill({i: row.prompt_ids[:-1] for i, row in enumerate(rows, start=first)})
 
     def step(self) -> list[EndedRow[OwnerT]]:
         """One token for every row at work; the rows that ended with it, which have left the batch."""
         num_rows = max(self.num_running, MIN_ROWS)
-        if num_rows > self.num_running:
-            self._state.position_R[self.num_running : num_rows] = 0  # rows without an owner, there for the sake of MIN_ROWS
         self._reserve(num_rows, self._longest + 2)
+        if num_rows > self.num_running:  # rows without an owner, there for the sake of MIN_ROWS
+            for tensor in (self._state.position_R, self._state.start_R, self._state.slot_R):
+                tensor[self.num_running : num_rows] = 0
         ended, are_stops = self._advance(num_rows)
         self._longest += 1
+        self._longest_own += 1
         if not ended:
             return []
         results = [self._result(i, is_stop=bool(is_stop)) for i, is_stop in zip(ended, are_stops, strict=True)]
@@ -110,23 +122,32 @@ class Batch(Generic[OwnerT]):
         self._remove([i for i, row in enumerate(self._rows) if is_unwanted(row.owner)])
 
     def renew(self, version: int) -> None:
-        """The weights have changed: compute all keys and values anew; further tokens are of this version."""
+        """The weights have changed: compute all keys and values anew, in shared slots; further tokens are of this version."""
         self.version = version
-        prefixes = {}
         for i, (row, position) in enumerate(zip(self._rows, self._state.position_R.tolist(), strict=False)):
             row.marks.append((position + 1 - len(row.prompt_ids), version))
-            prefixes[i] = tuple(self._state.tokens_RT[i, :position].tolist())
-        self._prefill(prefixes)
+            row.prefix_ids = tuple(self._state.tokens_RT[i, :position].tolist())
+        self._slots = PrefixSlots()
+        self._share(0)
+        self._note_rows()
 
-    def _prefill(self, prefixes: dict[int, tuple[int, ...]]) -> None:
-        unique = sorted(set(prefixes.values()), key=lambda ids: (len(ids), ids))
-        for chunk in _chunks([ids for ids in unique if ids]):
-            source = {ids: i for i, ids in enumerate(chunk)}
-            places = [(row, source[ids]) for row, ids in prefixes.items() if ids in source]
-            length = round_up(len(chunk[-1]))
-            tokens_BT = self._ints([ids + (0,) * (length - len(ids)) for ids in chunk])
-            rows_R, source_R = self._ints(places).unbind(-1)
-            self._model.prefill(tokens_BT, self._cache, rows_R=rows_R, source_R=source_R)
+    def _share(self, first: int) -> None:
+        """Give rows from `first` on the slots that hold their prefixes, and compute what no slot holds yet."""
+        prefixes = [row.prefix_ids for row in self._rows[first:]]
+        missing = {ids for ids in prefixes if ids not in self._slots}
+        slots = [self._slots.take(ids) for ids in prefixes]
+        slot_of = dict(zip(prefixes, slots, strict=True))
+        lengths = [len(ids) for ids in prefixes]
+        self._state.start_R[first : self.num_running] = self._ints(lengths)
+        self._state.slot_R[first : self.num_running] = self._ints(slots)
+        self._shared.reserve(
+            _grown(self._shared.num_rows, self._slots.num_slots, most=self.max_rows),
+            _grown(self._shared.length, max(lengths, default=0), most=self._model.shape.max_len),
+        )
+        for chunk in _chunks(sorted(missing - {()}, key=lambda ids: (len(ids), ids))):
+            width = round_up(len(chunk[-1]))
+            tokens_BT = self._ints([ids + (0,) * (width - len(ids)) for ids in chunk])
+            self._model.prefill(tokens_BT, self._shared, self._ints([slot_of[ids] for ids in chunk]))
 
     def _advance(self, num_rows: int) -> tuple[list[int], list[int]]:
         """Append a token to each row; which rows at work are done, and of those 1 where an end token did it."""
@@ -134,9 +155,10 @@ class Batch(Generic[OwnerT]):
         if native is None:
             index_B, positions_B = torch.arange(num_rows, device=self._model.device), state.position_R[:num_rows]
             tokens_B = state.tokens_RT[index_B, positions_B]
-            logits_BV = self._model.decode(tokens_B, positions_B, self._cache, length=self._longest + 1)
+            places = state.places(num_rows, longest_shared=self._longest_shared, longest_own=self._longest_own + 1)
+            logits_BV = self._model.decode(tokens_B, places, self._shared, self._own)
         else:
-            logits_BV = native.decode(state, num_rows, self._cache)
+            logits_BV = native.decode(state, num_rows, self._shared, self._own)
         if self._is_penalised:
             seen_BL = self._seen(state.position_R[:num_rows], self._longest + 1)
             logits_BV = penalise(logits_BV, seen_BL, state.penalty_R[:num_rows])
@@ -183,6 +205,8 @@ class Batch(Generic[OwnerT]):
             return
         num_left = self.num_running - len(indices)
         gone = set(indices)
+        for i in indices:
+            self._slots.release(self._rows[i].prefix_ids)
         holes = [i for i in indices if i < num_left]
         movers = [i for i in range(num_left, self.num_running) if i not in gone]
         if holes:
@@ -195,30 +219,38 @@ class Batch(Generic[OwnerT]):
 
     def _move(self, source_R: Tensor, target_R: Tensor) -> None:
         if self._native is not None:
-            self._native.move(self._cache, self._state, source_R, target_R, length=self._longest)
+            self._native.move(self._own, self._state, source_R, target_R, length=self._longest_own)
         else:
-            self._cache.move(source_R, target_R, length=self._longest)
+            self._own.move(source_R, target_R, length=self._longest_own)
             self._state.move(source_R, target_R)
 
     def _note_rows(self) -> None:
-        self._longest = int(self._state.position_R[: self.num_running].max()) if self._rows else 0
+        positions_B, starts_B = self._state.position_R[: self.num_running], self._state.start_R[: self.num_running]
+        counts = (positions_B, starts_B, positions_B - starts_B)
+        self._longest, self._longest_shared, self._longest_own = (int(count_B.max()) if self._rows else 0 for count_B in counts)
         self._is_truncated = any(row.params.top_p < 1 or row.params.top_k > 0 for row in self._rows)
         self._is_penalised = any(row.params.repetition_penalty != 1 for row in self._rows)
 
-    def _reserve(self, num_rows: int, length: int) -> None:
-        """Double what is too small, up to what can ever be needed: growing copies."""
-        cache, most_rows = self._cache, max(self.max_rows, MIN_ROWS)
-        if num_rows > cache.num_rows or length > cache.length:
-            num_rows = cache.num_rows if num_rows <= cache.num_rows else min(most_rows, max(num_rows, MIN_ROWS, 2 * cache.num_rows))
-            length = cache.length if length <= cache.length else min(round_up(self._model.shape.max_len), max(length, 2 * cache.length))
-            cache.reserve(num_rows, length)
-            self._state.grow(cache.num_rows, cache.length)
+    def _reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Room for rows of so many tokens, and for one more position of their own."""
+        num_rows = _grown(self._own.num_rows, max(num_rows, MIN_ROWS), most=max(self.max_rows, MIN_ROWS))
+        num_own = self._own.length
+        if self._longest_own >= num_own:
+            budget = max(row.end - len(row.prefix_ids) for row in self._rows)
+            num_own = _grown(num_own, max(self._longest_own + 1, min(budget, LEAST_OWN)), most=budget)
+        self._own.reserve(num_rows, num_own)
+        self._state.reserve(num_rows, _grown(self._state.tokens_RT.shape[1], num_tokens, most=self._model.shape.max_len))
 
     def _ints(self, values: Sequence[object]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._model.device)
 
     def _reals(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._model.device)
+
+
+def _grown(room: int, needed: int, *, most: int) -> int:
+    """Double what is too small, up to what can ever be needed: growing copies."""
+    return room if needed <= room else max(needed, min(most, 2 * room))
 
 
 def _chunks(prefixes: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:

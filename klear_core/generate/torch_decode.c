@@ -15,6 +15,7 @@
 #define CHUNK 64
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t lane_bits __attribute__((vector_size(4 * LANES)));
 
 static inline lanes load(const float *x) {
     lanes value;
@@ -22,10 +23,29 @@ static inline lanes load(const float *x) {
     return value;
 }
 
-static void rms_norm(const float *restrict x, const float *restrict weight, float *restrict out, int size, float eps) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < size; i++) sum += x[i] * x[i];
+// Pair by pair: one after the other, each addition would wait for the one before.
+static inline float sum_of(lanes x) {
+    float sum[LANES];
+    memcpy(sum, &x, sizeof sum);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) sum[i] += sum[i + width];
+    return sum[0];
+}
+
+static inline float largest_of(lanes x) {
+    float top[LANES];
+    memcpy(top, &x, sizeof top);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) top[i] = top[i] > top[i + width] ? top[i] : top[i + width];
+    return top[0];
+}
+
+static inline void rms_norm(const float *restrict x, const float *restrict weight, float *restrict out, int size, float eps) {
+    const int whole = size / LANES * LANES;
+    lanes sums = {0};
+    for (int i = 0; i < whole; i += LANES) sums += load(x + i) * load(x + i);
+    float sum = sum_of(sums);
+    for (int i = whole; i < size; i++) sum += x[i] * x[i];
     const float scale = 1.0f / sqrtf(sum / size + eps);
 #pragma omp simd
     for (int i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
@@ -72,65 +92,97 @@ static inline void rotate(const float *restrict x, const float *restrict weight,
     }
 }
 
-// Exponentials of the scores of positions 0 .. n - 1 in scores[G][L], and their sums in total[G]. Reads whole lanes of positions.
-static void weigh(const float (*q)[HEAD_DIM], const float *keys_DL, int n, int64_t L, float *scores, float *total) {
-    for (int start = 0; start < n; start += LANES) {
+static inline lanes larger(lanes a, lanes b) {
+    const lane_bits is_first = a > b;
+    return (lanes)(((lane_bits)a & is_first) | ((lane_bits)b & ~is_first));
+}
+
+// Scores of positions 0 .. n - 1 in scores[G][S], -inf in what is left of their last lanes, the largest of all in top[G]. Returns how
+// many it wrote for each head.
+static inline int64_t score(const float (*q)[HEAD_DIM], const float *keys_DL, int64_t n, int64_t L, float *scores, int64_t S, lanes *top) {
+    static const float beyond[2 * LANES] = {[LANES ... 2 * LANES - 1] = -INFINITY};
+    int64_t start = 0;
+    for (; start < n; start += LANES) {
         lanes sum[GROUP] = {0};
         for (int d = 0; d < HEAD_DIM; d++) {
             const lanes key = load(keys_DL + d * L + start);
             for (int g = 0; g < GROUP; g++) sum[g] += key * q[g][d];
         }
-        for (int g = 0; g < GROUP; g++) memcpy(scores + g * L + start, &sum[g], sizeof sum[g]);
-    }
-    for (int g = 0; g < GROUP; g++) {
-        float *restrict s = scores + g * L, top = -INFINITY, sum = 0;
-#pragma omp simd reduction(max : top)
-        for (int l = 0; l < n; l++) top = s[l] > top ? s[l] : top;
-#pragma omp simd reduction(+ : sum)
-        for (int l = 0; l < n; l++) {
-            s[l] = exp_of_nonpositive(s[l] - top);
-            sum += s[l];
+        if (n - start < LANES)
+            for (int g = 0; g < GROUP; g++) sum[g] += load(beyond + LANES - (n - start));
+        for (int g = 0; g < GROUP; g++) {
+            memcpy(scores + g * S + start, &sum[g], sizeof sum[g]);
+            top[g] = larger(top[g], sum[g]);
         }
-        total[g] = sum;
     }
+    return start;
 }
 
-// The values' mean under these weights: out[G][D].
-static void mix(const float *scores, const float *total, const float *values_LD, int n, int64_t L, float *out_GD) {
-    for (int g = 0; g < GROUP; g++)
-        for (int d = 0; d < HEAD_DIM; d += LANES) {
-            const float *restrict s = scores + g * L, *restrict v = values_LD + d;
-            lanes sum[4] = {0}; // four, for one would wait for itself
-            int l = 0;
-            for (; l + 3 < n; l += 4)
-                for (int i = 0; i < 4; i++) sum[i] += load(v + (int64_t)(l + i) * HEAD_DIM) * s[l + i];
-            for (; l < n; l++) sum[0] += load(v + (int64_t)l * HEAD_DIM) * s[l];
-            const lanes mean = ((sum[0] + sum[1]) + (sum[2] + sum[3])) / total[g];
-            memcpy(out_GD + g * HEAD_DIM + d, &mean, sizeof mean);
-        }
+// Scores become their exponentials, but for a factor; returns the sum. `size` is a multiple of LANES.
+static inline float weigh(float *restrict scores, int64_t size, lanes tops) {
+    const float top = largest_of(tops);
+    lanes sum = {0};
+    for (int64_t start = 0; start < size; start += LANES) {
+#pragma omp simd simdlen(LANES)
+        for (int i = 0; i < LANES; i++) scores[start + i] = exp_of_nonpositive(scores[start + i] - top);
+        sum += load(scores + start);
+    }
+    return sum_of(sum);
 }
 
-// Norm and rotate queries and keys, put key and value into the caches [R, K, D, L] and [R, K, L, D], attend to all up to the row's position.
-void attend(int num_rows, const int64_t *position, const float *qkv, const float *qk_norm, const float *cos_LD, const float *sin_LD,
-            float *keys, float *values, int64_t L, float eps, float *scratch_BGL, float *out) {
-#pragma omp parallel for schedule(static) if (num_rows > 63)
-    for (int b = 0; b < num_rows; b++) {
-        const int64_t p = position[b];
-        const float *row = qkv + (int64_t)b * QKV_SIZE, *cosine = cos_LD + p * HEAD_DIM, *sine = sin_LD + p * HEAD_DIM;
-        float *scores = scratch_BGL + (int64_t)b * GROUP * L, total[GROUP];
-        for (int k = 0; k < NUM_KV_HEADS; k++) {
-            float q[GROUP][HEAD_DIM], key[HEAD_DIM];
-            float *keys_DL = keys + ((int64_t)b * NUM_KV_HEADS + k) * HEAD_DIM * L;
-            float *values_LD = values + ((int64_t)b * NUM_KV_HEADS + k) * HEAD_DIM * L;
-            for (int g = 0; g < GROUP; g++) {
-                const int h = k * GROUP + g;
-                rotate(row + h * HEAD_DIM, qk_norm + h * HEAD_DIM, cosine, sine, 1.0f / sqrtf(HEAD_DIM), eps, q[g]);
+// Adds n values, at a stride of HEAD_DIM, times their weights: to four sums for each head, for one would wait for itself.
+static inline void mix(const float *weights, int64_t S, const float *value, int64_t n, lanes sum[GROUP][4]) {
+    int64_t l = 0;
+    for (; l + 3 < n; l += 4)
+        for (int i = 0; i < 4; i++)
+            for (int g = 0; g < GROUP; g++) sum[g][i] += load(value + (l + i) * HEAD_DIM) * weights[g * S + l + i];
+    for (; l < n; l++)
+        for (int g = 0; g < GROUP; g++) sum[g][0] += load(value + l * HEAD_DIM) * weights[g * S + l];
+}
+
+// Norm and rotate queries and keys, put key and value into the row's own cache, and attend to all up to the row's position: the first
+// start[b] positions lie in slot[b] of the shared caches, the others in row b of its own ones. Caches are [R, K, D, L] and [R, K, L, D].
+void attend(int num_rows, const int64_t *position, const int64_t *start, const int64_t *slot, const float *qkv, const float *qk_norm,
+            const float *cos_LD, const float *sin_LD, const float *shared_keys, const float *shared_values, int64_t P, float *keys,
+            float *values, int64_t L, float eps, float *scratch_BGS, float *out) {
+    const int64_t S = P + L;
+#pragma omp parallel if (num_rows > 63)
+    {
+        float *scores = NULL; // of this thread's first row for all of its rows: it stays in the cache
+#pragma omp for schedule(static)
+        for (int b = 0; b < num_rows; b++) {
+            if (scores == NULL) scores = scratch_BGS + b * GROUP * S;
+            const int64_t p = position[b], num_shared = start[b], num_own = p + 1 - start[b];
+            const float *row = qkv + (int64_t)b * QKV_SIZE, *cosine = cos_LD + p * HEAD_DIM, *sine = sin_LD + p * HEAD_DIM;
+            for (int k = 0; k < NUM_KV_HEADS; k++) {
+                float q[GROUP][HEAD_DIM], key[HEAD_DIM];
+                const float *shared_DP = shared_keys + (slot[b] * NUM_KV_HEADS + k) * HEAD_DIM * P;
+                const float *shared_PD = shared_values + (slot[b] * NUM_KV_HEADS + k) * HEAD_DIM * P;
+                float *keys_DL = keys + ((int64_t)b * NUM_KV_HEADS + k) * HEAD_DIM * L;
+                float *values_LD = values + ((int64_t)b * NUM_KV_HEADS + k) * HEAD_DIM * L;
+                for (int g = 0; g < GROUP; g++) {
+                    const int h = k * GROUP + g;
+                    rotate(row + h * HEAD_DIM, qk_norm + h * HEAD_DIM, cosine, sine, 1.0f / sqrtf(HEAD_DIM), eps, q[g]);
+                }
+                rotate(row + (NUM_HEADS + k) * HEAD_DIM, qk_norm + (NUM_HEADS + k) * HEAD_DIM, cosine, sine, 1.0f, eps, key);
+                for (int d = 0; d < HEAD_DIM; d++) keys_DL[d * L + num_own - 1] = key[d];
+                memcpy(values_LD + (num_own - 1) * HEAD_DIM, row + (NUM_HEADS + NUM_KV_HEADS + k) * HEAD_DIM, HEAD_DIM * sizeof(float));
+                lanes top[GROUP];
+                float total[GROUP];
+                for (int g = 0; g < GROUP; g++) top[g] = (lanes){0} - INFINITY;
+                const int64_t first_own = score(q, shared_DP, num_shared, P, scores, S, top);
+                const int64_t size = first_own + score(q, keys_DL, num_own, L, scores + first_own, S, top);
+                for (int g = 0; g < GROUP; g++) total[g] = weigh(scores + g * S, size, top[g]);
+                for (int d = 0; d < HEAD_DIM; d += LANES) {
+                    lanes sum[GROUP][4] = {0};
+                    mix(scores, S, shared_PD + d, num_shared, sum);
+                    mix(scores + first_own, S, values_LD + d, num_own, sum);
+                    for (int g = 0; g < GROUP; g++) {
+                        const lanes mean = ((sum[g][0] + sum[g][1]) + (sum[g][2] + sum[g][3])) / total[g];
+                        memcpy(out + ((int64_t)b * NUM_HEADS + k * GROUP + g) * HEAD_DIM + d, &mean, sizeof mean);
+                    }
+                }
             }
-            rotate(row + (NUM_HEADS + k) * HEAD_DIM, qk_norm + (NUM_HEADS + k) * HEAD_DIM, cosine, sine, 1.0f, eps, key);
-            for (int d = 0; d < HEAD_DIM; d++) keys_DL[d * L + p] = key[d];
-            memcpy(values_LD + p * HEAD_DIM, row + (NUM_HEADS + NUM_KV_HEADS + k) * HEAD_DIM, HEAD_DIM * sizeof(float));
-            weigh(q, keys_DL, (int)p + 1, L, scores, total);
-            mix(scores, total, values_LD, (int)p + 1, L, out + ((int64_t)b * NUM_HEADS + k * GROUP) * HEAD_DIM);
         }
     }
 }

@@ -69,19 +69,22 @@ class NativeStep:
         self._all = self._some = self._buffers(0, 0)
         self._length = 0
 
-    def decode(self, state: RowState, num_rows: int, cache: KvCache) -> Tensor:
+    def decode(self, state: RowState, num_rows: int, shared: KvCache, own: KvCache) -> Tensor:
         """Logits_BV after the newest token of each of the first rows. Valid until the next call."""
         m, lib, eps = self._model, self._library, self._model.shape.norm_eps
-        b = self._take(num_rows, cache)
-        position, x, normed = state.position_R.data_ptr(), b.x_BC.data_ptr(), b.normed_BC.data_ptr()
+        b = self._take(num_rows, shared, own)
+        position, start, slot = state.position_R.data_ptr(), state.start_R.data_ptr(), state.slot_R.data_ptr()
+        x, normed = b.x_BC.data_ptr(), b.normed_BC.data_ptr()
         qkv, attended, scratch = b.qkv.data_ptr(), b.attended.data_ptr(), b.scratch.data_ptr()
         cos, sin = m.cos_LD.data_ptr(), m.sin_LD.data_ptr()
         tokens, width, first = state.tokens_RT.data_ptr(), state.tokens_RT.shape[1], m.norm1[0].data_ptr()
         lib.embed(num_rows, tokens, width, position, m.embed.data_ptr(), x, first, normed, eps)
         for i, (qkv_w, out_w, gate_up_w, down_w) in enumerate(self._layers):
             torch.mm(b.normed_BC, qkv_w, out=b.qkv)
-            keys, values = cache.keys[i].data_ptr(), cache.values[i].data_ptr()
-            lib.attend(num_rows, position, qkv, m.qk_norm[i].data_ptr(), cos, sin, keys, values, cache.length, eps, scratch, attended)
+            at_shared = (shared.keys[i].data_ptr(), shared.values[i].data_ptr(), shared.length)
+            at_own = (own.keys[i].data_ptr(), own.values[i].data_ptr(), own.length)
+            qk_norm = m.qk_norm[i].data_ptr()
+            lib.attend(num_rows, position, start, slot, qkv, qk_norm, cos, sin, *at_shared, *at_own, eps, scratch, attended)
             b.x_BC.addmm_(b.attended, out_w)
             lib.norm(num_rows, x, m.norm2[i].data_ptr(), normed, eps)
             torch.mm(b.normed_BC, gate_up_w, out=b.gate_up)
@@ -127,9 +130,10 @@ class NativeStep:
             position, row = s.head_dim * position, s.head_dim * row
             self._library.move_rows(count, source, target, values.data_ptr(), s.num_kv_heads, row, length * position)
 
-    def _take(self, num_rows: int, cache: KvCache) -> _Buffers:
-        if len(self._all.x_BC) < num_rows or self._length < cache.length:
-            self._all, self._length = self._buffers(cache.num_rows, cache.length), cache.length
+    def _take(self, num_rows: int, shared: KvCache, own: KvCache) -> _Buffers:
+        length = shared.length + own.length
+        if len(self._all.x_BC) < num_rows or self._length < length:
+            self._all, self._length = self._buffers(own.num_rows, length), length
             self._some = self._all.rows(num_rows)
         elif len(self._some.x_BC) != num_rows:
             self._some = self._all.rows(num_rows)
@@ -156,7 +160,7 @@ _SIGNATURES = {
     "embed": "iplpppppf",
     "norm": "ipppf",
     "gate": "ipp",
-    "attend": "ippppppplfpp",
+    "attend": "ippppppppplpplfpp",
     "draw": "iippppplpppipp",
     "move_rows": "ippplll",
 }

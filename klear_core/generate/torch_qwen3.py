@@ -1,12 +1,13 @@
 """Qwen3 for inference only: weights in fused buffers, a KV cache of rows, prefill and one-token decode in plain torch.
 
-Axis letters: N tokens of all rows laid end to end, R cache rows, B rows at work, T tokens of a row, L cached positions,
-H query heads, K key/value heads, G query heads of one key/value head, D head size, C hidden size, V vocabulary.
+Axis letters: N tokens of all rows laid end to end, R cache rows, B rows at work, T tokens of a row, L positions of a row's own,
+P positions that rows share, H query heads, K key/value heads, G query heads of one key/value head, D head size, C hidden size,
+V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,8 +17,19 @@ from klear_core.generate.engine import WeightSource
 from klear_core.generate.qwen3_shape import Qwen3Shape
 from klear_core.generate.weights import check_shapes, tensor_shapes, tensors
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Layer number, query_NHD, key_NKD, value_NKD (rotated and normalised) -> attended_NHD, flattened over heads."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where B rows are: the first `starts_B[b]` positions of row b lie in row `slots_B[b]` of a cache that rows share, the others, up to
+    `positions_B[b]`, in row b of their own."""
+
+    positions_B: Tensor
+    starts_B: Tensor
+    slots_B: Tensor
+    longest_shared: int
+    """The largest of `starts_B`, or more."""
+    longest_own: int
+    """The most positions that a row has of its own, or more."""
 
 
 class Qwen3:
@@ -50,57 +62,66 @@ class Qwen3:
                 target = targets[name]
                 target.copy_(tensor.expand_as(target))
 
-    def prefill(self, tokens_BT: Tensor, cache: KvCache, *, rows_R: Tensor, source_R: Tensor) -> None:
-        """Write keys and values of all tokens into cache rows `rows_R`; row i gets those of prompt `source_R[i]`.
+    def prefill(self, tokens_BT: Tensor, cache: KvCache, slots_B: Tensor) -> None:
+        """Write keys and values of all tokens, those of prompt i into row `slots_B[i]`.
 
         Prompts are padded on the right: what a row holds past its own length is never attended to.
         """
         num_prompts, num_tokens = tokens_BT.shape
-        positions_N = torch.arange(num_tokens, device=self.device).repeat(num_prompts)
+        rotation = self._rotation(torch.arange(num_tokens, device=self.device).repeat(num_prompts))
+        x_NC = F.embedding(tokens_BT.reshape(-1), self.embed)
+        for i in range(self.shape.num_layers):
+            heads = (y.view(num_prompts, num_tokens, -1, self.shape.head_dim).transpose(1, 2) for y in self._qkv(i, x_NC, rotation))
+            q_BHTD, k_BKTD, v_BKTD = heads
+            cache.keys[i][slots_B, :, :, :num_tokens] = k_BKTD.mT
+            cache.values[i][slots_B, :, :num_tokens] = v_BKTD
+            if i + 1 < self.shape.num_layers:  # what follows in the last layer is for logits, which nobody reads here
+                out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True)
+                x_NC = self._after_attention(i, x_NC, out_BHTD.transpose(1, 2).reshape(len(x_NC), -1))
 
-        def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            q, k, v = (x.view(num_prompts, num_tokens, -1, self.shape.head_dim).transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
-            cache.keys[layer][rows_R, :, :, :num_tokens] = k.transpose(-1, -2)[source_R]
-            cache.values[layer][rows_R, :, :num_tokens] = v[source_R]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return out.transpose(1, 2).reshape(num_prompts * num_tokens, -1)
-
-        self._layers(tokens_BT.reshape(-1), positions_N, attend)
-
-    def decode(self, tokens_B: Tensor, positions_B: Tensor, cache: KvCache, *, length: int) -> Tensor:
-        """One token for each of the first B cache rows, at its position (all < length); returns logits_BV in float32."""
+    def decode(self, tokens_B: Tensor, places: Places, shared: KvCache, own: KvCache) -> Tensor:
+        """One token for each row, at its position; returns logits_BV in float32."""
         s, num_rows = self.shape, len(tokens_B)
-        length = round_up(length)
-        is_future_BL = torch.arange(length, device=self.device) > positions_B[:, None]
-        bias_B11L = torch.zeros(num_rows, 1, 1, length, dtype=self.dtype, device=self.device)
-        bias_B11L.masked_fill_(is_future_BL[:, None, None], -torch.inf)
-        key_slots, value_slots = cache.slots(positions_B)
-
-        def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            cache.keys[layer].view(-1).index_copy_(0, key_slots, k_NKD.reshape(-1))
-            cache.values[layer].view(-1).index_copy_(0, value_slots, v_NKD.reshape(-1))
-            q_BKGD = q_NHD.reshape(num_rows, s.num_kv_heads, -1, s.head_dim) * s.head_dim**-0.5
-            scores_BKGL = q_BKGD @ cache.keys[layer][:num_rows, :, :, :length]
-            probs_BKGL = torch.softmax(scores_BKGL.add_(bias_B11L), -1)
-            return (probs_BKGL @ cache.values[layer][:num_rows, :, :length]).reshape(num_rows, -1)
-
-        hidden_BC = self._layers(tokens_B, positions_B, attend)
-        return F.linear(self._rms_norm(hidden_BC, self.norm), self.head).float()
-
-    def _layers(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        s = self.shape
-        num_qk = s.num_heads + s.num_kv_heads
-        cos_N1D, sin_N1D = self.cos_LD[positions_N][:, None], self.sin_LD[positions_N][:, None]
-        x_NC = F.embedding(tokens_N, self.embed)
+        num_shared, num_own = round_up(places.longest_shared), round_up(places.longest_own)
+        own_B = places.positions_B - places.starts_B
+        bias_B11S = torch.cat([self._bias(num_shared, places.starts_B), self._bias(num_own, own_B + 1)], -1)
+        key_addresses, value_addresses = own.addresses(own_B)
+        rotation, x_NC = self._rotation(places.positions_B), F.embedding(tokens_B, self.embed)
         for i in range(s.num_layers):
-            qkv = F.linear(self._rms_norm(x_NC, self.norm1[i]), self.qkv[i]).view(len(x_NC), -1, s.head_dim)
-            qk = self._rms_norm(qkv[:, :num_qk], self.qk_norm[i])
-            qk = qk * cos_N1D + qk.roll(s.head_dim // 2, -1) * sin_N1D  # the sine carries the minus of rotate_half
-            attended = attend(i, qk[:, : s.num_heads], qk[:, s.num_heads :], qkv[:, num_qk:])
-            x_NC = x_NC + F.linear(attended, self.out[i])
-            gate, up = F.linear(self._rms_norm(x_NC, self.norm2[i]), self.gate_up[i]).chunk(2, -1)
-            x_NC = x_NC + F.linear(F.silu(gate) * up, self.down[i])
-        return x_NC
+            q_NHD, k_NKD, v_NKD = self._qkv(i, x_NC, rotation)
+            own.keys[i].view(-1).index_copy_(0, key_addresses, k_NKD.reshape(-1))
+            own.values[i].view(-1).index_copy_(0, value_addresses, v_NKD.reshape(-1))
+            q_BKGD = q_NHD.reshape(num_rows, s.num_kv_heads, -1, s.head_dim) * s.head_dim**-0.5
+            shared_BKGP = q_BKGD @ shared.keys[i][:, :, :, :num_shared][places.slots_B]
+            own_BKGL = q_BKGD @ own.keys[i][:num_rows, :, :, :num_own]
+            probs_BKGS = torch.softmax(torch.cat([shared_BKGP, own_BKGL], -1).add_(bias_B11S), -1)
+            out_BKGD = probs_BKGS[..., :num_shared] @ shared.values[i][:, :, :num_shared][places.slots_B]
+            out_BKGD += probs_BKGS[..., num_shared:] @ own.values[i][:num_rows, :, :num_own]
+            x_NC = self._after_attention(i, x_NC, out_BKGD.reshape(num_rows, -1))
+        return F.linear(self._rms_norm(x_NC, self.norm), self.head).float()
+
+    def _qkv(self, layer: int, x_NC: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalised and rotated query_NHD and key_NKD, and value_NKD."""
+        s, (cos_N1D, sin_N1D) = self.shape, rotation
+        num_qk = s.num_heads + s.num_kv_heads
+        qkv = F.linear(self._rms_norm(x_NC, self.norm1[layer]), self.qkv[layer]).view(len(x_NC), -1, s.head_dim)
+        qk = self._rms_norm(qkv[:, :num_qk], self.qk_norm[layer])
+        qk = qk * cos_N1D + qk.roll(s.head_dim // 2, -1) * sin_N1D  # the sine carries the minus of rotate_half
+        return qk[:, : s.num_heads], qk[:, s.num_heads :], qkv[:, num_qk:]
+
+    def _after_attention(self, layer: int, x_NC: Tensor, attended_NC: Tensor) -> Tensor:
+        x_NC = x_NC + F.linear(attended_NC, self.out[layer])
+        gate, up = F.linear(self._rms_norm(x_NC, self.norm2[layer]), self.gate_up[layer]).chunk(2, -1)
+        return x_NC + F.linear(F.silu(gate) * up, self.down[layer])
+
+    def _rotation(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos_LD[positions_N][:, None], self.sin_LD[positions_N][:, None]
+
+    def _bias(self, length: int, counts_B: Tensor) -> Tensor:
+        """0 for the first `counts_B[b]` positions of row b, -inf for the others: [B, 1, 1, length]."""
+        is_beyond_BL = torch.arange(length, device=self.device) >= counts_B[:, None]
+        bias_BL = torch.zeros(is_beyond_BL.shape, dtype=self.dtype, device=self.device).masked_fill_(is_beyond_BL, -torch.inf)
+        return bias_BL[:, None, None]
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), eps=self.shape.norm_eps) * weight
@@ -160,14 +181,14 @@ class KvCache:
             self.values[i] = values.new_zeros(self.num_rows, self._num_heads, self.length, self._head_dim)
             self.values[i][: values.shape[0], :, : values.shape[2]] = values
 
-    def slots(self, positions_B: Tensor) -> tuple[Tensor, Tensor]:
+    def addresses(self, positions_B: Tensor) -> tuple[Tensor, Tensor]:
         """Flat indices, into keys and into values, of one position in each of the first B rows."""
         row_heads = torch.arange(len(positions_B) * self._num_heads, device=positions_B.device)[:, None]
         positions = positions_B.repeat_interleave(self._num_heads)[:, None]
         axis_D = torch.arange(self._head_dim, device=positions_B.device)
-        key_slots = (row_heads * self._head_dim + axis_D) * self.length + positions
-        value_slots = (row_heads * self.length + positions) * self._head_dim + axis_D
-        return key_slots.reshape(-1), value_slots.reshape(-1)
+        key_addresses = (row_heads * self._head_dim + axis_D) * self.length + positions
+        value_addresses = (row_heads * self.length + positions) * self._head_dim + axis_D
+        return key_addresses.reshape(-1), value_addresses.reshape(-1)
 
     def move(self, source_R: Tensor, target_R: Tensor, *, length: int) -> None:
         """Copy whole rows, up to `length` positions."""

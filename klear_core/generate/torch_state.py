@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from klear_core.generate.torch_qwen3 import Places
 from klear_core.generate.torch_sampling import Decoding
 
 
@@ -16,6 +17,10 @@ class RowState:
 
     position_R: Tensor
     """Index of the newest token, the one whose key and value are not in the cache yet."""
+    start_R: Tensor
+    """How many positions lie in the shared cache: those from there on are the row's own."""
+    slot_R: Tensor
+    """Row of the shared cache."""
     end_R: Tensor
     tokens_RT: Tensor
     logps_RT: Tensor
@@ -32,6 +37,8 @@ class RowState:
         real = torch.zeros(0, device=device)
         return RowState(
             position_R=long,
+            start_R=long,
+            slot_R=long,
             end_R=long,
             tokens_RT=long[:, None],
             logps_RT=real[:, None],
@@ -42,8 +49,12 @@ class RowState:
             penalty_R=real,
         )
 
-    def grow(self, num_rows: int, length: int) -> None:
-        """Room for this many rows and positions; contents stay."""
+    def reserve(self, num_rows: int, length: int) -> None:
+        """Room for at least this many rows and positions; contents stay."""
+        room = self.tokens_RT.shape
+        if num_rows <= room[0] and length <= room[1]:
+            return
+        num_rows, length = max(num_rows, room[0]), max(length, room[1])
         for name, old in zip((f.name for f in fields(self)), self.tensors(), strict=True):
             new = old.new_zeros((num_rows, length)[: old.dim()])
             new[tuple(slice(size) for size in old.shape)] = old
@@ -53,6 +64,16 @@ class RowState:
         """Copy whole rows."""
         for tensor in self.tensors():
             tensor[target_R] = tensor[source_R]
+
+    def places(self, num_rows: int, *, longest_shared: int, longest_own: int) -> Places:
+        """Where the first rows are."""
+        return Places(
+            positions_B=self.position_R[:num_rows],
+            starts_B=self.start_R[:num_rows],
+            slots_B=self.slot_R[:num_rows],
+            longest_shared=longest_shared,
+            longest_own=longest_own,
+        )
 
     def decoding(self, num_rows: int) -> Decoding:
         """How to sample for the first rows."""

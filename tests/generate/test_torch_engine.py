@@ -101,6 +101,24 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch(folder: Path) -> None:
     run(folder, body)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_that_share_a_prompt_are_exact_while_others_join_and_leave(
+    folder: Path, model: Qwen3ForCausalLM, temperature: float
+) -> None:
+    requests = [(prompt, params(num_samples=3, temperature=temperature, max_new_tokens=n)) for n in (40, 3, 17) for prompt in PROMPTS]
+
+    async def body(engine: TorchEngine) -> None:
+        groups = await asyncio.gather(*(engine.generate(prompt, decoding) for prompt, decoding in requests))
+        for (prompt, decoding), group in zip(requests, groups, strict=True):
+            for completion in group:
+                assert completion.finish_reason == "stop" or len(completion.token_ids) == decoding.max_new_tokens
+                assert logp_error(model, prompt, completion, temperature=temperature or 1.0) < 2e-5
+                if temperature == 0:
+                    assert reference_logits(model, prompt, completion).argmax(-1).tolist() == list(completion.token_ids)
+
+    run(folder, body, TorchEngineConfig(runtime=TorchEngineRuntime(max_batch_size=7)))
+
+
 def test_more_samples_than_rows_queue_up(folder: Path) -> None:
     narrow = TorchEngineConfig(runtime=TorchEngineRuntime(max_batch_size=3))
     answers: dict[int, list[Completion]] = {}

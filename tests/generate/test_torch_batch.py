@@ -1,0 +1,89 @@
+"""Rows that share a prompt's keys and values, join while others run and end at different times: compiled steps, and steps in torch."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from qwen3_folder import build_model, write_folder
+
+from klear_core.generate.engine import SamplingParams
+from klear_core.generate.qwen3_shape import read_shape
+from klear_core.generate.torch_batch import Batch, EndedRow, Row
+from klear_core.generate.torch_native import NativeStep
+from klear_core.generate.torch_qwen3 import Qwen3
+
+PROMPTS = [tuple(65 + (7 * i + j) % 50 for j in range(length)) for i, length in enumerate((1, 2, 17, 90))]
+NEVER = 1000
+"""No token of this vocabulary, so that budgets alone end a row."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Qwen3:
+    folder = write_folder(tmp_path_factory.mktemp("model"), build_model())
+    model = Qwen3(read_shape(folder), dtype=torch.float32, device=torch.device("cpu"))
+    model.load(folder)
+    return model
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def native(request: pytest.FixtureRequest, model: Qwen3) -> NativeStep | None:
+    if request.param == "torch":
+        return None
+    return NativeStep.of(model) or pytest.skip("no C compiler on this machine")
+
+
+def row(owner: int, *, temperature: float = 0.8) -> Row[int]:
+    """Of the owner's number follow its prompt, its draws and its budget: 1 to 70 tokens."""
+    prompt_ids, budget = PROMPTS[owner % len(PROMPTS)], 1 + owner * 29 % 70
+    params = SamplingParams(
+        num_samples=1, temperature=temperature, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=budget, seed=0
+    )
+    return Row(owner=owner, prompt_ids=prompt_ids, key=owner * 7919, params=params, end=len(prompt_ids) + budget)
+
+
+@torch.inference_mode()
+def finish(batch: Batch[int], arrivals: Iterable[list[Row[int]]] = ()) -> dict[int, EndedRow[int]]:
+    """Every ended row by owner; one lot of arrivals joins after every third step."""
+    ended: dict[int, EndedRow[int]] = {}
+    waiting = list(arrivals)
+    while batch.num_running or waiting:
+        if waiting:
+            batch.add(waiting.pop(0))
+        for _ in range(3):
+            ended |= {e.row.owner: e for e in (batch.step() if batch.num_running else [])}
+    return ended
+
+
+def batch_of(model: Qwen3, native: NativeStep | None) -> Batch[int]:
+    return Batch(model, native, stop_ids=[NEVER], max_rows=64, version=0)
+
+
+def test_a_row_among_rows_of_its_prompt_is_the_same_as_alone(model: Qwen3, native: NativeStep | None) -> None:
+    """Compiled steps: to the bit."""
+    lots = [[row(owner) for owner in range(start, start + 7)] for start in range(0, 56, 7)]
+    crowd = finish(batch_of(model, native), lots)
+    assert sorted(crowd) == list(range(56))
+    for owner, together in crowd.items():
+        alone = finish(batch_of(model, native), [[row(owner)]])[owner]
+        assert together.token_ids == alone.token_ids
+        assert torch.allclose(torch.tensor(together.logps), torch.tensor(alone.logps), rtol=0, atol=0 if native else 3e-5)
+        assert len(together.token_ids) == 1 + owner * 29 % 70
+
+
+def test_rows_that_go_on_in_slots_of_their_own_take_the_tokens_they_would_have_taken(model: Qwen3, native: NativeStep | None) -> None:
+    """`renew` with the weights there were: the prompt and what was sampled so far become a prefix."""
+    owners = range(24)
+    expected = finish(batch_of(model, native), [[row(owner, temperature=0.0) for owner in owners]])
+    batch = batch_of(model, native)
+    with torch.inference_mode():
+        batch.add([row(owner, temperature=0.0) for owner in owners])
+        ended = {e.row.owner: e for _ in range(20) for e in batch.step()}
+        batch.renew(1)
+        batch.drop(lambda owner: owner == 7)
+        batch.add([row(24, temperature=0.0)])
+    ended |= finish(batch)
+    assert sorted(ended) == sorted({*owners, 24} - {7})
+    for owner in ended.keys() & set(owners):
+        assert ended[owner].token_ids == expected[owner].token_ids
+        assert torch.allclose(torch.tensor(ended[owner].logps), torch.tensor(expected[owner].logps), rtol=0, atol=3e-5)
+    assert {version for e in ended.values() for version in e.versions} == {0, 1}
