@@ -44,9 +44,10 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout_TKD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q_TKD, k_TGD, v_TGD, _, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: activation checkpointing gives them no second time
+        q_TKD, k_TGD, v_TGD, _, _ = saved
         grads = torch.empty_like(q_TKD), torch.zeros_like(k_TGD), torch.zeros_like(v_TGD)
-        call(_library(q_TKD.shape[2]), "attention_backward", *ctx.line, *ctx.saved_tensors, dout_TKD.contiguous(), *grads)
+        call(_library(q_TKD.shape[2]), "attention_backward", *ctx.line, *saved, dout_TKD.contiguous(), *grads)
         return *grads, None, None, None
 
 

@@ -20,7 +20,7 @@ from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem
 
 ONE = World(rank=0, size=1, device=torch.device("cpu"))
 TINY = TinyModelConfig(
-    hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=24, max_position_embeddings=64
+    hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=24, max_position_embeddings=64
 )
 RAW_REWARD = RewardConfig(missing_close=None, missing_open=None)
 """For models that never learnt to think in tags."""

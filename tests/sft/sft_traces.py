@@ -11,7 +11,7 @@ from klear_core.records import shard_name, write_shard
 from klear_core.train.base import prepare_base
 from klear_core.types import Difficulty, Domain, FinishReason, Outcome, TeacherTrace, Verdict, problem_id_of
 
-TINY = TinyModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=24)
+TINY = TinyModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=24)
 
 
 def trace(

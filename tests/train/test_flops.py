@@ -9,10 +9,10 @@ from klear_core.train.model import load_model
 
 def test_a_tiny_model_is_counted_by_hand(tmp_path):
     count = FlopCount.of(load_model(tiny_folder(tmp_path), device="cpu"))
-    attention = 16 * 16 + 2 * 16 * 8 + 16 * 16  # q, k and v, o: 2 query heads and 1 key head of 8
+    attention = 16 * 32 + 2 * 16 * 16 + 32 * 16  # q, k and v, o: 2 query heads and 1 key head of 16
     assert count.layer_params == 2 * (attention + 3 * 16 * 24)
     assert count.head_params == 320 * 16
-    assert count.attention_width == 2 * 2 * 8
+    assert count.attention_width == 2 * 2 * 16
 
 
 def test_a_step_counts_tokens_loss_tokens_and_pairs():
