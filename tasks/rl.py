@@ -19,7 +19,7 @@ def rl(info: RunInfo, job: RlJob, inputs: Inputs) -> ArtifactRef:
     """From `model` and `problems`; makes a model. Learner and rollouts are Ray actors."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
-        from klear_core.rl.actors import RayWorkers
+        from klear_core.rl.actors.workers import RayWorkers
         from klear_core.rl.loop import train_rl
 
         model, problems = inputs["model"].path, inputs["problems"].path

@@ -29,7 +29,10 @@ from klear_core.rl.workers import LearnerLost, LocalWorkers, RlRun
 from klear_core.types import Completion
 
 ray = pytest.importorskip("ray")
-from klear_core.rl.actors import RayLearner, RayPolicy, RayWorkers, Restarts, StoredWeights  # noqa: E402
+from klear_core.rl.actors.calls import Restarts, StoredWeights  # noqa: E402
+from klear_core.rl.actors.learner import RayLearner  # noqa: E402
+from klear_core.rl.actors.policy import RayPolicy  # noqa: E402
+from klear_core.rl.actors.workers import RayWorkers  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)  # on a busy machine a process takes a minute to start
 

@@ -24,7 +24,8 @@ from klear_core.types import Completion
 ray = pytest.importorskip("ray")
 from ray.exceptions import OutOfMemoryError  # noqa: E402
 
-from klear_core.rl.actors import RayPolicy, Restarts, Seat, within  # noqa: E402
+from klear_core.rl.actors.calls import Restarts, within  # noqa: E402
+from klear_core.rl.actors.policy import RayPolicy, Seat  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)  # on a busy machine a process takes a minute to start
 
