@@ -65,7 +65,7 @@ class VllmEngine:
         return engine
 
     def __init__(self, llm: AsyncLLM, tokenizer: FolderTokenizer, shapes: Shapes, *, version: int, held: contextlib.ExitStack) -> None:
-        """`held` is let go of when the engine process has ended."""
+        """`held` is let go of when the engine closes."""
         self.version = version
         self._held = held
         self._llm, self._tokenizer, self._shapes = llm, tokenizer, shapes
@@ -113,8 +113,8 @@ class VllmEngine:
         self._open.close()
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()  # or it takes the end of the process for a crash, and logs it as one
+        self._held.close()  # first, for a busy machine may not give it the time to end; what is connected stays so
         await asyncio.to_thread(self._llm.shutdown)
-        self._held.close()
 
     async def _samples(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
         tasks = [asyncio.create_task(self._sample(prompt_ids, params, sample_idx=i)) for i in range(params.num_samples)]
