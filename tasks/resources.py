@@ -31,6 +31,7 @@ _QUIET = {
 }
 _LOCAL_ONLY = {
     "RAY_AUTH_MODE": "disabled",  # our own cluster listens on this machine alone; without it Ray warns
+    "RAY_worker_niceness": "0",  # Ray's 15 lets whatever else runs here go first: beside two busy processes RL all but stood still
 }
 _JOIN_TIMEOUT_S = 10.0
 

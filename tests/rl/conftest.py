@@ -19,7 +19,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def session() -> Iterator[None]:
     import ray
 
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100 << 20)
     yield
     ray.shutdown()

@@ -63,6 +63,13 @@ def test_nothing_of_ray_survives_its_driver(how: signal.Signals, patience_s: flo
     assert alive(family) == []
 
 
+def test_learners_and_engines_have_the_priority_of_the_run_that_started_them():
+    with ray_session(SMALL):
+        import ray
+
+        assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
+
+
 def test_prefects_sigterm_handler_survives_and_ray_is_gone_after_an_error():
     def handler(signum, frame):
         raise AssertionError
