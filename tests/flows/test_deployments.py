@@ -22,7 +22,7 @@ def test_every_deployment_points_to_a_flow_that_takes_its_parameters(deployment:
     flow.validate_parameters(deployment["parameters"])
 
 
-@pytest.mark.parametrize("deployment", [d for d in DEPLOYMENTS if d["entrypoint"].startswith("flows/stages.py")], ids=lambda d: d["name"])
+@pytest.mark.parametrize("deployment", [d for d in DEPLOYMENTS if d["entrypoint"].startswith("flows.stages.")], ids=lambda d: d["name"])
 def test_the_profile_of_a_deployment_has_its_stage(deployment: dict[str, Any]):
     stages = stages_of(load_profile(profile_folder(deployment["parameters"]["profile"])))
     assert select_stages(stages, only=deployment["name"], from_=None, until=None)
@@ -39,7 +39,7 @@ def test_retraining_is_scheduled_and_paused():
 
 
 def test_the_form_shows_every_setting_with_its_bounds():
-    flow = load_flow_from_entrypoint(f"{ROOT}/flows/pipeline.py:pipeline")
+    flow = load_flow_from_entrypoint("flows.pipeline.pipeline")
     schema = flow._parameter_schema if hasattr(flow, "_parameter_schema") else flow.parameters
     definitions = schema.definitions
     assert definitions["PipelineConfig"]["properties"].keys() == PipelineConfig.model_fields.keys()
@@ -48,7 +48,7 @@ def test_the_form_shows_every_setting_with_its_bounds():
 
 
 def test_a_partial_form_keeps_what_was_given_apart_from_defaults():
-    flow = load_flow_from_entrypoint(f"{ROOT}/flows/pipeline.py:pipeline")
+    flow = load_flow_from_entrypoint("flows.pipeline.pipeline")
     checked = flow.validate_parameters({"profile": "smoke", "settings": {"sft": {"num_epochs": 2}}})
     assert checked["settings"].model_dump(exclude_unset=True) == {"sft": {"num_epochs": 2}}
 
