@@ -1,13 +1,29 @@
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from flows.cli import main
+from flows.launch import prefect_home
+from klear_core.config.pipeline import WorkspaceConfig
+from tasks.tracking import tracking_uri
+
+MAKE_DATABASES = """
+import asyncio, sys
+from mlflow import MlflowClient
+from prefect.server.database import provide_database_interface
+
+asyncio.run(provide_database_interface().create_db())
+MlflowClient(sys.argv[1]).search_experiments()
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,3 +53,21 @@ def klear(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
     yield run
     signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(scope="session")
+def databases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace in which nothing has run, with Prefect's and MLflow's databases, whose migrations take longer than a small stage."""
+    workspace = WorkspaceConfig(root=str(tmp_path_factory.mktemp("databases")))
+    prefect_home(workspace).mkdir()
+    (Path(workspace.root) / "mlflow").mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "MLFLOW"))}
+    environment = kept | {"PREFECT_HOME": str(prefect_home(workspace)), "DO_NOT_TRACK": "1"}
+    subprocess.run([sys.executable, "-c", MAKE_DATABASES, tracking_uri(workspace)], env=environment, check=True, timeout=600)
+    return Path(workspace.root)
+
+
+@pytest.fixture
+def fresh(databases: Path, tmp_path: Path) -> Path:
+    """A copy of it, `ws` in the test's folder."""
+    return shutil.copytree(databases, tmp_path / "ws")

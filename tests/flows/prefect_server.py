@@ -95,7 +95,7 @@ def server_and_worker(home: Path) -> Iterator[Server]:
     server = Server(env["PREFECT_API_URL"], env, home)
     with _process(home / "server.log", env, "server", "start", "--host", "127.0.0.1", "--port", str(port)):
         _wait_until_healthy(server)
-        server.prefect("work-pool", "create", "klear", "--type", "process", cwd=home)
+        server.post("/work_pools/", {"name": "klear", "type": "process"})
         with _process(home / "worker.log", env, "worker", "start", "--pool", "klear"):
             yield server
 

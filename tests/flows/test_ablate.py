@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from klear_command import ROOT, start
+from klear_command import FEW_PROBLEMS, ROOT, start
 
 from flows.ablate import Cell, config_of, require_complete, run_grid
 from klear_core.config.ablation import AblationConfig, load_ablation
@@ -116,8 +116,8 @@ def test_every_run_of_a_grid_is_checked_before_the_first_is_begun(klear, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_grid_leaves_a_table_and_then_has_nothing_left_to_make(klear, tmp_path: Path) -> None:
-    small = ["sft.max_steps=5", "rl.num_steps=1", "rl.rollout.groups_per_step=4", "rl.group_filter.zero_advantage=off"]
+def test_a_grid_leaves_a_table_and_then_has_nothing_left_to_make(klear, fresh: Path, tmp_path: Path) -> None:
+    small = ["sft.max_steps=5", "rl.num_steps=1", "rl.rollout.groups_per_step=4", "rl.group_filter.zero_advantage=off", *FEW_PROBLEMS]
     file = tmp_path / "small.toml"
     file.write_text(
         f"""
@@ -130,13 +130,13 @@ def test_a_grid_leaves_a_table_and_then_has_nothing_left_to_make(klear, tmp_path
         paper = []
         """
     )
-    in_workspace = ("--set", f"workspace.root={tmp_path / 'ws'}")
+    in_workspace = ("--set", f"workspace.root={fresh}")
     ablate = start("ablate", file, *in_workspace, log=tmp_path / "log")
     try:
         assert ablate.process.wait(timeout=1500) == 0, ablate.output
     finally:
         ablate.end()
-    table = AblationTable.model_validate_json((tmp_path / "ws" / "ablations" / "small.json").read_text())
+    table = AblationTable.model_validate_json((fresh / "ablations" / "small.json").read_text())
     assert [(row.variant, sorted(row.runs)) for row in table.rows] == [("paper", [1, 2])]
     assert not table.failures
     assert klear("ablate", file, "--dry-run", *in_workspace).out == "2 runs; artifacts to make: none\n"

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from klear_command import Command, start
+from klear_command import FEW_PROBLEMS, Command, start
 
 from klear_core.artifacts import read_manifest
 from klear_core.metrics import read_metrics
@@ -19,10 +19,8 @@ from klear_core.store import LocalStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # seconds on a quiet machine
 
-TASK = "modulus = 6, num_operations = [2, 3]"
 SMALL = (
-    f'benchmarks=[{{name="heldout", num_samples=1, source={{kind="procedural", split="heldout", {TASK}, num_problems=8}}}}]',
-    f'curate.sources=[{{kind="procedural", split="train", {TASK}, num_problems=192}}]',
+    *FEW_PROBLEMS,
     "sft.rows_per_step=16",
     "sft.max_steps=80",
     "sft.runtime.checkpoint.every_steps=10",
@@ -47,7 +45,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(fresh: Path, tmp_path: Path) -> Iterator[Run]:
     """Starts small runs in the test's workspace; whatever they leave behind ends with the test."""
     with ExitStack() as cleaning:
 
@@ -173,7 +171,8 @@ def test_a_damaged_artifact_is_named_kept_and_made_again(
     assert {f.path: f.sha256 for f in read_manifest(made(tmp_path / "ws", kind)).files if f.path != "metrics.jsonl"} == same
 
 
-def test_of_two_runs_at_once_one_builds_and_the_other_waits_and_reuses(run: Run, tmp_path: Path):
+def test_of_two_runs_at_once_one_builds_and_the_other_waits_and_reuses(run: Run, fresh: Path, tmp_path: Path):
+    shutil.rmtree(fresh)  # from nothing: the databases too are made once
     both = [run("--until", "sft"), run("--until", "sft")]
     assert [command.wait() for command in both] == [0, 0], "\n".join(c.output for c in both)
     for stage in (*BEFORE_SFT, "sft"):

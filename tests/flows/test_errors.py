@@ -122,23 +122,25 @@ SMALL = 'curate.sources=[{kind="procedural", split="train", modulus=6, num_opera
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_broken_row_in_the_middle_of_a_source_is_dropped_by_name_and_the_others_are_used(tmp_path: Path, commands: list[Command]):
+def test_a_broken_row_in_the_middle_of_a_source_is_dropped_by_name_and_the_others_are_used(
+    fresh: Path, tmp_path: Path, commands: list[Command]
+):
     rows = [json.dumps({"question": f"What is {n} + {n}?", "answer": f"They are {2 * n}.\n#### {2 * n}"}) for n in range(40)]
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join([*rows[:20], '{"question": "What is', *rows[20:]]) + "\n")
-    commands.append(run(tmp_path / "ws", f'curate.sources=["{source}"]', until="curate", log=tmp_path / "log"))
+    commands.append(run(fresh, f'curate.sources=["{source}"]', until="curate", log=tmp_path / "log"))
     assert commands[0].wait() == 0, commands[0].output
     assert "rows 41, problems 40" in commands[0].output
-    (folder,) = LocalStore(tmp_path / "ws" / "artifacts").folders("curate")
+    (folder,) = LocalStore(fresh / "artifacts").folders("curate")
     assert read_manifest(folder).ledger[0].dropped == {"not_json": 1}
     assert [d.problem_id for d in read_shards(folder / "dropped", Dropped)] == [f"{source}:21"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_teacher_that_goes_away_is_named_and_what_was_done_stays(tmp_path: Path, commands: list[Command]):
+def test_a_teacher_that_goes_away_is_named_and_what_was_done_stays(fresh: Path, tmp_path: Path, commands: list[Command]):
     """It answers when the run begins, and is gone before the first problem is put to it."""
-    store = LocalStore(tmp_path / "ws" / "artifacts")
+    store = LocalStore(fresh / "artifacts")
 
     def is_curating() -> bool:
         return any(f.parent.name == "benchmarks" for f in store.folders())
@@ -147,7 +149,7 @@ def test_a_teacher_that_goes_away_is_named_and_what_was_done_stays(tmp_path: Pat
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
         teacher = f'distill.teacher={{kind="http", base_url="{url}", model="none", runtime={{max_retries=0}}}}'
-        commands.append(run(tmp_path / "ws", SMALL, teacher, "workspace.retries=0", until="distill", log=tmp_path / "log"))
+        commands.append(run(fresh, SMALL, teacher, "workspace.retries=0", until="distill", log=tmp_path / "log"))
         commands[0].until(is_curating)
         server.shutdown()
     assert commands[0].wait() not in (0, 130)
@@ -155,16 +157,16 @@ def test_a_teacher_that_goes_away_is_named_and_what_was_done_stays(tmp_path: Pat
     assert f"at {url}/chat/completions cannot be reached" in output
     assert is_one_message(output), output
     assert {f.parent.name for f in store.folders()} == {"benchmarks", "curate", "base"}
-    (report,) = (tmp_path / "ws" / "failed").glob("*/report.html")
+    (report,) = (fresh / "failed").glob("*/report.html")
     assert f"a report of this failed run: {report}" in output
     assert "This run failed in distill, with 3 of 4 stages done." in report.read_text()
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(fresh: Path) -> Iterator[Path]:
     """A workspace whose artifacts lie on a disk of 400 kB: room for problems, none for a model of 480 kB."""
-    disk = tmp_path / "ws" / "artifacts"
-    disk.mkdir(parents=True)
+    disk = fresh / "artifacts"
+    disk.mkdir()
     if mount("-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)):
         pytest.skip("mounting is not permitted here")
     yield disk
@@ -195,14 +197,14 @@ def test_a_full_disk_is_said_with_the_place_and_the_run_goes_on_once_there_is_ro
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_killed_rollout_actors_are_replaced_until_there_were_too_many(tmp_path: Path, commands: list[Command]):
+def test_killed_rollout_actors_are_replaced_until_there_were_too_many(fresh: Path, tmp_path: Path, commands: list[Command]):
     """With no replacement allowed it is an error that names the actor; run again with the default it ends well."""
     small = (SMALL, "sft.max_steps=10", "sft.rows_per_step=8", "rl.num_steps=4", "rl.rollout.groups_per_step=4", "workspace.retries=0")
 
     def begun() -> list[Path]:
-        return [f for f in (tmp_path / "ws" / "artifacts" / ".building").glob("rl-*/work/metrics.jsonl") if f.stat().st_size]
+        return [f for f in (fresh / "artifacts" / ".building").glob("rl-*/work/metrics.jsonl") if f.stat().st_size]
 
-    commands.append(run(tmp_path / "ws", *small, "rl.runtime.max_restarts=0", until="rl", log=tmp_path / "first"))
+    commands.append(run(fresh, *small, "rl.runtime.max_restarts=0", until="rl", log=tmp_path / "first"))
     commands[0].until(lambda: bool(begun()))
     for actor in rollout_actors(commands[0])[:1]:
         actor.kill()
@@ -212,7 +214,7 @@ def test_killed_rollout_actors_are_replaced_until_there_were_too_many(tmp_path: 
     assert is_one_message(output), output
     assert commands[0].left_over(within_s=30) == []
 
-    commands.append(run(tmp_path / "ws", *small, until="rl", log=tmp_path / "second"))
+    commands.append(run(fresh, *small, until="rl", log=tmp_path / "second"))
     assert commands[1].wait() == 0, commands[1].output
     assert "= sft" in commands[1].output
 

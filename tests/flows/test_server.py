@@ -63,6 +63,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def deployed(server: Server) -> Server:
+    """With the deployments of the repository."""
+    server.prefect("deploy", "--all", cwd=ROOT)
+    return server
+
+
 def made_at(workspace: Path) -> dict[str, str]:
     folders = [f.parent for f in (workspace / "artifacts").glob("*/*/manifest.json")]
     return {read_manifest(f).stage: read_manifest(f).created_at.isoformat() for f in folders}
@@ -115,39 +122,37 @@ def mlflow_children(workspace: Path) -> dict[str, int]:
     return {s: stages.count(s) for s in stages}
 
 
-def test_deployments_take_parameters_from_the_command_line_and_from_the_form(server: Server, tmp_path: Path):
-    server.prefect("deploy", "--all", cwd=ROOT)
+def test_deployments_take_parameters_from_the_command_line_and_from_the_form(deployed: Server, tmp_path: Path):
     root = {"workspace": {"root": str(tmp_path)}}
 
     overrides = json.dumps([f"workspace.root={tmp_path}", "model.num_layers=1"])
     flat = ["-p", "profile=smoke", "-p", f"overrides={overrides}", "-p", "only=base"]
-    server.prefect("deployment", "run", "klear/pipeline", *flat, "--watch", cwd=ROOT)
+    deployed.prefect("deployment", "run", "klear/pipeline", *flat, "--watch", cwd=ROOT)
 
     nested = json.dumps({"profile": "smoke", "settings": root | {"seed": 7}})
-    server.prefect("deployment", "run", "klear-base/base", "--params", nested, "--watch", cwd=ROOT)
+    deployed.prefect("deployment", "run", "klear-base/base", "--params", nested, "--watch", cwd=ROOT)
 
     settings = root | {"seed": 8, "model": {"kind": "tiny", "num_layers": 2}}
-    run_id = server.start_run(
+    run_id = deployed.start_run(
         "klear", "pipeline", {"profile": "smoke", "settings": settings, "overrides": [], "until": None, "only": "base"}
     )
-    assert server.wait(run_id)["name"] == "smoke-seed8-gppo"
+    assert deployed.wait(run_id)["name"] == "smoke-seed8-gppo"
 
     folders = [f.parent for f in (tmp_path / "artifacts").glob("base/*/manifest.json")]
     made = {(read_manifest(f).config["seed"], read_manifest(f).config["model"]["num_layers"]) for f in folders}
     assert made == {(0, 1), (7, 2), (8, 2)}
 
 
-def test_retraining_with_a_fresh_seed_is_listed_under_that_seed(server: Server):
-    server.prefect("deploy", "--name", "retrain", cwd=ROOT)
+def test_retraining_with_a_fresh_seed_is_listed_under_that_seed(deployed: Server):
     nothing = {"profile": "smoke", "seed": "fresh", "overrides": ['curate.sources=["no/such.jsonl"]']}
-    run = server.wait(server.start_run("klear-retrain", "retrain", nothing))
+    run = deployed.wait(deployed.start_run("klear-retrain", "retrain", nothing))
     assert run["state_type"] == "FAILED"
     assert re.fullmatch(r"retrain-smoke-seed[1-9]\d+-gppo", run["name"])
 
 
-def test_a_parameter_out_of_bounds_is_refused_at_once(server: Server):
+def test_a_parameter_out_of_bounds_is_refused_at_once(deployed: Server):
     import httpx
 
-    found = server.get("/deployments/name/klear/pipeline")
-    reply = httpx.post(f"{server.url}/deployments/{found['id']}/create_flow_run", json={"parameters": {"settings": {"seed": -1}}})
+    found = deployed.get("/deployments/name/klear/pipeline")
+    reply = httpx.post(f"{deployed.url}/deployments/{found['id']}/create_flow_run", json={"parameters": {"settings": {"seed": -1}}})
     assert reply.status_code == 409
