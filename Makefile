@@ -17,8 +17,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev sandbox
 	$(BIN)/python -m pytest
 
+# TESTS=tests/rl: only those
 test-slow: $(VENV)/.installed-dev sandbox
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --durations=20 $(TESTS)
 
 # in an environment of its own: vLLM wants older versions of what Prefect wants newer ones of
 test-vllm: $(VLLM)/.installed

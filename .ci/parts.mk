@@ -1,0 +1,53 @@
+# The parts of CI, the long ones first. Each says what it did when it has ended; all are run, whatever becomes of the others.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+SLOW  := tests/flows tests/rl
+START := $(shell date +%s)
+WHERE := $(if $(wildcard runs/*),runs/ci,runs)
+SMOKE := .venv/bin/klear run configs/smoke --set workspace.root=$(WHERE)
+say    = @printf '\n=== %s: %s (%ss)\n' '$@' '$(1)' "$$(($$(date +%s) - $(START)))"
+
+.PHONY: all vllm setup slow-flows product slow-rl slow-others fast lint
+all: vllm slow-flows product slow-rl slow-others fast lint
+
+# alone: two installations at a time would both write the metadata of this checkout
+setup:
+	$(MAKE) setup
+	$(call say,installed)
+
+vllm slow-flows product slow-rl slow-others fast lint: setup
+
+vllm:
+	$(MAKE) test-vllm
+	$(call say,the tests that need vLLM have passed in an environment of their own)
+
+slow-flows:
+	$(MAKE) test-slow TESTS=tests/flows
+	$(call say,the command and servers)
+
+slow-rl:
+	$(MAKE) test-slow TESTS=tests/rl
+	$(call say,actors and kills)
+
+slow-others:
+	$(MAKE) test-slow TESTS="$(SLOW:%=--ignore=%)"
+	$(call say,all other slow tests)
+
+# the README's commands come second in the same workspace, so that they find the smoke run's stages; in a used checkout it has its own
+product:
+	rm -rf runs/ci
+	mkdir -p runs
+	$(SMOKE) | tee runs/first.txt
+	grep -q "✓ report" runs/first.txt
+	$(SMOKE) | tee runs/second.txt
+	grep -q "all stages reused" runs/second.txt
+	env -u MAKEFLAGS -u MAKELEVEL .venv/bin/python tests/readme_commands.py
+	$(call say,the smoke pipeline; again with every stage reused; the commands of the README)
+
+fast:
+	$(MAKE) test
+	$(call say,the fast tests)
+
+lint:
+	$(MAKE) lint
+	$(call say,clean)
