@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -88,6 +88,13 @@ def test_without_ray_the_stage_says_so(base: Path, tmp_path: Path) -> None:
         run(config(), base, tmp_path)
 
 
+async def once_all_are_busy(workers: RayWorkers, do: Callable[[], None]) -> None:
+    """Do it in the moment in which every rollout actor has been asked for something."""
+    while "(0 requests)" in workers.status():  # noqa: ASYNC110  # no event tells of it
+        await asyncio.sleep(0.001)
+    do()
+
+
 both_ways = pytest.mark.parametrize("weight_sync", ["store", "direct"])
 
 
@@ -123,17 +130,11 @@ def test_a_killed_rollout_actor_is_replaced_and_no_answer_is_lost_or_doubled(
     session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress], weight_sync: str
 ) -> None:
     """Killed in the second step, with new weights in place: the same answers come from the one that replaces it."""
-    workers, busy, strikes = RayWorkers(), [], []
-
-    async def strike() -> None:
-        while "(0 requests)" in workers.status():  # noqa: ASYNC110  # no event tells of it
-            await asyncio.sleep(0.001)
-        busy.append(workers.status())
-        kill("RolloutActor", 1)
-
+    workers, strikes = RayWorkers(), []
+    strike = partial(once_all_are_busy, workers, partial(kill, "RolloutActor", 1))
     judge = Saboteur(after=32, do=lambda: strikes.append(asyncio.ensure_future(strike())))
     progress = run(config(weight_sync=weight_sync), base, tmp_path, judge, workers)
-    assert len(busy) == 1
+    assert [s.done() for s in strikes] == [True]
     assert judge.num_seen == 32 * NUM_STEPS
     assert progress.counters() == undisturbed[1].counters()
     assert same_weights(tmp_path, undisturbed[0])
@@ -284,10 +285,12 @@ def test_a_frozen_actor_is_a_stall_that_names_it(session: None, base: Path, tmp_
         for process in actors_of("RolloutActor"):
             process.send_signal(signal.SIGSTOP)
 
+    workers, strikes = RayWorkers(), []
+    judge = Saboteur(after=32, do=lambda: strikes.append(asyncio.ensure_future(once_all_are_busy(workers, freeze))))
     with pytest.raises(
-        TrainingError, match=r"rollouts stalled: in 6 s .* waited for from rollout actor 0 \(\d+ requests\), rollout actor 1"
+        TrainingError, match=r"rollouts stalled: in 10 s .* waited for from rollout actor 0 \(\d+ requests\), rollout actor 1"
     ):
-        run(config(stall_timeout_s=6), base, tmp_path, Saboteur(after=5, do=freeze))
+        run(config(stall_timeout_s=10), base, tmp_path, judge, workers)
     frozen = actors_of("RolloutActor")
     for process in frozen:
         process.send_signal(signal.SIGCONT)
