@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venv-vllm
+DEMO   ?= configs/laptop
 VLLM_TESTS := tests/generate/test_vllm_engine.py tests/contracts/test_engine_contract.py tests/rl/test_vllm_rl.py
 BIN    := $(VENV)/bin
 
@@ -12,7 +13,7 @@ help:
 	@sed -n 's/^# make/make/p' Makefile
 
 demo: $(VENV)/.installed
-	$(BIN)/klear run configs/laptop
+	$(BIN)/klear run $(DEMO)
 
 test: $(VENV)/.installed-dev sandbox
 	$(BIN)/python -m pytest

@@ -1,6 +1,7 @@
 """Runs the commands of the README, in order, as a reader would; the first that fails ends it.
 
-Servers go on in the background until the end. What CI has done before this (clone, tests) is left out by name.
+Servers go on in the background until the end. What CI has done before this (clone, tests) is left out by name, and the smoke
+profile stands in for the laptop's, which trains longer and does nothing else.
 """
 
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DONE_BY_CI = {"git clone <this repository> klear && cd klear", "make test"}
 SERVERS = {"klear ui": "Ctrl-C stops", "prefect worker start --pool klear --type process": "started!"}
+IN_ITS_PLACE = ("configs/laptop", "configs/smoke")
 START_TIMEOUT_S = 180
 COMMAND = re.compile(r"^(git|make|klear|prefect|source|export) ")
 
@@ -43,7 +45,7 @@ def start_server(command: str, env: dict[str, str]) -> subprocess.Popen[str]:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script in the background ignores it, and servers would inherit that
-    env = os.environ | {"PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
+    env = os.environ | {"DEMO": IN_ITS_PLACE[1], "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
     servers: dict[str, subprocess.Popen[str]] = {}
     try:
         for command in commands((ROOT / "README.md").read_text()):
@@ -55,7 +57,7 @@ def main() -> None:
                 env[name] = value
             elif command in SERVERS:
                 servers[command] = start_server(command, env)
-            elif subprocess.run(command, shell=True, cwd=ROOT, env=env, check=False).returncode:
+            elif subprocess.run(command.replace(*IN_ITS_PLACE), shell=True, cwd=ROOT, env=env, check=False).returncode:
                 sys.exit(f"the README's command failed: {command}")
     finally:
         for server in servers.values():

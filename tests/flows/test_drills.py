@@ -116,9 +116,7 @@ def test_a_run_killed_while_it_trains_goes_on_from_its_checkpoint_to_the_same_we
     assert not list((tmp_path / "ws" / "artifacts" / ".building").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("kind", "number"), [("distill", signal.SIGINT), ("sft", signal.SIGINT), ("rl", signal.SIGINT), ("sft", signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("kind", "number"), [("distill", signal.SIGINT), ("sft", signal.SIGTERM), ("rl", signal.SIGINT)])
 def test_an_interrupted_run_ends_soon_says_how_to_go_on_and_goes_on(
     run: Run, tmp_path: Path, straight: Path, kind: str, number: signal.Signals
 ):
