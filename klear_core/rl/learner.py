@@ -24,9 +24,9 @@ from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints, Counters
 from klear_core.train.flops import FlopCount, peak_flops
 from klear_core.train.logps import token_logps
-from klear_core.train.model import Policy, export_model, load_model
+from klear_core.train.model import Policy, export_model
 from klear_core.train.packing import MicroBatch, PackedBatch
-from klear_core.train.parallel import World, each_weight, full_weights, pack_share, parallelise, weight_shapes
+from klear_core.train.parallel import World, each_weight, full_weights, load_policy, pack_share, weight_shapes
 from klear_core.train.step import StepResult, Updater, keep_bad_batch
 from klear_core.types import TrainSample
 
@@ -130,9 +130,8 @@ class Learner:
             torch.cuda.empty_cache()
 
     def _load(self) -> Policy:
-        policy = load_model(model_folder(self._model), device=self._world.device)
         checkpointing = self.cfg.runtime.activation_checkpointing
-        return parallelise(policy, self._world, dtype=self.cfg.dtype, activation_checkpointing=checkpointing)
+        return load_policy(model_folder(self._model), self._world, dtype=self.cfg.dtype, activation_checkpointing=checkpointing)
 
     def _kept(self, folder: Path) -> Checkpoints:
         return Checkpoints(folder, CheckpointConfig(keep=1), self._world)

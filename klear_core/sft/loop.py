@@ -22,8 +22,8 @@ from klear_core.sft.order import RowOrder, split_rows
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.flops import FlopCount, peak_flops
-from klear_core.train.model import Policy, export_model, load_model
-from klear_core.train.parallel import World, full_weights, pack_share, parallelise
+from klear_core.train.model import Policy, export_model
+from klear_core.train.parallel import World, full_weights, load_policy, pack_share
 from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater, keep_bad_batch
 from klear_core.types import SftExample, TeacherTrace
@@ -62,9 +62,9 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     num_steps = min(order.num_steps, cfg.max_steps or order.num_steps)
     validation = [store[r] for r in split.validation]
 
-    policy = load_model(model_folder(job.model), device=world.device)
+    checkpointing = cfg.runtime.activation_checkpointing
+    policy = load_policy(model_folder(job.model), world, dtype=cfg.dtype, activation_checkpointing=checkpointing)
     speed = _Speedometer(FlopCount.of(policy), world)
-    parallelise(policy, world, dtype=cfg.dtype, activation_checkpointing=cfg.runtime.activation_checkpointing)
     updater = Updater(policy, cfg.optim, world, num_steps=num_steps)
     checkpoints = Checkpoints(job.workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
     first, counters = checkpoints.load_latest(policy, updater.optimizer) or (0, {"num_skipped": 0, "num_tokens": 0, "train_loss": 0.0})

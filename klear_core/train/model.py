@@ -54,17 +54,13 @@ class Policy(nn.Module):
 def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "float32") -> Policy:
     """The model of a Hugging Face folder in training mode; ConfigError if its forward pass is not one that we compute.
 
+    On the device `meta` it has no weights, and the folder's are not read.
     `dtype` is that of the weights. Training keeps float32, whatever it computes in: at a rate of 1e-6 an update is lost in bf16.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
     from klear_core.train.fused import fuse
 
     check_architecture(folder)
-    attention.register()
-    transformers_logging.disable_progress_bar()
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation=attention.NAME, local_files_only=True)
+    hf = _read(folder, torch.device(device), DTYPES[dtype])
     if getattr(hf.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{folder}: the LM head has a bias, which the fused head does not add")
     dropouts = {f"{name} of {m.p}" for name, m in hf.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
@@ -72,6 +68,19 @@ def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "floa
         raise ConfigError(f"{folder}: dropout ({min(dropouts)}); set it to 0 in the model's config, Klear trains without")
     fuse(hf)
     return Policy(hf.to(device)).train()
+
+
+def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    attention.register()
+    if device.type == "meta":
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with device:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    transformers_logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True)
 
 
 def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:

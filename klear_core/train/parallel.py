@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
 from klear_core.train.context import ALONE, Context
-from klear_core.train.model import DTYPES, Dtype, Policy, pick_device
+from klear_core.train.model import DTYPES, Dtype, Policy, load_model, pick_device
 from klear_core.train.packing import PackedBatch, Row, pack
 
 
@@ -123,6 +124,35 @@ def pack_share(rows: Sequence[Row], runtime: TrainRuntime, world: World) -> Pack
         num_ranks=world.num_data_ranks,
         context=world.context,
     )
+
+
+def load_policy(folder: Path, world: World, *, dtype: Dtype, activation_checkpointing: bool) -> Policy:
+    """The model of a Hugging Face folder, as `parallelise` makes it. Of several ranks the first reads it, in main memory.
+
+    The others never hold more than their shards and one weight. Errors are those of `load_model`.
+    """
+    if world.size == 1:
+        return parallelise(load_model(folder, device=world.device), world, dtype=dtype, activation_checkpointing=activation_checkpointing)
+    policy = parallelise(load_model(folder, device="meta"), world, dtype=dtype, activation_checkpointing=activation_checkpointing)
+    hf: Any = policy.to_empty(device=world.device).hf
+    hf.tie_weights()
+    _hand_out(load_model(folder, device="cpu") if world.rank == 0 else None, policy, world)
+    return policy
+
+
+@torch.no_grad()
+def _hand_out(whole: Policy | None, policy: Policy, world: World) -> None:
+    """Rank 0's weights and buffers into those of every rank's policy, one by one."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    theirs = {} if whole is None else {**_distinct_weights(whole), **dict(whole.named_buffers())}
+    for name, mine in {**_distinct_weights(policy), **dict(policy.named_buffers())}.items():
+        value = theirs[name].to(world.device) if whole is not None else torch.empty(mine.shape, dtype=mine.dtype, device=world.device)
+        dist.broadcast(value, src=0)
+        if isinstance(mine, DTensor):
+            mine.to_local().copy_(distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None).to_local())
+        else:
+            mine.copy_(value)
 
 
 def parallelise(policy: Policy, world: World, *, dtype: Dtype, activation_checkpointing: bool) -> Policy:

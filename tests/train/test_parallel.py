@@ -4,7 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import ONE, packed, random_rows, tiny_folder
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 from klear_core.metrics import NullTelemetry
@@ -12,7 +14,7 @@ from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.logps import fused_loss
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.parallel import full_weights, parallelise
+from klear_core.train.parallel import full_weights, load_policy, parallelise
 from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
@@ -21,7 +23,7 @@ ROWS = [random_rows([9, 30, 14, 22, 5], seed=s) for s in range(3)] + [random_row
 
 def train(folder, checkpoints, num_steps, dtype, world, telemetry):
     """Up to `num_steps` steps from the newest checkpoint on; what rank 0 saw."""
-    policy = parallelise(load_model(folder, device=world.device), world, dtype=dtype, activation_checkpointing=dtype == "bfloat16")
+    policy = load_policy(folder, world, dtype=dtype, activation_checkpointing=dtype == "bfloat16")
     updater = Updater(policy, OptimConfig(lr=1e-2, weight_decay=0.1), world, num_steps=4)
     kept = Checkpoints(checkpoints, CheckpointConfig(asynchronous=True), world)
     first, _ = kept.load_latest(policy, updater.optimizer) or (0, {})
@@ -77,9 +79,34 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_weights(tmp_path):
     assert {w.dtype for w in weights.values()} == {torch.float32}
 
 
+def load(folder, world, telemetry):
+    """All weights, all buffers of rank 1, and the largest share of the weights that any rank has."""
+    policy = load_policy(folder, world, dtype="float32", activation_checkpointing=False)
+    distinct = {id(p): p for p in policy.parameters()}.values()
+    share = sum(p.to_local().numel() for p in distinct) / sum(p.numel() for p in distinct)
+    boxes = [None, None]
+    dist.all_gather_object(boxes, dict(policy.named_buffers()))
+    is_tied = policy.hf.get_output_embeddings().weight is policy.hf.get_input_embeddings().weight
+    return full_weights(policy), boxes[1], world.max(torch.tensor(share)).item(), is_tied
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_each_rank_has_its_share_of_what_the_first_has_read(tmp_path, is_tied):
+    folder = tiny_folder(tmp_path)
+    if not is_tied:
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=False)).save_pretrained(folder)
+    whole = load_model(folder, device="cpu")
+    weights, buffers, share, stays_tied = run_ranks(partial(load, folder), TrainRuntime(device="cpu", num_workers=2), NullTelemetry())
+    torch.testing.assert_close(weights, full_weights(whole), atol=0, rtol=0)
+    torch.testing.assert_close(buffers, dict(whole.named_buffers()), atol=0, rtol=0)
+    assert share == pytest.approx(0.5, abs=0.05)
+    assert stays_tied is is_tied
+
+
 def skip_on_both_ranks(folder, world, telemetry):
     """The loss of rank 1 alone is infinite in the first step; how many ranks applied each step, and whether the first changed a weight."""
-    policy = parallelise(load_model(folder, device=world.device), world, dtype="float32", activation_checkpointing=False)
+    policy = load_policy(folder, world, dtype="float32", activation_checkpointing=False)
     updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=2)
     batch = pack(ROWS[0], tokens_per_microbatch=60, rank=world.rank, num_ranks=world.size)
     before = {name: weight.clone() for name, weight in full_weights(policy).items()}
