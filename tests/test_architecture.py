@@ -17,8 +17,8 @@ OWN_DOORS = {
 }
 
 
-def modules_loaded_by(module: str) -> set[str]:
-    code = f"import sys, {module}; print(*sorted({{m.partition('.')[0] for m in sys.modules}}))"
+def modules_loaded_by(modules: str) -> set[str]:
+    code = f"import sys, {modules}; print(*sorted({{m.partition('.')[0] for m in sys.modules}}))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(result.stdout.split())
 
@@ -37,20 +37,17 @@ def test_the_command_line_starts_without_anything_heavy():
     assert not modules_loaded_by("flows.cli") & HEAVY
 
 
-@pytest.mark.parametrize(
-    "module", ["klear_core.rl.learner", "klear_core.rl.losses", "klear_core.sft.loop", "klear_core.generate.torch_engine"]
-)
-def test_learner_losses_and_torch_engine_need_torch_and_transformers_only(module):
-    heavy = modules_loaded_by(module) & HEAVY
+def test_learner_losses_and_torch_engine_need_torch_and_transformers_only():
+    heavy = modules_loaded_by("klear_core.rl.learner, klear_core.rl.losses, klear_core.sft.loop, klear_core.generate.torch_engine") & HEAVY
     assert heavy <= {"torch", "transformers", "pandas"}, heavy  # transformers itself imports pandas where it is installed
 
 
-@pytest.mark.parametrize("module", ["klear_core.rl.learner", "klear_core.rl.objective", "klear_core.sft.loop", "klear_core.train.parallel"])
-def test_training_starts_where_only_torch_transformers_and_pydantic_are_installed(module):
+def test_training_starts_where_only_torch_transformers_and_pydantic_are_installed():
     """What tests/gpu/README.md promises. Libraries that transformers would use if they were there do not come into it."""
+    modules = modules_loaded_by("klear_core.rl.learner, klear_core.rl.objective, klear_core.sft.loop, klear_core.train.parallel")
     allowed = needs_of("torch", "transformers") | needs_of("pydantic")
     providers = metadata.packages_distributions()
-    loaded = {canonicalize_name(d) for m in modules_loaded_by(module) if not m.startswith("_") for d in providers.get(m, [])}
+    loaded = {canonicalize_name(d) for m in modules if not m.startswith("_") for d in providers.get(m, [])}
     assert "pydantic" in loaded  # the settings are its models
     assert loaded - allowed <= {"klear"}
 

@@ -38,7 +38,7 @@ Run = Callable[..., Command]
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workspace of a run that nothing happened to."""
     root = tmp_path_factory.mktemp("straight")
-    command = small_run(root)
+    command = small_run(root, "--until", "rl")
     assert command.wait() == 0, command.output
     assert command.left_over(within_s=GONE_IN_S) == []
     return root / "ws"

@@ -82,7 +82,7 @@ def test_every_process_of_every_engine_gets_the_same_bits_in_order() -> None:
 
 @pytest.mark.slow
 def test_an_engine_that_never_comes_or_leaves_early_costs_the_others_nothing() -> None:
-    server = WeightServer("127.0.0.1", timeout_s=60)
+    server = WeightServer("127.0.0.1", timeout_s=40)
     offer = offer_of(server, WEIGHTS, chunk_bytes=4)
 
     def leave_early() -> None:
@@ -104,7 +104,7 @@ def test_an_engine_that_is_killed_or_stuck_meanwhile_is_lost_alone(
     caplog: pytest.LogCaptureFixture, number: signal.Signals, told: str
 ) -> None:
     """A real process: a killed one the backend reports, one that only stops answering, as all do over NCCL, it does not."""
-    server = WeightServer("127.0.0.1", timeout_s=60)
+    server = WeightServer("127.0.0.1", timeout_s=40)
     offer = offer_of(server, WEIGHTS, chunk_bytes=4)
     lost = subprocess.Popen([sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert lost.stdin is not None
