@@ -129,7 +129,8 @@ class Qwen3:
     def _rope_tables(self) -> tuple[Tensor, Tensor]:
         s = self.shape
         exponents = torch.arange(0, s.head_dim, 2, device=self.device).float() / s.head_dim
-        angles = torch.arange(s.max_len, device=self.device).float()[:, None] * (1.0 / s.rope_theta**exponents)
+        positions = torch.arange(round_up(s.max_len), device=self.device)  # of the padding of the longest prompts, too
+        angles = positions.float()[:, None] * (1.0 / s.rope_theta**exponents)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([cos, cos], -1).to(self.dtype), torch.cat([-sin, sin], -1).to(self.dtype)
 

@@ -286,6 +286,19 @@ def test_other_architectures_are_sent_to_vllm(tmp_path: Path, model: Qwen3ForCau
         TorchEngine(folder, TorchEngineConfig(), num_threads=1)
 
 
+def test_a_window_of_any_length_is_used_to_its_end(tmp_path: Path) -> None:
+    """100 positions: a cache of whole vectors has more."""
+    model = build_model(max_len=100)
+    prompt = tuple(65 + i % 50 for i in range(98))
+
+    async def body(engine: TorchEngine) -> None:
+        (completion,) = await engine.generate(prompt, params(num_samples=1, seed=3))
+        assert len(completion.token_ids) == 2
+        assert logp_error(model, prompt, completion, temperature=0.8) < 2e-5
+
+    run(write_folder(tmp_path, model), body)
+
+
 def test_prompt_tokens_outside_the_vocabulary_are_refused(folder: Path) -> None:
     async def body(engine: TorchEngine) -> None:
         for bad in (-1, 264):
