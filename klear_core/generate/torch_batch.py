@@ -108,6 +108,7 @@ class Batch(Generic[OwnerT]):
         if num_rows > self.num_running:  # rows without an owner, there for the sake of MIN_ROWS
             for tensor in (self._state.position_R, self._state.start_R, self._state.slot_R):
                 tensor[self.num_running : num_rows] = 0
+            self._state.penalty_R[self.num_running : num_rows] = 1  # 0 in room that no row has used: logits over 0 are no numbers
         ended, are_stops = self._advance(num_rows)
         self._longest += 1
         self._longest_own += 1

@@ -19,7 +19,7 @@ NEVER = 1000
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Qwen3:
-    folder = write_folder(tmp_path_factory.mktemp("model"), build_model())
+    folder = write_folder(tmp_path_factory.mktemp("model"), build_model(seed=1))
     model = Qwen3(read_shape(folder), dtype=torch.float32, device=torch.device("cpu"))
     model.load(folder)
     return model
@@ -32,12 +32,11 @@ def native(request: pytest.FixtureRequest, model: Qwen3) -> NativeStep | None:
     return NativeStep.of(model) or pytest.skip("no C compiler on this machine")
 
 
-def row(owner: int, *, temperature: float = 0.8) -> Row[int]:
+def row(owner: int, *, temperature: float = 0.8, repetition_penalty: float = 1.0) -> Row[int]:
     """Of the owner's number follow its prompt, its draws and its budget: 1 to 70 tokens."""
     prompt_ids, budget = PROMPTS[owner % len(PROMPTS)], 1 + owner * 29 % 70
-    params = SamplingParams(
-        num_samples=1, temperature=temperature, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=budget, seed=0
-    )
+    decoding = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "repetition_penalty": repetition_penalty}
+    params = SamplingParams(num_samples=1, max_new_tokens=budget, seed=0, **decoding)  # type: ignore[arg-type]
     return Row(owner=owner, prompt_ids=prompt_ids, key=owner * 7919, params=params, end=len(prompt_ids) + budget)
 
 
@@ -68,6 +67,14 @@ def test_a_row_among_rows_of_its_prompt_is_the_same_as_alone(model: Qwen3, nativ
         assert together.token_ids == alone.token_ids
         assert torch.allclose(torch.tensor(together.logps), torch.tensor(alone.logps), rtol=0, atol=0 if native else 3e-5)
         assert len(together.token_ids) == 1 + owner * 29 % 70
+
+
+def test_a_penalised_row_alone_is_what_it_is_among_others(model: Qwen3, native: NativeStep | None) -> None:
+    """Alone, rows without an owner run beside it. Theirs is token 0, to which this model gives a positive logit."""
+    crowd = finish(batch_of(model, native), [[row(owner, repetition_penalty=1.3) for owner in range(8)]])
+    for owner in range(8):
+        alone = finish(batch_of(model, native), [[row(owner, repetition_penalty=1.3)]])[owner]
+        assert alone.token_ids == crowd[owner].token_ids
 
 
 def test_rows_that_go_on_in_slots_of_their_own_take_the_tokens_they_would_have_taken(model: Qwen3, native: NativeStep | None) -> None:
