@@ -43,8 +43,16 @@ def prepare_environment(workspace: WorkspaceConfig, *, is_quiet: bool = True) ->
     settings = _ALWAYS | (_QUIET if is_quiet else {}) | {"PREFECT_HOME": str(prefect_home(workspace))}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    spare_own_machine()
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect makes the last folder only
     show_core_logs()
+
+
+def spare_own_machine() -> None:
+    """Ask no proxy for this machine's own servers, whatever HTTP_PROXY says: it would look for them on its own machine."""
+    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = dict.fromkeys([*filter(None, listed.split(",")), "127.0.0.1", "localhost"])
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)  # some programs read the one, some the other
 
 
 def own_server(workspace: WorkspaceConfig) -> OwnServer | None:

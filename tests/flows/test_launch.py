@@ -1,0 +1,52 @@
+"""The environment of a run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from urllib.request import getproxies
+
+import httpx
+import pytest
+
+from flows.launch import spare_own_machine
+
+NOBODY = "http://127.0.0.1:1"
+"""A proxy that does not answer."""
+
+
+class Hello(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A server on this machine."""
+    with HTTPServer(("127.0.0.1", 0), Hello) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_servers_on_this_machine_are_not_sought_behind_a_proxy(monkeypatch: pytest.MonkeyPatch, url: str):
+    monkeypatch.setenv("http_proxy", NOBODY)
+    monkeypatch.setenv("no_proxy", "intranet.example")
+    monkeypatch.setenv("NO_PROXY", "")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+    spare_own_machine()
+    assert httpx.get(url).is_success
+
+
+def test_what_else_has_no_proxy_still_has_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "intranet.example")
+    spare_own_machine()
+    spare_own_machine()
+    assert getproxies()["no"] == "intranet.example,127.0.0.1,localhost"
