@@ -13,7 +13,7 @@ import pytest
 from manifests import manifest
 from test_hf_config import QWEN3, write_config
 
-from klear_core.config.data import CurateConfig
+from klear_core.config.data import CurateConfig, FileSource
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.sft import SftConfig
@@ -127,6 +127,13 @@ def test_sources_of_one_name_and_protected_questions_that_are_missing_are_found(
     twins = 'curate.sources=[{kind="procedural", name="a"}, {kind="procedural", name="a"}]'
     config = profile(tmp_path, twins, 'curate.decontaminate.also=[{path="no/set.jsonl"}]')
     assert sorted(p.split(":")[0] for p in problems_with(config, ("curate",))) == ["curate.decontaminate.also", "curate.sources"]
+
+
+def test_the_prompts_of_klear_8b_may_come_in_any_schema_as_its_readme_says() -> None:
+    assert "in any schema that `curate` reads" in (KLEAR_8B / "README.md").read_text()
+    for source in load_profile(KLEAR_8B).curate.sources:
+        assert isinstance(source, FileSource)
+        assert source.row_schema == "auto"
 
 
 def test_benchmarks_that_are_there_are_counted_like_new_ones(tmp_path: Path) -> None:
