@@ -58,8 +58,11 @@ def _compile(source: Path, sizes: tuple[tuple[str, int], ...], compilers: tuple[
         for flags in _FLAGS:
             command = [compiler, *_BASE, *flags, *macros, f"-I{_HEADERS}", str(source), "-o", str(library), "-lm"]
             result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-            if result.returncode == 0:
-                return ctypes.CDLL(str(library))
             complaint = result.stderr
-    log.warning("%s did not compile with %s and runs as plain torch, several times slower on CPU: %s", source.name, compiler, complaint)
+            if result.returncode == 0:
+                try:
+                    return ctypes.CDLL(str(library))
+                except OSError as e:  # temporary folders can be barred to programs
+                    complaint = str(e)
+    log.warning("%s cannot be had from %s and runs as plain torch, several times slower on CPU: %s", source.name, compiler, complaint)
     return None

@@ -34,3 +34,14 @@ def test_what_does_not_compile_gives_the_compilers_complaint(source: Path, caplo
         assert compile_c(source, {}) is None
     assert "scale.c" in caplog.text
     assert "error" in caplog.text
+
+
+def test_what_cannot_be_loaded_is_as_what_does_not_compile(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So it is where temporary folders may not hold programs. Here the compiler is to blame: what it makes is empty."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    compiler.chmod(0o755)
+    with caplog.at_level(logging.WARNING):
+        assert compile_c(source, {"FACTOR": 1}, compilers=(str(compiler),)) is None
+    assert "scale.c" in caplog.text
+    assert "scale.so" in caplog.text
