@@ -74,7 +74,7 @@ def python_for(cfg: SandboxConfig) -> Path:
 
 
 def clean_environment(account: Account) -> dict[str, str]:
-    """All that the untrusted side learns from its environment: six variables, no secret among them."""
+    """All of our environment that the untrusted side gets: six variables, no secret among them. Firejail adds some of its own."""
     return {
         "PATH": "/usr/bin:/bin",
         "HOME": account.home,
