@@ -160,7 +160,7 @@ AdvantageConfig = Annotated[GrpoAdvantage | RlooAdvantage | BatchAdvantage, Fiel
 
 
 class RewardConfig(Settings):
-    """From a verdict to a reward; the numbers are those of the scripts (METHOD 4.1)."""
+    """From a verdict to a reward; the numbers are those of the published code (`reward_config.py`)."""
 
     correct: float = Field(default=1.0, ge=-100, le=100)
     """Reward of the full score; paper section 3.2.4 and scripts."""

@@ -40,7 +40,7 @@ def _gsm8k_reference(fields: Fields) -> MathReference:
 
 
 def _klear_bench_reference(fields: Fields) -> MathReference:
-    """AIME 2024 has its answer in `meta.answer`, AIME 2025 bare in `meta.solution`, HMMT in `answer` (METHOD 5.4)."""
+    """AIME 2024 has its answer in `meta.answer`, AIME 2025 bare in `meta.solution`, HMMT in `answer`: Klear-Reasoner's files."""
     meta = fields.get("meta")
     if not isinstance(meta, Mapping):
         return _one_answer(fields, "answer")

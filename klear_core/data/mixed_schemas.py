@@ -25,7 +25,7 @@ _INSTRUCTION = re.compile(
     r"\s*(let's think step by step|please reason step by step),? and (output|put) (the|your) final answer (with)?in \\boxed\{+\}+\.?\s*$",
     re.IGNORECASE,
 )
-"""What DeepScaleR, One-Shot RLVR and Qwen add to the question; the paper's prompts carry no instruction (METHOD 2.1)."""
+"""What DeepScaleR, One-Shot RLVR and Qwen add to the question; Klear-Reasoner's prompts carry none."""
 
 
 def _is_code(fields: Fields) -> bool:

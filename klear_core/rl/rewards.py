@@ -8,7 +8,7 @@ from klear_core.types import Completion, Outcome, Verdict
 
 
 def reward_of(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> float:
-    """Format first, as published: no `</think>`, then no `<think>`, then what the verifier says (METHOD 4.1)."""
+    """Format first, as published (`reward_config.py`): no `</think>`, then no `<think>`, then what the verifier says."""
     fault = _format_reward(completion, cfg)
     if fault is not None:
         return fault
@@ -19,7 +19,7 @@ def reward_of(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> fl
 
 
 def is_positive(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> bool:
-    """Right and well-formed: a total reward of 1 in the published code (METHOD 2.6), here whatever the numbers and before a penalty."""
+    """Right and well-formed: a total reward of 1 in the published code, here whatever the numbers and before a penalty."""
     return verdict.is_correct and _format_reward(completion, cfg) is None
 
 

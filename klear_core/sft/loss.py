@@ -1,6 +1,6 @@
 """The SFT loss: token cross-entropy, divided once by the counts of the whole step, whatever the micro-batches and ranks.
 
-Klear-Reasoner's equation 8 prints a mean probability per sequence; we read it as the log-probability (METHOD 1.1).
+Klear-Reasoner's equation 8 prints a mean probability per sequence; we read it as the log-probability.
 """
 
 from __future__ import annotations

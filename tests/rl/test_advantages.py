@@ -1,4 +1,4 @@
-"""The table of METHOD 2.2, and the estimators by hand."""
+"""A table of small groups, and the estimators by hand."""
 
 from __future__ import annotations
 

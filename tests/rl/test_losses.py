@@ -1,4 +1,4 @@
-"""The vectors of METHOD 2.3 to 2.5 and 3.2: value and gradient of one token at old log-prob -1, and what may not happen at extremes."""
+"""Value and gradient of one token at old log-prob -1, and what may not happen at extremes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole loss of a mini-batch: METHOD's full-loss vector, each term by hand, and every cut of the batch alike."""
+"""The whole loss of a mini-batch: a full-loss vector, each term by hand, and every cut of the batch alike."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_without_a_correct_sample_the_language_model_part_is_zero() -> None:
 
 @pytest.mark.parametrize(("normalise", "expected"), [("token", 1.4), ("sample", 2.0), ("budget", 7 / 16)])
 def test_normalisation_vector(normalise: str, expected: float) -> None:
-    """Token losses [1, 1, 1, 1] and [3] (METHOD 2.6); the budget is 8 tokens for each of two rows."""
+    """Token losses [1, 1, 1, 1] and [3]; the budget is 8 tokens for each of two rows."""
     rows = [sample("a", [0] * 4, [-1.0] * 4, advantage=-1.0), sample("b", [0], [-1.0], advantage=-3.0)]
     loss, _ = loss_and_logp_grad(rows, [[-1.0] * 4, [-1.0]], rl_config(normalise=normalise))
     assert loss == pytest.approx(expected, rel=1e-6)

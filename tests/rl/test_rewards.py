@@ -1,4 +1,4 @@
-"""Rewards as published (METHOD 4.1) and DAPO's length penalty."""
+"""Rewards as published and DAPO's length penalty."""
 
 from __future__ import annotations
 
