@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from flows.launch import spare_own_machine
 from flows.settings import profile_folder
 from klear_core.config.load import load_profile
 from klear_core.errors import KlearError
@@ -199,6 +200,7 @@ def bench(name: Annotated[str, typer.Argument(help="Subject: a file bench_NAME.p
 def main() -> None:
     """Entry point: what users did wrong ends in one clear message and a status that is not zero."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
+    spare_own_machine()
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         app(standalone_mode=True)

@@ -43,7 +43,6 @@ def prepare_environment(workspace: WorkspaceConfig, *, is_quiet: bool = True) ->
     settings = _ALWAYS | (_QUIET if is_quiet else {}) | {"PREFECT_HOME": str(prefect_home(workspace))}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-    spare_own_machine()
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect makes the last folder only
     show_core_logs()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from urllib.request import getproxies
 
 import httpx
@@ -50,3 +51,15 @@ def test_what_else_has_no_proxy_still_has_none(monkeypatch: pytest.MonkeyPatch):
     spare_own_machine()
     spare_own_machine()
     assert getproxies()["no"] == "intranet.example,127.0.0.1,localhost"
+
+
+def test_a_command_knows_it_before_it_asks_anything_of_a_server(monkeypatch: pytest.MonkeyPatch, klear, url: str, tmp_path: Path):
+    """A teacher on this machine is asked for its models before a run begins."""
+    monkeypatch.setenv("http_proxy", NOBODY)
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "")
+    teacher = f'distill.teacher={{kind="http", base_url="{url}/v1", model="none", runtime={{max_retries=0}}}}'
+    wrong = 'curate.sources=["no/such.jsonl"]'
+    ended = klear("run", "smoke", "--set", f"workspace.root={tmp_path}", "--set", teacher, "--set", wrong)
+    assert "no/such.jsonl" in ended.err
+    assert "teacher" not in ended.err, ended.err
