@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from flows.interrupts import heeded_interrupts
 from flows.launch import spare_own_machine
 from flows.settings import profile_folder
 from klear_core.config.load import load_profile
@@ -199,11 +199,11 @@ def bench(name: Annotated[str, typer.Argument(help="Subject: a file bench_NAME.p
 
 def main() -> None:
     """Entry point: what users did wrong ends in one clear message and a status that is not zero."""
-    signal.signal(signal.SIGTERM, _raise_interrupt)
     spare_own_machine()
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        app(standalone_mode=True)
+        with heeded_interrupts():
+            app(standalone_mode=True)
     except KlearError as e:
         errors.print(f"[bold red]error:[/] {_escaped(str(e))}")
         sys.exit(2 if e.is_permanent else 1)
@@ -237,10 +237,6 @@ def _leave_if_interrupted(error: BaseException | None) -> None:
     if is_interrupt(error):
         typer.echo("\ninterrupted; the same command goes on from here", err=True)
         raise typer.Exit(130)
-
-
-def _raise_interrupt(_signum: int, _frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _escaped(text: str) -> str:

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from klear_command import ROOT
+
+SCRIPT = """
+import signal, sys, time
+from flows.interrupts import heeded_interrupts
+
+class Interrupted:
+    def __del__(self):
+        signal.raise_signal(int(sys.argv[1]))
+        print("not reached")
+
+with heeded_interrupts():
+    try:
+        thing = Interrupted()
+        del thing
+        time.sleep(300)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_comes_while_python_clears_something_away_is_heeded(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(int(number))]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    assert (ended.stdout, ended.stderr) == ("interrupted\n", "")
+
+
+def test_what_else_is_raised_there_is_reported_as_ever() -> None:
+    script = SCRIPT.replace("signal.raise_signal(int(sys.argv[1]))", "raise ValueError('odd')").replace("time.sleep(300)", "")
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    assert "ValueError: odd" in ended.stderr
