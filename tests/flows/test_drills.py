@@ -122,7 +122,8 @@ def test_an_interrupted_run_ends_soon_says_how_to_go_on_and_goes_on(
 ):
     before = ("benchmarks", "curate", "base", "distill", "sft")[: {"distill": 3, "sft": 4, "rl": 5}[kind]]
     begin_with(straight, tmp_path / "ws", *before)
-    stopped = run("--until", kind)
+    chosen = ("--until", kind, *(("--set", "distill.samples_per_problem=64") if kind == "distill" else ()))  # seconds, to be hit in
+    stopped = run(*chosen)
     has_begun = {"distill": lambda: f"… {kind}" in stopped.output}.get(kind, lambda: bool(steps_in(work(tmp_path / "ws", kind))))
     stopped.until(has_begun)
     assert stopped.interrupt(number) == 130, stopped.output
@@ -131,7 +132,7 @@ def test_an_interrupted_run_ends_soon_says_how_to_go_on_and_goes_on(
     assert stopped.left_over(within_s=GONE_IN_S) == []
     assert not LocalStore(tmp_path / "ws" / "artifacts").folders(kind)
 
-    again = run("--until", kind)
+    again = run(*chosen)
     assert again.wait() == 0, again.output
     assert stages(again.output, "=") == list(before)
     assert again.left_over(within_s=GONE_IN_S) == []
