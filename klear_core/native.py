@@ -21,20 +21,22 @@ _BASE = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapp
 _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native",), ())
 """Tried in this order: some compilers know no OpenMP, and some spell this processor differently. No set changes what is computed
 by more than the rounding of a fused multiply-add, and -ffast-math is none of them: it would switch off denormals for everybody."""
-_TIMEOUT_S = 120
-
-
 _KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
 
 
 def compile_c(
-    source: Path, sizes: Mapping[str, int], signatures: Mapping[str, str] | None = None, *, compilers: Sequence[str] = COMPILERS
+    source: Path,
+    sizes: Mapping[str, int],
+    signatures: Mapping[str, str] | None = None,
+    *,
+    compilers: Sequence[str] = COMPILERS,
+    timeout_s: float = 120,
 ) -> ctypes.CDLL | None:
-    """The functions of `source`, compiled with each of `sizes` as a macro; None, and a warning, where no compiler can.
+    """The functions of `source`, compiled with each of `sizes` as a macro; None, and a warning, where no compiler can in `timeout_s`.
 
     `signatures` has a letter for each argument of a function: i int, l int64_t, f float, p pointer.
     """
-    library = _compile(source, tuple(sorted(sizes.items())), tuple(compilers))
+    library = _compile(source, tuple(sorted(sizes.items())), tuple(compilers), timeout_s)
     for name, kinds in (signatures or {}).items() if library is not None else ():
         getattr(library, name).argtypes = [_KINDS[kind] for kind in kinds]
     return library
@@ -46,7 +48,7 @@ def call(library: ctypes.CDLL | None, name: str, *arguments: Tensor | float) -> 
 
 
 @cache
-def _compile(source: Path, sizes: tuple[tuple[str, int], ...], compilers: tuple[str, ...]) -> ctypes.CDLL | None:
+def _compile(source: Path, sizes: tuple[tuple[str, int], ...], compilers: tuple[str, ...], timeout_s: float) -> ctypes.CDLL | None:
     compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
         log.warning("no C compiler (%s): %s runs as plain torch, several times slower on CPU", ", ".join(compilers), source.name)
@@ -57,7 +59,11 @@ def _compile(source: Path, sizes: tuple[tuple[str, int], ...], compilers: tuple[
         library = Path(folder) / f"{source.stem}.so"
         for flags in _FLAGS:
             command = [compiler, *_BASE, *flags, *macros, f"-I{_HEADERS}", str(source), "-o", str(library), "-lm"]
-            result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+            try:
+                result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+            except subprocess.TimeoutExpired:  # a licence server that does not answer, a network drive that is gone
+                complaint = f"nothing after {timeout_s:g} s"
+                break
             complaint = result.stderr
             if result.returncode == 0:
                 try:

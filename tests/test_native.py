@@ -45,3 +45,13 @@ def test_what_cannot_be_loaded_is_as_what_does_not_compile(source: Path, tmp_pat
         assert compile_c(source, {"FACTOR": 1}, compilers=(str(compiler),)) is None
     assert "scale.c" in caplog.text
     assert "scale.so" in caplog.text
+
+
+def test_a_compiler_that_hangs_is_as_none(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 600\n")
+    compiler.chmod(0o755)
+    with caplog.at_level(logging.WARNING):
+        assert compile_c(source, {"FACTOR": 1}, compilers=(str(compiler),), timeout_s=0.2) is None
+    assert "scale.c" in caplog.text
+    assert "nothing after 0.2 s" in caplog.text
