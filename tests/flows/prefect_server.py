@@ -6,15 +6,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 
 ROOT = Path(__file__).parents[2]
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,14 @@ class Server:
 
     def log_tail(self) -> str:
         return "".join(p.read_text()[-3000:] for p in self.home.glob("*.log"))
+
+
+def once(look: Callable[[], T], is_so: Callable[[T], bool], *, timeout_s: float = 60) -> T:
+    """What is seen once it is so, or at last: a run's logs and tasks reach the server in batches, some only after its final state."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so(seen := look()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return seen
 
 
 @contextmanager

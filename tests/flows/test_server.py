@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prefect_server import ROOT, Server, server_and_worker
+from prefect_server import ROOT, Server, once, server_and_worker
 
 from klear_core.artifacts import read_manifest
 
@@ -87,24 +87,32 @@ def test_retry_from_the_ui_runs_only_what_had_failed_also_after_its_code_was_fix
     run_id = server.start_run("demo", "demo", {"settings": SETTINGS | {"workspace": {"root": str(workspace)}}})
     assert server.wait(run_id)["state_type"] == "FAILED", server.logs(run_id)
     finished = ["benchmarks", "curate", "base", "distill", "sft"]
-    assert server.task_states(run_id, attempt=1) == dict.fromkeys(finished, "Completed") | {"rl": "Failed"}
+    assert_tasks(server, run_id, 1, dict.fromkeys(finished, "Completed") | {"rl": "Failed"})
     before = made_at(workspace)
     assert before.keys() == set(finished)
     report = workspace / "failed" / run_id / "report.html"
     assert "TypeError: a bug in the RL stage" in report.read_text()
-    assert any(str(report) in line for line in server.logs(run_id))
+    assert_logged(server, run_id, str(report))
 
     (tmp_path / "fragile.py").write_text(FIXED)
     server.press_retry(run_id)
     run = server.wait(run_id)
     assert (run["state_type"], run["run_count"]) == ("COMPLETED", 2), server.logs(run_id)
-    assert server.task_states(run_id, attempt=2) == dict.fromkeys(finished, "Cached") | {"rl": "Completed"}
+    assert_tasks(server, run_id, 2, dict.fromkeys(finished, "Cached") | {"rl": "Completed"})
     after = made_at(workspace)
     assert {name: after[name] for name in finished} == before
     assert not report.exists()
     assert mlflow_children(workspace) == dict.fromkeys([*finished, "rl"], 1)
     assert {"klear-sft", "klear-rl", "klear-curate-ledger"} <= server.artifact_keys(run_id)
-    assert any("sft: made" in line for line in server.logs(run_id))  # the core's and the tasks' logs are in the run's
+    assert_logged(server, run_id, "sft: made")  # the core's and the tasks' logs are in the run's
+
+
+def assert_tasks(server: Server, run_id: str, attempt: int, expected: dict[str, str]) -> None:
+    assert once(lambda: server.task_states(run_id, attempt=attempt), lambda seen: seen == expected) == expected
+
+
+def assert_logged(server: Server, run_id: str, text: str) -> None:
+    assert text in once(lambda: "\n".join(server.logs(run_id)), lambda seen: text in seen)
 
 
 def mlflow_children(workspace: Path) -> dict[str, int]:
