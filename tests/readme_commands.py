@@ -60,7 +60,7 @@ def main() -> None:
             elif subprocess.run(command.replace(*IN_ITS_PLACE), shell=True, cwd=ROOT, env=env, check=False).returncode:
                 sys.exit(f"the README's command failed: {command}")
     finally:
-        for server in servers.values():
+        for server in reversed(servers.values()):
             os.killpg(server.pid, signal.SIGINT)
             server.wait(timeout=60)
 

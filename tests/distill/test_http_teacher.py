@@ -100,7 +100,7 @@ def test_waits_double_with_jitter(server: ScriptedServer) -> None:
 
 @pytest.mark.parametrize("value", ["1", "date"])
 def test_retry_after_is_honoured_in_both_its_forms(server: ScriptedServer, value: str) -> None:
-    after = formatdate(time.time() + 2, usegmt=True) if value == "date" else value
+    after = formatdate(time.time() + 4, usegmt=True) if value == "date" else value
     server.script = [Answer(status=429, headers={"Retry-After": after}), Answer()]
     assert list(ask(make_config(server.base_url))) == [REPLY]
     assert server.times[1] - server.times[0] >= 0.9
@@ -115,11 +115,9 @@ def test_a_server_that_stays_busy_fails_that_sample_alone_and_counts_its_tries(s
 
 
 def test_an_answer_that_does_not_come_in_time_is_a_timeout(server: ScriptedServer) -> None:
-    server.script = [Answer(delay_s=0.5)]
-    started = time.monotonic()
+    server.script = [Answer(delay_s=60)]
     (result,) = ask(make_config(server.base_url, runtime=HttpRuntime(max_retries=1, timeout_s=0.1)))
     assert reason(result) == "timeout"
-    assert time.monotonic() - started < 0.5
 
 
 def test_a_malformed_reply_is_a_failure_and_not_asked_again(server: ScriptedServer) -> None:
@@ -156,7 +154,7 @@ def test_an_unreachable_teacher_is_an_error_with_the_address_the_tries_and_the_f
 
 
 def test_no_more_requests_run_at_a_time_than_allowed(server: ScriptedServer) -> None:
-    server.script = [Answer(delay_s=0.02)]
+    server.script = [Answer(delay_s=0.3)]
     ask(make_config(server.base_url, runtime=HttpRuntime(max_concurrency=3, timeout_s=5)), num_samples=12)
     assert len(server.requests) == 12
     assert server.most_at_once == 3

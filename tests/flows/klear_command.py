@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from processes import alive, title
 
 ROOT = Path(__file__).parents[2]
 _MARK = "KLEAR_TEST_RUN"
@@ -63,13 +65,14 @@ class Command:
 
     def left_over(self, *, within_s: float) -> list[str]:
         """Command lines of descendants that are still there after so long."""
-        return [" ".join(p.cmdline())[:200] for p in psutil.wait_procs(self._descendants(), timeout=within_s)[1] if p.is_running()]
+        return [title(p)[:200] for p in alive(psutil.wait_procs(self._descendants(), timeout=within_s)[1])]
 
     def end(self) -> None:
         """Leave nothing behind, whatever the test found."""
-        for process in [*self._descendants(), psutil.Process(self.process.pid)] if self.process.poll() is None else self._descendants():
-            process.kill()
-        self.process.wait()
+        self.kill()
+        for process in self._descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _descendants(self) -> list[psutil.Process]:
         found = []

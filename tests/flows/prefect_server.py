@@ -1,8 +1,8 @@
 """A Prefect server and a process worker of our own on loopback, for tests; nothing of them survives the block."""
 
+import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import httpx
+from loopback import free_port
 
 ROOT = Path(__file__).parents[2]
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -32,16 +33,17 @@ class Server:
         return result.stdout
 
     def post(self, path: str, body: dict) -> dict | list:
+        return self._ask("POST", path, body)
+
+    def get(self, path: str) -> dict:
+        return self._ask("GET", path, None)
+
+    def _ask(self, method: str, path: str, body: dict | None) -> dict | list:
         for _ in range(20):  # SQLite answers 503 now and then
-            reply = httpx.post(f"{self.url}{path}", json=body, timeout=60)
+            reply = httpx.request(method, f"{self.url}{path}", json=body, timeout=60)
             if reply.status_code != 503:
                 break
             time.sleep(0.5)
-        assert reply.is_success, reply.text
-        return reply.json()
-
-    def get(self, path: str) -> dict:
-        reply = httpx.get(f"{self.url}{path}", timeout=60)
         assert reply.is_success, reply.text
         return reply.json()
 
@@ -90,9 +92,7 @@ def once(look: Callable[[], T], is_so: Callable[[T], bool], *, timeout_s: float 
 
 @contextmanager
 def server_and_worker(home: Path) -> Iterator[Server]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))} | {
         "PREFECT_HOME": str(home),
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
@@ -103,23 +103,24 @@ def server_and_worker(home: Path) -> Iterator[Server]:
         "PYTHONPATH": str(ROOT),
     }
     server = Server(env["PREFECT_API_URL"], env, home)
-    with _process(home / "server.log", env, "server", "start", "--host", "127.0.0.1", "--port", str(port)):
-        _wait_until_healthy(server)
+    with _process(home / "server.log", env, "server", "start", "--host", "127.0.0.1", "--port", str(port)) as process:
+        _wait_until_healthy(server, process)
         server.post("/work_pools/", {"name": "klear", "type": "process"})
         with _process(home / "worker.log", env, "worker", "start", "--pool", "klear"):
             yield server
 
 
 @contextmanager
-def _process(log: Path, env: dict[str, str], *args: str) -> Iterator[None]:
+def _process(log: Path, env: dict[str, str], *args: str) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", *args], cwd=log.parent, env=env, stdout=out, stderr=out, start_new_session=True
         )
     try:
-        yield
+        yield process
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
@@ -127,7 +128,7 @@ def _process(log: Path, env: dict[str, str], *args: str) -> Iterator[None]:
             process.wait()
 
 
-def _wait_until_healthy(server: Server) -> None:
+def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 180
     while True:
         try:
@@ -135,5 +136,6 @@ def _wait_until_healthy(server: Server) -> None:
                 return
         except httpx.HTTPError:
             pass
+        assert process.poll() is None, server.log_tail()
         assert time.monotonic() < deadline, server.log_tail()
         time.sleep(0.5)

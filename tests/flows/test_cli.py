@@ -133,7 +133,6 @@ def test_the_doctor_shows_commands_with_brackets_as_they_must_be_typed(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_parts_of_the_pipeline_run_by_themselves_on_what_exists(fresh, tmp_path):
     def run(*args: str) -> tuple[int, str]:
         where = ("--set", f"workspace.root={fresh}", "--set", "workspace.retries=0")

@@ -11,7 +11,7 @@ from prefect_server import ROOT, Server, once, server_and_worker
 
 from klear_core.artifacts import read_manifest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 SETTINGS = {
     "benchmarks": [{"name": "heldout", "source": {"kind": "procedural", "split": "heldout", "num_problems": 8}}],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import alive, title
 from rl_builders import Recorder, low_byte_judge, problem, rl_config
 
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
@@ -48,14 +49,7 @@ def run(
 
 def actors_of(name: str) -> list[psutil.Process]:
     """Living processes of our own Ray that run an actor of this class."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{name}"):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return found
+    return [p for p in alive(psutil.Process().children(recursive=True)) if title(p).startswith(f"ray::{name}")]
 
 
 def kill(name: str, count: int) -> None:

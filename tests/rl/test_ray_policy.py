@@ -27,8 +27,6 @@ from ray.exceptions import OutOfMemoryError  # noqa: E402
 from klear_core.rl.actors.calls import Restarts, within  # noqa: E402
 from klear_core.rl.actors.policy import RayPolicy, Seat  # noqa: E402
 
-pytestmark = pytest.mark.timeout(900)  # on a busy machine a process takes a minute to start
-
 PARAMS = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
 ANSWER = Completion(text="x", token_ids=(1,), logps=(-1.0,), finish_reason="stop", policy_versions=(0,))
 

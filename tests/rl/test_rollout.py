@@ -171,22 +171,21 @@ def test_an_error_of_engine_or_judge_ends_the_step(tokenizer: object) -> None:
 
 
 def test_a_stall_names_who_waits_for_what(tokenizer: object, tmp_path: Path) -> None:
-    cfg = config().model_copy(update={"runtime": RlRuntime(stall_timeout_s=0.05)})
-
-    async def run(script: Script, judge: Judge) -> None:
+    async def run(script: Script, judge: Judge, stall_timeout_s: float) -> None:
+        cfg = config().model_copy(update={"runtime": RlRuntime(stall_timeout_s=stall_timeout_s)})
         it, _ = collector(script, tokenizer, cfg, judge)
         await it.collect()
 
     never = asyncio.Event()
     with pytest.raises(TrainingError, match="16 are waited for from the fake engine, 0 from the judges"):
-        asyncio.run(run(lambda *_: FakeAnswer(text="x", after=never), says_right))
+        asyncio.run(run(lambda *_: FakeAnswer(text="x", after=never), says_right, 0.05))
 
     async def silent(_problem: Problem, _response: str) -> Verdict:
         await asyncio.Event().wait()
         return RIGHT
 
     with pytest.raises(TrainingError, match="0 are waited for from the fake engine, 16 from the judges"):
-        asyncio.run(run(alternating, silent))
+        asyncio.run(run(alternating, silent, 1.0))
 
 
 def test_unjudged_answers_leave_their_group(tokenizer: object) -> None:

@@ -18,6 +18,7 @@ from klear_core.sft.loop import train_sft
 
 SCRIPT = """
 import sys
+import time
 from pathlib import Path
 from klear_core.config.sft import SftConfig
 from klear_core.metrics import MetricsFile
@@ -26,6 +27,7 @@ from klear_core.sft.loop import train_sft
 class Telemetry(MetricsFile):
     def log(self, metrics, *, step):
         self.append(metrics, step=step)
+        time.sleep(0.05)  # long enough for a kill to find steps that are left
     def progress(self, done, total, note=""):
         pass
 

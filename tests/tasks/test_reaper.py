@@ -6,6 +6,7 @@ import time
 
 import psutil
 import pytest
+from processes import alive
 
 DRIVER = """
 import subprocess, sys, time
@@ -16,7 +17,7 @@ with no_orphans(), no_orphans():
     for args in ([], ["new session"]):
         child = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=bool(args))
         child.stdout.readline()
-    time.sleep(2.5)  # the watcher looks every second
+    time.sleep(5)  # the watcher looks every second, once it is up
     print("up", flush=True)
     time.sleep(600)
 """
@@ -32,6 +33,6 @@ def test_a_killed_process_leaves_no_descendants_not_even_stubborn_ones_in_sessio
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
     deadline = time.monotonic() + 60
-    while (left := [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]) and time.monotonic() < deadline:
+    while alive(family) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left == []
+    assert alive(family) == []

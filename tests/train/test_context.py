@@ -150,7 +150,6 @@ def train_all(folder, cases, world, telemetry):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # half a minute on a quiet machine
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_contexts_train_as_one_process(tmp_path, num_workers):
     """Four workers are two contexts, so that on a step with one micro-batch one context has nothing but its share of the passes."""

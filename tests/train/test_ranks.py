@@ -44,10 +44,9 @@ class Recorder(NullTelemetry):
 
 def is_running(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return f"{pid} (" in Path(f"/proc/{pid}/stat").read_text() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()
 
 
 def write_pid(folder, world):

@@ -131,6 +131,8 @@ async def _failures(calls: Mapping[int, Awaitable[object]]) -> dict[int, BaseExc
 
 def _meeting_place(_actor: LearnerActor) -> str:
     """An address on the actor's node where ranks can meet; runs in the actor."""
+    import klear_core.rl.learner  # noqa: F401  # takes seconds; the port is anybody's until the first rank listens there
+
     with socket.socket() as s:
         s.bind(("", 0))
         return f"tcp://{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
