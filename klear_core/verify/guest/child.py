@@ -101,8 +101,6 @@ def run_service(jail, program, test, fds):
             service = new_main(name, {})
             exec(code, service)
         service["serve"](marshal.loads(program.code) if program else None, program, new_main, test["role"])
-    except SystemExit as e:
-        report(e)
     except BaseException as e:
         report(e)
     os._exit(1)
