@@ -36,22 +36,21 @@ def test_what_does_not_compile_gives_the_compilers_complaint(source: Path, caplo
     assert "error" in caplog.text
 
 
-def test_what_cannot_be_loaded_is_as_what_does_not_compile(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """So it is where temporary folders may not hold programs. Here the compiler is to blame: what it makes is empty."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
-    compiler.chmod(0o755)
+@pytest.mark.parametrize(
+    ("compiler", "timeout_s", "complaint"),
+    [
+        ('while [ "$1" != -o ]; do shift; done; : > "$2"', 60, "scale.so"),  # what it makes is empty and cannot be loaded
+        ("exec sleep 600", 0.2, "nothing after 0.2 s"),
+    ],
+)
+def test_a_compiler_that_makes_nothing_of_use_is_as_none(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, compiler: str, timeout_s: float, complaint: str
+) -> None:
+    """Nor can anything be loaded where temporary folders may not hold programs."""
+    path = tmp_path / "compiler"
+    path.write_text(f"#!/bin/sh\n{compiler}\n")
+    path.chmod(0o755)
     with caplog.at_level(logging.WARNING):
-        assert compile_c(source, {"FACTOR": 1}, compilers=(str(compiler),)) is None
+        assert compile_c(source, {"FACTOR": 1}, compilers=(str(path),), timeout_s=timeout_s) is None
     assert "scale.c" in caplog.text
-    assert "scale.so" in caplog.text
-
-
-def test_a_compiler_that_hangs_is_as_none(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\nexec sleep 600\n")
-    compiler.chmod(0o755)
-    with caplog.at_level(logging.WARNING):
-        assert compile_c(source, {"FACTOR": 1}, compilers=(str(compiler),), timeout_s=0.2) is None
-    assert "scale.c" in caplog.text
-    assert "nothing after 0.2 s" in caplog.text
+    assert complaint in caplog.text
