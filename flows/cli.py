@@ -214,7 +214,9 @@ def _watched(workspace: WorkspaceConfig) -> Iterator[RunConsole]:
     """Prefect ready for pipelines in this process, and their stages on the terminal. An interrupt ends the command."""
     from flows import console
     from flows.launch import own_server, prepare_environment
+    from flows.reachable import check_prefect
 
+    check_prefect()
     prepare_environment(workspace)
     server = own_server(workspace)
     import flows.pipeline  # noqa: F401  takes seconds, in which the server starts
