@@ -134,13 +134,13 @@ def doctor() -> None:
 
 @app.command()
 def show(
-    artifact: Annotated[str, typer.Argument(help="A folder, a fingerprint or its first digits, or a kind (its newest).")],
+    artifact: Annotated[str, typer.Argument(help="A folder, a fingerprint or its first digits, or a stage or kind (its newest).")],
     root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
     num_records: Annotated[int, typer.Option("--records", min=0, help="Records to print of each table.")] = 2,
 ) -> None:
     """Show an artifact: manifest, ledger, first records.
 
-    klear show distill
+    klear show evaluate_sft
 
     klear show 3f2a91 --records 5
     """
