@@ -26,9 +26,9 @@ def compile_apart(jail, source, memory_mb):
             limit_process(cpu_s=_COMPILE_S, memory_mb=memory_mb, file_bytes=0)
             restrict_system_calls()
             try:
-                code, defined, free, modules = scan(source)
-                texts = [" ".join(sorted(names)).encode() for names in (defined, free, modules)]
-                frame = b"+" + struct.pack(">III", *map(len, texts)) + b"".join(texts) + marshal.dumps(code)
+                code, defined = scan(source)
+                names = " ".join(sorted(defined)).encode()
+                frame = b"+" + struct.pack(">I", len(names)) + names + marshal.dumps(code)
             except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as e:
                 frame = b"-" + ("%s: %s" % (type(e).__name__, e)).encode("utf-8", "replace")[:ERROR_BYTES]
             write_frame(writer, frame)
@@ -42,7 +42,7 @@ def compile_apart(jail, source, memory_mb):
     finally:
         os.close(reader)
         jail.sweep(pid)
-    return Program(frame[1:]) if frame[:1] == b"+" else frame[1:].decode("utf-8", "replace")
+    return Program(source, frame[1:]) if frame[:1] == b"+" else frame[1:].decode("utf-8", "replace")
 
 
 def close_all_but(jail, *kept):
@@ -83,7 +83,8 @@ def run_script(jail, program, test, fds):
     try:
         enter_child(jail, test, fds)
         open_stdio()
-        exec(marshal.loads(program.code), new_main("__main__", program.globals))
+        program.provide()
+        exec(marshal.loads(program.code), new_main("__main__", {}))
         status = 0
     except SystemExit as e:
         status = e.code if isinstance(e.code, int) else (0 if e.code is None else 1)

@@ -1,5 +1,7 @@
 """Runs inside the jail as module `klear_programs`: what a program defines and needs, and the habits of an interpreter around it."""
 
+import ast
+import builtins
 import gc
 import os
 import struct
@@ -63,65 +65,54 @@ MODULES = frozenset(
     ]
 )
 
+_WORD_BYTES = bytes(byte if chr(byte).isalnum() or byte == ord("_") else ord(" ") for byte in range(128)) + b" " * 128
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
 
 def scan(source):
-    """The code, the names it defines, those it takes from the prelude, and the modules worth importing before the forks."""
-    import ast
-    import builtins
-
+    """Return the code and the names that the program defines at its top level."""
     tree = ast.parse(source, "<solution>")
-    bound, loaded, modules = set(), set(), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (loaded if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.Import):
-            bound.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
-            modules.update(alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            bound.update(alias.asname or alias.name for alias in node.names)
-            modules.add((node.module or "").split(".")[0])
-    free = loaded - bound - set(dir(builtins))
-    return compile(tree, "<solution>", "exec", dont_inherit=True), _top_level(tree), free, modules
+    return compile(tree, "<solution>", "exec", dont_inherit=True), _top_level(tree)
 
 
 def _top_level(tree):
-    """Names the program itself binds at its top level: what star imports bring in is not a solution."""
-    import ast
-
-    names = set()
-    for node in tree.body:
+    """Return the names that the program itself binds in its module: what an import brings in under its own name is not a solution."""
+    names, queue = set(), list(tree.body)
+    while queue:
+        node = queue.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update(a.asname for a in node.names if a.asname)
-        else:
-            names.update(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        if not isinstance(node, _SCOPES):
+            queue += ast.iter_child_nodes(node)
     return names
 
 
 class Program:
     """A compiled program and what the forks need to run it; the code stays marshalled, for this process never runs it."""
 
-    def __init__(self, frame):
-        lengths = struct.unpack(">III", frame[:12])
-        parts, at = [], 12
-        for length in lengths:
-            parts.append(frame[at : at + length])
-            at += length
-        self.defined, free, modules = (set(p.decode().split()) for p in parts)
-        self.code = frame[at:]
-        self.globals = {}
-        for module in sorted(modules & MODULES):
-            __import__(module)
+    def __init__(self, source, frame):
+        size = struct.unpack(">I", frame[:4])[0]
+        self.defined = set(frame[4 : 4 + size].decode().split())
+        self.code = frame[4 + size :]
+        self.provided = {}
+        # No scopes are looked at: a name provided for a mere word of the text is hidden by whatever the program binds.
+        words = {word.decode() for word in source.translate(_WORD_BYTES).split()}
         for module, names in PRELUDE.items():
-            for name in free & set(names.split()):
-                self.globals.setdefault(name, getattr(__import__(module), name, None))
-        for module in free & MODULES:
-            self.globals[module] = __import__(module)
+            for name in words & set(names.split()):
+                if hasattr(__import__(module), name):
+                    self.provided[name] = getattr(__import__(module), name)
+        for module in sorted(words & MODULES):  # imported here, once for all forks
+            self.provided[module] = __import__(module)
+
+    def provide(self):
+        """Add the names that published solutions expect to the builtins: anything that the program binds, in any scope, hides them."""
+        for name, value in self.provided.items():
+            if not hasattr(builtins, name):
+                setattr(builtins, name, value)
 
 
 def new_main(name, names):
@@ -136,8 +127,6 @@ def open_stdio():
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
-    import builtins
-
     builtins.exit = builtins.quit = sys.exit  # what `site` would define
     gc.enable()
     sys.argv = ["solution.py"]

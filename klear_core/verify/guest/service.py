@@ -50,7 +50,8 @@ class ProgramSide:
 
 
 def serve_program(code, program, new_main):
-    names = new_main("solution", {"ListNode": ListNode, "TreeNode": TreeNode} | program.globals)
+    program.provide()
+    names = new_main("solution", {"ListNode": ListNode, "TreeNode": TreeNode})
     exec(code, names)
     side = ProgramSide(names, program.defined)
     while True:

@@ -96,7 +96,7 @@ def run_tests(source):
     names = {"__name__": "tests", **_HELPERS, **stars}
     names.update((name, __import__(name)) for name in _MODULES)
     names.update((name, getattr(names["typing"], name)) for name in _TYPING)
-    names.update((name, Proxy(tester, [name])) for name in _names_under_test(tree, names))
+    names.update((name, Proxy(tester, [name])) for name in _names_under_test(source, tree.body[-1], names))
     names["__builtins__"] = __builtins__
     try:
         exec(compile(tree, "<tests>", "exec"), names)
@@ -128,34 +128,28 @@ def _without_star_imports(source):
     return tree, stars
 
 
-def _names_under_test(tree, provided):
-    """Free names that nothing else provides. If there are none, those of the last statement (`check(add)` after star imports);
+def _names_under_test(source, last, provided):
+    """Global names that nothing else provides. If there are none, those of the last statement (`check(add)` after star imports);
     and if those are builtins only, the builtins it calls (MBPP asks for a function `sum`)."""
     import ast
     import builtins
+    import symtable
 
-    bound = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            bound.add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            bound.update((a.asname or a.name).split(".")[0] for a in node.names)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
+    bound, loaded = set(), set()
+    tables = [symtable.symtable(source, "<tests>", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            is_module = table.get_type() == "module"
+            if symbol.is_referenced() and (is_module or symbol.is_global()):
+                loaded.add(symbol.get_name())
+            if (is_module or symbol.is_declared_global()) and (symbol.is_assigned() or symbol.is_imported()):
+                bound.add(symbol.get_name())
     taken = bound | set(dir(builtins))
-    free = _loaded(tree) - taken
-    callees = {node.func.id for node in ast.walk(tree.body[-1]) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    return free - set(provided) or _loaded(tree.body[-1]) - taken or callees - bound
-
-
-def _loaded(tree):
-    import ast
-
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    in_last = {node.id for node in ast.walk(last) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    callees = {node.func.id for node in ast.walk(last) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return loaded - taken - set(provided) or (in_last & loaded) - taken or callees - bound
 
 
 def run_checker(request):
