@@ -173,7 +173,7 @@ def _report_inputs(config: PipelineConfig, result: PipelineResult) -> ReportInpu
 
 
 def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool) -> None:
-    """Judge a file of answers and print what came of it."""
+    """Judge a file of answers and print what came of it. DataError, once the rest is judged, if some of its rows do not fit."""
     from klear_core.config.load import apply_override, validate
     from klear_core.verify.judge_file import judge_file
 
@@ -194,8 +194,8 @@ def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     _show_judged(console, summary)
-    if not summary.outcomes:
-        raise DataError(f"{file}: none of its {summary.num_rows} rows could be judged")
+    if summary.bad_rows or not summary.outcomes:
+        raise DataError(f"{file}: {len(summary.bad_rows):,} of its {summary.num_rows:,} rows do not fit and were not judged")
 
 
 def _show_judged(console: Console, summary: JudgeSummary) -> None:

@@ -176,7 +176,7 @@ def _plain(reference: object) -> object:
 
 
 def _write(out: Path, verdicts: list[tuple[str, Verdict]]) -> None:
-    rows = [{"id": i, "outcome": v.outcome.value, "score": v.score, "detail": v.detail} for i, v in verdicts]
+    rows = [_written(answer_id, verdict) for answer_id, verdict in verdicts]
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(out.name + ".tmp")
     if out.suffix == ".parquet":
@@ -188,6 +188,12 @@ def _write(out: Path, verdicts: list[tuple[str, Verdict]]) -> None:
     else:
         beside.write_text("".join(json.dumps(row) + "\n" for row in rows))
     beside.replace(out)
+
+
+def _written(answer_id: str, verdict: Verdict) -> dict[str, object]:
+    """A row of the output; `score` is null where the outcome says nothing about the model."""
+    score = verdict.score if verdict.outcome.is_models_doing else None
+    return {"id": answer_id, "outcome": verdict.outcome.value, "score": score, "detail": verdict.detail}
 
 
 def _summary(num_rows: int, verdicts: list[tuple[str, Verdict]], bad_rows: list[BadRow], notes: tuple[str, ...]) -> JudgeSummary:

@@ -1,5 +1,4 @@
 import json
-import os
 import re
 from pathlib import Path
 
@@ -104,18 +103,7 @@ def test_an_artifact_is_shown_by_kind_by_fingerprint_or_by_folder(klear, workspa
     assert "1+1=?" not in shown.out
 
 
-def test_an_artifact_goes_by_the_name_of_the_stage_that_made_it_the_newest_of_several(klear, tmp_path):
-    for number, stage in enumerate(("evaluate_base", "evaluate_sft", "evaluate_sft", "evaluate_rl")):
-        with LocalStore(tmp_path / "artifacts").create("evaluate", f"{number}aaaaaaa") as slot:
-            slot.publish(manifest("evaluate", f"{number}aaaaaaa", stage=stage))
-        made = tmp_path / "artifacts" / "evaluate" / f"{number}aaaaaaa" / "manifest.json"
-        os.utime(made, (number, number))
-    shown = klear("show", "evaluate_sft", "--root", tmp_path)
-    assert (shown.status, shown.out.split()[:2]) == (0, ["evaluate", "2aaaaaaa"])
-    assert klear("show", "evaluate", "--root", tmp_path).out.split()[1] == "3aaaaaaa"
-
-
-def test_an_artifact_that_is_not_there_is_an_error_that_lists_the_stages(klear, workspace):
+def test_an_artifact_that_is_not_there_is_an_error_that_lists_the_kinds(klear, workspace):
     shown = klear("show", "sft", "--root", workspace)
     assert shown.status != 0
     assert f"no artifact 'sft' under {workspace}" in shown.err
@@ -124,13 +112,23 @@ def test_an_artifact_that_is_not_there_is_an_error_that_lists_the_stages(klear, 
 
 def test_answers_in_a_file_are_judged(klear, tmp_path):
     answers = [{"id": n, "response": rf"</think> \boxed{{{n}}}", "reference": {"kind": "math", "answers": ["1"]}} for n in ("1", "2")]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers) + "{half a row\n")
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
     shown = klear("judge", tmp_path / "answers.jsonl", "--out", tmp_path / "verdicts.jsonl")
     assert shown.status == 0, shown.err
     verdicts = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
     assert [(v["id"], v["outcome"], v["score"]) for v in verdicts] == [("1", "scored", 1.0), ("2", "scored", 0.0)]
     assert "full score 1, mean score 0.5000" in shown.out
-    assert "line 3 not JSON" in shown.out
+
+
+def test_a_broken_line_in_a_file_of_answers_is_an_error_once_the_rest_is_judged(klear, tmp_path):
+    answer = json.dumps({"id": "1", "response": r"</think> \boxed{1}", "reference": {"kind": "math", "answers": ["1"]}})
+    (tmp_path / "answers.jsonl").write_text(f"{answer}\n{{half a row\n{answer}\n")
+    shown = klear("judge", tmp_path / "answers.jsonl", "--out", tmp_path / "verdicts.jsonl")
+    assert shown.status == 2
+    assert "line 2 not JSON" in shown.out
+    assert "1 of its 3 rows do not fit and were not judged" in shown.err
+    verdicts = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
+    assert [(v["id"], v["score"]) for v in verdicts] == [("1", 1.0), ("1", 1.0)]
 
 
 def test_the_doctor_says_what_is_there_and_what_to_do(klear):

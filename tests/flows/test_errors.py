@@ -99,7 +99,7 @@ def test_a_judge_that_gets_no_file_or_nothing_to_judge_says_so(klear, tmp_path: 
     (tmp_path / "odd.jsonl").write_text('{"id": "1"}\n')
     ended = klear("judge", tmp_path / "odd.jsonl")
     assert ended.status == 2
-    assert "none of its 1 rows could be judged" in ended.err
+    assert "1 of its 1 rows do not fit and were not judged" in ended.err
 
 
 # ---- errors in the middle of a run

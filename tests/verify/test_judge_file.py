@@ -6,9 +6,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from verify_builders import boxed, code_config
+from verify_builders import boxed, code_config, fenced
 
-from klear_core.config.verify import VerifyConfig, VerifyRuntime
+from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.errors import DataError
 from klear_core.types import Outcome
 from klear_core.verify.judge_file import judge_file
@@ -35,6 +35,30 @@ def test_rows_are_judged_in_order_and_counted(tmp_path: Path) -> None:
         ("3", "scored", 1.0),
     ]
     assert (summary.num_rows, summary.outcomes, summary.num_full_score, summary.mean_score) == (4, {Outcome.SCORED: 4}, 3, 0.75)
+
+
+def test_an_outcome_that_is_not_the_models_doing_has_no_score(tmp_path: Path, sandbox_name: str) -> None:
+    cannot_run = {"kind": "code", "tests": {"type": "asserts", "code": "assert f() == 1\nimport no_such_module"}}
+    rows = [
+        {"id": "no reference", "response": boxed("7"), "reference": {"kind": "math", "answers": ["\\frac{1"]}},
+        {"id": "no answer", "response": "</think>", "reference": {"kind": "math", "answers": ["7"]}},
+        {"id": "explodes", "response": boxed("9^{9^{9^{9}}}"), "reference": {"kind": "math", "answers": ["73"]}},
+        {"id": "broken tests", "response": fenced("def f(): return 1"), "reference": cannot_run},
+        {"id": "wrong", "response": boxed("8"), "reference": {"kind": "math", "answers": ["7"]}},
+    ]
+    cfg = VerifyConfig(math=MathConfig(timeout_s=0.5), runtime=VerifyRuntime(math_workers=1, code_workers=1))
+    summary = judge_file(write_jsonl(tmp_path / "a.jsonl", rows), cfg, out=tmp_path / "out.jsonl")
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["outcome"], row["score"]) for row in written] == [
+        ("no reference", "bad_reference", None),
+        ("no answer", "no_answer", 0.0),
+        ("explodes", "timed_out", None),
+        ("broken tests", "bad_reference", None),
+        ("wrong", "scored", 0.0),
+    ]
+    assert summary.mean_score == 0.0
+    judge_file(write_jsonl(tmp_path / "b.jsonl", rows[:2]), cfg, out=tmp_path / "out.parquet")
+    assert pq.read_table(tmp_path / "out.parquet").column("score").to_pylist() == [None, 0.0]
 
 
 def test_rows_that_do_not_fit_are_named_by_line_and_the_rest_is_judged(tmp_path: Path) -> None:
