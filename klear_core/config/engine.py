@@ -13,7 +13,7 @@ class SamplingConfig(Settings):
     """A decoding profile: everything about sampling that a score depends on."""
 
     temperature: float = Field(default=1.0, ge=0, le=2)
-    """0 is greedy. Paper: 1.0 in rollouts (scripts), 0.6 in evaluation."""
+    """0 is greedy. Rollouts: 1.0 (scripts; the paper does not say); evaluation: 0.6 (paper)."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Smallest set of tokens whose probabilities add up to this; 1 is off. Paper: 0.95 in evaluation; scripts: 1 in rollouts."""
     top_k: int = Field(default=0, ge=0)

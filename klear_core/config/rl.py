@@ -15,7 +15,7 @@ GPPO_PRESETS: dict[str, dict[str, float]] = {
     "ce_gppo": {"beta_low": 0.5, "beta_high": 1.0},
     "high_only": {"beta_low": 0.0, "beta_high": 1.0},
 }
-"""Klear-Reasoner equation 11, CE-GPPO section 5.1, and only positive tokens kept."""
+"""Klear-Reasoner equation 11, CE-GPPO section 5.1 (whose eps_high is 0.2, which no preset sets), and only positive tokens kept."""
 
 
 class BetaSchedule(Settings):
@@ -104,7 +104,7 @@ class CispoConfig(Settings):
 
 
 class GspoConfig(Settings):
-    """PPO's clipped objective on the ratio of whole sequences, length-normalised (GSPO, arXiv 2507.18071)."""
+    """PPO's clipped objective on the ratio of whole sequences, length-normalised (GSPO, arXiv 2507.18071, with `normalise = "sample"`)."""
 
     kind: Literal["gspo"] = "gspo"
     eps_low: float = Field(default=3e-4, ge=0, lt=1)
@@ -271,7 +271,7 @@ class RlConfig(Settings):
     domain: Literal["math", "code"] = "math"
     """Which of the curated problems this stage trains on; the others are counted and left out. Paper: math first, then code."""
     num_steps: int = Field(default=500, ge=1)
-    """Undisclosed; the paper's plots end at 240."""
+    """Undisclosed; the paper's plots end at 240, the scripts have 5 epochs, up to 585 steps."""
     minibatches_per_step: int = Field(default=8, ge=1)
     """Optimizer steps per RL step (scripts: 8 math, 4 code); with 1 every ratio is 1 and all clip losses are the same."""
     optim: RlOptimConfig = RlOptimConfig()
@@ -286,11 +286,13 @@ class RlConfig(Settings):
     old_logps: Literal["learner", "sampler"] = "learner"
     """Who gives the old log-probs: the learner in a pass of its own (scripts), or the sampler for free."""
     normalise: Literal["token", "sample", "budget"] = "token"
-    """Divide by all loss tokens (paper equation 11), average rows first (GRPO, GSPO), or divide by rows x token budget (Dr.GRPO)."""
+    """Divide by all loss tokens (paper equation 11; the scripts: by those of each micro-batch), average rows first (GRPO, GSPO), or
+    divide by rows x token budget (Dr.GRPO)."""
     max_log_ratio: float = Field(default=20.0, gt=0, le=30)
     """Bound of |log ratio|, so that no weight can overflow (ERC's code: 20); tokens beyond are counted."""
     lm_coef: float = Field(default=0.1, ge=0)
-    """Alpha of the language-model loss on positive samples (equation 13): right, and with the tags that `reward` asks for."""
+    """Alpha of the language-model loss on positive samples: right, and with the tags that `reward` asks for. Equation 13 prints a mean
+    probability; the scripts and we take the log."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 estimate of KL(policy, initial model); the paper has none. Above 0 a frozen copy is kept."""
     entropy_coef: float = Field(default=0.0, ge=0, le=1)

@@ -9,6 +9,7 @@ from klear_command import FEW_PROBLEMS, ROOT, start
 
 from flows.ablate import Cell, config_of, require_complete, run_grid
 from klear_core.config.ablation import AblationConfig, load_ablation
+from klear_core.config.data import ProceduralSource
 from klear_core.errors import KlearError, TrainingError
 from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable, RunResult
 
@@ -89,6 +90,17 @@ def test_every_grid_of_the_repository_can_be_planned(klear, tmp_path: Path, file
     assert planned.status == 0, planned.err
     assert planned.out.startswith(f"{num_runs} runs; artifacts to make:")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("file", GRIDS, ids=lambda file: file.stem)
+def test_a_grid_keeps_the_data_that_it_was_measured_on(file: Path) -> None:
+    cfg = load_ablation(file)
+    config = config_of(cfg, cell(cfg.reference, cfg.learning_rates[0], cfg.seeds[0]), [])
+    (benchmark,), (source,) = config.benchmarks, config.curate.sources
+    assert isinstance(benchmark.source, ProceduralSource)
+    assert isinstance(source, ProceduralSource)
+    assert (benchmark.num_samples, benchmark.source.num_problems, benchmark.source.num_operations) == (4, 256, (2, 4, 6, 8))
+    assert (source.num_problems, source.num_operations) == (8192, (2, 4, 6, 8))
 
 
 def test_a_variant_that_is_not_valid_ends_it_before_anything_runs(klear, tmp_path: Path) -> None:
