@@ -134,13 +134,13 @@ def doctor() -> None:
 
 @app.command()
 def show(
-    artifact: Annotated[str, typer.Argument(help="A folder, a fingerprint or its first digits, or a kind (its newest).")],
+    artifact: Annotated[str, typer.Argument(help="A folder, a fingerprint or its first digits, or a stage or kind (its newest).")],
     root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
     num_records: Annotated[int, typer.Option("--records", min=0, help="Records to print of each table.")] = 2,
 ) -> None:
     """Show an artifact: manifest, ledger, first records.
 
-    klear show distill
+    klear show evaluate_sft
 
     klear show 3f2a91 --records 5
     """
@@ -214,7 +214,9 @@ def _watched(workspace: WorkspaceConfig) -> Iterator[RunConsole]:
     """Prefect ready for pipelines in this process, and their stages on the terminal. An interrupt ends the command."""
     from flows import console
     from flows.launch import own_server, prepare_environment
+    from flows.reachable import check_prefect
 
+    check_prefect()
     prepare_environment(workspace)
     server = own_server(workspace)
     import flows.pipeline  # noqa: F401  takes seconds, in which the server starts

@@ -8,17 +8,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flows.find import find_artifact
 from klear_core.artifacts import Manifest, read_manifest
-from klear_core.errors import ArtifactError
 from klear_core.ledger import LedgerStep
-from klear_core.store import LocalStore
 
 _MAX_CELL_CHARS = 400
 
 
 def show_artifact(which: str, *, root: Path, num_records: int) -> None:
-    """Print the artifact that `which` names: a folder, a kind (its newest) or the first digits of a fingerprint."""
-    folder = _find(which, root)
+    """Print the artifact that `which` names: see `find_artifact`."""
+    folder = find_artifact(which, root)
     manifest = read_manifest(folder)
     console = Console(highlight=False)
     console.print(f"[bold]{manifest.kind}[/] {manifest.fingerprint}\n{folder}")
@@ -50,17 +49,6 @@ def _facts(manifest: Manifest) -> Table:
     for name, value in (("made", manifest.created_at), ("code", commit), ("inputs", inputs), ("counts", counts), ("seeds", seeds)):
         facts.add_row(f"[dim]{name}[/]", escape(str(value)))
     return facts
-
-
-def _find(which: str, root: Path) -> Path:
-    if (Path(which) / "manifest.json").is_file():
-        return Path(which)
-    folders = LocalStore(root / "artifacts").folders()
-    hits = [f for f in folders if f.name.startswith(which)] or [f for f in folders if f.parent.name == which]
-    if not hits:
-        kinds = ", ".join(sorted({f.parent.name for f in folders})) or "none"
-        raise ArtifactError(f"no artifact {which!r} under {root}; kinds there: {kinds}")
-    return max(hits, key=lambda f: (f / "manifest.json").stat().st_mtime)
 
 
 def _tables_in(folder: Path) -> list[Path]:

@@ -216,34 +216,34 @@ static int64_t find(const float *weight, const double *chunk_sum, double thresho
     return 0;
 }
 
-// Draws a token from each row of logits, which are overwritten. Returns 0 if a row's logits are not finite numbers or -inf.
+// Draws a token from a row of logits, which are overwritten. Returns 0 if they are not all finite numbers or -inf.
+//
+// Greedy takes the largest logit, of equal ones the first: exponentials round, and logits that differ may have equal ones. For the
+// same reason the largest is subtracted before the division, which is exact near it and cannot overflow at a small temperature.
 static int draw_row(float *restrict z, int64_t key, int64_t position, float temperature, int64_t *token, float *logp) {
     const int is_greedy = temperature == 0;
     const float divisor = is_greedy ? 1.0f : temperature;
     float top = -INFINITY;
 #pragma omp simd reduction(max : top)
-    for (int i = 0; i < VOCAB; i++) {
-        z[i] /= divisor;
-        top = z[i] > top ? z[i] : top;
-    }
+    for (int i = 0; i < VOCAB; i++) top = z[i] > top ? z[i] : top;
+    if (!isfinite(top)) return 0;
+    int64_t chosen = 0;
+    if (is_greedy)
+        while (z[chosen] != top) chosen++;
     double chunk_sum[(VOCAB + CHUNK - 1) / CHUNK], total = 0;
     for (int start = 0, c = 0; start < VOCAB; start += CHUNK, c++) {
         const int size = VOCAB - start < CHUNK ? VOCAB - start : CHUNK;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = start; i < start + size; i++) {
-            z[i] = z[i] == top ? 1.0f : exp_of_nonpositive(z[i] - top);
+            z[i] = exp_of_nonpositive((z[i] - top) / divisor);
             sum += z[i];
         }
         chunk_sum[c] = sum;
         total += chunk_sum[c];
     }
-    if (!isfinite(total) || !isfinite(top)) return 0;
-    int64_t chosen = 0;
-    if (is_greedy)
-        while (z[chosen] != 1.0f) chosen++;
-    else
-        chosen = find(z, chunk_sum, uniform(key, position) * total);
+    if (!isfinite(total)) return 0;
+    if (!is_greedy) chosen = find(z, chunk_sum, uniform(key, position) * total);
     *token = chosen;
     *logp = (float)(log(z[chosen]) - log(total));
     return 1;

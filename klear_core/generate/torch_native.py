@@ -33,8 +33,6 @@ class _Buffers:
     activated: Tensor
     logits_BV: Tensor
     scratch: Tensor
-    ended_B: Tensor
-    has_stopped_B: Tensor
 
     def rows(self, num_rows: int) -> _Buffers:
         return _Buffers(**{name: getattr(self, name)[:num_rows] for name in self.__slots__})
@@ -96,7 +94,7 @@ class NativeStep:
 
     def draw(self, logits_BV: Tensor, state: RowState, stop_ids: Tensor, *, num_running: int) -> tuple[list[int], list[int]]:
         """Append a token to every row, overwriting the logits; which rows are done, and of those 1 where an end token did it."""
-        b = self._some
+        ended_B, has_stopped_B = torch.empty(2, len(logits_BV), dtype=torch.int64)
         count = self._library.draw(
             len(logits_BV),
             num_running,
@@ -110,12 +108,12 @@ class NativeStep:
             state.logps_RT.data_ptr(),
             stop_ids.data_ptr(),
             len(stop_ids),
-            b.ended_B.data_ptr(),
-            b.has_stopped_B.data_ptr(),
+            ended_B.data_ptr(),
+            has_stopped_B.data_ptr(),
         )
         if count < 0:
             raise FloatingPointError(f"logits of row {-1 - count} of the batch are not finite; are the weights?")
-        return b.ended_B[:count].tolist(), b.has_stopped_B[:count].tolist()
+        return ended_B[:count].tolist(), has_stopped_B[:count].tolist()
 
     def move(self, cache: KvCache, state: RowState, source_R: Tensor, target_R: Tensor, *, length: int) -> None:
         """Copy whole rows of both, of the cache up to `length` positions."""
@@ -150,8 +148,6 @@ class NativeStep:
             activated=torch.empty(num_rows, s.intermediate_size),
             logits_BV=torch.empty(num_rows, s.vocab_size),
             scratch=torch.empty(num_rows, s.num_heads // s.num_kv_heads * length),
-            ended_B=torch.empty(num_rows, dtype=torch.int64),
-            has_stopped_B=torch.empty(num_rows, dtype=torch.int64),
         )
 
 

@@ -34,11 +34,11 @@ def draw(logits_BV: Tensor, positions_B: Tensor, decoding: Decoding, *, is_trunc
     is_greedy_B = decoding.temperature_B == 0
     if is_truncated:
         logits_BV = cut(logits_BV, decoding)
-    logp_BV = torch.log_softmax(logits_BV / _divisor(decoding), -1)
+    logp_BV = torch.log_softmax(_scaled(logits_BV, decoding.temperature_B), -1)
     cdf_BV = torch.cumsum(logp_BV.exp(), -1, dtype=torch.float64)
     threshold_B1 = uniforms(decoding.keys_B, positions_B)[:, None] * cdf_BV[:, -1:]
     sampled_B = torch.searchsorted(cdf_BV, threshold_B1, right=True)[:, 0]  # right: never a token of probability zero
-    tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), sampled_B)
+    tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), sampled_B)  # of equal logits the first
     return tokens_B, logp_BV.gather(-1, tokens_B[:, None])[:, 0]
 
 
@@ -46,8 +46,7 @@ def cut(logits_BV: Tensor, decoding: Decoding) -> Tensor:
     """-inf where top_k or top_p leave nothing; all others as they were."""
     is_greedy_B = decoding.temperature_B == 0
     top_k_B, top_p_B = decoding.top_k_B.masked_fill(is_greedy_B, 0), decoding.top_p_B.masked_fill(is_greedy_B, 1.0)
-    is_cut_BV = truncate(logits_BV / _divisor(decoding), top_k_B, top_p_B) == -torch.inf
-    return logits_BV.masked_fill(is_cut_BV, -torch.inf)
+    return truncate(logits_BV, decoding.temperature_B, top_k_B, top_p_B)
 
 
 def penalise(logits_BV: Tensor, seen_BL: Tensor, penalty_B: Tensor) -> Tensor:
@@ -57,21 +56,26 @@ def penalise(logits_BV: Tensor, seen_BL: Tensor, penalty_B: Tensor) -> Tensor:
     return torch.where(is_seen_BV, torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1), logits_BV)
 
 
-def truncate(scaled_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
-    """-inf outside the top_k largest (0: all) and then outside the smallest set whose probability reaches top_p."""
-    sorted_BV, order_BV = scaled_BV.sort(stable=True, dim=-1, descending=True)
-    rank_V = torch.arange(scaled_BV.shape[-1], device=scaled_BV.device)
+def truncate(logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
+    """-inf outside the top_k largest (0: all) and then outside the smallest set whose probability reaches top_p; of equals the first stay.
+
+    The order is that of the logits themselves, for their quotients by the temperature and their probabilities may round to one number.
+    """
+    sorted_BV, order_BV = logits_BV.sort(stable=True, dim=-1, descending=True)
+    rank_V = torch.arange(logits_BV.shape[-1], device=logits_BV.device)
     keep_k_B = torch.where(top_k_B == 0, len(rank_V), top_k_B)
-    sorted_BV = sorted_BV.masked_fill(rank_V >= keep_k_B[:, None], -torch.inf)
-    probs_BV = sorted_BV.softmax(-1)
+    is_cut_BV = rank_V >= keep_k_B[:, None]
+    scaled_BV = _scaled(sorted_BV.masked_fill(is_cut_BV, -torch.inf), temperature_B)
+    probs_BV = scaled_BV.softmax(-1, dtype=torch.float64)  # float32 sums over a large vocabulary are wrong in the fifth digit
     mass_before_BV = probs_BV.cumsum(-1) - probs_BV
-    is_cut_BV = (mass_before_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
-    sorted_BV = sorted_BV.masked_fill(is_cut_BV, -torch.inf)
-    return torch.empty_like(scaled_BV).scatter_(1, order_BV, sorted_BV)
+    is_cut_BV |= (mass_before_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
+    return logits_BV.masked_fill(torch.empty_like(is_cut_BV).scatter_(1, order_BV, is_cut_BV), -torch.inf)
 
 
-def _divisor(decoding: Decoding) -> Tensor:
-    return torch.where(decoding.temperature_B == 0, 1.0, decoding.temperature_B)[:, None]
+def _scaled(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
+    """Logits over temperature (greedy: 1), less their maximum: subtracted first, so that a small temperature cannot overflow them."""
+    divisor_B = torch.where(temperature_B == 0, 1.0, temperature_B)
+    return (logits_BV - logits_BV.amax(-1, keepdim=True)) / divisor_B[:, None]
 
 
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from pathlib import Path
 
@@ -103,7 +104,18 @@ def test_an_artifact_is_shown_by_kind_by_fingerprint_or_by_folder(klear, workspa
     assert "1+1=?" not in shown.out
 
 
-def test_an_artifact_that_is_not_there_is_an_error_that_lists_the_kinds(klear, workspace):
+def test_an_artifact_goes_by_the_name_of_the_stage_that_made_it_the_newest_of_several(klear, tmp_path):
+    for number, stage in enumerate(("evaluate_base", "evaluate_sft", "evaluate_sft", "evaluate_rl")):
+        with LocalStore(tmp_path / "artifacts").create("evaluate", f"{number}aaaaaaa") as slot:
+            slot.publish(manifest("evaluate", f"{number}aaaaaaa", stage=stage))
+        made = tmp_path / "artifacts" / "evaluate" / f"{number}aaaaaaa" / "manifest.json"
+        os.utime(made, (number, number))
+    shown = klear("show", "evaluate_sft", "--root", tmp_path)
+    assert (shown.status, shown.out.split()[:2]) == (0, ["evaluate", "2aaaaaaa"])
+    assert klear("show", "evaluate", "--root", tmp_path).out.split()[1] == "3aaaaaaa"
+
+
+def test_an_artifact_that_is_not_there_is_an_error_that_lists_the_stages(klear, workspace):
     shown = klear("show", "sft", "--root", workspace)
     assert shown.status != 0
     assert f"no artifact 'sft' under {workspace}" in shown.err

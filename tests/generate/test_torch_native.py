@@ -1,16 +1,20 @@
 """The compiled decode step against the same step in torch operations."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from qwen3_folder import build_model, write_folder
+from qwen3_folder import VOCAB_SIZE, build_model, write_folder
+from torch import Tensor
 
 from klear_core.generate.engine import SamplingParams
 from klear_core.generate.qwen3_shape import read_shape
 from klear_core.generate.torch_batch import Batch, EndedRow, Row
 from klear_core.generate.torch_native import NativeStep
 from klear_core.generate.torch_qwen3 import Qwen3
+from klear_core.generate.torch_sampling import Decoding, draw, penalise
+from klear_core.generate.torch_state import RowState
 
 PROMPTS = [tuple(65 + (7 * i + j) % 50 for j in range(length)) for i, length in enumerate((1, 2, 17, 60))]
 STOP_ID = 70
@@ -80,3 +84,96 @@ def test_without_compiler_half_precision_or_odd_heads_steps_run_as_torch(tmp_pat
     assert NativeStep.of(Qwen3(model.shape, dtype=torch.bfloat16, device=torch.device("cpu"))) is None
     (tmp_path / "odd").mkdir()
     assert NativeStep.of(load(tmp_path / "odd", head_dim=8)) is None
+
+
+# ---- from logits to a token
+
+
+@pytest.fixture(scope="module", params=["compiled", "torch"])
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeStep | None:
+    """None is the way without a compiler."""
+    return None if request.param == "torch" else native_of(load(tmp_path_factory.mktemp("model")))
+
+
+def drawn(native: NativeStep | None, logits_BV: Tensor, *, temperature: float, seed: int = 0) -> tuple[list[int], list[float]]:
+    """A token of each row, and its log-probability."""
+    num_rows = len(logits_BV)
+    keys_B, no_stop = torch.arange(num_rows) + seed, torch.tensor([-1])
+    if native is None:
+        decoding = Decoding(
+            keys_B=keys_B,
+            temperature_B=torch.full((num_rows,), temperature),
+            top_p_B=torch.ones(num_rows),
+            top_k_B=torch.zeros(num_rows, dtype=torch.int64),
+        )
+        tokens_B, logps_B = draw(logits_BV, torch.zeros_like(keys_B), decoding, is_truncated=False)
+        return tokens_B.tolist(), logps_B.tolist()
+    state = RowState.empty(torch.device("cpu"))
+    state.reserve(num_rows, 2)
+    state.keys_R[:], state.temperature_R[:], state.end_R[:] = keys_B, temperature, 9
+    native.draw(logits_BV.clone(), state, no_stop, num_running=num_rows)
+    return state.tokens_RT[:, 1].tolist(), state.logps_RT[:, 1].tolist()
+
+
+def near_ties(vocab_size: int, *, ulps: int) -> tuple[Tensor, list[int]]:
+    """Rows whose largest logit is `ulps` steps of a float32 above all others before and after it, from 1e-30 to 1e30 and of both signs."""
+    rows, winners = [], []
+    for i, size in enumerate([1e-30, 1e-9, 3e-4, 0.3, 1.0, 12.0, 1e3, 1e6, 1e30]):
+        for value in (size, -size):
+            row_V = torch.full((vocab_size,), value)
+            winner = (1 + 37 * i) % vocab_size
+            for _ in range(ulps):
+                row_V[winner] = torch.nextafter(row_V[winner], torch.tensor(math.inf))
+            rows.append(row_V)
+            winners.append(winner)
+    return torch.stack(rows), winners
+
+
+@pytest.mark.parametrize("ulps", [1, 3])
+def test_greedy_takes_the_largest_logit_however_near_the_others_are(native: NativeStep | None, ulps: int) -> None:
+    logits_BV, winners = near_ties(VOCAB_SIZE, ulps=ulps)
+    assert drawn(native, logits_BV, temperature=0.0)[0] == winners == logits_BV.argmax(-1).tolist()
+
+
+def test_greedy_takes_the_first_of_equal_logits(native: NativeStep | None) -> None:
+    logits_BV = torch.zeros(2, VOCAB_SIZE)
+    logits_BV[1, [70, 20, 100]] = 5.0
+    assert drawn(native, logits_BV, temperature=0.0)[0] == [0, 20]
+
+
+def test_the_penalty_decides_a_near_tie(native: NativeStep | None) -> None:
+    """The larger of two neighbours has been said: over 1.01 it is the smaller."""
+    logits_BV = torch.zeros(1, VOCAB_SIZE)
+    logits_BV[0, 9], logits_BV[0, 4] = 1.0, torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    assert drawn(native, logits_BV, temperature=0.0)[0] == [4]
+    penalised_BV = penalise(logits_BV, torch.tensor([[4]]), torch.tensor([1.01]))
+    assert drawn(native, penalised_BV, temperature=0.0)[0] == [9]
+
+
+@pytest.mark.parametrize("temperature", [1e-12, 1e-38])
+def test_a_tiny_temperature_is_greedy_and_sure_of_it(native: NativeStep | None, temperature: float) -> None:
+    """One step at 0.3 is a gap of 3e-8, thousands of times the temperature, though the quotients may round to one number or to infinity."""
+    logits_BV, winners = near_ties(VOCAB_SIZE, ulps=1)
+    is_apart = [bool(row.max() - row.min() > 100 * temperature) for row in logits_BV]
+    tokens, logps = drawn(native, logits_BV, temperature=temperature)
+    assert sum(is_apart) >= 12
+    for token, logp, winner, apart in zip(tokens, logps, winners, is_apart, strict=True):
+        assert not apart or (token, logp) == (winner, 0.0)
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.6, 1.0, 2.0])
+def test_a_tokens_log_prob_is_that_of_the_softmax_in_float64(native: NativeStep | None, temperature: float) -> None:
+    logits_BV = 5 * torch.randn(200, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
+    tokens, logps = drawn(native, logits_BV, temperature=temperature)
+    wanted_BV = torch.log_softmax(logits_BV.double() / temperature, -1)
+    wanted_B = wanted_BV.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(logps).double(), wanted_B, atol=1e-5, rtol=1e-6)
+
+
+def test_a_model_of_tiny_logits_answers_greedily_as_in_torch(tmp_path: Path) -> None:
+    """Of logits below 1e-8 the exponential of every one is 1."""
+    model = load(tmp_path, is_tied=False)
+    model.head *= 1e-9
+    compiled, plain = sample(model, native_of(model), temperature=0.0), sample(model, None, temperature=0.0)
+    assert [e.token_ids for e in compiled] == [e.token_ids for e in plain]
+    assert {t for e in plain for t in e.token_ids} != {0}

@@ -56,7 +56,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     logits_BV = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
 
     def kept(top_p: float) -> list[int]:
-        out_BV = truncate(logits_BV, torch.tensor([0]), torch.tensor([top_p]))
+        out_BV = truncate(logits_BV, torch.ones(1), torch.tensor([0]), torch.tensor([top_p]))
         return out_BV[0].isfinite().nonzero()[:, 0].tolist()
 
     assert [kept(p) for p in (0.4, 0.6, 0.9, 0.96, 1.0)] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
@@ -64,13 +64,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
 
 def test_top_p_works_on_what_top_k_left() -> None:
     logits_BV = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    out_BV = truncate(logits_BV, torch.tensor([2]), torch.tensor([0.5]))  # 0.4 of 0.7 is more than half
+    out_BV = truncate(logits_BV, torch.ones(1), torch.tensor([2]), torch.tensor([0.5]))  # 0.4 of 0.7 is more than half
     assert out_BV[0].isfinite().tolist() == [True, False, False, False]
 
 
 def test_truncation_is_row_by_row_and_knows_off() -> None:
     logits_BV = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).repeat(3, 1)
-    out_BV = truncate(logits_BV, torch.tensor([0, 1, 3]), torch.tensor([1.0, 1.0, 1.0]))
+    out_BV = truncate(logits_BV, torch.ones(3), torch.tensor([0, 1, 3]), torch.ones(3))
     assert out_BV.isfinite().tolist() == [[True] * 4, [False, True, False, False], [False, True, True, True]]
     assert torch.equal(out_BV[0], logits_BV[0])
 
@@ -80,6 +80,22 @@ def test_cut_tokens_are_never_drawn() -> None:
     tokens_B, logps_B = draw(logits_BV, torch.zeros(5000, dtype=torch.int64), decoding(5000, top_k=3), is_truncated=True)
     assert (logits_BV.topk(3).indices == tokens_B[:, None]).any(-1).all()
     assert logps_B.isfinite().all()
+
+
+def test_top_k_keeps_the_largest_logits_where_their_probabilities_round_to_one_number() -> None:
+    """Near 3e8 neighbouring float32 numbers are 32 apart, so that less 3e8 the other four are the same."""
+    logits_BV = torch.tensor([[3e8, 1.0, 3.0, 2.0, 3.0]])
+    for top_k, kept in ((2, [0, 2]), (3, [0, 2, 4]), (4, [0, 2, 3, 4])):
+        out_BV = truncate(logits_BV, torch.ones(1), torch.tensor([top_k]), torch.ones(1))
+        assert out_BV[0].isfinite().nonzero()[:, 0].tolist() == kept
+
+
+def test_top_p_adds_up_a_large_vocabulary_exactly() -> None:
+    """Of 2^18 equal tokens a quarter is 2^16, one more or less; in float32 the sum goes astray."""
+    out_BV = truncate(torch.zeros(1, 1 << 18), torch.ones(1), torch.tensor([0]), torch.tensor([0.25]))
+    assert int(out_BV.isfinite().sum()) == 1 << 16
+    out_BV = truncate(torch.zeros(1, 200_000), torch.ones(1), torch.tensor([0]), torch.tensor([0.9]))
+    assert int(out_BV.isfinite().sum()) == pytest.approx(180_000, abs=1)
 
 
 def test_greedy_ignores_truncation_and_reports_temperature_one() -> None:

@@ -1,0 +1,36 @@
+"""From what a user types to the folder of an artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from klear_core.artifacts import MANIFEST, read_manifest
+from klear_core.errors import ArtifactError
+from klear_core.store import LocalStore
+
+
+def find_artifact(which: str, root: Path) -> Path:
+    """The folder of an artifact: `which` is that folder, a stage or a kind (its newest), or the first digits of a fingerprint.
+
+    ArtifactError lists the stages that have one.
+    """
+    if (Path(which) / MANIFEST).is_file():
+        return Path(which)
+    folders = LocalStore(root / "artifacts").folders()
+    stages = {folder: _stage_of(folder) for folder in folders}
+    by_fingerprint = [f for f in folders if f.name.startswith(which)]
+    by_stage = [f for f in folders if stages[f] == which]
+    by_kind = [f for f in folders if f.parent.name == which]
+    hits = by_fingerprint or by_stage or by_kind
+    if not hits:
+        there = ", ".join(sorted(set(stages.values()))) or "none"
+        raise ArtifactError(f"no artifact {which!r} under {root}; stages that have one there: {there}")
+    return max(hits, key=lambda folder: (folder / MANIFEST).stat().st_mtime)
+
+
+def _stage_of(folder: Path) -> str:
+    """The name of the stage that made an artifact; its kind if the manifest is damaged, which whoever opens it will say."""
+    try:
+        return read_manifest(folder).stage
+    except ArtifactError:
+        return folder.parent.name

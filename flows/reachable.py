@@ -1,0 +1,118 @@
+"""Checks, in a command's first second, that the servers named by the environment answer.
+
+Without them a wrong address is told after minutes of retries, or with pages of traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import typer
+
+from klear_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+
+TOLD_AFTER_S = 1.0
+GIVE_UP_AFTER_S = 5.0
+"""A healthy server on a busy machine may need more than a second."""
+
+
+def check_prefect() -> None:
+    """Raise ConfigError unless PREFECT_API_URL is unset, or names a Prefect API that answers."""
+    url = os.environ.get("PREFECT_API_URL")
+    if not url:
+        return
+    remedy = "start that server, or unset PREFECT_API_URL to run with a server of its own"
+    reply = check_endpoint(url, "PREFECT_API_URL", path="/health", remedy=remedy)
+    if reply.is_success and "html" in reply.headers.get("content-type", ""):  # the UI answers every path outside /api with its page
+        raise ConfigError(f"PREFECT_API_URL: {_host_of(url)} answers with a web page; the API's address usually ends in /api")
+
+
+def check_endpoint(url: str, what: str, *, path: str, remedy: str) -> httpx.Response:
+    """Return the reply to a GET of `path` below `url`; ConfigError in `what`'s name if there is none soon, or one of another service.
+
+    Neither passwords nor keys are sent, so the certificate is not verified either: both are left to the server's real client, which
+    has its own settings for them. "Not authorized" therefore counts as an answer. Messages name the host only.
+    """
+    import httpx
+
+    try:
+        address = httpx.URL(url).copy_with(username=None, password=None)
+    except (httpx.InvalidURL, ValueError) as e:
+        raise ConfigError(f"{what}: not a valid address") from e
+    if address.scheme not in ("http", "https") or not address.host:
+        raise ConfigError(f"{what}: not an http or https address")
+    target = address.copy_with(raw_path=(address.path.rstrip("/") + path).encode())
+
+    def ask() -> httpx.Response:
+        return httpx.get(target, timeout=GIVE_UP_AFTER_S, verify=False)  # noqa: S501  nothing secret is sent
+
+    host = _host_of(url)
+    try:
+        reply = _soon(ask, f"{what}: {host}")
+    except (httpx.HTTPError, TimeoutError) as e:
+        raise ConfigError(f"{what}: {host} does not answer ({_reason(e)}); {remedy}") from e
+    if reply.status_code == httpx.codes.NOT_FOUND or reply.is_server_error:
+        raise ConfigError(f"{what}: {host} answers {reply.status_code} {reply.reason_phrase} to {path}; {remedy}")
+    return reply
+
+
+def check_port(host: str, port: int, what: str, *, remedy: str) -> None:
+    """Raise ConfigError in `what`'s name unless a TCP connection can be made soon."""
+
+    def connect() -> None:
+        socket.create_connection((host, port), timeout=GIVE_UP_AFTER_S).close()
+
+    try:
+        _soon(connect, f"{what}: {host}:{port}")
+    except OSError as e:
+        raise ConfigError(f"{what}: {host}:{port} does not answer ({_reason(e)}); {remedy}") from e
+
+
+def _soon(ask: Callable[[], T], who: str) -> T:
+    """Return what `ask` returns, or TimeoutError. In a thread, because no timeout of a socket bounds a name look-up."""
+    answers: list[T] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            answers.append(ask())
+        except Exception as e:  # noqa: BLE001  raised again below, in the caller's thread
+            errors.append(e)
+
+    thread = threading.Thread(target=work, name="reachable", daemon=True)
+    thread.start()
+    thread.join(TOLD_AFTER_S)
+    if thread.is_alive():
+        typer.echo(f"{who} has not answered yet; waiting for {GIVE_UP_AFTER_S - TOLD_AFTER_S:.0f} s more", err=True)
+        thread.join(GIVE_UP_AFTER_S - TOLD_AFTER_S)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer within {GIVE_UP_AFTER_S:.0f} s")
+    return answers[0]
+
+
+def _host_of(url: str) -> str:
+    """Return host and port, without the user name and password that an address may hold."""
+    import httpx
+
+    address = httpx.URL(url)
+    return f"{address.host}:{address.port}" if address.port else address.host
+
+
+def _reason(error: Exception) -> str:
+    """Return the error's text where it cannot hold the address, its type otherwise."""
+    import httpx
+
+    if isinstance(error, (OSError, httpx.ConnectError)):
+        return str(error) or type(error).__name__
+    return type(error).__name__
