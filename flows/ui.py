@@ -26,6 +26,7 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
     Where MLFLOW_TRACKING_URI names a server, runs are tracked there, and only Prefect's is started.
     """
     from flows.launch import prepare_environment
+    from tasks.mlflow_database import database_file, ensure_database
     from tasks.tracking import tracking_uri
 
     if not root.is_dir():
@@ -33,6 +34,9 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
     workspace = WorkspaceConfig(root=str(root))
     prepare_environment(workspace)
     store = tracking_uri(workspace)
+    file = database_file(store)
+    if file is not None:
+        ensure_database(file)  # MLflow's server would make it in place, and leave half of it where it is stopped
     wanted = [_prefect(prefect_port)] if store.startswith("http") else [_prefect(prefect_port), _mlflow(mlflow_port, store)]
     running: list[subprocess.Popen[bytes]] = []
     try:

@@ -29,6 +29,7 @@ from klear_core.errors import ResourceError
 from klear_core.files import file_lock
 from klear_core.metrics import read_metrics
 from klear_core.plan import workspace_root
+from tasks.mlflow_database import database_file, ensure_database
 from tasks.run_info import RunInfo
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def end_pipeline(info: RunInfo, status: RunStatus) -> None:
 def _open_stage(info: RunInfo, job: Job, fingerprint: str, inputs: Sequence[InputRecord]) -> StageRun:
     uri = tracking_uri(info.workspace)
     with file_lock(workspace_root(info.workspace) / "mlflow" / ".lock", on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
-        client = _client(uri)  # the first use migrates the database, which two processes must not do at once
+        client = _client(uri)
         experiment_id = _experiment(client, info.workspace)
         links = {"prefect.flow_run_id": info.run_id} | ({"prefect.flow_run_url": info.run_url} if info.run_url else {})
         links |= {"mlflow.note.content": f"[Prefect run]({info.run_url})"} if info.run_url else {}
@@ -196,8 +197,9 @@ def _client(uri: str) -> MlflowClient:
     for noisy in ("mlflow", "alembic"):  # after the import, which sets its own levels
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
-    if uri.startswith("sqlite:///"):
-        Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    file = database_file(uri)
+    if file is not None:
+        ensure_database(file)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
