@@ -46,6 +46,9 @@ def run(
     only: Annotated[str | None, typer.Option(help="Run this stage alone, on the artifacts that exist.")] = None,
     from_: Annotated[str | None, typer.Option("--from", help="Start at this stage; what comes before must exist.")] = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
+    rerun_from: Annotated[
+        str | None, typer.Option("--rerun-from", help="Make this stage and all that follows from it again, though nothing has changed.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and stop.")] = False,
 ) -> None:
     """Run the pipeline; what is already there is reused, what was killed goes on where it was.
@@ -57,19 +60,21 @@ def run(
     klear run configs/laptop --until curate --set 'curate.sources=["problems.jsonl"]'
     """
     from flows import console
-    from klear_core.plan import select_stages, stages_of
+    from klear_core.plan import select_stages, stages_again, stages_of
     from klear_core.preflight import require_ready
 
     config = load_profile(profile_folder(profile), overrides or [])
-    chosen = select_stages(stages_of(config), only=only, from_=from_, until=until)
+    stages = stages_of(config)
+    chosen = select_stages(stages, only=only, from_=from_, until=until)
+    again = stages_again(stages, rerun_from, chosen)
     if dry_run:
-        console.show_plan(config, chosen)
+        console.show_plan(config, chosen, again=again)
         return
-    require_ready(config, chosen)  # known now, not in seconds
+    require_ready(config, chosen, again=again)  # known now, not in seconds
     with _watched(config.workspace) as watcher:
         from flows.pipeline import run_pipeline
 
-        result = run_pipeline(config, only=only, from_=from_, until=until)
+        result = run_pipeline(config, only=only, from_=from_, until=until, rerun_from=rerun_from)
     console.show_result(config, result, num_made=watcher.num_made)
 
 
@@ -101,7 +106,11 @@ def ablate(
 
         def run_cell(cell: Cell) -> RunResult:
             watcher.console.print(f"[bold]{cell}[/]")
-            return grid.run_in_pipeline(configs[cell])
+            try:
+                return grid.run_in_pipeline(configs[cell])
+            except KlearError as e:
+                watcher.console.print(f"[red]error:[/] {_escaped(str(e))}", soft_wrap=True)  # the others go on
+                raise
 
         table = grid.run_grid(cfg, run_cell)
     grid.write_table(table, workspace_root(first.workspace) / "ablations", file.stem)
@@ -109,8 +118,13 @@ def ablate(
 
 
 @app.command()
-def plan(profile: Profile, overrides: Overrides = None) -> None:
-    """Validate a profile and show what a run would do: stages, reuse, tokens, memory. Runs nothing.
+def plan(
+    profile: Profile,
+    overrides: Overrides = None,
+    with_config: Annotated[bool, typer.Option("--config", help="Print all settings below, defaults included.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Read artifacts byte by byte; without, names and sizes are compared.")] = False,
+) -> None:
+    """Validate a profile and show what a run would do: stages, reuse, damage, tokens, memory. Runs nothing.
 
     klear plan configs/klear_8b
 
@@ -118,7 +132,8 @@ def plan(profile: Profile, overrides: Overrides = None) -> None:
     """
     from flows import console
 
-    console.show_plan(load_profile(profile_folder(profile), overrides or []))
+    config = load_profile(profile_folder(profile), overrides or [])
+    console.show_plan(config, checked_by="content" if check else "size", with_config=with_config)
 
 
 @app.command()
@@ -134,13 +149,13 @@ def doctor() -> None:
 
 @app.command()
 def show(
-    artifact: Annotated[str, typer.Argument(help="A folder, a fingerprint or its first digits, or a stage or kind (its newest).")],
+    artifact: Annotated[str, typer.Argument(help="A stage or a kind (its newest), a fingerprint or its first digits, or a folder.")],
     root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
     num_records: Annotated[int, typer.Option("--records", min=0, help="Records to print of each table.")] = 2,
 ) -> None:
     """Show an artifact: manifest, ledger, first records.
 
-    klear show evaluate_sft
+    klear show evaluate_sft --root /data/klear
 
     klear show 3f2a91 --records 5
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +17,17 @@ from rich.table import Table
 from flows.launch import LOGGERS
 from flows.own_server import is_own
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.errors import ConfigError, DataError
+from klear_core.errors import ConfigError, DataError, KlearError
+from tasks.interrupts import is_interrupt
 
 if TYPE_CHECKING:
     from flows.execute import PipelineResult
     from klear_core.artifacts import ArtifactRef
+    from klear_core.plan import StagePlan
     from klear_core.report.inputs import ReportInputs
+    from klear_core.store import CheckedBy
     from klear_core.verify.judge_file import JudgeSummary
+    from tasks.task import Attempt
 
 _MAX_COUNTS = 4
 _MAX_BAD_ROWS = 5
@@ -81,14 +85,26 @@ class RunConsole:
         self._end_bar()
         self.num_made += not was_reused
         mark, when = ("[dim]=[/]", "reused") if was_reused else ("[green]✓[/]", f"{wall_s:.1f} s")
-        counts = ", ".join(f"{name} {value:,.6g}" for name, value in list(ref.counts.items())[:_MAX_COUNTS])
-        line = f"  {mark} {stage:<17}{when:>9}  [dim]{ref.fingerprint[:8]}[/]  {escape(counts)}"
-        self.console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+        counts = [f"{name} {value:,.6g}" for name, value in ref.counts.items()]
+        if self.console.is_terminal:
+            line = self._done_line(mark, stage, when, ref, counts[:_MAX_COUNTS])
+            self.console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+        else:  # a log file has no right edge
+            self.console.print(self._done_line(mark, stage, when, ref, counts), soft_wrap=True)
 
-    def stage_failed(self, stage: str) -> None:
-        """One line; the error itself follows."""
+    @staticmethod
+    def _done_line(mark: str, stage: str, when: str, ref: ArtifactRef, counts: Sequence[str]) -> str:
+        return f"  {mark} {stage:<17}{when:>9}  [dim]{ref.fingerprint[:8]}[/]  {escape(', '.join(counts))}"
+
+    def stage_failed(self, stage: str, error: BaseException, attempt: Attempt) -> None:
+        """One line: the reason where there are several tries, and when the next one comes. The last error follows in full."""
         self._end_bar()
-        self.console.print(f"  [red]✗[/] {stage}")
+        line = f"  [red]✗[/] {stage}"
+        if attempt.of > 1 and not is_interrupt(error):
+            line += f" (attempt {attempt.number} of {attempt.of}): {escape(_first_line(error))}"
+        if attempt.next_in_s is not None:
+            line += f"; next attempt in about {attempt.next_in_s:.0f} s"
+        self.console.print(line, soft_wrap=True)
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -103,8 +119,24 @@ class RunConsole:
             self._progress.stop()
 
 
-def show_plan(config: PipelineConfig, chosen: Collection[str] | None = None) -> None:
-    """Which of the chosen stages (None: all) would run or be reused and why, what they cost, what is missing; and the resolved config."""
+def _first_line(error: BaseException) -> str:
+    """The start of an error's message, with its type if it is none of ours."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0] if isinstance(error, KlearError) else f"{type(error).__name__}: {lines[0]}"
+
+
+def show_plan(
+    config: PipelineConfig,
+    chosen: Collection[str] | None = None,
+    *,
+    again: Collection[str] = (),
+    checked_by: CheckedBy = "size",
+    with_config: bool = False,
+) -> None:
+    """Print which of the chosen stages (None: all) would run or be reused and why, what they cost, and what is missing.
+
+    `checked_by` says how closely artifacts are looked at; `with_config` adds all settings, defaults included.
+    """
     from klear_core.config.base import config_digest
     from klear_core.estimate import estimate
     from klear_core.plan import plan_stages
@@ -112,20 +144,16 @@ def show_plan(config: PipelineConfig, chosen: Collection[str] | None = None) -> 
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{config.name}[/] seed {config.seed}, config {config_digest(config)}, valid")
-    console.print_json(config.model_dump_json())
-    missing = problems_with(config, chosen)
+    missing = problems_with(config, chosen, again=again)
     try:
-        plans = plan_stages(config, chosen)
+        plans = plan_stages(config, chosen, again=again, checked_by=checked_by)
     except ConfigError as e:
         if not missing:
             raise
         console.print(f"[yellow]which stages would run cannot be told yet:[/] {escape(str(e))}")
         plans = []
     if plans:
-        table = Table("stage", "does", "artifact", "why", box=None)
-        for plan in plans:
-            table.add_row(plan.stage, plan.action, plan.fingerprint[:8], escape(plan.why))
-        console.print(table)
+        console.print(_plan_table(plans))
     costs = Table("stage", "tokens, at most", "memory", "what", box=None)
     for row in estimate(config, chosen):
         tokens = "not known yet" if row.max_tokens is None else f"{row.max_tokens:,}"
@@ -134,24 +162,34 @@ def show_plan(config: PipelineConfig, chosen: Collection[str] | None = None) -> 
     console.print(costs)
     for problem in missing:
         console.print(f"[yellow]before you run:[/] {escape(problem)}")
+    if with_config:
+        console.print_json(config.model_dump_json())
+
+
+def _plan_table(plans: Sequence[StagePlan]) -> Table:
+    table = Table("stage", "does", "artifact", "why", box=None)
+    for plan in plans:
+        does = f"[red]{plan.action}[/]" if plan.action == "damaged" else plan.action
+        table.add_row(plan.stage, does, plan.fingerprint[:8], escape(plan.why))
+    return table
 
 
 def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int) -> None:
-    """The score table, the report's path, and how to look closer."""
-    console = Console(highlight=False, soft_wrap=True)
-    if "report" in result.refs:
-        from klear_core.report.terminal import score_table
+    """Print the scores that there are, warnings, the report's path, and how to look closer."""
+    from klear_core.report.terminal import score_table
 
-        console.print()
-        console.print(score_table(_report_inputs(config, result)))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print()
+    console.print(score_table(_report_inputs(config, result), with_claims="report" in result.refs))
     if num_made == 0:
         console.print("\nall stages reused: nothing has changed since the last run")
+    console.print()
     if result.report is not None:
-        console.print(f"\nreport   {_short(result.report)}")
+        console.print(f"report   {_short(result.report)}")
     root = config.workspace.root
     if is_own(os.environ.get("PREFECT_API_URL", "")):  # a server that the user named shows the run already
         console.print(f"open     klear ui --root {root}      Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000")
-    shown = "sft" if "sft" in result.refs else list(result.refs.values())[-1].kind
+    shown = "sft" if "sft" in result.refs else list(result.refs)[-1]
     console.print(f"inspect  klear show {shown} --root {root}")
 
 
@@ -168,8 +206,27 @@ def _report_inputs(config: PipelineConfig, result: PipelineResult) -> ReportInpu
     info = RunInfo(
         workspace=config.workspace, run_id=result.flow_run_id, run_name=config.name, stage="report", started_at=datetime.now(UTC)
     )
-    refs: Mapping[str, ArtifactRef] = {name: ref for name, ref in result.refs.items() if name != "report"}
-    return report_inputs(info, ReportJob.of(config), refs)
+    return report_inputs(info, ReportJob.of(config), _refs_to_show(config, result))
+
+
+def _refs_to_show(config: PipelineConfig, result: PipelineResult) -> Mapping[str, ArtifactRef]:
+    """The run's stages but the report, in order; where models were scored, also the scores of the others that exist."""
+    from klear_core.plan import fingerprints_of, open_store, stages_of
+    from tasks.report import EVALUATION
+
+    refs = {name: ref for name, ref in result.refs.items() if name != "report"}
+    if "report" in result.refs or not any(name.startswith(EVALUATION) for name in refs):
+        return refs
+    stages, store = stages_of(config), open_store(config.workspace)
+    try:
+        ids = fingerprints_of(stages, config.workspace)
+    except ConfigError:  # a source of some other stage is gone, so nobody can say which scores are of these settings
+        return refs
+    for name, own in ids.items():
+        if name.startswith(EVALUATION) and name not in refs and not store.damage(own.kind, own.fingerprint):
+            found = store.find(own.kind, own.fingerprint)
+            refs |= {name: found} if found is not None else {}
+    return {stage.name: refs[stage.name] for stage in stages if stage.name in refs}
 
 
 def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool) -> None:

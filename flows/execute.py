@@ -20,7 +20,7 @@ from flows.settings import resolve
 from klear_core.artifacts import ArtifactId, ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ArtifactError, KlearError
-from klear_core.plan import Stage, downstream_of, fingerprints_of, open_store, select_stages, stages_of, with_inputs, workspace_root
+from klear_core.plan import Stage, fingerprints_of, open_store, select_stages, stages_again, stages_of, with_inputs, workspace_root
 from klear_core.preflight import require_ready
 from tasks import tracking
 from tasks.all import TASKS
@@ -62,7 +62,7 @@ def run_stages(
     show_core_logs()
     stages = stages_of(config)
     chosen = select_stages(stages, only=only, from_=from_, until=until)
-    again = downstream_of(stages, rerun_from) if rerun_from is not None else ()
+    again = stages_again(stages, rerun_from, chosen)
     require_ready(config, chosen, again=again)
     ids = fingerprints_of(with_inputs(stages, {*chosen, *again}), config.workspace)
     info = _run_info(config, _this_flow_run())
@@ -122,8 +122,8 @@ def _existing(workspace: WorkspaceConfig, own: ArtifactId, name: str, *, needed_
     ref = store.find(own.kind, own.fingerprint)
     if ref is None:
         raise ArtifactError(
-            f"stage {needed_by!r} needs {name!r} ({own.kind}/{own.fingerprint}), which these settings have not made yet; "
-            f"run up to it first (until={name!r})"
+            f"stage {needed_by!r} needs {name!r} ({own.kind}/{own.fingerprint}), which is not there for these settings: "
+            f"run up to it first, with --until {name}"
         )
     store.verify(ref)
     return ref

@@ -42,7 +42,9 @@ def pipeline(
     return run_stages(config, only=only, from_=from_, until=until, rerun_from=rerun_from)
 
 
-def run_pipeline(config: PipelineConfig, *, only: str | None = None, from_: str | None = None, until: str | None = None) -> PipelineResult:
+def run_pipeline(
+    config: PipelineConfig, *, only: str | None = None, from_: str | None = None, until: str | None = None, rerun_from: str | None = None
+) -> PipelineResult:
     """Run the pipeline here and now, in this process. Raises the error of the stage that failed."""
     with no_orphans():
-        return pipeline(profile=None, settings=config, only=only, from_=from_, until=until)
+        return pipeline(profile=None, settings=config, only=only, from_=from_, until=until, rerun_from=rerun_from)

@@ -13,6 +13,7 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ConfigError
 from klear_core.plan import fingerprints_of, open_store, stages_of, with_inputs
+from klear_core.store import LocalStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Work:
     """Of the stages whose input files must be there: those chosen, and all that they are made from."""
     benchmarks: Path | None = None
     """The artifact of benchmarks that would be reused."""
+    unmade_inputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Chosen stages, each with those of its inputs, in pipeline order, that are neither there nor chosen."""
 
     @classmethod
     def of(cls, config: PipelineConfig, chosen: Collection[str] | None, again: Collection[str]) -> Work:
@@ -38,10 +41,18 @@ class Work:
             ids = fingerprints_of(needed, config.workspace)
         except (ConfigError, OSError):  # a file is missing, or the workspace cannot be used: to be said with the key
             return cls(config=config, stages=names, files_of=files_of)
-        store = open_store(config.workspace)
+        store = LocalStore(open_store(config.workspace).root, checked_by="size")
         folders = {name: store.folder(own.kind, own.fingerprint) for name, own in ids.items() if name not in again}
-        made = {name: folder for name, folder in folders.items() if folder.is_dir()}
-        return cls(config=config, stages=names.difference(made), files_of=files_of, benchmarks=made.get("benchmarks"))
+        made = {name: folder for name, folder in folders.items() if folder.is_dir() and not store.damage(folder.parent.name, folder.name)}
+        there = names | made.keys()
+        unmade = ((s.name, tuple(n.name for n in needed if n.name in s.inputs.values() and n.name not in there)) for s in needed)
+        return cls(
+            config=config,
+            stages=names.difference(made),
+            files_of=files_of,
+            benchmarks=made.get("benchmarks"),
+            unmade_inputs=tuple((name, missing) for name, missing in unmade if name in names and missing),
+        )
 
     @property
     def evaluates(self) -> bool:

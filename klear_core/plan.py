@@ -23,7 +23,7 @@ from klear_core.config.base import result_settings
 from klear_core.config.jobs import BaseJob, BenchmarksJob, CurateJob, DistillJob, EvaluateJob, Job, ReportJob, RlJob, SftJob
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ArtifactError, ConfigError
-from klear_core.store import LocalStore
+from klear_core.store import CheckedBy, LocalStore
 
 CODE_VERSIONS = {"benchmarks": 1, "curate": 1, "base": 1, "distill": 2, "sft": 3, "rl": 6, "evaluate": 4, "report": 1}
 """By kind. Raise a number when a change of code changes that stage's result: then it runs again, and what follows from it."""
@@ -54,9 +54,10 @@ class StagePlan:
     stage: str
     kind: str
     fingerprint: str
-    action: Literal["run", "reuse"]
+    action: Literal["run", "reuse", "damaged"]
+    """A damaged artifact is set aside by a run, and made again."""
     why: str
-    """For `run`: how it differs from the nearest artifact of its kind."""
+    """For `run`: how it differs from the nearest artifact of its kind. For `damaged`: what is wrong with it."""
 
 
 def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
@@ -114,6 +115,19 @@ def downstream_of(stages: Sequence[Stage], which: str) -> tuple[str, ...]:
     return tuple(s.name for s in stages if s.name in found)
 
 
+def stages_again(stages: Sequence[Stage], rerun_from: str | None, chosen: Collection[str]) -> tuple[str, ...]:
+    """Return the stages to make again although they are there: `rerun_from` and all that follows from it; None names none.
+
+    ConfigError if `rerun_from` is not among the stages to run, for then it would be taken away and not be made.
+    """
+    if rerun_from is None:
+        return ()
+    again = downstream_of(stages, rerun_from)
+    if not set(again[:1]) <= set(chosen):
+        raise ConfigError(f"rerun from {rerun_from!r}: it is not among the stages to run, which are {', '.join(chosen)}")
+    return again
+
+
 def fingerprints_of(stages: Sequence[Stage], workspace: WorkspaceConfig) -> dict[str, ArtifactId]:
     """What each stage's artifact is called, by stage name, before anything has run."""
     ids: dict[str, ArtifactId] = {}
@@ -147,26 +161,38 @@ def open_store(workspace: WorkspaceConfig) -> LocalStore:
     return LocalStore(workspace_root(workspace) / "artifacts", checked_by=workspace.check_artifacts)
 
 
-def plan_stages(config: PipelineConfig, chosen: Collection[str] | None = None) -> list[StagePlan]:
-    """Which of the chosen stages (None: of all) a run would reuse, which it would run, and why. Runs nothing, verifies nothing."""
+def plan_stages(
+    config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = (), checked_by: CheckedBy = "size"
+) -> list[StagePlan]:
+    """Return which of the chosen stages (None: all) a run would reuse, which it would run, and why. Runs nothing.
+
+    `again` names stages that are asked to be made anew. Artifacts are compared with their manifests by name and size, or byte by byte
+    if `checked_by` says so.
+    """
     stages = stages_of(config)
     names = {s.name for s in stages} if chosen is None else chosen
     ids = fingerprints_of(with_inputs(stages, names), config.workspace)
-    store = open_store(config.workspace)
-    return [_plan_one(stage, ids, config.workspace, store) for stage in stages if stage.name in names]
+    store = LocalStore(open_store(config.workspace).root, checked_by=checked_by)
+    asked = dict.fromkeys(again, "asked to be made again")
+    return [_plan_one(stage, ids, config.workspace, store, asked.get(stage.name, "")) for stage in stages if stage.name in names]
 
 
-def _plan_one(stage: Stage, ids: Mapping[str, ArtifactId], workspace: WorkspaceConfig, store: LocalStore) -> StagePlan:
+def _plan_one(stage: Stage, ids: Mapping[str, ArtifactId], workspace: WorkspaceConfig, store: LocalStore, asked: str) -> StagePlan:
+    """`asked` is why the stage runs although its artifact may be there; empty if it need not."""
     own = ids[stage.name]
-    is_there = (store.folder(own.kind, own.fingerprint)).is_dir()
-    if is_there:
-        why = "already made"
+    action: Literal["run", "reuse", "damaged"] = "run"
+    if asked:
+        why = asked
+    elif store.folder(own.kind, own.fingerprint).is_dir():
+        damage = store.damage(own.kind, own.fingerprint)
+        action = "damaged" if damage else "reuse"
+        why = f"{damage}; a run sets it aside and makes it again" if damage else "already made"
     elif store.is_begun(own.kind, own.fingerprint):
         why = "goes on from an unfinished attempt"
     else:
         records = input_records(stage.job, {role: ids[name] for role, name in stage.inputs.items()}, workspace)
         why = _why(stage, records, [m for m in _manifests(store, stage.kind) if m.stage == stage.name])
-    return StagePlan(stage=stage.name, kind=own.kind, fingerprint=own.fingerprint, action="reuse" if is_there else "run", why=why)
+    return StagePlan(stage=stage.name, kind=own.kind, fingerprint=own.fingerprint, action=action, why=why)
 
 
 def _manifests(store: LocalStore, kind: str) -> Iterator[Manifest]:

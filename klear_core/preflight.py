@@ -48,6 +48,12 @@ def problems_with(config: PipelineConfig, chosen: Collection[str] | None = None,
     return list(dict.fromkeys(problem for check in _CHECKS for problem in check(work)))
 
 
+def _input_problems(work: Work) -> Iterator[str]:
+    for stage, missing in work.unmade_inputs:
+        named = " and ".join(map(repr, missing))
+        yield f"stage {stage!r} needs {named}, not there or not whole for these settings: run up to that first, with --until {missing[-1]}"
+
+
 def _file_problems(work: Work) -> Iterator[str]:
     for stage, where, source in work.sources():
         if stage in work.files_of and isinstance(source, FileSource) and not Path(source.path).is_file():
@@ -267,6 +273,7 @@ def _num_heads(model: ModelConfig) -> int | None:
 
 
 _CHECKS = (
+    _input_problems,
     _file_problems,
     _source_problems,
     _benchmark_problems,

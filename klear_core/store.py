@@ -85,6 +85,16 @@ class LocalStore:
             return None
         return ref
 
+    def damage(self, kind: str, fingerprint: str) -> str:
+        """Say what is wrong with an artifact, paths relative to it; empty if it is intact or not there. Changes nothing."""
+        try:
+            ref = self.find(kind, fingerprint)
+            if ref is not None:
+                self.verify(ref)
+        except ArtifactError as e:
+            return str(e).replace(f"{self.folder(kind, fingerprint)}/", "")
+        return ""
+
     def is_begun(self, kind: str, fingerprint: str) -> bool:
         """Whether an earlier attempt left work to go on from."""
         return self.workdir(kind, fingerprint).is_dir()

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from klear_core.artifacts import ArtifactRef
+    from tasks.task import Attempt
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ class Console(Protocol):
     def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
         """A stage has its artifact."""
 
-    def stage_failed(self, stage: str) -> None:
-        """The running stage ended without an artifact; the error follows."""
+    def stage_failed(self, stage: str, error: BaseException, attempt: Attempt) -> None:
+        """The running stage ended without an artifact; it is tried again if `attempt` says when."""
 
 
 class SilentConsole:
@@ -45,7 +46,7 @@ class SilentConsole:
     def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
         """Ignore."""
 
-    def stage_failed(self, stage: str) -> None:
+    def stage_failed(self, stage: str, error: BaseException, attempt: Attempt) -> None:
         """Ignore."""
 
 

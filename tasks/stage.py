@@ -20,6 +20,7 @@ from tasks.prefect_view import show_in_prefect
 from tasks.progress import PrefectProgress, console
 from tasks.provenance import code_commit, versions
 from tasks.run_info import RunInfo
+from tasks.task import this_attempt
 
 if TYPE_CHECKING:
     from klear_core.store import LocalSlot
@@ -52,9 +53,10 @@ def run_stage(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: 
         log.info("%s: attempt %d in %s", info.stage, slot.attempt, slot.workdir)
         try:
             ref = _build(info, job, inputs, body, slot)
-        finally:
+        except BaseException as e:
             if slot.ref is None:
-                console().stage_failed(info.stage)
+                console().stage_failed(info.stage, e, this_attempt(e))
+            raise
         log.info("%s: made %s in %.1f s", info.stage, ref.path, time.monotonic() - started)
         console().stage_done(info.stage, ref, was_reused=False, wall_s=time.monotonic() - started)
         return ref

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from prefect import Task, task
@@ -21,6 +22,7 @@ from tasks.run_info import RunInfo
 Inputs = Mapping[str, ArtifactRef]
 StageTask = Task[[RunInfo, Any, Inputs], ArtifactRef]
 
+_FIRST_DELAY_S = 5.0
 _OURS_OR_THE_USERS = (ValidationError, TypeError, AttributeError, NameError, AssertionError, ImportError)
 """Mistakes that a second try repeats."""
 
@@ -33,7 +35,6 @@ def stage_task(function: Callable[[RunInfo, Any, Inputs], ArtifactRef]) -> Stage
     """
     decorate = task(
         task_run_name="{info.stage}",
-        retry_delay_seconds=exponential_backoff(backoff_factor=5),
         retry_jitter_factor=0.5,
         retry_condition_fn=is_worth_a_retry,
         cache_key_fn=cache_key,
@@ -47,6 +48,7 @@ def in_workspace(stage: StageTask, workspace: WorkspaceConfig) -> StageTask:
     """The task with the workspace's patience, and its results kept there: a retry in another process must find them."""
     return stage.with_options(
         retries=workspace.retries,
+        retry_delay_seconds=exponential_backoff(_FIRST_DELAY_S)(workspace.retries),
         timeout_seconds=workspace.timeout_s,
         result_storage=workspace_root(workspace) / "prefect-results",
     )
@@ -54,7 +56,34 @@ def in_workspace(stage: StageTask, workspace: WorkspaceConfig) -> StageTask:
 
 def is_worth_a_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:  # noqa: ARG001  Prefect's signature
     """No for a wrong config, bad data and bugs; yes for what may pass (disk, network, a lost worker)."""
-    error = state.data
+    return _may_pass(state.data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try of a stage, and when the next one comes if this one fails."""
+
+    number: int
+    of: int
+    next_in_s: float | None
+    """Seconds, on average; None if there is no further try."""
+
+
+def this_attempt(error: BaseException) -> Attempt:
+    """Return which try of the current task run `error` ends; outside a task run there is one try."""
+    context = TaskRunContext.get()
+    if context is None:
+        return Attempt(number=1, of=1, next_in_s=None)
+    tries = context.task.retries + 1
+    number = (context.task_run.run_count - 1) % tries + 1  # a flow run that is retried counts on
+    if number == tries or not _may_pass(error):
+        return Attempt(number=number, of=tries, next_in_s=None)
+    delays = context.task.retry_delay_seconds
+    assert isinstance(delays, list), type(delays)
+    return Attempt(number=number, of=tries, next_in_s=delays[number - 1])
+
+
+def _may_pass(error: object) -> bool:
     if isinstance(error, BaseException) and is_interrupt(error):
         return False
     if isinstance(error, KlearError):

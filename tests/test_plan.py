@@ -19,6 +19,7 @@ from klear_core.plan import (
     open_store,
     plan_stages,
     select_stages,
+    stages_again,
     stages_of,
     with_inputs,
 )
@@ -44,6 +45,7 @@ def publish(cfg: PipelineConfig, *names: str) -> None:
             with open_store(cfg.workspace).create(stage.kind, ids[stage.name].fingerprint) as slot:
                 own = {"config": stage.job.model_dump(mode="json"), "result_config": result_settings(stage.job), "inputs": inputs}
                 made_by = {"stage": stage.name, "code_version": CODE_VERSIONS[stage.kind], "created_at": datetime.now(UTC)}
+                (slot.workdir / "data").write_text("1234")
                 slot.publish(manifest(stage.kind, ids[stage.name].fingerprint, **own, **made_by))
 
 
@@ -121,6 +123,44 @@ def test_the_plan_says_that_a_killed_stage_goes_on(tmp_path: Path):
     with open_store(cfg.workspace).create(own.kind, own.fingerprint):
         pass
     assert {p.stage: p.why for p in plan_stages(cfg)}["sft"] == "goes on from an unfinished attempt"
+
+
+def test_a_damaged_artifact_is_planned_as_such_with_what_is_wrong(tmp_path: Path):
+    cfg = config(tmp_path)
+    publish(cfg, "benchmarks", "curate", "base", "distill")
+    ids, store = fingerprints_of(stages_of(cfg), cfg.workspace), open_store(cfg.workspace)
+    folders = {name: store.folder(own.kind, own.fingerprint) for name, own in ids.items()}
+    (folders["benchmarks"] / "data").unlink()
+    (folders["curate"] / "data").write_text("12")
+    (folders["base"] / "data").write_text("1235")
+    plans = {p.stage: (p.action, p.why.partition(";")[0]) for p in plan_stages(cfg)}
+    assert plans["benchmarks"] == ("damaged", "data: missing")
+    assert plans["curate"] == ("damaged", "data: has 2 bytes, the manifest says 4")
+    assert plans["base"] == ("reuse", "already made")  # names and sizes do not show it
+    assert plans["distill"] == ("reuse", "already made")
+    read = {p.stage: p for p in plan_stages(cfg, checked_by="content")}
+    assert read["base"].action == "damaged"
+    assert read["base"].why.startswith("data: altered (SHA-256")
+    assert read["base"].why.endswith("a run sets it aside and makes it again")
+
+
+def test_what_is_asked_again_is_planned_to_run_though_it_is_there(tmp_path: Path):
+    cfg = config(tmp_path)
+    publish(cfg, "benchmarks", "curate", "base", "distill", "sft")
+    stages = stages_of(cfg)
+    again = stages_again(stages, "sft", [s.name for s in stages])
+    plans = {p.stage: (p.action, p.why) for p in plan_stages(cfg, again=again)}
+    assert plans["distill"] == ("reuse", "already made")
+    assert plans["sft"] == ("run", "asked to be made again")
+
+
+def test_nothing_is_made_again_that_is_not_among_the_stages_to_run(tmp_path: Path):
+    stages = stages_of(config(tmp_path))
+    assert stages_again(stages, None, ["rl"]) == ()
+    with pytest.raises(ConfigError, match=r"rerun from 'curate': it is not among the stages to run, which are rl"):
+        stages_again(stages, "curate", ["rl"])
+    with pytest.raises(ConfigError, match="no stage 'train'"):
+        stages_again(stages, "train", ["rl"])
 
 
 def test_stages_are_chosen_by_name_or_kind(tmp_path: Path):

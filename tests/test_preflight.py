@@ -51,7 +51,22 @@ def chosen(config: PipelineConfig, *, only: str | None = None, until: str | None
 def put_artifacts(config: PipelineConfig, *names: str) -> None:
     ids = fingerprints_of(stages_of(config), config.workspace)
     for name in names:
-        open_store(config.workspace).folder(ids[name].kind, ids[name].fingerprint).mkdir(parents=True)
+        own = ids[name]
+        with open_store(config.workspace).create(own.kind, own.fingerprint) as slot:
+            slot.publish(manifest(own.kind, own.fingerprint, stage=name))
+
+
+def test_a_stage_run_alone_names_the_inputs_that_are_not_there_and_the_command_line_that_makes_them(tmp_path: Path) -> None:
+    config = profile(tmp_path)
+    found = problems_with(config, chosen(config, only="rl"))
+    wanted = "stage 'rl' needs 'curate' and 'sft', not there or not whole for these settings: run up to that first, with --until sft"
+    assert found == [wanted]
+    put_artifacts(config, "curate", "sft")
+    assert problems_with(config, chosen(config, only="rl")) == []
+
+
+def test_what_follows_from_chosen_stages_needs_nothing_that_is_there(tmp_path: Path) -> None:
+    assert problems_with(profile(tmp_path), None) == []
 
 
 def test_a_context_that_the_heads_do_not_fit_is_named_with_what_is_allowed() -> None:
@@ -143,6 +158,7 @@ def test_benchmarks_that_are_there_are_counted_like_new_ones(tmp_path: Path) -> 
     ledger = (LedgerStep(step="read_heldout", unit="problem", num_in=96, num_out=96),)
     with open_store(config.workspace).create(own.kind, own.fingerprint) as slot:
         ref = slot.publish(manifest(own.kind, own.fingerprint, ledger=ledger))
+    put_artifacts(config, "base")
     (heldout,) = config.benchmarks
 
     def expecting(num_rows: int) -> PipelineConfig:

@@ -204,4 +204,4 @@ def report_scores(cfg: EvaluateConfig, suite: Sequence[Benchmark], *, seed: int,
     telemetry.log({name: value for report in reports for name, value in metrics_of(report).items()}, step=0)
     counts: dict[str, int | float] = {"problems": sum(r.num_problems for r in reports), "answers": sum(step.num_in for step in ledger)}
     scores = {f"{r.benchmark}_avg_at_{r.num_samples}": round(r.avg.value, 4) for r in reports}
-    return StageSummary(counts=counts | scores, ledger=tuple(ledger), seeds={"evaluate": seed}, notes=lines_of_warning(reports))
+    return StageSummary(counts=scores | counts, ledger=tuple(ledger), seeds={"evaluate": seed}, notes=lines_of_warning(reports))

@@ -17,13 +17,18 @@ from klear_core.report.text import NONE
 _STYLES = {"better": "green", "worse": "red", "not_shown": "yellow", "incomplete": "red", "failed": "red"}
 
 
-def score_table(inputs: ReportInputs) -> RenderableType:
-    """Scores with intervals, the change from model to model, what may be claimed, and what went wrong."""
+def score_table(inputs: ReportInputs, *, with_claims: bool = True) -> RenderableType:
+    """Return scores with intervals, the change from model to model, what may be claimed, and what went wrong.
+
+    `with_claims=False` is for a part of a run: claims are about all its models.
+    """
     facts = read_facts(inputs)
     parts: list[RenderableType] = []
     for bench in benchmark_views(facts):
         parts += [_table(bench), *_unscored(bench)]
-    return Group(*parts, *_claims(headline(facts)), *(_line(n) for n in notices(facts)))
+    if with_claims:
+        parts += _claims(headline(facts))
+    return Group(*parts, *(_line(n) for n in notices(facts)))
 
 
 def _table(bench: BenchmarkView) -> Table:

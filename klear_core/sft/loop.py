@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,7 +106,13 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         step="hold_out", unit="row", num_in=len(store), num_out=len(split.train), dropped={"validation": len(split.validation)}
     )
     ledger = (store.ledger, held_out, _weigh_step(order, num_steps=num_steps, num_rows=len(split.train)))
-    return StageSummary(counts={"steps": num_steps} | counters, ledger=ledger, seeds={"sft": job.seed})
+    return StageSummary(counts=_counts(num_steps, counters), ledger=ledger, seeds={"sft": job.seed})
+
+
+def _counts(num_steps: int, counters: Mapping[str, float]) -> dict[str, int | float]:
+    """The numbers to see first: the result, then the work."""
+    losses = {name: value for name, value in counters.items() if name.endswith("_loss")}
+    return {"steps": num_steps} | losses | {"tokens": int(counters["num_tokens"]), "skipped": int(counters["num_skipped"])}
 
 
 class _Speedometer:

@@ -49,6 +49,16 @@ def test_a_profile_of_the_repository_goes_by_its_name_from_anywhere(klear, tmp_p
     assert planned.out.startswith("smoke seed 0")
 
 
+def test_a_plan_begins_with_its_table_and_fits_on_a_screen(klear, tmp_path):
+    where = ("--set", f"workspace.root={tmp_path / 'ws'}")
+    lines = klear("plan", "smoke", *where).out.splitlines()
+    assert lines[1].split() == ["stage", "does", "artifact", "why"]
+    assert len(lines) < 24
+    with_config = klear("plan", "smoke", "--config", *where).out.splitlines()
+    assert with_config[: len(lines)] == lines
+    assert json.loads("\n".join(with_config[len(lines) :]))["rl"]["num_steps"] == 16
+
+
 def test_a_dry_run_shows_the_plan_and_makes_nothing(klear, tmp_path):
     shown = klear("run", ROOT / "configs/smoke", "--dry-run", "--set", f"workspace.root={tmp_path / 'ws'}")
     assert shown.status == 0
@@ -89,12 +99,12 @@ def workspace(tmp_path: Path) -> Path:
     ]
     with LocalStore(tmp_path / "artifacts").create("curate", "3f2a91aa") as slot:
         write_shard(slot.workdir / "problems" / "00000-of-00001.parquet", problems)
-        slot.publish(manifest("curate", "3f2a91aa"))
+        slot.publish(manifest("curate", "3f2a91aa", stage="curate_rl"))
     return tmp_path
 
 
-@pytest.mark.parametrize("which", ["curate", "3f2a91", "artifacts/curate/3f2a91aa"])
-def test_an_artifact_is_shown_by_kind_by_fingerprint_or_by_folder(klear, workspace, monkeypatch, which):
+@pytest.mark.parametrize("which", ["curate", "curate_rl", "3f2a91", "3f2a91aa", "artifacts/curate/3f2a91aa"])
+def test_an_artifact_is_shown_by_kind_by_stage_by_fingerprint_or_by_folder(klear, workspace, monkeypatch, which):
     monkeypatch.chdir(workspace)
     shown = klear("show", which, "--root", workspace, "--records", 1)
     assert shown.status == 0, shown.err
@@ -113,6 +123,37 @@ def test_an_artifact_goes_by_the_name_of_the_stage_that_made_it_the_newest_of_se
     shown = klear("show", "evaluate_sft", "--root", tmp_path)
     assert (shown.status, shown.out.split()[:2]) == (0, ["evaluate", "2aaaaaaa"])
     assert klear("show", "evaluate", "--root", tmp_path).out.split()[1] == "3aaaaaaa"
+
+
+def test_digits_that_begin_several_fingerprints_name_them_all(klear, tmp_path):
+    for fingerprint, stage in (("aa11", "evaluate_sft"), ("aa22", "evaluate_base")):
+        with LocalStore(tmp_path / "artifacts").create("evaluate", fingerprint) as slot:
+            slot.publish(manifest("evaluate", fingerprint, stage=stage))
+    ended = klear("show", "aa", "--root", tmp_path)
+    assert "'aa' begins several fingerprints: evaluate/aa11, evaluate/aa22" in ended.err
+
+
+def test_an_empty_workspace_has_nothing_to_show(klear, tmp_path):
+    ended = klear("show", "sft", "--root", tmp_path / "none")
+    assert ended.status != 0
+    assert f"there is none at all under {tmp_path / 'none'}" in ended.err
+
+
+@pytest.mark.parametrize(("option", "told"), [("--only", "stage 'rl' needs 'curate' and 'sft'"), ("--from", "needs 'curate' and 'sft'")])
+def test_a_stage_without_its_inputs_is_refused_at_once_with_a_command_line(klear, tmp_path, option, told):
+    ended = klear("run", "smoke", option, "rl", "--set", f"workspace.root={tmp_path / 'ws'}")
+    assert ended.status == 2
+    assert told in ended.err
+    assert "--until sft" in ended.err
+    assert not (tmp_path / "ws").exists()
+
+
+def test_rerun_from_shows_in_the_plan_and_refuses_a_stage_that_is_not_to_run(klear, tmp_path):
+    where = ("--set", f"workspace.root={tmp_path / 'ws'}")
+    shown = klear("run", "smoke", "--dry-run", "--rerun-from", "rl", *where)
+    assert re.findall(r"^ *(\w+) +run +\w+ +asked to be made again", shown.out, re.MULTILINE) == ["rl", "evaluate_rl", "report"]
+    ended = klear("run", "smoke", "--only", "base", "--rerun-from", "curate", *where)
+    assert (ended.status, "rerun from 'curate': it is not among the stages to run" in ended.err) == (2, True)
 
 
 def test_an_artifact_that_is_not_there_is_an_error_that_lists_the_stages(klear, workspace):

@@ -149,13 +149,15 @@ def test_a_teacher_that_goes_away_is_named_and_what_was_done_stays(fresh: Path, 
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
         teacher = f'distill.teacher={{kind="http", base_url="{url}", model="none", runtime={{max_retries=0}}}}'
-        commands.append(run(fresh, SMALL, teacher, "workspace.retries=0", until="distill", log=tmp_path / "log"))
+        commands.append(run(fresh, SMALL, teacher, "workspace.retries=1", until="distill", log=tmp_path / "log"))
         commands[0].until(is_curating)
         server.shutdown()
     assert commands[0].wait() not in (0, 130)
     output = commands[0].output
     assert f"at {url}/chat/completions cannot be reached" in output
     assert is_one_message(output), output
+    assert re.search(r"✗ distill \(attempt 1 of 2\): .*cannot be reached.*; next attempt in about 5 s\n", output), output
+    assert re.search(r"✗ distill \(attempt 2 of 2\): .*cannot be reached.*\n", output), output
     assert {f.parent.name for f in store.folders()} == {"benchmarks", "curate", "base"}
     (report,) = (fresh / "failed").glob("*/report.html")
     assert f"a report of this failed run: {report}" in output

@@ -177,3 +177,13 @@ def test_the_terminal_says_what_the_page_says(run: ReportInputs, width: int) -> 
     assert "SFT: answers not judged, and in no score: 2 of 1,024 (2 timed out)" in text
     assert "GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points, 95 % interval 27.9 to 33.6)." in text
     assert "verify.sandbox is rlimits-only" in text
+
+
+def test_a_part_of_a_run_shows_its_scores_and_claims_nothing(run: ReportInputs) -> None:
+    part = replace(run, stages=tuple(s for s in run.stages if s.scores_model == "base"), differences=())
+    console = Console(width=80, record=True, force_terminal=False, file=io.StringIO())
+    console.print(score_table(part, with_claims=False))
+    text = console.export_text()
+    assert "Base" in text
+    assert "avg@" in text
+    assert "nothing is claimed" not in text

@@ -63,7 +63,7 @@ def test_loss_falls_and_metrics_say_what_was_done(given, tmp_path):
     assert list(seen.rows) == list(range(1, int(summary.counts["steps"]) + 1))
     assert all(len(name.split("/")) == 3 for name in seen.rows[4])
     assert seen.column("sft/optim/lr")[:4] == pytest.approx([4e-3 / 3, 8e-3 / 3, 4e-3, 4e-3], rel=1e-2)
-    assert summary.counts["num_tokens"] == sum(seen.column("sft/batch/tokens"))
+    assert summary.counts["tokens"] == sum(seen.column("sft/batch/tokens"))
 
 
 def test_the_ledger_accounts_for_every_trace(given, tmp_path):

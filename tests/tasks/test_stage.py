@@ -156,7 +156,7 @@ def test_the_console_is_told_of_start_progress_reuse_and_failure(workspace: Work
     run_stage(info(workspace, "j"), job(10), {}, Body(stop=1))
     with pytest.raises(RuntimeError):
         run_stage(info(workspace, "j"), job(11), {}, Body(fails_at=0))
-    assert told == ["start base 1", "base 1/1", "made base", "reused base", "start base 1", "failed base"]
+    assert told == ["start base 1", "base 1/1", "made base", "reused base", "start base 1", "failed base: broken (1 of 1)"]
 
 
 @pytest.fixture
@@ -173,8 +173,8 @@ def told() -> Iterator[list[str]]:
         def stage_done(self, stage, ref, *, was_reused, wall_s):
             lines.append(f"{'reused' if was_reused else 'made'} {stage}")
 
-        def stage_failed(self, stage):
-            lines.append(f"failed {stage}")
+        def stage_failed(self, stage, error, attempt):
+            lines.append(f"failed {stage}: {error} ({attempt.number} of {attempt.of})")
 
     set_console(Console())
     yield lines

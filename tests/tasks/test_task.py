@@ -11,7 +11,7 @@ from klear_core.errors import ConfigError, DataError, ResourceError, TeacherErro
 from klear_core.plan import CODE_VERSIONS, fingerprints_of, stages_of
 from tasks.all import TASKS
 from tasks.run_info import RunInfo
-from tasks.task import cache_key, in_workspace, is_worth_a_retry
+from tasks.task import Attempt, cache_key, in_workspace, is_worth_a_retry, this_attempt
 
 
 def validation_error() -> ValidationError:
@@ -59,6 +59,15 @@ def test_results_lie_in_the_workspace_whatever_the_working_directory(tmp_path: P
     task = in_workspace(TASKS["sft"], WorkspaceConfig(root=str(tmp_path), retries=5, timeout_s=7))
     assert (task.retries, task.timeout_seconds, task.persist_result) == (5, 7, True)
     assert Path(str(task.result_storage)) == tmp_path / "prefect-results"
+
+
+def test_every_further_try_waits_twice_as_long(tmp_path: Path):
+    task = in_workspace(TASKS["sft"], WorkspaceConfig(root=str(tmp_path), retries=3))
+    assert task.retry_delay_seconds == [5, 10, 20]
+
+
+def test_outside_a_task_run_there_is_one_try():
+    assert this_attempt(TeacherError("down")) == Attempt(number=1, of=1, next_in_s=None)
 
 
 def test_jobs_travel_through_prefect_as_themselves():
