@@ -36,8 +36,10 @@ class MathConfig(Settings):
     """Depth of brackets beyond which an answer is not read."""
     max_prose_chars: int = Field(default=2000, ge=100, le=100_000)
     """How much of the end of a text without a box is searched."""
-    timeout_s: float = Field(default=5.0, gt=0, le=120)
-    """Wall clock of one comparison (Klear-Reasoner: 5 s); beyond it the outcome is `timed_out`."""
+    cpu_s: float = Field(default=5.0, gt=0, le=120)
+    """CPU time of one comparison (Klear-Reasoner: 5 s of wall clock); beyond it the outcome is `timed_out`."""
+    wall_factor: float = Field(default=30.0, ge=1, le=1000)
+    """Wall clock of a comparison in CPU limits (plus 10 s), for a machine that hangs; a loaded machine must change no verdict."""
     memory_mb: int = Field(default=4096, ge=1024)
     """Address space of a math worker; beyond it the outcome is `timed_out` too."""
 

@@ -1,4 +1,4 @@
-"""The one caller of math-verify. Runs in the main thread of a worker process, under an alarm of its own.
+"""The one caller of math-verify. Runs in the main thread of a worker process, under a limit of CPU time.
 
 math-verify's own time limits turn into a silent "wrong"; they are switched off and replaced by ours, which is an outcome.
 """
@@ -6,7 +6,10 @@ math-verify's own time limits turn into a silent "wrong"; they are switched off 
 from __future__ import annotations
 
 import logging
+import math
+import resource
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -25,17 +28,22 @@ UNREADABLE = Verdict(outcome=Outcome.SCORED, score=0.0, detail="the answer canno
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off: ours are on
 
 
-class _Alarm(BaseException):
-    """Not an Exception, so that `except Exception` in sympy lets it pass."""
+_BACKSTOP_CPU_S = 2  # a comparison that its own alarm cannot stop, inside one long operation of C, is killed this much later
+
+
+class CpuLimitError(BaseException):
+    """Raised where the CPU time is spent; no Exception, so that `except Exception` in sympy lets it pass."""
 
 
 def compare(task: MathTask) -> Verdict:
     """The verdict on one answer; `timed_out` when it needs more time or memory than the settings allow."""
     try:
-        with _alarm_after(task.cfg.timeout_s):
+        with cpu_limit(task.cfg.cpu_s):
             return _compare(task)
-    except _Alarm:
-        return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.timeout_s:g} s")
+    except CpuLimitError:
+        return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.cpu_s:g} s of CPU time")
+    except OverflowError as e:
+        return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"a number too large to compute: {e}")
     except MemoryError:
         return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.memory_mb} MB")
 
@@ -88,17 +96,24 @@ def _decimals_agree(gold: object, answer: object, digits: int) -> bool:
 
 
 @contextmanager
-def _alarm_after(timeout_s: float) -> Iterator[None]:
+def cpu_limit(cpu_s: float) -> Iterator[None]:
+    """Raise CpuLimitError in the body after so much CPU time of this process; time without a core does not count.
+
+    Main thread only. A body that stays inside one operation of C until `_BACKSTOP_CPU_S` later is killed with its process, by SIGXCPU.
+    """
     is_armed = True
 
     def on_alarm(_signum: int, _frame: FrameType | None) -> None:
         if is_armed:
-            raise _Alarm
+            raise CpuLimitError
 
-    signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s, 0.2)  # again and again: a bare `except` may swallow one
+    signal.signal(signal.SIGPROF, on_alarm)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s, 0.2)  # again and again: a bare `except` may swallow one
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + cpu_s) + _BACKSTOP_CPU_S, hard))
     try:
         yield
     finally:
         is_armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))

@@ -31,7 +31,7 @@ from klear_core.verify.orphans import adopt_orphans, end_orphans, forget_dead_ja
 from klear_core.verify.work import CodeTask, Fault, MathTask, ProveSandbox, Task
 
 _PR_SET_PDEATHSIG = 1
-_BACKSTOP_S = 3.0  # a worker that its own alarm could not stop is killed this much later
+_MATH_BACKSTOP_S = 10.0
 _CODE_BACKSTOP_S = 120.0  # beyond all limits of a program's tests, which the jail enforces itself
 
 
@@ -76,9 +76,8 @@ class Server:
     def _schedule(self, task: Task) -> Future[Verdict]:
         match task:
             case MathTask():
-                compared: Future[Verdict] = self._math_pool.schedule(
-                    math_compare.compare, (task,), timeout=self._cfg.math.timeout_s + _BACKSTOP_S
-                )
+                wall_s = self._cfg.math.cpu_s * self._cfg.math.wall_factor + _MATH_BACKSTOP_S
+                compared: Future[Verdict] = self._math_pool.schedule(math_compare.compare, (task,), timeout=wall_s)
                 return compared
             case CodeTask():
                 self._prove()
@@ -125,7 +124,7 @@ class Server:
         return pool
 
     def _reply(self, task_id: int, future: Future[Verdict]) -> None:
-        self._replies.put((task_id, _outcome_of(future)))
+        self._replies.put((task_id, outcome_of(future)))
 
     def _write_replies(self) -> None:
         """A thread of its own: a caller that does not read must stop neither `serve`, on whose reading it may wait, nor pebble's loops."""
@@ -136,7 +135,8 @@ class Server:
                 return  # the caller is gone; `serve` sees the end too
 
 
-def _outcome_of(future: Future[Verdict]) -> Verdict | Fault:
+def outcome_of(future: Future[Verdict]) -> Verdict | Fault:
+    """Return the verdict of a worker's task, or the fault that left it without one."""
     if future.cancelled():
         return Fault(kind="closed", detail="the judging process is stopping")
     error = future.exception()
@@ -145,6 +145,8 @@ def _outcome_of(future: Future[Verdict]) -> Verdict | Fault:
             return future.result()
         case TimeoutError():
             return Fault(kind="timed_out", detail="a worker was killed at its wall clock")
+        case pebble.ProcessExpired() if error.exitcode == -signal.SIGXCPU:
+            return Fault(kind="timed_out", detail="a worker was killed at its limit of CPU time")
         case pebble.ProcessExpired():
             return Fault(kind="died", detail=f"a worker died ({error})")
         case _:

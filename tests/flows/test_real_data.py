@@ -91,7 +91,7 @@ def test_real_answers_are_judged_as_another_harness_did(klear, tmp_path: Path, f
     answers = [{"id": str(r["idx"]), "response": r["code"][0], "reference": {"kind": "math", "answers": [str(r["gt"])]}} for r in rows]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
     others = ("verify.tags=none", "verify.window=whole")  # these models write other marks, or none
-    settings = [part for setting in (*others, "verify.math.timeout_s=60") for part in ("--set", setting)]
+    settings = [part for setting in (*others, "verify.math.cpu_s=60") for part in ("--set", setting)]
     told = klear("judge", tmp_path / "answers.jsonl", "--out", tmp_path / "verdicts.jsonl", *settings)
     assert told.status == 0, told.err
     verdicts = {v["id"]: v["score"] == 1.0 for v in map(json.loads, (tmp_path / "verdicts.jsonl").read_text().splitlines())}

@@ -33,5 +33,5 @@ def code_pool(sandbox_name: str) -> Iterator[JudgePool]:
 @pytest.fixture(scope="session")
 def math_pool() -> Iterator[JudgePool]:
     """One pool for all tests of math: the default settings, and so much time that none runs out of it on a slow machine."""
-    with build_verifier(VerifyConfig(math=MathConfig(timeout_s=60.0), runtime=VerifyRuntime(math_workers=2))) as pool:
+    with build_verifier(VerifyConfig(math=MathConfig(cpu_s=60.0), runtime=VerifyRuntime(math_workers=2))) as pool:
         yield pool

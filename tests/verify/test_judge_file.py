@@ -46,7 +46,7 @@ def test_an_outcome_that_is_not_the_models_doing_has_no_score(tmp_path: Path, sa
         {"id": "broken tests", "response": fenced("def f(): return 1"), "reference": cannot_run},
         {"id": "wrong", "response": boxed("8"), "reference": {"kind": "math", "answers": ["7"]}},
     ]
-    cfg = VerifyConfig(math=MathConfig(timeout_s=0.5), runtime=VerifyRuntime(math_workers=1, code_workers=1))
+    cfg = VerifyConfig(math=MathConfig(cpu_s=0.5), runtime=VerifyRuntime(math_workers=1, code_workers=1))
     summary = judge_file(write_jsonl(tmp_path / "a.jsonl", rows), cfg, out=tmp_path / "out.jsonl")
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["outcome"], row["score"]) for row in written] == [

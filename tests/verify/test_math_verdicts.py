@@ -187,7 +187,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("cfg", "gold", "response", "outcome", "score"), SETTINGS)
 def test_each_setting_does_what_it_says(cfg: VerifyConfig, gold: str, response: str, outcome: Outcome, score: float) -> None:
-    patient = cfg.math.model_copy(update={"timeout_s": 60.0})
+    patient = cfg.math.model_copy(update={"cpu_s": 60.0})
     with build_verifier(cfg.model_copy(update={"math": patient, "runtime": VerifyRuntime(math_workers=1)})) as pool:
         verdict = pool.judge(math_problem(gold), response)
     assert (verdict.outcome, verdict.score) == (outcome, score), verdict.detail
@@ -234,7 +234,7 @@ def test_a_hostile_answer_earns_nothing_and_comes_back(hostile_pool: JudgePool, 
 
 def test_good_answers_are_judged_while_hostile_ones_burn_their_time() -> None:
     """Two of three workers burn; whatever the order, the third has five seconds for what takes a fiftieth of one."""
-    cfg = VerifyConfig(math=MathConfig(timeout_s=5.0), runtime=VerifyRuntime(math_workers=3))
+    cfg = VerifyConfig(math=MathConfig(cpu_s=5.0), runtime=VerifyRuntime(math_workers=3))
     with build_verifier(cfg) as pool:
         burning = [pool.submit(math_problem("73"), boxed(HOSTILE["tower"] + f"+{i}")) for i in range(2)]
         verdicts: list[Verdict] = [pool.submit(math_problem("1/2"), boxed(f"0.5+{i}-{i}")).result() for i in range(5)]
@@ -245,5 +245,5 @@ def test_good_answers_are_judged_while_hostile_ones_burn_their_time() -> None:
 @pytest.fixture(scope="module")
 def hostile_pool() -> Iterator[JudgePool]:
     """One second a comparison."""
-    with build_verifier(VerifyConfig(math=MathConfig(timeout_s=1.0), runtime=VerifyRuntime(math_workers=2))) as pool:
+    with build_verifier(VerifyConfig(math=MathConfig(cpu_s=1.0), runtime=VerifyRuntime(math_workers=2))) as pool:
         yield pool

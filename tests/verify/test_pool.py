@@ -20,7 +20,7 @@ from klear_core.verify import JudgeHealth, JudgePool, build_verifier
 from klear_core.verify.client import JudgeClient
 from klear_core.verify.work import ProveSandbox
 
-ONE_WORKER = VerifyConfig(math=MathConfig(timeout_s=60.0), runtime=VerifyRuntime(math_workers=1, code_workers=1))
+ONE_WORKER = VerifyConfig(math=MathConfig(cpu_s=60.0), runtime=VerifyRuntime(math_workers=1, code_workers=1))
 PATIENCE_S = 120.0
 HALF_RIGHT = "a, b = map(int, input().split())\nprint(3)"
 
@@ -139,7 +139,7 @@ def test_the_judging_process_reads_on_while_its_answers_are_not_read() -> None:
 def test_nothing_runs_on_when_the_caller_is_killed() -> None:
     script = (
         "from klear_core.verify import build_verifier\nfrom klear_core.config.verify import *\nfrom klear_core.types import *\nimport time\n"
-        "pool = build_verifier(VerifyConfig(math=MathConfig(timeout_s=60.0), runtime=VerifyRuntime(math_workers=1)))\n"
+        "pool = build_verifier(VerifyConfig(math=MathConfig(cpu_s=60.0), runtime=VerifyRuntime(math_workers=1)))\n"
         "p = Problem(problem_id='p', source='s', domain=Domain.MATH, question='', reference=MathReference(answers=('1/2',)), difficulty=Difficulty.EASY)\n"
         "pool.judge(p, '</think>0.5')\nprint(pool._client._link.process.pid, flush=True)\ntime.sleep(1000)"
     )

@@ -1,0 +1,82 @@
+"""A comparison's limit is CPU time: a verdict is the same on an idle and on a loaded machine."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+
+import pebble
+import pytest
+from verify_builders import boxed, math_problem
+
+from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
+from klear_core.types import Outcome, Verdict
+from klear_core.verify import build_verifier
+from klear_core.verify.math_compare import CpuLimitError, cpu_limit
+from klear_core.verify.server import outcome_of
+from klear_core.verify.work import Fault
+
+NEVER_RETURNS = "from klear_core.verify.math_compare import cpu_limit\nwith cpu_limit(0.1):\n    sum(range(10**15))\n"
+
+
+def spend(*, cpu_s: float, num_swallowed: int = 0) -> None:
+    """Compute for ever under a limit, and swallow what stops it so many times, as a library's bare `except` may."""
+    with cpu_limit(cpu_s):
+        for _ in range(num_swallowed):
+            with contextlib.suppress(BaseException):
+                while True:
+                    pass
+        while True:
+            pass
+
+
+def test_time_without_a_core_does_not_count() -> None:
+    with cpu_limit(0.5):
+        time.sleep(1.0)
+
+
+def test_time_on_a_core_counts() -> None:
+    started = time.process_time()
+    with pytest.raises(CpuLimitError):
+        spend(cpu_s=0.3)
+    assert time.process_time() - started >= 0.2  # the kernel counts in ticks
+
+
+def test_a_limit_that_was_swallowed_once_is_raised_again() -> None:
+    with pytest.raises(CpuLimitError):
+        spend(cpu_s=0.1, num_swallowed=1)
+
+
+def test_nothing_is_left_of_a_limit() -> None:
+    with cpu_limit(0.1):
+        pass
+    until = time.process_time() + 0.3
+    while time.process_time() < until:
+        pass
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_an_operation_that_the_alarm_cannot_stop_is_killed_and_is_a_time_out() -> None:
+    ended = subprocess.run([sys.executable, "-c", NEVER_RETURNS], check=False)
+    assert ended.returncode == -signal.SIGXCPU
+    future: Future[Verdict] = Future()
+    future.set_exception(pebble.ProcessExpired("died", code=ended.returncode))
+    assert outcome_of(future) == Fault(kind="timed_out", detail="a worker was killed at its limit of CPU time")
+
+
+def test_a_worker_that_died_of_something_else_is_no_time_out() -> None:
+    future: Future[Verdict] = Future()
+    future.set_exception(pebble.ProcessExpired("died", code=-signal.SIGKILL))
+    fault = outcome_of(future)
+    assert isinstance(fault, Fault)
+    assert fault.kind == "died"
+
+
+def test_an_answer_that_explodes_is_a_time_out_that_names_cpu_time() -> None:
+    with build_verifier(VerifyConfig(math=MathConfig(cpu_s=0.5), runtime=VerifyRuntime(math_workers=1))) as pool:
+        verdict = pool.judge(math_problem("73"), boxed("9^{9^{9^{9}}}"))
+        assert (verdict.outcome, "CPU time" in verdict.detail) == (Outcome.TIMED_OUT, True), verdict
+        assert pool.judge(math_problem("1/2"), boxed("0.5")).score == 1.0
+        assert pool.judge(math_problem("3"), boxed("99999999999999999999!!!")).outcome is Outcome.TIMED_OUT  # no failure of the judge
