@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -162,6 +162,30 @@ def show(
     from flows.show import show_artifact
 
     show_artifact(artifact, root=root, num_records=num_records)
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="A stage (its newest model): base, sft, rl; or an artifact, or a model folder.")],
+    question: Annotated[str | None, typer.Argument(help="Without it, every line of standard input is one.")] = None,
+    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer; by default what the model's window leaves.")] = None,
+    num_samples: Annotated[int, typer.Option("--samples", min=1, help="Answers to each question.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    engine: Annotated[Literal["torch", "vllm"], typer.Option(help="torch runs Qwen3 models.")] = "torch",
+) -> None:
+    """Ask a model that was made here a question of your own.
+
+    klear chat rl 'mod 10: 3,+4,*7,-2,+5=?'
+
+    klear chat sft --temperature 1 --samples 4 < questions.txt
+    """
+    from flows.chat import chat as ask
+    from klear_core.generate.chat import Asking
+
+    asking = Asking(temperature=temperature, max_tokens=max_tokens, num_samples=num_samples, seed=seed)
+    ask(model, question, asking, root=root, engine=engine)
 
 
 @app.command()

@@ -1,11 +1,12 @@
-"""Runs the commands of the README, in order, as a reader would; the first that fails ends it.
+"""Runs the commands and Python of the README, in order, as a reader would; the first that fails ends it.
 
-Servers go on in the background until the end. What CI has done before this (clone, tests) is left out by name, and the smoke
-profile stands in for the laptop's, which trains longer and does nothing else.
+Servers go on in the background until the end. What CI has done before this (clone, tests) is left out by name. The smoke profile
+stands in for the laptop's, which trains longer and does nothing else, and a question that its model was trained for.
 """
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,20 +16,33 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DONE_BY_CI = {"git clone <this repository> klear && cd klear", "make test"}
 SERVERS = {"klear ui": "Ctrl-C stops", "prefect worker start --pool klear --type process": "started!"}
-IN_ITS_PLACE = ("configs/laptop", "configs/smoke")
+IN_ITS_PLACE = {"configs/laptop": "configs/smoke", "mod 10: 3,+4,*7,-2=?": "mod 6: 3,+4,*5=?"}
+ANSWERED = "\\boxed{"
+"""Stands in what a model says that was asked something."""
 START_TIMEOUT_S = 180
 COMMAND = re.compile(r"^(git|make|klear|prefect|source|export) ")
 
 
 def commands(readme: str) -> list[str]:
-    """Lines of the code blocks without a language, their comments cut off."""
-    found, fence = [], None
-    for line in readme.splitlines():
-        if line.startswith("```"):
-            fence = line if fence is None else None
-        elif fence == "```" and COMMAND.match(line):
-            found.append(line.split("   #")[0].strip())
+    """Lines of the code blocks without a language, their comments cut off, and whole blocks of Python."""
+    found: list[str] = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            found.append(f"python -c {shlex.quote(block)}")
+        elif not language:
+            found += [line.split("   #")[0].strip() for line in block.splitlines() if COMMAND.match(line)]
     return found
+
+
+def run(command: str, env: dict[str, str]) -> None:
+    """Run one command here and now. What asks a model something must also show its answer."""
+    for laptops, smokes in IN_ITS_PLACE.items():
+        command = command.replace(laptops, smokes)
+    asks = command.startswith(("klear chat", "python -c"))
+    ended = subprocess.run(command, shell=True, cwd=ROOT, env=env, check=False, stdout=subprocess.PIPE if asks else None, text=True)
+    print(ended.stdout or "", end="", flush=True)
+    if ended.returncode or (asks and ANSWERED not in ended.stdout):
+        sys.exit(f"the README's command failed: {command}")
 
 
 def start_server(command: str, env: dict[str, str]) -> subprocess.Popen[str]:
@@ -45,7 +59,7 @@ def start_server(command: str, env: dict[str, str]) -> subprocess.Popen[str]:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script in the background ignores it, and servers would inherit that
-    env = os.environ | {"DEMO": IN_ITS_PLACE[1], "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
+    env = os.environ | {"DEMO": IN_ITS_PLACE["configs/laptop"], "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
     servers: dict[str, subprocess.Popen[str]] = {}
     try:
         for command in commands((ROOT / "README.md").read_text()):
@@ -57,8 +71,8 @@ def main() -> None:
                 env[name] = value
             elif command in SERVERS:
                 servers[command] = start_server(command, env)
-            elif subprocess.run(command.replace(*IN_ITS_PLACE), shell=True, cwd=ROOT, env=env, check=False).returncode:
-                sys.exit(f"the README's command failed: {command}")
+            else:
+                run(command, env)
     finally:
         for server in reversed(servers.values()):
             os.killpg(server.pid, signal.SIGINT)

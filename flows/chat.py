@@ -1,0 +1,93 @@
+"""`klear chat`: a model that a run made answers the reader's own question."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from flows.find import find_artifact
+from klear_core.config.engine import LocalEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.errors import ArtifactError, ConfigError, DataError
+from klear_core.generate.chat import Asking, ChatModel, open_chat
+from klear_core.prompts import THINK_CLOSE
+from klear_core.report.text import visible
+from klear_core.train.base import model_folder, wanted_window
+from klear_core.types import Completion
+
+_ENGINES: dict[str, LocalEngineConfig] = {"torch": TorchEngineConfig(), "vllm": VllmEngineConfig()}
+
+
+def chat(which: str, question: str | None, asking: Asking, *, root: Path, engine: Literal["torch", "vllm"]) -> None:
+    """Print the answers to the question, or to every line of standard input.
+
+    DataError at the end if a line of the input could not be asked; the others are answered all the same.
+    """
+    if asking.num_samples > 1 and asking.temperature == 0:
+        raise ConfigError(f"--samples {asking.num_samples} at --temperature 0: greedy answers are all the same; raise the temperature")
+    folder, window = _find_model(which, root)
+    num_threads = os.cpu_count() or 1
+    console = Console(highlight=False, soft_wrap=True)
+    with asyncio.Runner() as runner:
+        model = runner.run(open_chat(folder, _ENGINES[engine], num_threads=num_threads, seed=asking.seed, window=window))
+        try:
+            if question is not None:
+                _show(console, runner.run(model.ask(question, asking)))
+            else:
+                _answer_lines(runner, model, asking, console)
+        finally:
+            runner.run(model.close())
+
+
+def _find_model(which: str, root: Path) -> tuple[Path, int | None]:
+    """The Hugging Face folder that `which` names, and the window it was trained for if its config states less."""
+    if (Path(which) / "config.json").is_file():
+        return Path(which), None
+    artifact = find_artifact(which, root)
+    try:
+        return model_folder(artifact), wanted_window(artifact)
+    except ArtifactError as e:
+        raise ArtifactError(f"{e}; models are made by the stages base, sft, rl and rl_code") from e
+
+
+def _answer_lines(runner: asyncio.Runner, model: ChatModel, asking: Asking, console: Console) -> None:
+    num_failed = 0
+    for question in _lines():
+        try:
+            _show(console, runner.run(model.ask(question, asking)))
+        except DataError as e:
+            num_failed += 1
+            print(f"error: {e}", file=sys.stderr)  # noqa: T201
+    if num_failed:
+        raise DataError(f"{num_failed} of the questions could not be asked")
+
+
+def _lines() -> Iterator[str]:
+    """Lines with something on them until the input ends; a terminal is prompted for each."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+def _show(console: Console, completions: list[Completion]) -> None:
+    """Print the text as the model wrote it: the thinking dimmed, the answer after it, a rule between samples."""
+    for index, completion in enumerate(completions, 1):
+        if len(completions) > 1:
+            console.print(Text(f"── {index} of {len(completions)}", style="dim"))
+        thinking, tag, answer = completion.text.rpartition(THINK_CLOSE)
+        console.print(Text.assemble((visible(thinking + tag), "dim"), (visible(answer), "bold")))
+        if completion.finish_reason == "length":
+            print(f"cut off after {len(completion.token_ids)} tokens", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,74 @@
+"""Questions to a finished model, one after another: the engine, chat template and window that the stages use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from klear_core.config.engine import LocalEngineConfig
+from klear_core.errors import DataError
+from klear_core.generate.engine import InferenceEngine, SamplingParams
+from klear_core.generate.factory import build_engine
+from klear_core.hf_config import read_hf_config
+from klear_core.prompts import load_tokenizer, render_prompt
+from klear_core.types import Completion
+
+if TYPE_CHECKING:
+    from klear_core.prompts import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """How questions are answered."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    max_tokens: int | None = None
+    """Of an answer, thinking included; None is what the window leaves."""
+    num_samples: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatModel:
+    """A loaded model. End with `close`."""
+
+    engine: InferenceEngine
+    tokenizer: Tokenizer
+    window: int
+    """Positions for question and answer together."""
+
+    async def ask(self, question: str, asking: Asking) -> list[Completion]:
+        """Return the answers to one question, asked in a turn of its own. DataError if it leaves no room for an answer."""
+        prompt_ids = render_prompt(self.tokenizer, question)
+        room = self.window - len(prompt_ids)
+        if room < 1:
+            raise DataError(
+                f"the question takes {len(prompt_ids)} tokens with its turn's marks, and the model's window holds {self.window}, "
+                "answer included; shorten it"
+            )
+        params = SamplingParams(
+            num_samples=asking.num_samples,
+            temperature=asking.temperature,
+            top_p=1.0,
+            top_k=0,
+            repetition_penalty=1.0,
+            max_new_tokens=min(room, asking.max_tokens or room),
+            seed=asking.seed,
+        )
+        return await self.engine.generate(prompt_ids, params)
+
+    async def close(self) -> None:
+        """Release the engine."""
+        await self.engine.close()
+
+
+async def open_chat(folder: Path, cfg: LocalEngineConfig, *, num_threads: int, seed: int, window: int | None = None) -> ChatModel:
+    """Load a Hugging Face folder with its tokenizer. `window` raises the positions that its config states.
+
+    ConfigError if the engine cannot run this model, ResourceError if the engine is not installed.
+    """
+    tokenizer = load_tokenizer(folder)
+    engine = await build_engine(cfg, folder, num_threads=num_threads, seed=seed, window=window)
+    return ChatModel(engine=engine, tokenizer=tokenizer, window=read_hf_config(folder).window(window))

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from klear_command import ROOT
+from manifests import manifest
+
+from klear_core.config.train import TinyModelConfig
+from klear_core.metrics import NullTelemetry
+from klear_core.prompts import decode_response
+from klear_core.report.text import visible
+from klear_core.store import LocalStore
+from klear_core.train.base import prepare_base
+
+TINY = TinyModelConfig(
+    hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=24, max_position_embeddings=64
+)
+NOT_ASKED = "the question takes 69 tokens with its turn's marks, and the model's window holds 64"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace with one model, of 64 positions and random weights, and an artifact that is no model."""
+    root = tmp_path_factory.mktemp("runs")
+    store = LocalStore(root / "artifacts")
+    with store.create("rl", "5eedab1e") as slot:
+        prepare_base(TINY, seed=0, workdir=slot.workdir, telemetry=NullTelemetry())
+        slot.publish(manifest("rl", "5eedab1e"))
+    with store.create("curate", "c0ffee00") as slot:
+        slot.publish(manifest("curate", "c0ffee00"))
+    return root
+
+
+def answer_of_transformers(folder: Path, question: str, *, max_tokens: int) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    messages = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = model.generate(**prompt, max_new_tokens=max_tokens, do_sample=False)
+    return decode_response(tokenizer, made[0, prompt["input_ids"].shape[1] :].tolist())
+
+
+@pytest.mark.parametrize("which", ["rl", "5eed", "artifacts/rl/5eedab1e", "artifacts/rl/5eedab1e/model"])
+def test_the_answer_is_that_of_transformers_with_the_same_folder(klear, runs, monkeypatch, which):
+    monkeypatch.chdir(runs)
+    said = klear("chat", which, "3,+4=?", "--root", runs, "--max-tokens", 12)
+    assert said.status == 0, said.err
+    expected = visible(answer_of_transformers(runs / "artifacts/rl/5eedab1e/model", "3,+4=?", max_tokens=12))
+    assert said.out == expected + "\n"
+    assert "cut off after 12 tokens" in said.err
+
+
+def test_without_a_question_every_line_is_one_and_what_cannot_be_asked_stops_no_other(klear, runs, monkeypatch):
+    def chat(lines: str):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        return klear("chat", "rl", "--root", runs, "--max-tokens", 5)
+
+    both = chat(f"first\n\n{'x' * 50}\nsecond\n")
+    assert NOT_ASKED in both.err
+    assert (both.status, "1 of the questions could not be asked" in both.err) == (2, True)
+    first, second = chat("first\n"), chat("second\n")
+    assert both.out == first.out + second.out
+    assert first.out != second.out
+    assert (first.status, chat("").status) == (0, 0)
+
+
+def test_a_question_that_fills_the_window_is_an_error_that_says_so(klear, runs):
+    said = klear("chat", "rl", "x" * 50, "--root", runs)
+    assert (said.status, said.out) == (2, "")
+    assert NOT_ASKED in said.err
+
+
+def test_by_default_an_answer_may_fill_the_window(klear, runs):
+    said = klear("chat", "rl", "x" * 40, "--root", runs)
+    assert "cut off after 5 tokens" in said.err
+
+
+def test_a_seed_makes_sampled_answers_reproducible(klear, runs):
+    def answers(seed: int) -> str:
+        return klear("chat", "rl", "1", "--root", runs, "--max-tokens", 8, "--temperature", 1, "--samples", 2, "--seed", seed).out
+
+    assert answers(1) == answers(1) != answers(2)
+    assert "── 1 of 2" in answers(1)
+    assert "── 2 of 2" in answers(1)
+
+
+def test_several_greedy_answers_are_refused(klear, runs):
+    said = klear("chat", "rl", "1", "--root", runs, "--samples", 2)
+    assert (said.status, "greedy answers are all the same" in said.err) == (2, True)
+
+
+def test_what_is_no_model_or_not_there_is_named(klear, runs):
+    none = klear("chat", "sft", "1", "--root", runs)
+    assert none.status != 0
+    assert "no artifact 'sft'" in none.err
+    curated = klear("chat", "curate", "1", "--root", runs)
+    assert curated.status != 0
+    assert "models are made by the stages base, sft, rl and rl_code" in curated.err
+
+
+def test_neither_prefect_nor_mlflow_nor_ray_nor_the_registry_of_all_models_is_imported(runs):
+    ask = ["klear", "chat", "rl", "1", "--root", str(runs), "--max-tokens", "1"]
+    heavy = ["prefect", "mlflow", "ray", "vllm", "sklearn", "transformers.models.auto"]
+    script = f"""
+import sys
+from flows.cli import main
+sys.argv = {ask!r}
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "[]"
