@@ -176,11 +176,14 @@ def _plan_table(plans: Sequence[StagePlan]) -> Table:
 
 def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int) -> None:
     """Print the scores that there are, warnings, the report's path, and how to look closer."""
+    from klear_core.report.product import product_of
+    from klear_core.report.read import read_facts
     from klear_core.report.terminal import score_table
 
     console = Console(highlight=False, soft_wrap=True)
+    facts = read_facts(_report_inputs(config, result))
     console.print()
-    console.print(score_table(_report_inputs(config, result), with_claims="report" in result.refs))
+    console.print(score_table(facts, with_claims="report" in result.refs))
     if num_made == 0:
         console.print("\nall stages reused: nothing has changed since the last run")
     console.print()
@@ -191,6 +194,17 @@ def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int
         console.print(f"open     klear ui --root {root}      Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000")
     shown = "sft" if "sft" in result.refs else list(result.refs)[-1]
     console.print(f"inspect  klear show {shown} --root {root}")
+    product = product_of(facts)
+    if product is not None:
+        console.print(f"model    {product.folder}")
+        console.print(f"ask it   {escape(product.command(_newest_or_exact(result.refs[product.stage], product.stage, root), root))}")
+
+
+def _newest_or_exact(ref: ArtifactRef, stage: str, root: str) -> str:
+    """The stage's name if that leads to this artifact, else its fingerprint: another run may have made a newer one."""
+    from flows.find import find_artifact
+
+    return stage if find_artifact(stage, Path(root).expanduser()) == ref.path else ref.fingerprint[:8]
 
 
 def _short(path: Path) -> Path:

@@ -20,6 +20,7 @@ from klear_core.report.facts import Facts
 from klear_core.report.inputs import ReportInputs
 from klear_core.report.ledger_view import StageLedger, stage_ledgers
 from klear_core.report.notices import Notice, notices
+from klear_core.report.product import Product, product_of
 from klear_core.report.read import read_facts
 from klear_core.report.scores_view import BenchmarkView, SideBySide, benchmark_views, overview
 from klear_core.report.text import duration, number, percent
@@ -42,6 +43,7 @@ class Page:
     settings: list[Setting]
     config_json: str
     graph: lineage.Graph
+    product: Product | None
     versions: dict[str, str]
 
     @property
@@ -79,6 +81,7 @@ def _page(facts: Facts) -> Page:
         settings=changed_settings(facts.config),
         config_json=json.dumps(facts.config.model_dump(mode="json"), indent=2, ensure_ascii=False),
         graph=lineage.lineage_graph(facts.stages),
+        product=product_of(facts),
         versions=_versions(facts),
     )
 
@@ -102,5 +105,5 @@ def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"percent": percent, "number": number, "duration": duration, "model_name": model_name}
+    environment.filters |= {"percent": percent, "number": number, "duration": duration, "model_name": model_name, "python": repr}
     return environment.get_template("report.html.j2")

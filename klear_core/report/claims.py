@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,7 +51,7 @@ def headline(facts: Facts) -> Headline:
 
 
 def _what_scores_show(facts: Facts) -> tuple[Claim, ...]:
-    """First the last training step's effect if there is one benchmark, a count of benchmarks if there are several."""
+    """First the last training step's effect, on all benchmarks in one sentence if there are several."""
     if len(facts.models) < 2:
         return (Claim(standing="incomplete", sentence=_why_nothing(facts)),)
     steps = list(zip(facts.models, facts.models[1:], strict=False))
@@ -71,14 +70,14 @@ def _what_scores_show(facts: Facts) -> tuple[Claim, ...]:
         return (Claim(standing="incomplete", sentence=sentence), *ordered)
     if len(last) == 1:
         return ordered
-    return (Claim(standing=_overall(last), sentence=_tally(last, facts.config)), *ordered)
+    return (Claim(standing=_overall(last), sentence=_tally(last, facts)), *ordered)
 
 
 def _claim(difference: PairedDifference, facts: Facts) -> Claim:
     """`GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points, 95 % interval 27.9 to 33.6).`"""
     who = training_name(facts.config, difference.after)
-    name = f"{difference.benchmark} " if len(facts.benchmarks) > 1 else ""
-    what = f"held-out {name}{_metric(facts, difference)}"
+    metric = _metric(facts, difference)
+    what = f"{metric} on {difference.benchmark}" if len(facts.benchmarks) > 1 else f"held-out {metric}"
     scores = _from_to(facts, difference)
     interval = f"{percent(difference.confidence, 0)} interval {_bound(difference.low)} to {_bound(difference.high)}"
     unlike = "" if difference.is_same_decoding else "; the two were decoded differently"
@@ -135,13 +134,25 @@ def _overall(differences: list[PairedDifference]) -> Standing:
     return "better" if "better" in standings else "not_shown"
 
 
-def _tally(differences: list[PairedDifference], config: PipelineConfig) -> str:
-    num = Counter(standing_of(d) for d in differences)
-    whole = f"of {len(differences)} benchmarks"
-    parts = [f"improved {num['better']} {whole}"] if num["better"] else []
-    parts += [f"made {num['worse']} {whole} worse"] if num["worse"] else []
-    parts += [f"has no shown effect on {num['not_shown']} {whole}"] if num["not_shown"] else []
-    return f"{training_name(config, differences[0].after)} {', '.join(parts)}."
+def _tally(differences: list[PairedDifference], facts: Facts) -> str:
+    """`Of 3 benchmarks, GPPO improved a (67.1 % to 97.8 %) and b (…), and has no shown effect on c (…).`"""
+    said: dict[Standing, str] = {"better": "improved {}", "worse": "made {} worse", "not_shown": "has no shown effect on {}"}
+    parts = []
+    for standing, words in said.items():
+        names = [_with_scores(d, facts) for d in differences if standing_of(d) == standing]
+        if names:
+            parts.append(words.format(_listed(names)))
+    return f"Of {len(differences)} benchmarks, {training_name(facts.config, differences[0].after)} {', and '.join(parts)}."
+
+
+def _with_scores(difference: PairedDifference, facts: Facts) -> str:
+    scores = _from_to(facts, difference).removeprefix(" from ")
+    return f"{difference.benchmark} ({scores})" if scores else difference.benchmark
+
+
+def _listed(names: list[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _why_nothing(facts: Facts) -> str:

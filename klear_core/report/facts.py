@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from klear_core.artifacts import Manifest
 from klear_core.config.pipeline import PipelineConfig
@@ -32,6 +33,8 @@ class StageFacts:
     """A finished stage, from its manifest and its metrics file."""
 
     name: str
+    folder: Path
+    """The artifact's."""
     manifest: Manifest
     was_reused: bool
     metrics: tuple[Series, ...]

@@ -34,6 +34,7 @@ def read_facts(inputs: ReportInputs) -> Facts:
 def _stage(stage: StageFolder, folder: Path) -> StageFacts:
     return StageFacts(
         name=stage.name,
+        folder=folder,
         manifest=read_manifest(folder),
         was_reused=stage.was_reused,
         metrics=_series(folder / METRICS_FILE),

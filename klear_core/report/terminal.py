@@ -8,21 +8,19 @@ from rich.table import Table
 from rich.text import Text
 
 from klear_core.report.claims import Headline, headline
-from klear_core.report.inputs import ReportInputs
+from klear_core.report.facts import Facts
 from klear_core.report.notices import Notice, notices
-from klear_core.report.read import read_facts
 from klear_core.report.scores_view import BenchmarkView, DifferenceRow, Mean, benchmark_views
 from klear_core.report.text import NONE
 
 _STYLES = {"better": "green", "worse": "red", "not_shown": "yellow", "incomplete": "red", "failed": "red"}
 
 
-def score_table(inputs: ReportInputs, *, with_claims: bool = True) -> RenderableType:
+def score_table(facts: Facts, *, with_claims: bool = True) -> RenderableType:
     """Return scores with intervals, the change from model to model, what may be claimed, and what went wrong.
 
     `with_claims=False` is for a part of a run: claims are about all its models.
     """
-    facts = read_facts(inputs)
     parts: list[RenderableType] = []
     for bench in benchmark_views(facts):
         parts += [_table(bench), *_unscored(bench)]

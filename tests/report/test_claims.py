@@ -72,10 +72,10 @@ def test_without_a_paired_comparison_nothing_is_claimed_of_the_last_step(facts: 
     assert sentence(bare) == "No paired comparison of SFT and RL was made, so nothing is claimed of the last step."
 
 
-def test_several_benchmarks_are_counted(facts: Facts) -> None:
+def test_several_benchmarks_are_counted_and_named_by_what_became_of_them(facts: Facts) -> None:
     second = next(d for d in facts.differences if (d.before, d.after, d.decoding) == ("sft", "rl", "sampled"))
     more = replace(facts, differences=(*facts.differences, replace(second, benchmark="aime24", low=-0.1)))
-    assert sentence(more) == "GPPO improved 1 of 2 benchmarks, has no shown effect on 1 of 2 benchmarks."
+    assert sentence(more) == "Of 2 benchmarks, GPPO improved heldout (67.1 % to 97.8 %), and has no shown effect on aime24."
 
 
 def test_one_model_alone_proves_nothing(facts: Facts) -> None:

@@ -171,7 +171,7 @@ def test_unlike_decoding_profiles_are_both_shown(facts: Facts) -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_terminal_says_what_the_page_says(run: ReportInputs, width: int) -> None:
     console = Console(width=width, record=True, force_terminal=False, file=io.StringIO())
-    console.print(score_table(run))
+    console.print(score_table(read_facts(run)))
     text = " ".join(console.export_text().replace("\u00a0", " ").split())
     assert "RL 97.8 % 99.6 % 100.0 % 0.1 % +30.7 96.7 to 98.9 98.6 to 100.0 97.0 to 100.0 +27.9 to +33.6" in text
     assert "SFT: answers not judged, and in no score: 2 of 1,024 (2 timed out)" in text
@@ -182,7 +182,7 @@ def test_the_terminal_says_what_the_page_says(run: ReportInputs, width: int) -> 
 def test_a_part_of_a_run_shows_its_scores_and_claims_nothing(run: ReportInputs) -> None:
     part = replace(run, stages=tuple(s for s in run.stages if s.scores_model == "base"), differences=())
     console = Console(width=80, record=True, force_terminal=False, file=io.StringIO())
-    console.print(score_table(part, with_claims=False))
+    console.print(score_table(read_facts(part), with_claims=False))
     text = console.export_text()
     assert "Base" in text
     assert "avg@" in text
