@@ -54,7 +54,10 @@ def product_of(facts: Facts) -> Product | None:
 
 
 def _question(facts: Facts) -> str:
+    """The shortest of the first group of the report's examples that has one which fits."""
     shown = pick_examples(facts)
-    examples = [example for group in shown.groups for example in group.examples] if shown else []
-    questions = (example.question for example in examples)
-    return next((q for q in questions if len(q) <= _MAX_QUESTION_CHARS and q.isprintable()), _NO_QUESTION)
+    for group in shown.groups if shown else ():
+        fitting = [e.question for e in group.examples if len(e.question) <= _MAX_QUESTION_CHARS and e.question.isprintable()]
+        if fitting:
+            return min(fitting, key=len)
+    return _NO_QUESTION

@@ -23,7 +23,7 @@ def score_table(facts: Facts, *, with_claims: bool = True) -> RenderableType:
     """
     parts: list[RenderableType] = []
     for bench in benchmark_views(facts):
-        parts += [_table(bench), *_unscored(bench)]
+        parts += [*([Text("")] if parts else []), _table(bench), *_unscored(bench)]
     if with_claims:
         parts += _claims(headline(facts))
     return Group(*parts, *(_line(n) for n in notices(facts)))

@@ -50,7 +50,7 @@ def test_it_is_shown_a_problem_that_the_last_step_fixed(facts: Facts) -> None:
     assert product is not None
     assert shown is not None
     fixed, *_ = shown.groups
-    assert product.question == fixed.examples[0].question
+    assert product.question == min((example.question for example in fixed.examples), key=len)
     assert product.command("rl", "runs") == f"klear chat rl '{product.question}'"
     assert product.command("rl", "/data/my runs").endswith(" --root '/data/my runs'")
 
