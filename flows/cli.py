@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,7 +20,7 @@ from klear_core.errors import KlearError
 if TYPE_CHECKING:
     from flows.ablate import Cell
     from flows.console import RunConsole
-    from klear_core.config.pipeline import WorkspaceConfig
+    from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
     from klear_core.evaluate.ablation import RunResult
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
@@ -71,7 +71,7 @@ def run(
         console.show_plan(config, chosen, again=again)
         return
     require_ready(config, chosen, again=again)  # known now, not in seconds
-    with _watched(config.workspace) as watcher:
+    with _watched(config.workspace, needs_ray=_runs_rl(config, chosen, again)) as watcher:
         from flows.pipeline import run_pipeline
 
         result = run_pipeline(config, only=only, from_=from_, until=until, rerun_from=rerun_from)
@@ -102,7 +102,7 @@ def ablate(
     grid.show_work(configs.values())
     if dry_run:
         return
-    with _watched(first.workspace) as watcher:
+    with _watched(first.workspace, needs_ray=any(map(_runs_rl, configs.values()))) as watcher:
 
         def run_cell(cell: Cell) -> RunResult:
             watcher.console.print(f"[bold]{cell}[/]")
@@ -249,13 +249,16 @@ def main() -> None:
 
 
 @contextmanager
-def _watched(workspace: WorkspaceConfig) -> Iterator[RunConsole]:
+def _watched(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunConsole]:
     """Prefect ready for pipelines in this process, and their stages on the terminal. An interrupt ends the command."""
     from flows import console
     from flows.launch import own_server, prepare_environment
-    from flows.reachable import check_prefect
+    from flows.reachable import check_prefect, check_ray, check_tracking
 
     check_prefect()
+    check_tracking(workspace)
+    if needs_ray:
+        check_ray()
     prepare_environment(workspace)
     server = own_server(workspace)
     import flows.pipeline  # noqa: F401  takes seconds, in which the server starts
@@ -270,6 +273,12 @@ def _watched(workspace: WorkspaceConfig) -> Iterator[RunConsole]:
     finally:
         watcher.close()
         _leave_if_interrupted(sys.exc_info()[1])
+
+
+def _runs_rl(config: PipelineConfig, chosen: Collection[str] | None = None, again: Collection[str] = ()) -> bool:
+    from klear_core.ahead import Work
+
+    return any(Work.of(config, chosen, again).rl_stages())
 
 
 def _leave_if_interrupted(error: BaseException | None) -> None:

@@ -18,6 +18,8 @@ from klear_core.errors import ConfigError
 if TYPE_CHECKING:
     import httpx
 
+    from klear_core.config.pipeline import WorkspaceConfig
+
 T = TypeVar("T")
 
 TOLD_AFTER_S = 1.0
@@ -34,6 +36,27 @@ def check_prefect() -> None:
     reply = check_endpoint(url, "PREFECT_API_URL", path="/health", remedy=remedy)
     if reply.is_success and "html" in reply.headers.get("content-type", ""):  # the UI answers every path outside /api with its page
         raise ConfigError(f"PREFECT_API_URL: {_host_of(url)} answers with a web page; the API's address usually ends in /api")
+
+
+def check_tracking(workspace: WorkspaceConfig) -> None:
+    """Raise ConfigError unless MLflow can be told of runs: by a server that answers, or in a database that is whole."""
+    from tasks.mlflow_database import database_file, refuse_broken_with_runs
+    from tasks.tracking import tracking_uri
+
+    uri = tracking_uri(workspace)
+    file = database_file(uri)
+    if file is not None:
+        refuse_broken_with_runs(file)
+    if uri.startswith(("http://", "https://")):
+        remedy = "start that server, or unset MLFLOW_TRACKING_URI to track in a file of the workspace"
+        check_endpoint(uri, "MLFLOW_TRACKING_URI", path="/api/2.0/mlflow/experiments/search?max_results=1", remedy=remedy)
+
+
+def check_ray() -> None:
+    """Raise ConfigError if RAY_ADDRESS names a host and a port where nothing listens."""
+    host, _, port = os.environ.get("RAY_ADDRESS", "").removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        check_port(host, int(port), "RAY_ADDRESS", remedy="start that cluster, or unset RAY_ADDRESS to run Ray on this machine")
 
 
 def check_endpoint(url: str, what: str, *, path: str, remedy: str) -> httpx.Response:

@@ -27,6 +27,7 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
     """
     from flows.launch import prepare_environment
     from tasks.mlflow_database import database_file, ensure_database
+    from tasks.tracked import without_password
     from tasks.tracking import tracking_uri
 
     if not root.is_dir():
@@ -45,7 +46,7 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
             running.append(_start(server, root / server.log))
         for server, process in zip(wanted, running, strict=True):
             _wait_for(server, process, root / server.log)
-        lines = [f"Prefect  {wanted[0].url}", f"MLflow   {store if len(wanted) == 1 else runs_page(wanted[1].url)}"]
+        lines = [f"Prefect  {wanted[0].url}", f"MLflow   {without_password(store) if len(wanted) == 1 else runs_page(wanted[1].url)}"]
         Console(soft_wrap=True).print("\n".join([*lines, "Ctrl-C stops what was started here."]))
         while all(process.poll() is None for process in running):
             time.sleep(0.5)

@@ -7,6 +7,7 @@ import os
 
 from klear_core.artifacts import ArtifactRef, Manifest
 from tasks.run_info import RunInfo
+from tasks.tracked import without_password
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +47,9 @@ def summary_markdown(manifest: Manifest, ref: ArtifactRef) -> str:
 
 def mlflow_link(run_id: str | None) -> str:
     """A link where MLflow is a server, the run's id otherwise."""
-    server = os.environ.get("MLFLOW_TRACKING_URI", "")
+    server = without_password(os.environ.get("MLFLOW_TRACKING_URI", ""))
     if run_id is None:
-        return "not tracked"
+        return "not told yet"
     return f"[{run_id}]({server.rstrip('/')}/#/runs/{run_id})" if server.startswith("http") else f"run `{run_id}`"
 
 

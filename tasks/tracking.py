@@ -1,8 +1,7 @@
-"""MLflow: one parent run a pipeline run, one child a stage. The only import of mlflow.
+"""What a run tells MLflow. Training never waits for it, and no trouble of its ends a run.
 
-What happens when tracking fails: a run that cannot be opened fails the stage before it has spent anything; later trouble never
-stops a stage. It is said once, the stage's metrics go on into `metrics.jsonl` (which is the truth, MLflow a view of it), and the
-manifest carries a note.
+`metrics.jsonl` is the truth, MLflow a view of it. What cannot be told waits: a running stage's numbers in memory, and once it has ended
+its record on disk. They are sent as soon as MLflow answers: by the same stage, at its end, or by a later stage or run.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 from pydantic import JsonValue
 
@@ -25,29 +24,36 @@ from klear_core.artifacts import ArtifactRef, InputRecord
 from klear_core.config.base import result_settings
 from klear_core.config.jobs import Job
 from klear_core.config.pipeline import WorkspaceConfig
-from klear_core.errors import ResourceError
-from klear_core.files import file_lock
-from klear_core.metrics import read_metrics
+from klear_core.errors import ConfigError
+from klear_core.metrics import METRICS_FILE, read_metrics
 from klear_core.plan import workspace_root
-from tasks.mlflow_database import database_file, ensure_database
+from tasks.mlflow_backend import EXPERIMENT, POINTS_A_REQUEST, mlflow_backend
+from tasks.provenance import code_commit
 from tasks.run_info import RunInfo
+from tasks.tracked import Backend, MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Undelivered, Unreachable, server_name
 
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities import Run
+__all__ = ["EXPERIMENT", "StageRun", "end_pipeline", "parent_run_id", "stage_run", "status_now", "tracking_uri"]
 
 log = logging.getLogger(__name__)
 
-EXPERIMENT = "klear"
-FLUSH_EVERY_S = 1.0
 _PARAM_CHARS = 6000  # MLflow's limit of a param's value
-_BATCH = 500  # metrics a request; MLflow takes up to 1000
 
-P = ParamSpec("P")
-R = TypeVar("R")
-RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 _parents: dict[tuple[str, str], str] = {}
 """Parent runs opened by this process, by tracking URI and pipeline run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long is waited for MLflow, and how much is kept for it."""
+
+    flush_every_s: float = 1.0
+    retry_every_s: float = 15.0
+    close_s: float = 10.0
+    """For a request that is on its way when a stage ends."""
+    deliver_for_s: float = 20.0
+    """For sending what earlier stages and runs left."""
+    max_points: int = 200_000
+    """Numbers kept in memory, some 50 MB; beyond that they are read again from the metrics file."""
 
 
 def tracking_uri(workspace: WorkspaceConfig) -> str:
@@ -55,94 +61,228 @@ def tracking_uri(workspace: WorkspaceConfig) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{workspace_root(workspace)}/mlflow/mlflow.db"
 
 
-@dataclass(slots=True)
-class StageRun:
-    """An open MLflow run of one stage. After the first trouble it stays silent, and `trouble` says why."""
+class Connection:
+    """A backend, shared by the stages of a process, and when it is worth the next try."""
 
-    client: MlflowClient
-    run_id: str
-    parent_id: str
-    is_resumed: bool
-    trouble: str = ""
-    _rows: list[tuple[dict[str, float], int, int]] = field(default_factory=list)
-    _flushed_at: float = field(default_factory=time.monotonic)
+    def __init__(self, backend: Backend, undelivered: Undelivered, server: str, *, limits: Limits = Limits()) -> None:
+        self.backend = backend
+        self.limits = limits
+        self.undelivered = undelivered
+        self.server = server
+        self._retry_at = 0.0
+        self._is_away = False
+
+    @property
+    def is_worth_a_try(self) -> bool:
+        """False for a while after a failure."""
+        return time.monotonic() >= self._retry_at
+
+    def try_now(self) -> None:
+        """Make the next try worth it, however recent the last failure is."""
+        self._retry_at = 0.0
+
+    def failed(self, why: str) -> None:
+        """Note that MLflow does not answer; said once an outage."""
+        if not self._is_away:
+            log.warning("MLflow at %s does not answer (%s); the run goes on, and its records are sent later", self.server, why)
+        self._is_away, self._retry_at = True, time.monotonic() + self.limits.retry_every_s
+
+    def answered(self) -> None:
+        """Note that it does."""
+        if self._is_away:
+            log.warning("MLflow at %s answers again", self.server)
+        self._is_away, self._retry_at = False, 0.0
+
+    def deliver_waiting(self, *, but: str) -> None:
+        """Send the records of earlier stages and runs, oldest first, but not those of the stage `but`."""
+        deadline = time.monotonic() + self.limits.deliver_for_s
+        for record in self.undelivered.records(self.server):
+            if time.monotonic() > deadline or not self.is_worth_a_try:
+                return
+            if f"{record.run_id}/{record.stage}" == but:
+                continue
+            try:
+                _deliver(self.backend, record, current_run=but.partition("/")[0])
+            except Unreachable as e:
+                self.failed(str(e))
+                return
+            except Refused as e:
+                log.warning("MLflow does not take the record of %s: %s", record.stage or record.run_name, e)
+            self.undelivered.forget(record)
+
+
+class StageRun:
+    """One stage's run in MLflow. A thread sends, so that `log` costs nothing; `trouble` says what MLflow does not have."""
+
+    def __init__(self, connection: Connection, record: TrackedRun) -> None:
+        self._connection = connection
+        self._limits = connection.limits
+        self._record = record
+        self._opened: OpenRun | None = None
+        self._refusal = ""
+        self._points: deque[MetricPoint] = deque()
+        self._is_behind = True  # rows of the metrics file have to be looked at
+        self._has_others = True  # records of other stages may wait
+        self._sending = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._send_until_stopped, name="klear-mlflow", daemon=True)
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of the run; None if it could not be opened yet."""
+        return self._opened.run_id if self._opened else None
+
+    @property
+    def parent_id(self) -> str | None:
+        """MLflow's id of the pipeline's run."""
+        return self._opened.parent_id if self._opened else None
+
+    @property
+    def num_waiting(self) -> int:
+        """Numbers in memory that MLflow does not have yet."""
+        return len(self._points)
+
+    @property
+    def refusal(self) -> str:
+        """Why MLflow takes no more records of this run; empty if it does."""
+        return self._refusal
+
+    @property
+    def trouble(self) -> str:
+        """What MLflow does not have, and why; empty if it has everything."""
+        if self._refusal:
+            return f"MLflow stopped taking records ({self._refusal}); the metrics are all in {METRICS_FILE}"
+        if self._opened is not None and not self.num_waiting and not self._is_behind:
+            return ""
+        count = f"{self.num_waiting} numbers wait" if self.num_waiting else "its records wait"
+        return f"MLflow at {self._connection.server} did not answer: {count} to be sent by a later run; all are in {METRICS_FILE}"
+
+    def start(self) -> None:
+        """Open the run, in one try, and send from now on."""
+        self.flush()
+        self._thread.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Numbers at one step; sent at most every second, for a request costs milliseconds."""
-        self._rows.append((dict(metrics), step, _now_ms()))
-        if time.monotonic() - self._flushed_at > FLUSH_EVERY_S:
-            self.flush()
+        """Numbers at one step; sent about every second."""
+        if len(self._points) >= self._limits.max_points:
+            self._points.clear()
+            self._is_behind = True
+        at_ms = _now_ms()
+        self._points.extend(MetricPoint(name, value, at_ms, step) for name, value in metrics.items())
 
     def flush(self) -> None:
-        """Send what waits."""
-        from mlflow.entities import Metric
+        """Send what waits, in one try; nothing where MLflow has just been found away."""
+        if self._sending.acquire(timeout=self._limits.close_s):
+            try:
+                self._send()
+            finally:
+                self._sending.release()
 
-        rows, self._rows = self._rows, []
-        self._flushed_at = time.monotonic()
-        entities = [Metric(name, value, at_ms, step) for metrics, step, at_ms in rows for name, value in metrics.items()]
-        for start in range(0, len(entities), _BATCH):
-            self._do(self.client.log_batch, self.run_id, metrics=entities[start : start + _BATCH])
-
-    def catch_up(self, metrics_file: Path) -> None:
-        """Send the rows of the file that MLflow does not have: those of an attempt under another run, or lost in a kill."""
-        rows = read_metrics(metrics_file)
-        if not rows:
-            return
-        last = self._do(self._last_step, [name for name in rows[0] if name != "step"])
-        for row in rows:
-            step = int(row["step"])
-            if last is None or step > last:
-                self.log({k: v for k, v in row.items() if k != "step" and v is not None}, step=step)
-        self.flush()
-
-    def finish(self, ref: ArtifactRef, stage: str) -> None:
-        """Record what came out: counts here and on the parent, and a reference to the model or the report itself."""
-        from mlflow.entities import Metric
-
-        self.flush()
-        counts = [Metric(f"{stage}/counts/{name}", value, _now_ms(), 0) for name, value in ref.counts.items()]
-        for run_id in (self.run_id, self.parent_id):
-            self._do(self.client.log_batch, run_id, metrics=counts)
-        self._do(self.client.set_tag, self.run_id, "klear.uri", ref.uri)
-        if ref.kind in ("base", "sft", "rl"):
-            self._do(_reference_model, self.client, self.run_id, ref, stage)
-        if ref.kind == "report":
-            self._do(self.client.log_artifact, self.parent_id, str(ref.path / "report.html"))
+    def finish(self, ref: ArtifactRef, stage: str) -> None:  # noqa: ARG002  the record has it
+        """Note what came out; it is told when the run ends."""
+        self._record = self._record.model_copy(update={"ref": ref, "metrics_file": str(ref.path / METRICS_FILE)})
 
     def end(self, status: RunStatus) -> None:
-        """Close the run."""
+        """Close the run, or leave its record for later."""
+        self._stop.set()
+        self._thread.join(self._limits.close_s)
+        record = self._record.model_copy(update={"status": status, "ended_ms": _now_ms()})
+        self._connection.undelivered.save(record)  # first of all: a kill from here on loses nothing
+        if self._thread.is_alive():
+            return  # in a request that is not answered
         self.flush()
-        self._do(self.client.set_terminated, self.run_id, status=status)
-
-    def _last_step(self, names: Sequence[str]) -> int | None:
-        steps = [m.step for name in names[:1] for m in self.client.get_metric_history(self.run_id, name)]
-        return max(steps, default=None)
-
-    def _do(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
-        if self.trouble:
-            return None
+        if self._opened is None or self.trouble or not self._connection.is_worth_a_try:
+            return
         try:
-            return call(*args, **kwargs)
-        except _troubles() as e:
-            self.trouble = f"MLflow stopped taking records ({_first_line(e)}); the metrics are all in metrics.jsonl"
+            _close(self._connection.backend, self._opened, record)
+        except Unreachable as e:
+            self._connection.failed(str(e))
+        except Refused as e:
+            log.warning("MLflow does not take the end of %s: %s", record.stage, e)
+        else:
+            self._connection.undelivered.forget(record)
+
+    def _send_until_stopped(self) -> None:
+        while not self._stop.wait(self._limits.flush_every_s):
+            with self._sending:
+                is_told = self._send()
+            if is_told and self._has_others:
+                self._has_others = False
+                own = f"{self._record.run_id}/{self._record.stage}"
+                self._connection.deliver_waiting(but=own)
+
+    def _send(self) -> bool:
+        """Send everything that waits; whether it was possible."""
+        if self._refusal or not self._connection.is_worth_a_try:
+            return False
+        try:
+            run = self._open()
+            while self._points:
+                self._send_some(run)
+        except Unreachable as e:
+            self._connection.failed(str(e))
+            self._has_others = True
+            return False
+        except Refused as e:
+            self._refusal = str(e)
             log.warning("%s", self.trouble)
-            return None
+            return False
+        self._connection.answered()
+        return True
+
+    def _send_some(self, run: OpenRun) -> None:
+        batch: list[MetricPoint] = []
+        while self._points and len(batch) < POINTS_A_REQUEST:
+            batch.append(self._points.popleft())  # one by one: `log` appends meanwhile, in another thread
+        try:
+            self._connection.backend.log_metrics(run.run_id, batch)
+        except (Unreachable, Refused):
+            self._points.extendleft(reversed(batch))
+            raise
+
+    def _open(self) -> OpenRun:
+        """Open the run if it is not, and send the rows of the file that MLflow lacks."""
+        if self._opened is None:
+            opened = self._connection.backend.open(self._record)
+            self._connection.undelivered.forget(self._record)  # of an earlier attempt at this stage, which goes on here
+            self._opened = opened
+        if self._is_behind:
+            self._is_behind = False  # before the file is read, for `log` may find that there are too many again
+            self._points.clear()  # they are in the file as well
+            try:
+                _catch_up(self._connection.backend, self._opened, Path(self._record.metrics_file))
+            except (Unreachable, Refused):
+                self._is_behind = True
+                raise
+        return self._opened
 
 
 @contextmanager
 def stage_run(info: RunInfo, job: Job, fingerprint: str, inputs: Sequence[InputRecord], metrics_file: Path) -> Iterator[StageRun]:
-    """The stage's run, opened or gone on with, and closed with the right status. ResourceError if MLflow cannot be reached."""
-    try:
-        run = _open_stage(info, job, fingerprint, inputs)
-    except _troubles() as e:
-        raise ResourceError(
-            f"MLflow at {tracking_uri(info.workspace)} cannot be used: {_first_line(e)}. Start it, or unset MLFLOW_TRACKING_URI "
-            f"to track in a file of the workspace"
-        ) from e
-    run.catch_up(metrics_file)
+    """The stage's run, opened or gone on with, and closed with the right status; if MLflow is away, its records wait.
+
+    ConfigError if MLflow refuses the first run of a pipeline, so that wrong credentials are known before anything is spent.
+    """
+    uri = tracking_uri(info.workspace)
+    record = _record_of(info).model_copy(
+        update={
+            "stage": info.stage,
+            "kind": job.kind,
+            "fingerprint": fingerprint,
+            "params": flat_params(result_settings(job)),
+            "inputs": tuple(inputs),
+            "metrics_file": str(metrics_file),
+        }
+    )
+    run = StageRun(_connection(info.workspace), record)
+    run.start()
+    if run.refusal and (uri, info.run_id) not in _parents:
+        raise ConfigError(f"MLflow at {server_name(uri)} refuses this run: {run.refusal}")
     try:
         yield run
     finally:
+        if run.parent_id:
+            _parents[uri, info.run_id] = run.parent_id
         run.end(status_now())
 
 
@@ -158,89 +298,29 @@ def parent_run_id(info: RunInfo) -> str | None:
 
 
 def end_pipeline(info: RunInfo, status: RunStatus) -> None:
-    """Close the pipeline's run, if a stage has opened it."""
-    parent = parent_run_id(info)
-    if parent is None:
+    """Close the pipeline's run, if a stage has told MLflow of it or wanted to, and say what MLflow could not be told."""
+    record = _record_of(info).model_copy(update={"status": status, "ended_ms": _now_ms()})
+    undelivered = _undelivered(info.workspace)
+    is_begun = parent_run_id(info) is not None or any(r.run_id == info.run_id for r in undelivered.records(record.server))
+    if not is_begun:
         return
-    try:
-        _client(tracking_uri(info.workspace)).set_terminated(parent, status=status)
-    except _troubles() as e:
-        log.warning("the MLflow run of the pipeline could not be closed: %s", _first_line(e))
-
-
-def _open_stage(info: RunInfo, job: Job, fingerprint: str, inputs: Sequence[InputRecord]) -> StageRun:
-    uri = tracking_uri(info.workspace)
-    with file_lock(workspace_root(info.workspace) / "mlflow" / ".lock", on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
-        client = _client(uri)
-        experiment_id = _experiment(client, info.workspace)
-        links = {"prefect.flow_run_id": info.run_id} | ({"prefect.flow_run_url": info.run_url} if info.run_url else {})
-        links |= {"mlflow.note.content": f"[Prefect run]({info.run_url})"} if info.run_url else {}
-        parent, _ = _ensure_run(client, experiment_id, name=info.run_name, tags={"klear.run": info.run_id}, more=links)
-        tags = {"klear.run": info.run_id, "klear.stage": info.stage}
-        more = links | {"mlflow.parentRunId": parent.info.run_id, "klear.fingerprint": fingerprint}
-        _close_dead_runs(client, experiment_id, fingerprint, info.run_id)
-        child, is_new = _ensure_run(client, experiment_id, name=info.stage, tags=tags, more=more)
-    _parents[uri, info.run_id] = parent.info.run_id
-    params = flat_params(result_settings(job))
-    _log_params(client, child, params)
-    _log_params(client, parent, params if info.stage == job.kind else {f"{info.stage}.{k}": v for k, v in params.items()})
-    _log_inputs(client, child.info.run_id, inputs)
-    return StageRun(client, child.info.run_id, parent.info.run_id, is_resumed=not is_new)
-
-
-@cache
-def _client(uri: str) -> MlflowClient:
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its own 7 with backoff would hold a training step for minutes
-    from mlflow import MlflowClient
-
-    for noisy in ("mlflow", "alembic"):  # after the import, which sets its own levels
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-    file = database_file(uri)
-    if file is not None:
-        ensure_database(file)
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
-
-
-def _experiment(client: MlflowClient, workspace: WorkspaceConfig) -> str:
-    found = client.get_experiment_by_name(EXPERIMENT)
-    if found is not None:
-        return str(found.experiment_id)
-    is_local = tracking_uri(workspace).startswith("sqlite:")  # a server keeps artifacts where it was told to
-    location = (workspace_root(workspace) / "mlflow" / "artifacts").as_uri() if is_local else None
-    return str(client.create_experiment(EXPERIMENT, artifact_location=location))
-
-
-def _ensure_run(client: MlflowClient, experiment_id: str, *, name: str, tags: dict[str, str], more: dict[str, str]) -> tuple[Run, bool]:
-    """The run with exactly these `tags` of ours, re-opened, or a new one; and whether it is new."""
-    wanted = [f"tags.`{key}` = '{value}'" for key, value in tags.items()]
-    if "klear.stage" not in tags:
-        wanted.append("tags.`klear.role` = 'pipeline'")
-        tags = tags | {"klear.role": "pipeline"}
-    hits = client.search_runs([experiment_id], filter_string=" and ".join(wanted), max_results=1, order_by=["attributes.start_time ASC"])
-    if not hits:
-        return client.create_run(experiment_id, run_name=name, tags=tags | more), True
-    client.update_run(hits[0].info.run_id, status="RUNNING")
-    return hits[0], False
-
-
-def _close_dead_runs(client: MlflowClient, experiment_id: str, fingerprint: str, run_id: str) -> None:
-    """Whoever else was building this artifact is dead, for we hold its lock; MLflow would show it as running for ever."""
-    wanted = f"tags.`klear.fingerprint` = '{fingerprint}' and attributes.status = 'RUNNING'"
-    for run in client.search_runs([experiment_id], filter_string=wanted):
-        if run.data.tags["klear.run"] != run_id:
-            client.set_terminated(run.info.run_id, status="KILLED")
-            client.set_terminated(run.data.tags["mlflow.parentRunId"], status="KILLED")
-
-
-def _log_params(client: MlflowClient, run: Run, flat: Mapping[str, str]) -> None:
-    """Params are write-once: a retry with other runtime settings must not trip over them."""
-    from mlflow.entities import Param
-
-    params = [Param(k, v) for k, v in flat.items() if k not in run.data.params]
-    for start in range(0, len(params), 100):
-        client.log_batch(run.info.run_id, params=params[start : start + 100])
+    undelivered.save(record)
+    connection = _connection(info.workspace)
+    connection.try_now()
+    connection.deliver_waiting(but=f"{info.run_id}/-")
+    left = undelivered.records(record.server)
+    if left:
+        num_rows = sum(len(read_metrics(Path(r.metrics_file))) for r in left if r.metrics_file)
+        stages = ", ".join(dict.fromkeys(r.stage for r in left if r.stage)) or "the run's end"
+        log.warning(
+            "MLflow at %s could not be told of %d records (%s; %d rows of metrics): they wait in %s, and the next run that reaches "
+            "MLflow sends them",
+            record.server,
+            len(left),
+            stages,
+            num_rows,
+            undelivered.folder,
+        )
 
 
 def flat_params(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str, str]:
@@ -254,51 +334,65 @@ def flat_params(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str
     return flat
 
 
-def _log_inputs(client: MlflowClient, run_id: str, inputs: Sequence[InputRecord]) -> None:
-    """Our fingerprints as MLflow's data set digests, so that lineage can be walked there; the same input twice is one."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    client.log_inputs(
-        run_id,
-        [
-            DatasetInput(
-                Dataset(
-                    name=i.role if i.kind == "file" else i.kind,
-                    digest=i.fingerprint,
-                    source_type="klear",
-                    source=json.dumps(i.model_dump()),
-                ),
-                [InputTag("mlflow.data.context", i.role[-255:])],
-            )
-            for i in inputs
-        ],
+def _record_of(info: RunInfo) -> TrackedRun:
+    """The pipeline's record."""
+    commit = code_commit()
+    return TrackedRun(
+        server=server_name(tracking_uri(info.workspace)),
+        run_id=info.run_id,
+        run_name=info.run_name,
+        run_url=info.run_url,
+        git_commit=commit.sha if commit else "",
     )
 
 
-def _reference_model(client: MlflowClient, run_id: str, ref: ArtifactRef, stage: str) -> None:
-    """The model under its own name in MLflow, by address: nothing is uploaded."""
-    import mlflow
-
-    known = client.get_run(run_id).data.tags.get("klear.model_id")
-    if known is None:
-        mlflow.set_tracking_uri(client.tracking_uri)
-        tags = {"klear.uri": ref.uri, "klear.fingerprint": ref.fingerprint}
-        experiment_id = client.get_run(run_id).info.experiment_id
-        model = mlflow.create_external_model(name=stage, source_run_id=run_id, tags=tags, experiment_id=experiment_id)
-        client.set_tag(run_id, "klear.model_id", model.model_id)
+_connections: dict[tuple[str, Path], Connection] = {}
 
 
-@cache
-def _troubles() -> tuple[type[Exception], ...]:
-    """What a tracking backend can raise: MLflow's own, the network's and the database's."""
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    return (MlflowException, OSError, SQLAlchemyError)
+def _connection(workspace: WorkspaceConfig) -> Connection:
+    uri, root = tracking_uri(workspace), workspace_root(workspace)
+    if (uri, root) not in _connections:
+        _connections[uri, root] = Connection(mlflow_backend(uri, root), _undelivered(workspace), server_name(uri))
+    return _connections[uri, root]
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+def _undelivered(workspace: WorkspaceConfig) -> Undelivered:
+    return Undelivered(workspace_root(workspace) / "mlflow" / "undelivered")
+
+
+def _deliver(backend: Backend, record: TrackedRun, *, current_run: str) -> None:
+    """Tell all of a record, from the beginning: what MLflow has of it already is not told twice."""
+    if not record.stage:
+        backend.end_pipeline(record)
+        return
+    run = backend.open(record)
+    _catch_up(backend, run, Path(record.metrics_file))
+    _close(backend, run, record)
+    if record.run_id != current_run:  # `open` has re-opened the parent of a run that is over
+        backend.end(run.parent_id, run.parent_ended or record.status, record.ended_ms)
+
+
+def _catch_up(backend: Backend, run: OpenRun, metrics_file: Path) -> None:
+    """Send the rows of the file that MLflow does not have: those of an attempt under another run, of an outage, or lost in a kill."""
+    rows = read_metrics(metrics_file)
+    if not rows:
+        return
+    names = [name for name in rows[0] if name != "step"]
+    last = backend.last_step(run.run_id, names[0]) if names else None
+    at_ms = _now_ms()
+    points = []
+    for row in rows:
+        if last is None or row["step"] > last:
+            numbers = {name: value for name, value in row.items() if name != "step" and value is not None}
+            points += [MetricPoint(name, value, at_ms, int(row["step"])) for name, value in numbers.items()]
+    for start in range(0, len(points), POINTS_A_REQUEST):
+        backend.log_metrics(run.run_id, points[start : start + POINTS_A_REQUEST])
+
+
+def _close(backend: Backend, run: OpenRun, record: TrackedRun) -> None:
+    if record.ref is not None:
+        backend.finish(run, record)
+    backend.end(run.run_id, record.status, record.ended_ms)
 
 
 def _now_ms() -> int:

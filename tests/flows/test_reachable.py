@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from flows.reachable import check_endpoint, check_port, check_prefect
+from flows.reachable import check_endpoint, check_port, check_prefect, check_ray, check_tracking
+from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.errors import ConfigError
 
 SECRET = "hunter2"
@@ -135,3 +136,41 @@ def test_klear_run_says_it_in_one_line_before_anything_is_made(klear, monkeypatc
     assert line.startswith(f"error: PREFECT_API_URL: 127.0.0.1:{nobody} does not answer")
     assert SECRET not in line
     assert not (tmp_path / "ws" / "prefect").exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}"])
+def test_a_ray_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, nobody: int, silent: int, address: str):
+    monkeypatch.setenv("RAY_ADDRESS", address.format(port=nobody))
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS: 127.0.0.1:{nobody} does not answer .*unset RAY_ADDRESS"):
+        check_ray()
+    monkeypatch.setenv("RAY_ADDRESS", address.format(port=silent))
+    check_ray()
+
+
+@pytest.mark.parametrize("address", ["", "auto", "local"])
+def test_a_ray_address_without_a_port_is_left_to_ray(monkeypatch: pytest.MonkeyPatch, address: str):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    check_ray()
+
+
+def test_a_tracking_server_that_is_not_there_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch, nobody: int):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:{SECRET}@127.0.0.1:{nobody}")
+    with pytest.raises(ConfigError, match=f"MLFLOW_TRACKING_URI: 127.0.0.1:{nobody} does not answer") as refused:
+        check_tracking(WorkspaceConfig(root="none"))
+    assert SECRET not in str(refused.value)
+
+
+def test_without_a_tracking_server_nothing_is_asked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    check_tracking(WorkspaceConfig(root="none"))
+
+
+@pytest.mark.parametrize("name", ["MLFLOW_TRACKING_URI", "RAY_ADDRESS"])
+def test_a_run_that_names_a_server_that_is_not_there_ends_before_it_makes_anything(klear, monkeypatch, nobody: int, tmp_path, name: str):
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv(name, f"http://127.0.0.1:{nobody}" if name.startswith("MLFLOW") else f"127.0.0.1:{nobody}")
+    ended = klear("run", "smoke", "--set", f"workspace.root={tmp_path / 'ws'}")
+    assert ended.status == 2
+    assert ended.err.startswith(f"error: {name}: 127.0.0.1:{nobody} does not answer")
+    assert "Traceback" not in ended.err
+    assert not (tmp_path / "ws").exists()

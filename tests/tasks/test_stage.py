@@ -4,17 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.jobs import BaseJob
+from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.jobs import BaseJob, EvaluateJob
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.train import TinyModelConfig
-from klear_core.errors import ResourceError
+from klear_core.config.verify import VerifyConfig
 from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry, read_metrics
 from klear_core.plan import open_store
 from tasks import tracking
 from tasks.progress import SilentConsole, set_console
+from tasks.provenance import code_commit
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
+from tasks.tracked import Undelivered
 
 
 @pytest.fixture(scope="module")
@@ -128,16 +131,43 @@ def test_mlflow_has_parameters_inputs_counts_and_the_model_by_reference(workspac
     assert run.data.params["model.hidden_size"] == "64"
     assert run.data.metrics["sft/counts/steps"] == 4
     assert [(i.dataset.name, i.dataset.digest) for i in run.inputs.dataset_inputs] == [("base", source.fingerprint)]
-    assert client(workspace).get_logged_model(run.data.tags["klear.model_id"]).tags["klear.uri"] == ref.uri
+    assert run.data.tags["mlflow.source.name"] == "klear/tasks/base.py"
+    assert run.data.tags["mlflow.source.git.commit"] == code_commit().sha
+    model = client(workspace).get_logged_model(run.data.tags["klear.model_id"])
+    assert model.params == {"klear.uri": ref.uri, "klear.fingerprint": ref.fingerprint}
+    parent = client(workspace).get_run(run.data.tags["mlflow.parentRunId"])
+    assert {o.model_id for o in run.outputs.model_outputs} == {model.model_id}
+    assert model.model_id in {o.model_id for o in parent.outputs.model_outputs}
 
 
-def test_an_unreachable_tracking_server_fails_the_stage_before_its_body_runs(workspace: WorkspaceConfig, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    body = Body()
-    with pytest.raises(ResourceError, match=r"MLflow at http://127\.0\.0\.1:9 cannot be used"):
-        run_stage(info(workspace, "h"), job(8), {}, body)
-    assert body.calls == 0
+def test_the_last_models_scores_are_in_a_column_that_all_runs_share(workspace: WorkspaceConfig):
+    class Scores(Body):
+        def __call__(self, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+            return (
+                super()
+                .__call__(workdir=workdir, telemetry=telemetry)
+                .model_copy(update={"counts": {"heldout_avg_at_4": self.start / 10, "problems": 96}})
+            )
+
+    evaluate = EvaluateJob(seed=0, evaluate=EvaluateConfig(), verify=VerifyConfig(), benchmarks=())
+    for tenths, model in ((9, "rl"), (2, "base")):  # whichever is told last
+        job_of_model = evaluate.model_copy(update={"seed": tenths})
+        run_stage(info(workspace, "l", f"evaluate_{model}"), job_of_model, {}, Scores(start=tenths, stop=tenths))
+    (parent,) = (r for r in mlflow_runs(workspace, "l") if "klear.stage" not in r.data.tags)
+    assert {k: v for k, v in parent.data.metrics.items() if k.startswith("score/")} == {"score/heldout_avg_at_4": 0.9}
+
+
+def test_a_stage_is_made_while_mlflow_is_away_and_says_what_mlflow_lacks(workspace: WorkspaceConfig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
+    ref = run_stage(info(workspace, "h"), job(8), {}, Body())
+    manifest = open_store(workspace).manifest(ref)
+    assert steps_of(ref.path) == [0, 1, 2, 3]
+    assert manifest.mlflow_run_id is None
+    assert "MLflow at 127.0.0.1:9 did not answer: 4 numbers wait" in manifest.notes[0]
+    tracking.end_pipeline(info(workspace, "h"), "FINISHED")
+    (record, end) = Undelivered(Path(workspace.root) / "mlflow" / "undelivered").records("127.0.0.1:9")
+    assert (record.stage, record.ref, end.stage) == ("base", ref, "")
+    assert "secret" not in record.model_dump_json() + manifest.model_dump_json()
 
 
 def test_tracking_trouble_while_a_stage_runs_loses_no_work(workspace: WorkspaceConfig):

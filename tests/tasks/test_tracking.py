@@ -1,0 +1,239 @@
+"""What MLflow cannot be told waits, is bounded, and is told later; the run never waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from klear_core.metrics import MetricsFile
+from tasks.tracked import MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Undelivered, Unreachable, server_name, without_password
+from tasks.tracking import Connection, Limits, StageRun
+
+
+class FakeBackend:
+    """Keeps what it is told, while it is up. Hangs in a request where `hangs` is set."""
+
+    def __init__(self) -> None:
+        self.is_up = True
+        self.refuses = False
+        self.hangs: threading.Event | None = None
+        self.num_calls = 0
+        self.points: dict[str, list[MetricPoint]] = {}
+        self.ended: dict[str, RunStatus] = {}
+        self.finished: list[str] = []
+
+    def open(self, record: TrackedRun) -> OpenRun:
+        self._answer()
+        parent = f"{record.run_id}"
+        return OpenRun(f"{parent}-{record.stage}", parent, self.ended.pop(parent, None))
+
+    def last_step(self, run_id: str, name: str) -> int | None:
+        self._answer()
+        return max((p.step for p in self.points.get(run_id, []) if p.name == name), default=None)
+
+    def log_metrics(self, run_id: str, points: list[MetricPoint]) -> None:
+        self._answer()
+        self.points.setdefault(run_id, []).extend(points)
+
+    def finish(self, run: OpenRun, record: TrackedRun) -> None:
+        self._answer()
+        self.finished.append(run.run_id)
+
+    def end(self, run_id: str, status: RunStatus, at_ms: int) -> None:
+        self._answer()
+        self.ended[run_id] = status
+
+    def end_pipeline(self, record: TrackedRun) -> None:
+        self._answer()
+        self.ended[record.run_id] = record.status
+
+    def _answer(self) -> None:
+        self.num_calls += 1
+        if self.hangs is not None:
+            self.hangs.wait(60)
+        if self.refuses:
+            raise Refused("no such run")
+        if not self.is_up:
+            raise Unreachable("connection refused")
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture
+def connection(backend: FakeBackend, tmp_path: Path) -> Connection:
+    return connect(backend, tmp_path)
+
+
+def connect(backend: FakeBackend, folder: Path, **limits: float) -> Connection:
+    quick = Limits(**{"retry_every_s": 0.02, "flush_every_s": 0.01} | limits)  # type: ignore[arg-type]
+    return Connection(backend, Undelivered(folder / "undelivered"), "somewhere:5000", limits=quick)
+
+
+class Stage:
+    """A stage as `StageTelemetry` drives it: each row into the file, and then to MLflow."""
+
+    def __init__(self, connection: Connection, folder: Path, name: str = "sft", run_id: str = "r1") -> None:
+        self.file = MetricsFile(folder / f"{run_id}-{name}.jsonl")
+        self.record = TrackedRun(
+            server="somewhere:5000", run_id=run_id, run_name="n", stage=name, kind="sft", metrics_file=str(self.file.path)
+        )
+        self.run = StageRun(connection, self.record)
+
+    def log(self, *steps: int) -> None:
+        for step in steps:
+            self.file.append({"loss": step / 10}, step=step)
+            self.run.log({"loss": step / 10}, step=step)
+
+
+def steps(backend: FakeBackend, run_id: str) -> list[int]:
+    return [p.step for p in list(backend.points.get(run_id, []))]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_numbers_of_an_outage_are_sent_when_mlflow_is_back_in_order_and_once(backend, connection, tmp_path):
+    stage = Stage(connection, tmp_path)
+    stage.run.start()
+    stage.log(0, 1)
+    until(lambda: steps(backend, "r1-sft") == [0, 1])
+    backend.is_up = False
+    stage.log(2, 3)
+    until(lambda: backend.num_calls > 8)  # it goes on trying
+    stage.log(4)
+    assert "numbers wait to be sent" in stage.run.trouble
+    backend.is_up = True
+    until(lambda: steps(backend, "r1-sft") == [0, 1, 2, 3, 4])
+    stage.run.end("FINISHED")
+    assert backend.ended == {"r1-sft": "FINISHED"}
+    assert stage.run.trouble == ""
+    assert connection.undelivered.records("somewhere:5000") == []
+
+
+def test_a_stage_that_began_without_mlflow_is_told_whole_once_it_is_there(backend, connection, tmp_path):
+    backend.is_up = False
+    stage = Stage(connection, tmp_path)
+    stage.run.start()
+    assert stage.run.run_id is None
+    stage.log(0, 1, 2)
+    backend.is_up = True
+    until(lambda: steps(backend, "r1-sft") == [0, 1, 2])
+    assert stage.run.run_id == "r1-sft"
+    stage.run.end("FINISHED")
+
+
+def test_a_stage_that_ends_without_mlflow_is_told_by_the_next_one(backend, connection, tmp_path):
+    first = Stage(connection, tmp_path)
+    first.run.start()
+    backend.is_up = False
+    first.log(0, 1)
+    first.run.end("FINISHED")
+    (waiting,) = connection.undelivered.records("somewhere:5000")
+    assert (waiting.stage, waiting.status) == ("sft", "FINISHED")
+    backend.is_up = True
+    second = Stage(connection, tmp_path, "rl")
+    connection.try_now()
+    second.run.start()
+    until(lambda: backend.ended.get("r1-sft") == "FINISHED")
+    second.run.end("FINISHED")
+    assert steps(backend, "r1-sft") == [0, 1]
+    assert "r1" not in backend.ended  # the pipeline goes on
+    assert connection.undelivered.records("somewhere:5000") == []
+
+
+def test_what_an_earlier_run_left_is_told_by_a_later_one_and_the_earlier_stays_ended(backend, connection, tmp_path):
+    backend.is_up = False
+    left = Stage(connection, tmp_path, run_id="old")
+    left.run.start()
+    left.log(0)
+    left.run.end("FAILED")
+    connection.undelivered.save(left.record.model_copy(update={"stage": "", "status": "FAILED", "ended_ms": time.time_ns()}))
+    backend.is_up = True
+    connection.try_now()
+    connection.deliver_waiting(but="new/sft")
+    assert steps(backend, "old-sft") == [0]
+    assert backend.ended == {"old-sft": "FAILED", "old": "FAILED"}
+    assert connection.undelivered.records("somewhere:5000") == []
+
+
+def test_a_hanging_server_does_not_stall_the_loop_nor_the_end(backend, tmp_path):
+    connection = connect(backend, tmp_path, close_s=0.1)
+    stage = Stage(connection, tmp_path)
+    stage.run.start()
+    backend.hangs = threading.Event()
+    calls = backend.num_calls
+    stage.log(0)
+    until(lambda: backend.num_calls > calls)  # the thread is in a request
+    stage.log(*range(1, 1000))
+    stage.run.end("FINISHED")
+    assert [r.stage for r in connection.undelivered.records("somewhere:5000")] == ["sft"]
+    backend.hangs.set()
+
+
+def test_memory_is_bounded_and_what_did_not_fit_is_read_from_the_file(backend, tmp_path):
+    connection = connect(backend, tmp_path, max_points=10)
+    stage = Stage(connection, tmp_path)
+    stage.run.start()
+    backend.is_up = False
+    stage.log(*range(100))
+    assert stage.run.num_waiting <= 10
+    backend.is_up = True
+    until(lambda: not stage.run.trouble)
+    stage.run.end("FINISHED")
+    assert sorted(set(steps(backend, "r1-sft"))) == list(range(100))
+
+
+def test_a_record_that_mlflow_refuses_is_said_and_not_tried_for_ever(backend, connection, tmp_path):
+    stage = Stage(connection, tmp_path)
+    stage.run.start()
+    backend.refuses = True
+    stage.log(0)
+    until(lambda: bool(stage.run.refusal))
+    assert "MLflow stopped taking records (no such run)" in stage.run.trouble
+    calls = backend.num_calls
+    stage.log(1)
+    stage.run.end("FINISHED")
+    assert backend.num_calls == calls
+    connection.deliver_waiting(but="")
+    assert connection.undelivered.records("somewhere:5000") == []
+
+
+def test_records_on_disk_are_bounded_and_the_oldest_go_first(tmp_path):
+    undelivered = Undelivered(tmp_path, max_records=3)
+    for n in range(5):
+        undelivered.save(TrackedRun(server="s", run_id=f"r{n}", run_name="n", stage="sft", ended_ms=n))
+        time.sleep(0.01)  # file times
+    assert [r.run_id for r in undelivered.records("s")] == ["r2", "r3", "r4"]
+
+
+def test_records_of_another_server_and_unreadable_ones_stay_where_they_are(tmp_path):
+    undelivered = Undelivered(tmp_path)
+    undelivered.save(TrackedRun(server="one:1", run_id="r", run_name="n", stage="sft"))
+    (tmp_path / "half.json").write_text('{"server": "two:2"')
+    assert undelivered.records("two:2") == []
+    assert {f.name for f in tmp_path.iterdir()} == {"r-sft.json", "half.unreadable"}
+
+
+@pytest.mark.parametrize(
+    ("uri", "name"),
+    [
+        ("http://user:secret@host:5000/path", "host:5000"),
+        ("https://host", "host"),
+        ("sqlite:////data/mlflow.db", "/data/mlflow.db"),
+        ("postgresql://me:secret@db/mlflow", "db"),
+    ],
+)
+def test_an_address_is_shown_without_its_password(uri: str, name: str):
+    assert server_name(uri) == name
+    assert "secret" not in without_password(f"API request to {uri}/x failed")
