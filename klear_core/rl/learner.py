@@ -15,7 +15,7 @@ from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ConfigError
 from klear_core.generate.engine import TensorSpec
 from klear_core.hf_config import read_hf_config
-from klear_core.rl.losses import at_step, log_ratio
+from klear_core.rl.losses import at_step, k3, log_ratio
 from klear_core.rl.objective import Denominators, OldPolicy, Targets, head_of, make_targets
 from klear_core.rl.samples import cut_minibatches
 from klear_core.rl.stats import TokenStats
@@ -199,10 +199,10 @@ class Learner:
 
         With stale samples the policy's own movement since they were sampled is part of it.
         """
-        gaps = [log_ratio(o.logp_N, t.sampler_logp_N) for o, t in zip(result.outputs, first.targets, strict=True)]
+        gaps = [log_ratio(o.logp_N.double(), t.sampler_logp_N.double()) for o, t in zip(result.outputs, first.targets, strict=True)]
         bound = self.cfg.max_log_ratio
         gap_N = torch.cat(gaps).clamp(-bound, bound)
-        k3_sum = self._world.sum((gap_N.exp() - 1 - gap_N).sum()).item()
+        k3_sum = self._world.sum(k3(gap_N).sum()).item()
         largest = self._world.max(torch.cat([gap_N.abs(), gap_N.new_zeros(1)]).max())  # this rank may have no token
         return {"rl/mismatch/k3": k3_sum / first.packed.num_loss_tokens, "rl/mismatch/max": largest.item()}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from klear_core.config.rl import MismatchConfig, RlConfig
-from klear_core.rl.losses import TrainBatch, joins_tokens, log_ratio, row_mean, token_loss
+from klear_core.rl.losses import TrainBatch, joins_tokens, k3, log_ratio, row_mean, token_loss
 from klear_core.rl.stats import TokenStats
 from klear_core.train.logps import HeadOutput, fused_loss, token_logps
 from klear_core.train.model import Head
@@ -127,7 +127,7 @@ def head_of(targets: Targets, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutp
         stats.add(token, batch, entropy_C.detach(), scale_C, cfg.loss, truncate_at=cfg.mismatch.truncate_at)
         loss_C = token.loss_N
         if cfg.kl_coef > 0:
-            loss_C = loss_C + cfg.kl_coef * _k3(targets.ref_logp_N[where], logp_C, cfg.max_log_ratio)
+            loss_C = loss_C + cfg.kl_coef * _kl(targets.ref_logp_N[where], logp_C, cfg.max_log_ratio)
         if cfg.entropy_coef > 0:
             loss_C = loss_C - cfg.entropy_coef * entropy_C
         return loss_C * scale_C - targets.lm_scale_N[where] * logp_C
@@ -143,7 +143,7 @@ def head_of(targets: Targets, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutp
     return head
 
 
-def _k3(ref_logp_N: Tensor, logp_N: Tensor, max_log_ratio: float) -> Tensor:
-    """The low-variance estimate of KL(policy, reference), never negative: r - 1 - log r with r = reference over policy."""
-    gap_N = (ref_logp_N - logp_N).clamp(-max_log_ratio, max_log_ratio)
-    return gap_N.exp() - 1 - gap_N
+def _kl(ref_logp_N: Tensor, logp_N: Tensor, max_log_ratio: float) -> Tensor:
+    """The k3 estimate of KL(policy, reference), with r = reference over policy."""
+    gap_N = (ref_logp_N.double() - logp_N.double()).clamp(-max_log_ratio, max_log_ratio)
+    return k3(gap_N).to(logp_N.dtype)

@@ -46,7 +46,7 @@ class TokenStats:
         columns = {
             "tokens": torch.ones_like(ratio_N),
             "entropy": entropy_N,
-            "ratio": ratio_N,
+            "ratio": token.log_ratio_N.double().exp(),
             "bounded": token.bounded_N,
             "low": token.low_N,
             "high": token.high_N,
@@ -59,7 +59,7 @@ class TokenStats:
             "pull": pull_N,
             "pull_of_clipped": pull_N * token.clipped_N,
         }
-        self._sums += torch.stack([columns[name].to(torch.float32) for name in _SUMS]).sum(dim=1, dtype=torch.float64)
+        self._sums += torch.stack([columns[name].double() for name in _SUMS]).sum(dim=1)
         extremes = torch.stack([-token.log_ratio_N.min(), token.log_ratio_N.max()])
         self._extremes = torch.maximum(self._extremes, extremes)
 

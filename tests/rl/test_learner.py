@@ -89,19 +89,31 @@ def test_mismatch_is_zero_against_the_learners_own_log_probs_and_logged_otherwis
     assert metrics["rl/ratio/mean"] != pytest.approx(1.0)  # the ratio is against the sampler's
 
 
-def test_mismatch_by_hand_for_a_sampler_that_says_twice_the_learners_probability(base: Path, tmp_path: Path) -> None:
-    """log(learner / sampler) = -log 2 for every token, so k3 = 1/2 - 1 + log 2; with the sign reversed it would be 1 - log 2."""
+def mismatch_at(gap: float, base: Path, folder: Path) -> dict[str, float]:
+    """Metrics of a step for a sampler whose log-prob is this much above the learner's at every token."""
     samples = random_samples(4)
     (micro,) = pack(samples, tokens_per_microbatch=1 << 20).micros
     model = load_model(model_folder(base), device="cpu")
     logp_N = model(micro, partial(token_logps, target_N=micro.target_N)).logp_N.tolist()
     logps = [[0.0] * len(s.token_ids) for s in samples]
     for row, column, logp in zip(micro.row_N.tolist(), micro.column_N.tolist(), logp_N, strict=True):
-        logps[row][column] = logp + math.log(2)
-    twice = [replace(s, old_logps=tuple(p)) for s, p in zip(samples, logps, strict=True)]
-    metrics = learner(base, tmp_path, rl_config(minibatches_per_step=1)).step(twice)
+        logps[row][column] = logp + gap
+    moved = [replace(s, old_logps=tuple(p)) for s, p in zip(samples, logps, strict=True)]
+    return learner(base, folder, rl_config(minibatches_per_step=1)).step(moved)
+
+
+def test_mismatch_by_hand_for_a_sampler_that_says_twice_the_learners_probability(base: Path, tmp_path: Path) -> None:
+    """log(learner / sampler) = -log 2 for every token, so k3 = 1/2 - 1 + log 2; with the sign reversed it would be 1 - log 2."""
+    metrics = mismatch_at(math.log(2), base, tmp_path)
     assert metrics["rl/mismatch/k3"] == pytest.approx(math.log(2) - 0.5, abs=1e-4)
     assert metrics["rl/mismatch/max"] == pytest.approx(math.log(2), abs=1e-4)
+
+
+def test_mismatch_is_right_for_a_sampler_that_hardly_differs(base: Path, tmp_path: Path) -> None:
+    """A gap of 2^-13 is 256 steps of a float32 log-prob near -5, and k3 half its square, 7.5e-9: less than a float32 sees beside 1."""
+    metrics = mismatch_at(2.0**-13, base, tmp_path)
+    assert metrics["rl/mismatch/k3"] == pytest.approx(2.0**-27, rel=0.03, abs=0)
+    assert metrics["rl/mismatch/max"] == pytest.approx(2.0**-13, rel=0.03, abs=0)
 
 
 @pytest.mark.parametrize("changes", [{}, {"old_logps": "learner"}, {"kl_coef": 0.1}, {"erc": ErcConfig()}, {"loss": GspoConfig()}])

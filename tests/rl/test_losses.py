@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from decimal import Decimal, localcontext
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from klear_core.config.rl import BetaSchedule, CispoConfig, ClipConfig, ErcConfig, GppoConfig, GspoConfig, LossConfig
-from klear_core.rl.losses import TokenLoss, TrainBatch, at_step, joins_tokens, token_loss
+from klear_core.rl.losses import TokenLoss, TrainBatch, at_step, joins_tokens, k3, row_mean, token_loss
 
 AT_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 RATIOS = (0.25, 0.5, 0.9, 1.0, 1.2, 1.29, 1.5, 3.0, 12.0)
@@ -258,6 +260,46 @@ def test_a_nan_is_not_hidden(cfg: LossConfig) -> None:
 def test_log_ratios_beyond_the_bound_are_counted() -> None:
     loss, _ = loss_and_grad([-0.1, -30.0, -1.0], batch_of([-30.0, -0.1, -1.0], [1.0] * 3), GppoConfig(), max_log_ratio=20.0)
     assert loss.bounded_N.tolist() == [True, True, False]
+
+
+def exact_k3(log_ratio: float) -> float:
+    """With sixty digits."""
+    with localcontext() as context:
+        context.prec = 60
+        x = Decimal(log_ratio)
+        return float(x.exp() - 1 - x)
+
+
+GAPS = [1e-12, 1e-8, 3e-7, 9.99e-6, 1.001e-5, 1e-4, 3e-3, 0.1, 1.0, 5.0, 20.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_is_right_from_the_smallest_gap_to_the_largest(dtype: torch.dtype) -> None:
+    gap_N = torch.tensor([sign * gap for gap in GAPS for sign in (1, -1)], dtype=dtype)
+    assert k3(gap_N).tolist() == pytest.approx([exact_k3(gap) for gap in gap_N.tolist()], rel=1e-9, abs=0)
+
+
+def test_the_gradient_of_k3_is_the_ratio_less_one() -> None:
+    gap_N = torch.tensor([sign * gap for gap in GAPS for sign in (1, -1)], dtype=torch.float64, requires_grad=True)
+    (grad_N,) = torch.autograd.grad(k3(gap_N).sum(), gap_N)
+    assert grad_N.tolist() == pytest.approx([math.expm1(gap) for gap in gap_N.tolist()], rel=1e-9, abs=0)
+
+
+@given(st.floats(-30, 30))
+def test_k3_is_never_negative(gap: float) -> None:
+    for dtype in (torch.float32, torch.float64):
+        assert k3(torch.tensor([gap, gap * 1e-7], dtype=dtype)).min() >= 0
+    assert k3(torch.zeros(1)).item() == 0
+
+
+def test_the_mean_of_a_long_row_is_that_of_its_tokens() -> None:
+    """A float32 sum that has reached 1 takes no 1e-8 any more."""
+    x_N = torch.full((1 << 17,), 1e-8)
+    x_N[0] = 1.0
+    batch = batch_of([0.0] * len(x_N), [1.0] * len(x_N))
+    batch = replace(batch, row_N=torch.zeros(len(x_N), dtype=torch.int64), num_rows=1)
+    wanted = (1 + (len(x_N) - 1) * float(x_N[1])) / len(x_N)
+    assert row_mean(x_N, batch)[0].item() == pytest.approx(wanted, rel=1e-7)
 
 
 def test_betas_move_in_a_line_and_stay() -> None:
