@@ -48,17 +48,31 @@ class MetricsFile:
         beside.replace(self.path)
 
     def append(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Add one row. Non-finite numbers are written as null, for JSON has no name for them."""
-        row = {"step": step} | {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
+        """Add one row, without the numbers that are not finite: JSON has no name for them."""
+        row = {"step": step} | finite(metrics)
         with self.path.open("a") as f:
-            f.write(json.dumps(row) + "\n")
+            f.write(json.dumps(row, allow_nan=False) + "\n")
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics file; a half-written last line, left by a kill, is skipped."""
+def skipped_note(num_skipped: int) -> str:
+    """The warning for the report of a stage whose updates were not all applied."""
+    return f"{num_skipped} updates were skipped, for their loss or gradient was not finite; their rows are in skipped/, and in no statistic"
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that are finite numbers."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def read_metrics(path: Path) -> list[dict[str, float | None]]:
+    """The rows of a metrics file; a half-written last line, left by a kill, is skipped.
+
+    A step may lack any metric. None is such a lack too: earlier versions wrote null where a number was not finite.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) >= 0]
+    lines = path.read_text().splitlines()
+    return [json.loads(line, parse_constant=lambda _name: None) for line in lines if _step_of(line) >= 0]
 
 
 def _step_of(line: str) -> int:

@@ -13,7 +13,7 @@ from klear_core.artifacts import ArtifactRef, InputRecord, Manifest
 from klear_core.config.base import result_settings
 from klear_core.config.jobs import Job
 from klear_core.ledger import StageSummary
-from klear_core.metrics import METRICS_FILE, MetricsFile, Telemetry
+from klear_core.metrics import METRICS_FILE, MetricsFile, Telemetry, finite
 from klear_core.plan import CODE_VERSIONS, artifact_id, input_records, open_store
 from tasks import tracking
 from tasks.prefect_view import show_in_prefect
@@ -75,13 +75,17 @@ class StageTelemetry:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """One row, in place of all rows of this step and later ones: left by a killed attempt, or by steps that a lost learner did.
 
-        MLflow cannot forget: there such a step is in the history twice, and the later one counts.
+        MLflow cannot forget: there such a step is in the history twice, and the later one counts. Numbers that are not finite are
+        left out of both.
         """
+        known = finite(metrics)
+        if len(known) < len(metrics):
+            log.warning("%s: step %d: left out, for they are not finite: %s", self.stage, step, ", ".join(metrics.keys() - known.keys()))
         if self._last_step is None or step <= self._last_step:
             self._file.rewind(step)
         self._last_step = step
-        self._file.append(metrics, step=step)
-        self._run.log(metrics, step=step)
+        self._file.append(known, step=step)
+        self._run.log(known, step=step)
 
     def progress(self, done: int, total: int, note: str = "") -> None:
         """How far the stage is."""

@@ -377,16 +377,26 @@ def _catch_up(backend: Backend, run: OpenRun, metrics_file: Path) -> None:
     rows = read_metrics(metrics_file)
     if not rows:
         return
-    names = [name for name in rows[0] if name != "step"]
-    last = backend.last_step(run.run_id, names[0]) if names else None
+    known = [{name: value for name, value in row.items() if value is not None} for row in rows]
+    steps = [int(numbers.pop("step")) for numbers in known]
+    sent = [backend.last_step(run.run_id, name) for name in _names_over(known)]
+    last = max((step for step in sent if step is not None), default=None)
     at_ms = _now_ms()
     points = []
-    for row in rows:
-        if last is None or row["step"] > last:
-            numbers = {name: value for name, value in row.items() if name != "step" and value is not None}
-            points += [MetricPoint(name, value, at_ms, int(row["step"])) for name, value in numbers.items()]
+    for step, numbers in zip(steps, known, strict=True):
+        if last is None or step > last:
+            points += [MetricPoint(name, value, at_ms, step) for name, value in numbers.items()]
     for start in range(0, len(points), POINTS_A_REQUEST):
         backend.log_metrics(run.run_id, points[start : start + POINTS_A_REQUEST])
+
+
+def _names_over(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """A few names of which every row that is not empty has one: no metric need be in all."""
+    names: list[str] = []
+    for row in rows:
+        if row and not any(name in row for name in names):
+            names.append(next(iter(row)))
+    return names
 
 
 def _close(backend: Backend, run: OpenRun, record: TrackedRun) -> None:

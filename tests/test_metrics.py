@@ -28,7 +28,13 @@ def test_a_half_written_last_line_is_skipped(tmp_path):
     assert f.path.read_text().count("\n") == 1
 
 
-def test_non_finite_numbers_become_null(tmp_path):
+def test_numbers_that_are_not_finite_are_left_out(tmp_path):
     f = MetricsFile(tmp_path / "m.jsonl")
-    f.append({"a/b/c": math.nan}, step=1)
-    assert read_metrics(f.path) == [{"step": 1, "a/b/c": None}]
+    f.append({"a/b/c": math.nan, "a/b/d": 1.0, "a/b/e": -math.inf}, step=1)
+    assert f.path.read_text() == '{"step": 1, "a/b/d": 1.0}\n'
+
+
+def test_files_of_earlier_versions_have_null_or_nan_where_a_number_is_missing(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "a/b/c": null, "a/b/d": NaN, "a/b/e": -Infinity, "a/b/f": 2.0}\n')
+    assert read_metrics(path) == [{"step": 1, "a/b/c": None, "a/b/d": None, "a/b/e": None, "a/b/f": 2.0}]

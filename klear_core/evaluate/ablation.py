@@ -26,6 +26,8 @@ TOKEN_SHARES = {
 }
 """Shares of all trained tokens whose ratio left the clip range, by advantage and side; the first two are those that clipping is about."""
 
+_LARGEST, _ENTROPY = "rl/ratio/max", "rl/entropy/mean"
+
 
 class RunResult(Settings):
     """One run, from its RL stage and its two evaluations."""
@@ -39,6 +41,10 @@ class RunResult(Settings):
     """New over old, the largest of any token."""
     entropy: float
     """Nats per token, at the last step that trained."""
+    num_steps: int = 0
+    """RL steps that trained."""
+    num_lacking: int = 0
+    """RL steps among them that have no number for some of this, as where earlier versions skipped an update: the others stand for them."""
 
     @property
     def has_collapsed(self) -> bool:
@@ -74,16 +80,24 @@ class AblationTable(Settings):
 
 def read_run(*, rl: Path, before: Path, after: Path) -> RunResult:
     """From the artifact folders of the RL stage and of the evaluations before and after it. ArtifactError if RL trained on nothing."""
-    steps = [row for row in read_metrics(rl / METRICS_FILE) if "rl/entropy/mean" in row]
-    if not steps:
-        raise ArtifactError(f"{rl}: this RL stage trained on no token, so there is nothing to compare")
+    steps = [row for row in read_metrics(rl / METRICS_FILE) if _ENTROPY in row]
+    columns = {name: _numbers(steps, name) for name in (*TOKEN_SHARES.values(), _LARGEST, _ENTROPY)}
+    if not all(columns.values()):
+        raise ArtifactError(f"{rl}: this RL stage trained on no token, or every update was skipped, so there is nothing to compare")
     return RunResult(
         before=fmean(report.avg.value for report in read_reports(before)),
         after=fmean(report.avg.value for report in read_reports(after)),
-        token_shares={name: fmean(row[metric] for row in steps) for name, metric in TOKEN_SHARES.items()},
-        max_ratio=max(row["rl/ratio/max"] for row in steps),
-        entropy=steps[-1]["rl/entropy/mean"],
+        token_shares={name: fmean(columns[metric]) for name, metric in TOKEN_SHARES.items()},
+        max_ratio=max(columns[_LARGEST]),
+        entropy=columns[_ENTROPY][-1],
+        num_steps=len(steps),
+        num_lacking=sum(any(row.get(name) is None for name in columns) for row in steps),
     )
+
+
+def _numbers(steps: Sequence[Mapping[str, float | None]], name: str) -> list[float]:
+    """The metric at the steps that have it."""
+    return [value for row in steps if (value := row.get(name)) is not None]
 
 
 def rows_of(runs: Mapping[str, Mapping[float, Runs]], reference: str) -> tuple[Row, ...]:
@@ -121,8 +135,18 @@ def as_markdown(table: AblationTable) -> str:
     """Scores in per cent, differences in points, shares of tokens in per cent."""
     head = ["variant", "lr", "avg@n (95 %)", f"minus {table.reference} (95 %)", "collapsed", *TOKEN_SHARES, "max r", "entropy"]
     lines = [_line(head), _line(["---"] * len(head)), *(_line(_cells(row)) for row in table.rows), ""]
+    lines += [line for row in table.rows if row.learning_rate is not None for line in _lacking(row)]
     lines += [f"- no result: {run}: {why}" for run, why in table.failures.items()]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _lacking(row: Row) -> list[str]:
+    """A line for each run with steps that lack numbers."""
+    return [
+        f"- numbers are missing at {run.num_lacking} of {run.num_steps} steps: {row.variant}, lr {row.learning_rate:g}, seed {seed}"
+        for seed, run in row.runs.items()
+        if run.num_lacking
+    ]
 
 
 def _cells(row: Row) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from klear_core.report.examples import model_name
-from klear_core.report.facts import Facts
+from klear_core.report.facts import Facts, MissingStage, StageFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Notice:
 
 def notices(facts: Facts) -> list[Notice]:
     """Failures first, then warnings, each in pipeline order."""
-    return [*_missing(facts), *_stage_notes(facts), *_code_state(facts), *_unscored(facts)]
+    return [*_missing(facts), *_stage_notes(facts), *_lacking(facts), *_code_state(facts), *_unscored(facts)]
 
 
 def _missing(facts: Facts) -> list[Notice]:
@@ -34,6 +34,22 @@ def _missing(facts: Facts) -> list[Notice]:
 
 def _stage_notes(facts: Facts) -> list[Notice]:
     return [Notice(level="warning", where=s.name, text=note) for s in facts.stages for note in s.manifest.notes]
+
+
+def _lacking(facts: Facts) -> list[Notice]:
+    """Steps without a number in metrics that have one elsewhere: files of earlier versions have null where an update was skipped."""
+    found = []
+    stages: tuple[StageFacts | MissingStage, ...] = (*facts.stages, *facts.missing)
+    for stage in stages:
+        steps = {step for series in stage.metrics for step in series.steps}
+        lacking = {series.name: [t for t, v in zip(series.steps, series.values, strict=True) if v is None] for series in stage.metrics}
+        names = [name for name, without in lacking.items() if without]
+        if names:
+            num_lacking = len({t for without in lacking.values() for t in without})
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            text = f"{num_lacking:,} of {len(steps):,} steps have no number for {', '.join(names[:3])}{more}: they are in no curve or mean."
+            found.append(Notice(level="warning", where=stage.name, text=text))
+    return found
 
 
 def _code_state(facts: Facts) -> list[Notice]:

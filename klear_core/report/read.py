@@ -50,10 +50,10 @@ def _series(path: Path) -> tuple[Series, ...]:
     """The metrics file turned from rows to columns, metrics in the order in which they first appear."""
     columns: dict[str, dict[int, float | None]] = {}
     for row in read_metrics(path):
-        step = int(row["step"])
+        step = row.pop("step")
+        assert step is not None, path
         for name, value in row.items():
-            if name != "step":
-                columns.setdefault(name, {})[step] = value
+            columns.setdefault(name, {})[int(step)] = value
     return tuple(Series(name=name, steps=tuple(sorted(c)), values=tuple(c[t] for t in sorted(c))) for name, c in columns.items())
 
 

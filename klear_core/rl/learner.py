@@ -168,8 +168,11 @@ class Learner:
 
     def _update(self, minibatch: _MiniBatch, cfg: RlConfig, stats: TokenStats) -> StepResult:
         targets = {id(micro): t for micro, t in zip(minibatch.packed.micros, minibatch.targets, strict=True)}
-        result = self._updater.step(minibatch.packed, lambda micro: head_of(targets[id(micro)], cfg, stats), step=self.version)
-        if not result.is_applied:
+        own = TokenStats(self._world.device)
+        result = self._updater.step(minibatch.packed, lambda micro: head_of(targets[id(micro)], cfg, own), step=self.version)
+        if result.is_applied:
+            stats.merge(own)
+        else:
             self._num_skipped += 1
             allowed = cfg.runtime.max_nonfinite_steps
             folder = self._workdir / "skipped"
@@ -177,25 +180,25 @@ class Learner:
         return result
 
     def _describe(self, minibatches: Sequence[_MiniBatch], results: Sequence[StepResult], stats: TokenStats) -> dict[str, float]:
-        """Metrics of the updates; every rank takes part in the sums."""
+        """Metrics of the updates that were applied, without which a step has their count alone; every rank takes part in the sums."""
         of_tokens = stats.over(self._world).metrics()
-        num_applied = sum(r.is_applied for r in results)
-        metrics = {"rl/optim/updates": float(num_applied), "rl/optim/skipped": float(len(results) - num_applied)}
-        if not results:
+        applied = [(m, r) for m, r in zip(minibatches, results, strict=True) if r.is_applied]
+        metrics = {"rl/optim/updates": float(len(applied)), "rl/optim/skipped": float(len(results) - len(applied))}
+        if not applied:
             return metrics
-        norms = [r.grad_norm for r in results]
+        norms = [r.grad_norm for _, r in applied]
         metrics |= {
-            "rl/loss/mean": sum(r.loss for r in results) / len(results),
+            "rl/loss/mean": sum(r.loss for _, r in applied) / len(applied),
             "rl/grad/norm": sum(norms) / len(norms),
             "rl/grad/max": max(norms),
-            "rl/optim/lr": results[0].lr,
-            "rl/batch/tokens": float(sum(m.packed.num_tokens for m in minibatches)),
-            "rl/batch/fill": sum(m.packed.fill for m in minibatches) / len(minibatches),
+            "rl/optim/lr": applied[0][1].lr,
+            "rl/batch/tokens": float(sum(m.packed.num_tokens for m, _ in applied)),
+            "rl/batch/fill": sum(m.packed.fill for m, _ in applied) / len(applied),
         }
-        return metrics | of_tokens | self._mismatch(minibatches[0], results[0])
+        return metrics | of_tokens | self._mismatch(*applied[0])
 
     def _mismatch(self, first: _MiniBatch, result: StepResult) -> dict[str, float]:
-        """How far sampler and learner disagree, on the first mini-batch, where the learner still is as the step found it.
+        """How far sampler and learner disagree, on the first mini-batch applied: until then the learner is as the step found it.
 
         With stale samples the policy's own movement since they were sampled is part of it.
         """

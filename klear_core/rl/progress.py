@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from klear_core.config.rl import RlConfig
 from klear_core.ledger import LedgerStep, StageSummary
+from klear_core.metrics import skipped_note
 from klear_core.rl.groups import Fates
 
 _FATE = "fate/"
@@ -26,6 +27,8 @@ class Progress:
     sampled_tokens: int = 0
     trained_tokens: int = 0
     steps_without_update: int = 0
+    skipped_updates: int = 0
+    """Their loss or gradient was not finite."""
     largest_ratio_gap: float = 0.0
     """The largest |ratio - 1| seen; 0 also before any was."""
     pass_rate: float = 0.0
@@ -39,6 +42,7 @@ class Progress:
         self.sampled_tokens += sampled_tokens
         self.trained_tokens += int(metrics.get("rl/batch/tokens", 0))
         self.steps_without_update += metrics["rl/optim/updates"] == 0
+        self.skipped_updates += int(metrics["rl/optim/skipped"])
         if "rl/ratio/max" in metrics:
             self.largest_ratio_gap = max(self.largest_ratio_gap, metrics["rl/ratio/max"] - 1, 1 - metrics["rl/ratio/min"])
         self.pass_rate = metrics.get("rl/pass/rate", self.pass_rate)
@@ -66,6 +70,8 @@ class Progress:
         notes = [all_one(cfg)] if self.has_all_one() else []
         if self.steps_without_update:
             notes.append(f"{self.steps_without_update} of {self.step} steps changed nothing: no informative group, or only skipped updates")
+        if self.skipped_updates:
+            notes.append(skipped_note(self.skipped_updates))
         counts: dict[str, int | float] = {
             "steps": self.step,
             "prompts": sum(self.fates.of("group").values()),

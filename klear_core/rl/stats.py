@@ -1,4 +1,4 @@
-"""What happened to the tokens of an RL step, summed up on the device and read once at its end. N: loss tokens."""
+"""What happened to the tokens of an RL step's updates, summed up on the device and read once at its end. N: loss tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SUMS = ("tokens", *_SHARES.values(), "pull", "pull_of_clipped")
 
 
 class TokenStats:
-    """Sums and extremes over all tokens of a step, on this rank until they are taken `over` all."""
+    """Sums and extremes over the tokens of an update or a step, on this rank until they are taken `over` all."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
@@ -62,6 +62,11 @@ class TokenStats:
         self._sums += torch.stack([columns[name].double() for name in _SUMS]).sum(dim=1)
         extremes = torch.stack([-token.log_ratio_N.min(), token.log_ratio_N.max()])
         self._extremes = torch.maximum(self._extremes, extremes)
+
+    def merge(self, other: TokenStats) -> None:
+        """Count the tokens of `other` too."""
+        self._sums += other._sums
+        self._extremes = torch.maximum(self._extremes, other._extremes)
 
     def over(self, world: World) -> TokenStats:
         """Those of all ranks together; every rank must call."""

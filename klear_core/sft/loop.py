@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from klear_core.config.sft import SftConfig
 from klear_core.hf_config import read_hf_config
 from klear_core.ledger import LedgerStep, StageSummary
-from klear_core.metrics import Telemetry
+from klear_core.metrics import Telemetry, skipped_note
 from klear_core.prompts import check_template, load_tokenizer
 from klear_core.records import read_shards
 from klear_core.sft.examples import TokenStore, build_store
@@ -23,9 +24,10 @@ from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.flops import FlopCount, peak_flops
 from klear_core.train.model import Policy, export_model
+from klear_core.train.packing import PackedBatch
 from klear_core.train.parallel import World, full_weights, load_policy, pack_share
 from klear_core.train.ranks import run_ranks
-from klear_core.train.step import Updater, keep_bad_batch
+from klear_core.train.step import StepResult, Updater, keep_bad_batch
 from klear_core.types import SftExample, TeacherTrace
 
 
@@ -67,34 +69,33 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     speed = _Speedometer(FlopCount.of(policy), world)
     updater = Updater(policy, cfg.optim, world, num_steps=num_steps)
     checkpoints = Checkpoints(job.workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
-    first, counters = checkpoints.load_latest(policy, updater.optimizer) or (0, {"num_skipped": 0, "num_tokens": 0, "train_loss": 0.0})
+    first, counters = checkpoints.load_latest(policy, updater.optimizer) or (0, {"num_skipped": 0, "num_tokens": 0})
 
     for step in range(first, num_steps):
         speed.start()
         rows = [store[r] for r in order.step(step)]
         batch = pack_share(rows, cfg.runtime, world)
         result = updater.step(batch, sft_objective(rows, cfg.normalise), step=step)
-        counters["num_tokens"] += batch.num_tokens
         if result.is_applied:
+            counters["num_tokens"] += batch.num_tokens
             counters["train_loss"] = result.loss
         else:
             counters["num_skipped"] += 1
             _keep_bad_batch(rows, job, step=step, num_skipped=int(counters["num_skipped"]))
         done = step + 1
-        metrics = {
-            "sft/loss/train": result.loss,
-            "sft/grad/norm": result.grad_norm,
+        metrics = _of_update(result, batch) | {
             "sft/optim/lr": result.lr,
             "sft/optim/skipped": counters["num_skipped"],
-            "sft/batch/tokens": batch.num_tokens,
-            "sft/batch/fill": batch.fill,
             "sft/data/epoch": done * cfg.rows_per_step / order.rows_per_epoch,
         }
         metrics |= speed.metrics(rows)
         if validation and (done % cfg.eval_every_steps == 0 or done == num_steps):
-            counters["validation_loss"] = metrics["sft/loss/validation"] = _validation_loss(policy, validation, cfg, world)
+            metrics["sft/loss/validation"] = held_out_loss = _validation_loss(policy, validation, cfg, world)
+            counters.pop("validation_loss", None)  # an older one is not this model's
+            if math.isfinite(held_out_loss):
+                counters["validation_loss"] = held_out_loss
         telemetry.log(metrics, step=done)
-        telemetry.progress(done, num_steps, f"loss {result.loss:.3f}")
+        telemetry.progress(done, num_steps, f"loss {result.loss:.3f}" if result.is_applied else "update skipped")
         if checkpoints.is_due(done) or done == num_steps:
             checkpoints.save(done, policy, updater.optimizer, counters)
     checkpoints.wait()
@@ -106,13 +107,26 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         step="hold_out", unit="row", num_in=len(store), num_out=len(split.train), dropped={"validation": len(split.validation)}
     )
     ledger = (store.ledger, held_out, _weigh_step(order, num_steps=num_steps, num_rows=len(split.train)))
-    return StageSummary(counts=_counts(num_steps, counters), ledger=ledger, seeds={"sft": job.seed})
+    notes = (skipped_note(int(counters["num_skipped"])),) if counters["num_skipped"] else ()
+    return StageSummary(counts=_counts(num_steps, counters), ledger=ledger, seeds={"sft": job.seed}, notes=notes)
 
 
 def _counts(num_steps: int, counters: Mapping[str, float]) -> dict[str, int | float]:
     """The numbers to see first: the result, then the work."""
     losses = {name: value for name, value in counters.items() if name.endswith("_loss")}
     return {"steps": num_steps} | losses | {"tokens": int(counters["num_tokens"]), "skipped": int(counters["num_skipped"])}
+
+
+def _of_update(result: StepResult, batch: PackedBatch) -> dict[str, float]:
+    """Statistics of an update; none if it was skipped."""
+    if not result.is_applied:
+        return {}
+    return {
+        "sft/loss/train": result.loss,
+        "sft/grad/norm": result.grad_norm,
+        "sft/batch/tokens": batch.num_tokens,
+        "sft/batch/fill": batch.fill,
+    }
 
 
 class _Speedometer:

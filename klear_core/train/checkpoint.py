@@ -116,7 +116,7 @@ class Checkpoints:
         self._barrier()
         if self.world.rank == 0:
             seal["files"] = {f.name: _digest(f) for f in sorted(beside.iterdir())}
-            (beside / SEAL).write_text(json.dumps(seal))
+            (beside / SEAL).write_text(json.dumps(seal, allow_nan=False))
             beside.rename(final)
             for old in self._names()[: -self.cfg.keep]:
                 shutil.rmtree(self.folder / old)

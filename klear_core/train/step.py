@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -78,8 +79,21 @@ def keep_bad_batch(folder: Path, rows: Sequence[DataclassInstance], *, step: int
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}-{num_skipped}.json"
     beside = folder / f"{path.name}.{os.getpid()}.tmp"  # every rank comes here
-    beside.write_text(json.dumps([asdict(row) for row in rows]))
+    beside.write_text(json.dumps([_named(asdict(row)) for row in rows], allow_nan=False))
     beside.replace(path)
     log.warning("step %d skipped: loss or gradient not finite; its rows are in %s", step, path)
     if num_skipped > max_skipped:
         raise TrainingError(f"{num_skipped} steps with a loss or gradient that is not finite, {max_skipped} are allowed; see {folder}")
+
+
+def _named(value: Any) -> Any:
+    """The same with numbers that are not finite as "nan", "inf" and "-inf": JSON has no other name for them, `float` reads these."""
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case dict():
+            return {key: _named(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_named(item) for item in value]
+        case _:
+            return value

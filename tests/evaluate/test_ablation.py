@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -70,6 +71,29 @@ def test_a_run_is_read_from_its_folders_and_steps_without_training_do_not_count(
 def test_a_run_that_trained_on_nothing_is_no_result(tmp_path: Path) -> None:
     rl = an_rl_stage(tmp_path / "rl", {"rl/reward/mean": -1.0})
     with pytest.raises(ArtifactError, match="trained on no token"):
+        read_run(rl=rl, before=tmp_path, after=tmp_path)
+
+
+def test_a_step_without_numbers_is_in_no_mean_and_counted(tmp_path: Path) -> None:
+    """The second step is one of an earlier version, which wrote null for all statistics of a step with a skipped update."""
+    rl = an_rl_stage(tmp_path / "rl", trained(0.02, 2.0, 0.5))
+    old = dict.fromkeys(trained(0, 0, 0)) | {"step": 2, "rl/clip/low_frac": 0.06}
+    with (rl / "metrics.jsonl").open("a") as f:
+        f.write(json.dumps(old) + "\n")
+    MetricsFile(rl / "metrics.jsonl").append({"rl/optim/updates": 0.0}, step=3)
+    run = read_run(rl=rl, before=an_evaluation(tmp_path / "before", 0.5), after=an_evaluation(tmp_path / "after", 0.8))
+    assert run.token_shares["A<0, r low"] == pytest.approx(0.04)
+    assert (run.max_ratio, run.entropy, run.num_steps, run.num_lacking) == (2.0, 0.5, 2, 1)
+    runs = {1: run, 2: run.model_copy(update={"num_lacking": 0})}
+    table = AblationTable(reference="paper", rows=rows_of({"paper": {2e-4: runs}}, "paper"), failures={})
+    assert as_markdown(table).splitlines()[-1] == "- numbers are missing at 1 of 2 steps: paper, lr 0.0002, seed 1"
+
+
+def test_a_run_whose_updates_were_all_skipped_is_no_result(tmp_path: Path) -> None:
+    rl = tmp_path / "rl"
+    rl.mkdir()
+    (rl / "metrics.jsonl").write_text(json.dumps({"step": 1} | dict.fromkeys(trained(0, 0, 0))) + "\n")
+    with pytest.raises(ArtifactError, match="every update was skipped"):
         read_run(rl=rl, before=tmp_path, after=tmp_path)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from report_runs import BROKEN_BY_RL, config, laptop_run
+from report_runs import BROKEN_BY_RL, config, laptop_run, with_stage
 from rich.console import Console
 
 from klear_core.config.data import FileSource
@@ -19,7 +20,7 @@ from klear_core.report.config_view import changed_settings
 from klear_core.report.curves import RL_CHARTS, SFT_CHARTS, stage_curves
 from klear_core.report.examples import pick_examples
 from klear_core.report.facts import Facts
-from klear_core.report.inputs import ReportInputs
+from klear_core.report.inputs import ReportInputs, StageFolder
 from klear_core.report.ledger_view import stage_ledgers
 from klear_core.report.lineage import NODE_WIDTH, lineage_graph
 from klear_core.report.notices import notices
@@ -54,6 +55,25 @@ def test_drops_are_listed_from_most_to_least(facts: Facts) -> None:
         ("all_right", 1311, "51.2\u00a0%"),
         ("all_wrong", 23, "0.9\u00a0%"),
     ]
+
+
+def test_steps_without_a_number_are_counted_in_a_notice(run: ReportInputs, tmp_path: Path) -> None:
+    """A file of an earlier version, with null in two of its three steps."""
+    assert not any("have no number" in n.text for n in notices(read_facts(run)))
+    rows = [
+        {"rl/loss/mean": None, "rl/ratio/max": 1.0},
+        {"rl/loss/mean": 0.1, "rl/ratio/max": None},
+        {"rl/loss/mean": 0.2, "rl/ratio/max": 3},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": t} | row) + "\n" for t, row in enumerate(rows, start=1)))
+    broken = with_stage(run, StageFolder(name="rl", folder=None, workdir=tmp_path, trouble="out of disk"))
+    found = read_facts(broken)
+    (notice,) = [n for n in notices(found) if "have no number" in n.text]
+    assert (notice.level, notice.where) == ("warning", "rl")
+    assert notice.text == "2 of 3 steps have no number for rl/loss/mean, rl/ratio/max: they are in no curve or mean."
+    (of_rl,) = [s for s in stage_curves(found.missing) if s.stage == "rl"]
+    assert {line.metric for chart in of_rl.charts for line in chart.lines} == {"rl/ratio/max"}
+    Console(file=io.StringIO()).print(score_table(broken))
 
 
 def test_no_logged_metric_is_left_out(facts: Facts) -> None:

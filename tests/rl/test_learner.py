@@ -17,6 +17,8 @@ from torch import Tensor
 from klear_core.config.rl import ErcConfig, GspoConfig, RlConfig, RlOptimConfig, RlRuntime
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.rl.learner import Learner
+from klear_core.rl.samples import cut_minibatches
+from klear_core.seeding import seed_for
 from klear_core.train.base import model_folder
 from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model
@@ -167,7 +169,8 @@ def test_a_bad_update_is_skipped_saved_and_fatal_when_there_are_too_many(base: P
     (saved,) = (tmp_path / "skipped").glob("*.json")
     kept = {tuple(r["token_ids"]): r for r in json.loads(saved.read_text())}
     assert kept.keys() == {s.token_ids for s in bad}
-    assert math.isnan(kept[bad[0].token_ids]["advantage"])
+    assert math.isnan(float(kept[bad[0].token_ids]["advantage"]))
+    json.loads(saved.read_text(), parse_constant=pytest.fail)  # NaN and Infinity are no JSON
     assert tuple(kept[bad[1].token_ids]["old_logps"]) == bad[1].old_logps
     with pytest.raises(TrainingError, match="2 steps with a loss or gradient that is not finite"):
         it.step(bad)
@@ -181,6 +184,36 @@ def test_each_bad_update_of_a_step_is_kept_and_counted_in_that_step_alone(base: 
     assert [(m["rl/optim/updates"], m["rl/optim/skipped"]) for m in metrics] == [(0, 3), (3, 0), (0, 2)]
     names = sorted(f.name for f in (tmp_path / "skipped").glob("*.json"))
     assert names == ["step-00000000-1.json", "step-00000000-2.json", "step-00000000-3.json", "step-00000002-4.json", "step-00000002-5.json"]
+
+
+OF_UPDATES = ("rl/loss/", "rl/grad/", "rl/batch/", "rl/entropy/", "rl/ratio/", "rl/clip/", "rl/outside/", "rl/mismatch/", "rl/optim/lr")
+
+
+def of_updates(metrics: dict[str, float]) -> dict[str, float]:
+    """The statistics of the updates."""
+    return {name: value for name, value in metrics.items() if name.startswith(OF_UPDATES)}
+
+
+@pytest.mark.parametrize("advantage", [math.inf, 3e38], ids=["infinite", "overflows in the loss"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_statistics_are_of_the_updates_that_were_applied(base: Path, tmp_path: Path, advantage: float, place: int) -> None:
+    """Of two mini-batches one is skipped: what is left is a step of the other alone, whichever comes first."""
+    samples = random_samples(8)
+    halves = cut_minibatches(samples, 2, seed=seed_for(0, "rl/minibatches", 0))
+    bad, good = halves[place], halves[1 - place]
+    longest = max(bad, key=lambda s: len(s.token_ids))
+    with_bad = [replace(s, advantage=advantage) if s is longest else s for s in samples]
+    metrics = learner(base, tmp_path / "both", rl_config(minibatches_per_step=2)).step(with_bad)
+    alone = learner(base, tmp_path / "good", rl_config(minibatches_per_step=1)).step(good)
+    assert (metrics["rl/optim/updates"], metrics["rl/optim/skipped"]) == (1, 1)
+    assert of_updates(metrics) == pytest.approx(of_updates(alone), rel=1e-5)
+    assert set(of_updates(alone)) > {"rl/ratio/max", "rl/clip/pull_frac", "rl/grad/max", "rl/mismatch/k3", "rl/batch/tokens"}
+
+
+def test_a_step_without_an_applied_update_has_no_statistics(base: Path, tmp_path: Path) -> None:
+    bad = [replace(s, advantage=math.inf) for s in random_samples(4)]
+    metrics = learner(base, tmp_path, rl_config(minibatches_per_step=2)).step(bad)
+    assert metrics == {"rl/optim/updates": 0, "rl/optim/skipped": 2, "rl/staleness/mean": 0, "rl/staleness/max": 0}
 
 
 def test_staleness_is_counted_in_versions(base: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from klear_core.ledger import LedgerStep
 from klear_core.metrics import NullTelemetry
 from klear_core.records import read_shard
 from klear_core.rl.describe import ShownRollout
+from klear_core.rl.groups import Fates
 from klear_core.rl.loop import Lookahead, choose_problems, run_rl, train_rl
 from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import Collected, Judge
@@ -279,6 +280,16 @@ def test_progress_survives_as_plain_numbers() -> None:
     progress = Progress(step=3, position=12, largest_ratio_gap=0.25)
     progress.fates.group("trained", 5)
     assert Progress.of(progress.counters()) == progress
+
+
+def test_skipped_updates_are_counted_over_all_steps_and_noted() -> None:
+    progress = Progress()
+    for updates, skipped in ((3, 1), (4, 0), (0, 4)):
+        progress.after({"rl/optim/updates": updates, "rl/optim/skipped": skipped}, Fates(), position=0, sampled_tokens=0)
+    choice = LedgerStep(step="choose_domain", unit="problem", num_in=0, num_out=0)
+    notes = progress.summary(rl_config(), choice, seed=0).notes
+    assert any(note.startswith("5 updates were skipped") for note in notes)
+    assert any(note.startswith("1 of 3 steps changed nothing") for note in notes)
 
 
 def test_the_stage_leaves_a_model_sample_answers_and_books_that_add_up(base: Path, tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sft_traces import config, inputs, trace
 
+from klear_core.config.train import TrainRuntime
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import CHAT_TEMPLATE, load_tokenizer
@@ -47,6 +48,14 @@ def run(given, workdir, telemetry=None, **changes):
 
 def weights(workdir):
     return load_file(workdir / "model" / "model.safetensors")
+
+
+def spoil(model):
+    """One weight of the model becomes NaN, and with it every loss."""
+    path = model / "model" / "model.safetensors"
+    broken = load_file(path)
+    broken["model.norm.weight"][0] = float("nan")
+    save_file(broken, path, metadata={"format": "pt"})
 
 
 def assert_same_weights(a, b):
@@ -149,15 +158,22 @@ def test_a_bad_template_stops_before_the_first_step(tmp_path):
 
 def test_weights_that_are_not_finite_stop_the_stage_and_leave_the_batches(tmp_path):
     model, traces = inputs(tmp_path / "in")
-    path = model / "model" / "model.safetensors"
-    from safetensors.torch import save_file
-
-    broken = load_file(path)
-    broken["model.norm.weight"][0] = float("nan")
-    save_file(broken, path, metadata={"format": "pt"})
+    spoil(model)
     with pytest.raises(TrainingError, match="6 steps"):
         run((model, traces), tmp_path / "out")
     assert len(list((tmp_path / "out" / "skipped").iterdir())) == 6
+
+
+def test_a_stage_whose_updates_are_all_skipped_has_no_losses_and_says_why(tmp_path):
+    model, traces = inputs(tmp_path / "in")
+    spoil(model)
+    seen = Recorder()
+    runtime = TrainRuntime(device="cpu", max_nonfinite_steps=100)
+    summary = run((model, traces), tmp_path / "out", seen, runtime=runtime)
+    assert summary.counts == {"steps": 9, "tokens": 0, "skipped": 9}
+    assert "9 updates were skipped" in summary.notes[0]
+    per_update = {"sft/loss/train", "sft/grad/norm", "sft/batch/tokens", "sft/batch/fill"}
+    assert not any(per_update & row.keys() for row in seen.rows.values())
 
 
 @pytest.mark.slow

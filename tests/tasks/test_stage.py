@@ -1,3 +1,4 @@
+import math
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -122,6 +123,24 @@ def test_a_new_run_that_finishes_a_killed_ones_stage_has_the_whole_curve_in_mlfl
     run_id = open_store(workspace).manifest(ref).mlflow_run_id
     history = client(workspace).get_metric_history(run_id, "base/loss/train")
     assert [m.step for m in history] == [0, 1, 2, 3]
+
+
+def test_numbers_that_are_not_finite_are_in_no_record(workspace: WorkspaceConfig):
+    """The first step's loss is missing, and so it is sent again by no later attempt."""
+
+    class Diverges(Body):
+        def __call__(self, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
+            telemetry.log({"base/loss/train": math.nan, "base/optim/lr": 0.1}, step=0)
+            telemetry.log({"base/loss/train": math.inf, "base/optim/lr": 0.2}, step=1)
+            return super().__call__(workdir=workdir, telemetry=telemetry)
+
+    with pytest.raises(RuntimeError):
+        run_stage(info(workspace, "n"), job(13), {}, Diverges(start=2, fails_at=3))
+    ref = run_stage(info(workspace, "n"), job(13), {}, Body(start=3))
+    rows = read_metrics(ref.path / "metrics.jsonl")
+    assert rows[:3] == [{"step": 0, "base/optim/lr": 0.1}, {"step": 1, "base/optim/lr": 0.2}, {"step": 2, "base/loss/train": 1 / 3}]
+    run_id = open_store(workspace).manifest(ref).mlflow_run_id
+    assert [m.step for m in client(workspace).get_metric_history(run_id, "base/loss/train")] == [2, 3]
 
 
 def test_mlflow_has_parameters_inputs_counts_and_the_model_by_reference(workspace: WorkspaceConfig):
