@@ -25,7 +25,7 @@ from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.store import CheckedBy, LocalStore
 
-CODE_VERSIONS = {"benchmarks": 1, "curate": 1, "base": 1, "distill": 2, "sft": 3, "rl": 6, "evaluate": 4, "report": 1}
+CODE_VERSIONS = {"benchmarks": 1, "curate": 2, "base": 1, "distill": 2, "sft": 3, "rl": 6, "evaluate": 4, "report": 1}
 """By kind. Raise a number when a change of code changes that stage's result: then it runs again, and what follows from it."""
 
 _ABSENT = "(not set)"

@@ -6,14 +6,20 @@ import re
 import unicodedata
 
 _SPACING = re.compile(
-    r"\\(?:[,;:!> ()\[\]]|(?:quad|qquad|displaystyle|limits|nolimits|left|right|[bB]igg?[lrm]?)(?![a-zA-Z]))|\\\\|~|\{,\}(?=\d)"
+    r"\\(?:[,;:!> ()\[\]]|(?:quad|qquad|displaystyle|textstyle|limits|nolimits|left|right|[bB]igg?[lrm]?|thinspace|enspace)"
+    r"(?![a-zA-Z]))|\\hspace\*?\{[^{}]*\}|\\\\|~|\{,\}(?=\d)"
 )
-_STYLE = re.compile(r"\\(?:text|textbf|textit|texttt|textrm|emph|mathrm|mathbf|mathit|mathsf|boldsymbol|operatorname)(?![a-zA-Z])\*?")
-_NAMES = re.compile(r"\\(?:[dt]frac|[dt]binom|cdot|times|ast|leq|le|geq|ge|neq|ne|lvert|rvert|vert|mid)(?![a-zA-Z])")
+_EMPTY_SCRIPT = re.compile(r"[_^]\s*\{\s*\}")
+"""AoPS writes `A_{}^{}`, for the sake of spacing."""
+_STYLE = re.compile(
+    r"\\(?:text|textnormal|mbox|hbox|textbf|textit|texttt|textrm|emph|mathrm|mathbf|mathit|mathsf|boldsymbol|operatorname)(?![a-zA-Z])\*?"
+)
+_NAMES = re.compile(r"\\(?:[dt]frac|[dt]binom|cdot|times|ast|leq|le|geq|ge|neq|ne|lvert|rvert|vert|mid|[lc]?dots|dots[cbmi])(?![a-zA-Z])")
 _NAME_MEANS = {
     "dfrac": " frac ", "tfrac": " frac ", "dbinom": " binom ", "tbinom": " binom ",
     "cdot": "*", "times": "*", "ast": "*", "leq": "<=", "le": "<=", "geq": ">=", "ge": ">=", "neq": "!=", "ne": "!=",
     "lvert": "|", "rvert": "|", "vert": "|", "mid": "|",
+    "dots": " ... ", "ldots": " ... ", "cdots": " ... ", "dotsc": " ... ", "dotsb": " ... ", "dotsm": " ... ", "dotsi": " ... ",
 }  # fmt: skip
 _CHARACTERS = str.maketrans(
     {
@@ -45,6 +51,7 @@ def tokens_of(text: str) -> list[str]:
     Folded away are white space, other punctuation, dollar signs, braces and LaTeX commands that only typeset.
     """
     plain = _NAMES.sub(lambda m: _NAME_MEANS[m[0][1:]], _STYLE.sub(" ", _SPACING.sub(_spacing_means, text)))
+    plain = _EMPTY_SCRIPT.sub(" ", plain)
     plain = unicodedata.normalize("NFKC", plain).translate(_CHARACTERS).casefold()
     plain = _LONE_LETTERS.sub(r"\1", _SUBSCRIPT.sub(r"\1 ", _THOUSANDS_COMMA.sub("", plain)))
     return _TOKEN.findall(plain)

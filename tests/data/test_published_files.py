@@ -196,3 +196,10 @@ def test_leetcode_problems_of_two_packers_are_one():
         rows_of(file) for file in ("code-rllm-leetcode/leetcode.json", "code-leetcodedataset/LeetCodeDataset-v0.2.0-train.jsonl.gz")
     )
     assert len({c.problem_id for c in theirs} & {c.problem_id for c in ours}) > 1100
+
+
+def test_aime_questions_that_aops_and_math_typeset_differently_are_one():
+    """11 differ in AoPS's empty scripts (`n^{}_{}`), 2 in `\\dots` and `\\ldots`."""
+    in_math = {tuple(tokens_of(c.question)) for file in MATH if "aime" not in file for c in rows_of(file) if isinstance(c, Candidate)}
+    aime = [c for c in rows_of("math-deepscaler-aime/aime.json") if isinstance(c, Candidate)]
+    assert sum(tuple(tokens_of(c.question)) in in_math for c in aime) == 249
