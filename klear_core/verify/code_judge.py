@@ -22,6 +22,7 @@ from klear_core.verify.work import CodeTask
 
 _HARMLESS = (Status.OK, Status.EXITED)  # after any other end the jail is replaced, out of caution
 _TESTER_CPU_S = 20.0
+_TESTER_RECURSION_LIMIT = 50_000  # our helpers compare linked lists and trees by recursion
 _MAX_CALLS_PER_TEST = 100_000
 _SHOWN_CHARS = 120
 
@@ -230,7 +231,13 @@ def limits_for(reference: CodeReference, cfg: VerifyConfig) -> TestLimits:
     """A test's limits: the problem's own, made fit for Python, or the settings'."""
     cpu_s = cfg.code.cpu_s if reference.time_limit_s is None else reference.time_limit_s * cfg.code.time_limit_scale
     memory_mb = cfg.code.memory_mb if reference.memory_limit_mb is None else max(reference.memory_limit_mb, _LEAST_MEMORY_MB)
-    return TestLimits(cpu_s=cpu_s, wall_s=cpu_s * cfg.code.wall_factor + 2.0, memory_mb=memory_mb, output_bytes=cfg.limits.output_mb << 20)
+    return TestLimits(
+        cpu_s=cpu_s,
+        wall_s=cpu_s * cfg.code.wall_factor + 2.0,
+        memory_mb=memory_mb,
+        output_bytes=cfg.limits.output_mb << 20,
+        recursion_limit=cfg.code.recursion_limit,
+    )
 
 
 _LEAST_MEMORY_MB = 256  # the interpreter's own share; problems' limits are meant for C++
@@ -254,7 +261,13 @@ def verdict_of(num_passed: int, num_tests: int, detail: str, cfg: CodeConfig) ->
 def _tester_limits(cfg: VerifyConfig, program: TestLimits | None) -> TestLimits:
     """The tests' process waits while the program runs, so its wall clock includes the program's."""
     wall_s = _TESTER_CPU_S * cfg.code.wall_factor + (program.wall_s if program else 0.0)
-    return TestLimits(cpu_s=_TESTER_CPU_S, wall_s=wall_s, memory_mb=cfg.code.memory_mb, output_bytes=cfg.limits.output_mb << 20)
+    return TestLimits(
+        cpu_s=_TESTER_CPU_S,
+        wall_s=wall_s,
+        memory_mb=cfg.code.memory_mb,
+        output_bytes=cfg.limits.output_mb << 20,
+        recursion_limit=_TESTER_RECURSION_LIMIT,
+    )
 
 
 def _failure(reply: JailReply, limits: TestLimits) -> TestResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import marshal
 import os
 import select
@@ -53,6 +54,7 @@ class TestLimits:
     wall_s: float
     memory_mb: int
     output_bytes: int
+    recursion_limit: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +197,7 @@ class Jail:
 
 
 def _as_dict(limits: TestLimits) -> dict[str, object]:
-    return {"cpu_s": limits.cpu_s, "wall_s": limits.wall_s, "memory_mb": limits.memory_mb, "output_bytes": limits.output_bytes}
+    return dataclasses.asdict(limits)
 
 
 def _start(command: list[str], account: Account) -> subprocess.Popen[bytes]:

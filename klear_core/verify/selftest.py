@@ -80,7 +80,7 @@ def find_gaps(backend: Backend, cfg: VerifyConfig) -> list[Gap]:
     try:
         with tempfile.NamedTemporaryFile(prefix="klear-sentinel-") as sentinel:
             os.chmod(sentinel.name, 0o644)
-            limits = TestLimits(cpu_s=10.0, wall_s=30.0, memory_mb=_CANARY_MEMORY_MB, output_bytes=1 << 20)
+            limits = TestLimits(cpu_s=10.0, wall_s=30.0, memory_mb=_CANARY_MEMORY_MB, output_bytes=1 << 20, recursion_limit=1000)
             jail.load(guest_source("canary.py"), limits)
             reply = jail.run(_request(cfg, sentinel.name), limits)
     except JailBrokenError as e:

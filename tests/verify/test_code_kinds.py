@@ -20,7 +20,7 @@ RIGHT = {
         "t = threading.Thread(target=lambda: print(sum(map(int, input().split()))))\nt.start()",
     ),
     "stdin at exit": (ADD_STDIN, "import atexit\natexit.register(lambda: print(sum(map(int, input().split()))))"),
-    "deep recursion": (ADD_STDIN, "def f(n): return 0 if n == 0 else f(n - 1)\nf(20000)\nprint(sum(map(int, input().split())))"),
+    "deep recursion": (ADD_STDIN, "import sys\nsys.setrecursionlimit(30000)\ndef f(n): return 0 if n == 0 else f(n - 1)\nf(20000)\nprint(sum(map(int, input().split())))"),
     "call of a function": (ADD_CALL, "def add(a, b):\n    return a + b"),
     "call of a method": (ADD_CALL, "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b"),
     "call of a lambda": (ADD_CALL, "add = lambda a, b: a + b"),

@@ -9,7 +9,7 @@ import struct
 
 from klear_frames import read_frame, write_frame
 from klear_kernel import LIBC, PR_SET_DUMPABLE, restrict_system_calls
-from klear_programs import ERROR_BYTES, Program, leave, new_main, open_stdio, report, scan
+from klear_programs import ERROR_BYTES, Program, behave_like_an_interpreter, leave, new_main, report, scan
 
 _SPARE_FD = 40  # below the supervisor's own and the least of verify.limits.open_files
 _STACK_BYTES = 112 << 20  # the kernel leaves 128 MB below the stack whatever the limit was at exec
@@ -82,7 +82,7 @@ def run_script(jail, program, test, fds):
     status = 1
     try:
         enter_child(jail, test, fds)
-        open_stdio()
+        behave_like_an_interpreter(test["recursion_limit"])
         program.provide()
         exec(marshal.loads(program.code), new_main("__main__", {}))
         status = 0
@@ -97,7 +97,7 @@ def run_service(jail, program, test, fds):
     """Define the program's names, then answer frames on descriptors 3 and 4 with the guest code that the host sent."""
     try:
         enter_child(jail, test, fds)
-        open_stdio()
+        behave_like_an_interpreter(test["recursion_limit"])
         for name, code in jail.guest:
             service = new_main(name, {})
             exec(code, service)

@@ -9,7 +9,6 @@ import sys
 import types
 
 ERROR_BYTES = 600
-_RECURSION_LIMIT = 50_000
 
 PRELUDE = {
     "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Iterable Iterator List Literal NamedTuple Optional "
@@ -123,14 +122,18 @@ def new_main(name, names):
     return module.__dict__
 
 
-def open_stdio():
+def behave_like_an_interpreter(recursion_limit):
+    """Open the standard streams and set what a fresh interpreter would have; our own frames do not count towards the limit of calls."""
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
     builtins.exit = builtins.quit = sys.exit  # what `site` would define
     gc.enable()
     sys.argv = ["solution.py"]
-    sys.setrecursionlimit(_RECURSION_LIMIT)
+    own_frames, frame = 0, sys._getframe()
+    while frame:
+        own_frames, frame = own_frames + 1, frame.f_back
+    sys.setrecursionlimit(own_frames + recursion_limit)
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
 
