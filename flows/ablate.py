@@ -15,10 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.settings import resolve
+from klear_core.artifacts import read_manifest
 from klear_core.config.ablation import AblationConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError, KlearError
 from klear_core.evaluate.ablation import AblationTable, RunResult, as_markdown, read_run, rows_of
+from klear_core.evaluate.cells import CellRecord, write_cells
 from klear_core.plan import fingerprints_of, open_store, select_stages, stages_of
 from klear_core.preflight import require_ready
 
@@ -75,15 +77,42 @@ def run_in_pipeline(config: PipelineConfig) -> RunResult:
     from flows.pipeline import run_pipeline
 
     refs = run_pipeline(config, until=_LAST).refs
-    return read_run(rl=refs["rl"].path, before=refs["evaluate_sft"].path, after=refs[_LAST].path)
+    commit = read_manifest(refs["rl"].path).git_commit
+    return read_run(rl=refs["rl"].path, before=refs["evaluate_sft"].path, after=refs[_LAST].path, commit=commit)
 
 
-def write_table(table: AblationTable, folder: Path, name: str) -> None:
-    """As JSON and as Markdown, and on the terminal."""
+def records_of(table: AblationTable, configs: Mapping[Cell, PipelineConfig]) -> list[CellRecord]:
+    """Return the table's single runs, each once."""
+    return [
+        _record_of(Cell(variant=row.variant, rate=row.learning_rate, seed=seed), run, configs)
+        for row in table.rows
+        if row.learning_rate is not None  # those rows repeat runs of the others
+        for seed, run in row.runs.items()
+    ]
+
+
+def _record_of(cell: Cell, run: RunResult, configs: Mapping[Cell, PipelineConfig]) -> CellRecord:
+    rl = configs[cell].rl
+    return CellRecord(
+        variant=cell.variant,
+        learning_rate=cell.rate,
+        seed=cell.seed,
+        minibatches_per_step=rl.minibatches_per_step,
+        steps=rl.num_steps,
+        collapsed=run.has_collapsed,
+        result=run,
+    )
+
+
+def write_table(table: AblationTable, cells: Sequence[CellRecord], folder: Path, name: str) -> None:
+    """Write the table as JSON and as Markdown and its single runs as JSON lines, and show it on the terminal."""
     folder.mkdir(parents=True, exist_ok=True)
+    write_cells(cells, folder / f"{name}.jsonl")
     (folder / f"{name}.json").write_text(table.model_dump_json(indent=2) + "\n")
     (folder / f"{name}.md").write_text(as_markdown(table))
-    Console(highlight=False, soft_wrap=True).print(f"{escape(as_markdown(table))}\ntable    {folder / name}.md and .json")
+    Console(highlight=False, soft_wrap=True).print(
+        f"{escape(as_markdown(table))}\ntable    {folder / name}.md and .json; its single runs: .jsonl"
+    )
 
 
 def require_complete(table: AblationTable, *, num_runs: int) -> None:

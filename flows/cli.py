@@ -113,7 +113,7 @@ def ablate(
                 raise
 
         table = grid.run_grid(cfg, run_cell)
-    grid.write_table(table, workspace_root(first.workspace) / "ablations", file.stem)
+    grid.write_table(table, grid.records_of(table, configs), workspace_root(first.workspace) / "ablations", file.stem)
     grid.require_complete(table, num_runs=len(configs))
 
 

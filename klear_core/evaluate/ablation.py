@@ -45,6 +45,10 @@ class RunResult(Settings):
     """RL steps that trained."""
     num_lacking: int = 0
     """RL steps among them that have no number for some of this, as where earlier versions skipped an update: the others stand for them."""
+    greedy: float | None = None
+    """Share of right greedy answers after RL, in the mean over benchmarks; None where none were asked for."""
+    commit: str | None = None
+    """Of the code that trained; None outside a git checkout."""
 
     @property
     def has_collapsed(self) -> bool:
@@ -78,15 +82,19 @@ class AblationTable(Settings):
     """Runs without a result, and why."""
 
 
-def read_run(*, rl: Path, before: Path, after: Path) -> RunResult:
+def read_run(*, rl: Path, before: Path, after: Path, commit: str | None = None) -> RunResult:
     """From the artifact folders of the RL stage and of the evaluations before and after it. ArtifactError if RL trained on nothing."""
     steps = [row for row in read_metrics(rl / METRICS_FILE) if _ENTROPY in row]
     columns = {name: _numbers(steps, name) for name in (*TOKEN_SHARES.values(), _LARGEST, _ENTROPY)}
     if not all(columns.values()):
         raise ArtifactError(f"{rl}: this RL stage trained on no token, or every update was skipped, so there is nothing to compare")
+    reports = read_reports(after)
+    greedy = [report.greedy.value for report in reports if report.greedy is not None]
     return RunResult(
         before=fmean(report.avg.value for report in read_reports(before)),
-        after=fmean(report.avg.value for report in read_reports(after)),
+        after=fmean(report.avg.value for report in reports),
+        greedy=fmean(greedy) if greedy else None,
+        commit=commit,
         token_shares={name: fmean(columns[metric]) for name, metric in TOKEN_SHARES.items()},
         max_ratio=max(columns[_LARGEST]),
         entropy=columns[_ENTROPY][-1],

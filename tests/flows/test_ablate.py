@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from klear_command import FEW_PROBLEMS, ROOT, start
 
-from flows.ablate import Cell, config_of, require_complete, run_grid
+from flows.ablate import Cell, cells_of, config_of, records_of, require_complete, run_grid
 from klear_core.config.ablation import AblationConfig, load_ablation
 from klear_core.config.data import ProceduralSource
 from klear_core.errors import KlearError, TrainingError
 from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable, RunResult
+from klear_core.evaluate.cells import read_cells, table_of
 
 GRID = AblationConfig(
     profile="smoke",
@@ -73,6 +74,14 @@ def test_a_grid_with_a_failed_run_ends_in_an_error() -> None:
     with pytest.raises(KlearError, match="1 of 8 runs failed"):
         require_complete(run_grid(GRID, Runs(SCORES, failing=cell("clip", 2e-4, 1))), num_runs=8)
     require_complete(run_grid(GRID, Runs(SCORES)), num_runs=8)
+
+
+def test_every_run_is_kept_once_with_its_settings() -> None:
+    configs = {c: config_of(GRID, c, []) for c in cells_of(GRID)}
+    records = records_of(run_grid(GRID, Runs(SCORES)), configs)
+    assert sorted((r.variant, r.learning_rate, r.seed) for r in records) == sorted((c.variant, c.rate, c.seed) for c in configs)
+    assert {(r.minibatches_per_step, r.steps) for r in records} == {(configs[cell("paper", 1e-4, 1)].rl.minibatches_per_step, 2)}
+    assert [r.collapsed for r in records if (r.variant, r.learning_rate) == ("paper", 2e-4)] == [True, True]
 
 
 def test_a_run_is_the_profile_with_the_overrides_of_grid_variant_and_command_line() -> None:
@@ -151,4 +160,6 @@ def test_a_grid_leaves_a_table_and_then_has_nothing_left_to_make(klear, fresh: P
     table = AblationTable.model_validate_json((fresh / "ablations" / "small.json").read_text())
     assert [(row.variant, sorted(row.runs)) for row in table.rows] == [("paper", [1, 2])]
     assert not table.failures
+    records = read_cells(fresh / "ablations" / "small.jsonl")
+    assert table_of(records, "paper").rows == table.rows
     assert klear("ablate", file, "--dry-run", *in_workspace).out == "2 runs; artifacts to make: none\n"

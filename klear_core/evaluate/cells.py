@@ -1,0 +1,51 @@
+"""Single runs of a grid, one a line: what a table of an ablation is computed from, kept so that it can be computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from klear_core.config.base import Settings
+from klear_core.errors import ArtifactError
+from klear_core.evaluate.ablation import AblationTable, RunResult, rows_of
+
+
+class CellRecord(Settings):
+    """One run of a grid: its place, the settings that readers ask for first, and its result."""
+
+    variant: str
+    learning_rate: float
+    seed: int
+    minibatches_per_step: int
+    """Optimizer updates of one RL step."""
+    steps: int
+    """RL steps that were asked for."""
+    collapsed: bool
+    """Less than half of the score before RL is left."""
+    result: RunResult
+
+
+def write_cells(cells: Sequence[CellRecord], file: Path) -> None:
+    """Write one JSON object a line."""
+    file.write_text("".join(cell.model_dump_json() + "\n" for cell in cells))
+
+
+def read_cells(file: Path) -> list[CellRecord]:
+    """Return the cells of a file of `write_cells`. ArtifactError names the first line that is none."""
+    cells = []
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        try:
+            cells.append(CellRecord.model_validate_json(line))
+        except ValidationError as e:
+            raise ArtifactError(f"{file}, line {number}: no cell of a grid: {e}") from e
+    return cells
+
+
+def table_of(cells: Sequence[CellRecord], reference: str) -> AblationTable:
+    """Compute the table anew from its cells, as `klear ablate` does from its runs."""
+    runs: dict[str, dict[float, dict[int, RunResult]]] = {}
+    for cell in cells:
+        runs.setdefault(cell.variant, {}).setdefault(cell.learning_rate, {})[cell.seed] = cell.result
+    return AblationTable(reference=reference, rows=rows_of(runs, reference), failures={})
