@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -206,6 +207,19 @@ def ui(
 
 
 @app.command()
+def sweep(
+    pool: Annotated[str, typer.Option(help="Work pool whose runs to look after.")] = "klear",
+) -> None:
+    """Bring back the runs of a work pool that died, until Ctrl-C; runs beside the worker, on the server at PREFECT_API_URL.
+
+    klear sweep --pool klear
+    """
+    from flows.sweep import sweep_until_interrupted
+
+    sweep_until_interrupted(pool, lambda line: typer.echo(f"{datetime.now():%H:%M:%S} {line}"))
+
+
+@app.command()
 def judge(
     file: Annotated[Path, typer.Argument(help="JSONL or Parquet; a row has id, response and reference.")],
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="verify.KEY=VALUE", help="Override a judge setting.")] = None,
@@ -253,6 +267,7 @@ def _watched(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunCons
     """Prefect ready for pipelines in this process, and their stages on the terminal. An interrupt ends the command."""
     from flows import console
     from flows.launch import own_server, prepare_environment
+    from flows.local_runs import close_killed_runs
     from flows.reachable import check_prefect, check_ray, check_tracking
 
     check_prefect()
@@ -266,6 +281,7 @@ def _watched(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunCons
 
     if server is not None:
         server.wait_until_ready()
+        close_killed_runs()
     watcher = console.RunConsole()
     set_console(watcher)
     try:

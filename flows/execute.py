@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from prefect import settings
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
+from prefect.states import Cancelled
 
 from flows.launch import show_core_logs
+from flows.local_runs import record_run
+from flows.outages import CancelWatch, is_cancelling, server_awaited
 from flows.own_server import is_own
 from flows.settings import resolve
+from flows.sweep_rules import MAX_ATTEMPTS
 from klear_core.artifacts import ArtifactId, ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ArtifactError, KlearError
@@ -31,9 +37,6 @@ from tasks.run_info import RunInfo
 from tasks.task import in_workspace
 
 log = logging.getLogger(__name__)
-
-MAX_ATTEMPTS = 10
-"""Executions of one flow run, so that an automation that restarts crashed runs ends some day."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,30 @@ def run_stages(
     fails ends the run with its error; a report in the workspace's `failed` folder then says what there is.
     """
     show_core_logs()
+    choice = {"only": only, "from_": from_, "until": until, "rerun_from": rerun_from}
+    if _has_server():
+        return _on_a_server(config, **choice)
+    if is_own(settings.PREFECT_API_URL.value() or ""):
+        record_run(_this_flow_run().id)
+    return _run_chosen(config, **choice)
+
+
+def _on_a_server(config: PipelineConfig, **choice: str | None) -> PipelineResult:
+    """Run the chosen stages so that the run lives through outages of its server, and can be cancelled after one."""
+    run = _this_flow_run()
+    watch = CancelWatch(lambda: is_cancelling(run.id))
+    try:
+        with watch.running() if run.deployment_id else nullcontext(), server_awaited():
+            return _run_chosen(config, **choice)
+    except TerminationSignal:
+        if not watch.has_fired:
+            raise
+        return cast("PipelineResult", Cancelled(message="cancelled; the run ended itself"))  # a returned state becomes the run's
+
+
+def _run_chosen(
+    config: PipelineConfig, *, only: str | None, from_: str | None, until: str | None, rerun_from: str | None
+) -> PipelineResult:
     stages = stages_of(config)
     chosen = select_stages(stages, only=only, from_=from_, until=until)
     again = stages_again(stages, rerun_from, chosen)
@@ -85,19 +112,28 @@ def run_stages(
 
 
 def run_label() -> str:
-    """`laptop-seed0-gppo`, with the stage in front where it runs alone: what tells runs apart in a list."""
-    return label_of(given_config(), flow=str(flow_run.flow_name))
+    """Return a name that tells runs apart in a list: `laptop-seed0-gppo`, with the stage in front where it runs alone."""
+    return label_of(given_config, flow=str(flow_run.flow_name))
 
 
 def given_config() -> PipelineConfig:
-    """The config that the current flow run's parameters ask for."""
+    """Return the config that the current flow run's parameters ask for."""
     given: dict[str, Any] = flow_run.parameters
     return resolve(given.get("profile"), given.get("overrides") or [], given.get("settings"))
 
 
-def label_of(config: PipelineConfig, *, flow: str) -> str:
-    """What follows `klear-` in the flow's name, and then what tells runs of it apart."""
-    return "-".join([*flow.split("-")[1:], config.name, f"seed{config.seed}", config.rl.loss.kind])
+def label_of(config: Callable[[], PipelineConfig], *, flow: str) -> str:
+    """Return the flow's name without `klear-`, followed by what tells its runs apart. Never raises.
+
+    Prefect asks for the name before the run is Running: an error there would crash the process, and the run would be started again.
+    The flow itself resolves the same parameters next, and fails once with the reason.
+    """
+    prefix = flow.split("-")[1:]
+    try:
+        resolved = config()
+    except Exception:  # noqa: BLE001  whatever it is, the flow raises it again where it is shown
+        return "-".join([*prefix, "unresolved"])
+    return "-".join([*prefix, resolved.name, f"seed{resolved.seed}", resolved.rl.loss.kind])
 
 
 def _run_one(stage: Stage, refs: Mapping[str, ArtifactRef], info: RunInfo) -> ArtifactRef:
@@ -155,19 +191,22 @@ def _this_flow_run() -> FlowRun:
 
 
 def _run_info(config: PipelineConfig, run: FlowRun) -> RunInfo:
-    from prefect import settings
     from prefect.utilities.urls import url_for
 
-    api_url = settings.PREFECT_API_URL.value()
-    has_server = bool(api_url) and not is_own(api_url)
     return RunInfo(
         workspace=config.workspace,
         run_id=str(run.id),
         run_name=run.name,
         stage="",
         started_at=run.start_time or datetime.now(UTC),
-        run_url=(url_for(run) or "") if has_server else "",
+        run_url=(url_for(run) or "") if _has_server() else "",
     )
+
+
+def _has_server() -> bool:
+    """Return whether the run is on a server that goes on without it."""
+    api_url = settings.PREFECT_API_URL.value()
+    return bool(api_url) and not is_own(api_url)
 
 
 @contextmanager

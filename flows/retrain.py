@@ -16,8 +16,11 @@ Seed = Literal["fixed", "fresh"]
 
 
 def retrain_label() -> str:
-    """As of any run, with the seed that it will have."""
-    config = with_seed(given_config(), flow_run.parameters.get("seed", "fixed"), run_id=str(flow_run.id))
+    """Return a run's name as any flow's, with the seed that it will have."""
+
+    def config() -> PipelineConfig:
+        return with_seed(given_config(), flow_run.parameters.get("seed", "fixed"), run_id=str(flow_run.id))
+
     return label_of(config, flow=str(flow_run.flow_name))
 
 

@@ -18,6 +18,13 @@ from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.errors import ConfigError, ResourceError
 
 _START_TIMEOUT_S = 120.0
+SURVIVES_RESTARTS = {
+    # A run under a concurrency limit renews a lease every 225 s. By default leases are in the server's memory, and after a restart
+    # every such run ends itself; with files and the repossessor on, so does one whose lease ran out while the server was away.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    "PREFECT_SERVER_SERVICES_REPOSSESSOR_ENABLED": "false",
+}
+"""Of Prefect's server, unless the user has set them; for other servers see infra/prefect/README.md."""
 
 
 def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
@@ -92,8 +99,14 @@ class _Server:
         return f"{self.module}-server.log"
 
 
+def prefect_environment(port: int) -> dict[str, str]:
+    """Return what Prefect's server needs in its environment."""
+    kept = {name: os.environ.get(name, value) for name, value in SURVIVES_RESTARTS.items()}
+    return kept | {"PREFECT_SERVER_API_PORT": str(port)}  # the UI asks the API at the address that the settings name
+
+
 def _prefect(port: int) -> _Server:
-    environment = {"PREFECT_SERVER_API_PORT": str(port)}  # the UI asks the API at the address that the settings name
+    environment = prefect_environment(port)
     return _Server(name="Prefect", module="prefect", port=port, options=("start",), environment=environment, health="/api/health")
 
 

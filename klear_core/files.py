@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
@@ -75,7 +76,7 @@ def sync_path(path: Path) -> None:
 def file_lock(path: Path, *, on_wait: Callable[[str], None], patience_s: float = 2.0) -> Iterator[None]:
     """Hold the kernel lock on `path`; it ends with the process, however that ends.
 
-    `on_wait` is called once, with what the holder wrote about itself, after `patience_s` of waiting.
+    `on_wait` is called once, with what the holder wrote about itself (process, machine, since when), after `patience_s` of waiting.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -83,7 +84,7 @@ def file_lock(path: Path, *, on_wait: Callable[[str], None], patience_s: float =
     try:
         _wait_for_lock(fd, on_wait, patience_s)
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode(), 0)
         yield
     finally:
         _held_locks.discard(fd)

@@ -110,9 +110,16 @@ class LocalStore:
     @contextmanager
     def create(self, kind: str, fingerprint: str) -> Iterator[LocalSlot]:
         """Hold the artifact's lock for the block; a second builder waits here and then finds the artifact in its slot."""
-        what = f"{kind} {fingerprint}"
         lock = self.root / ".locks" / f"{kind}-{fingerprint}"
-        with DiskErrors(self.root), file_lock(lock, on_wait=lambda who: log.info("waiting for %s: %s is building it", what, who)):
+        waited_for: list[str] = []
+
+        def tell(who: str) -> None:
+            waited_for.append(who)
+            log.warning("%s %s is being built by %s: waiting for it", kind, fingerprint, who)  # a warning, so that a terminal shows it
+
+        with DiskErrors(self.root), file_lock(lock, on_wait=tell):
+            if waited_for:
+                log.warning("%s %s: no longer held by %s", kind, fingerprint, waited_for[0])
             ref = self.find_intact(kind, fingerprint)
             building = self._building(kind, fingerprint)
             attempt = 0 if ref else _begin_attempt(building)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+from uuid import UUID
+
+from tasks.latest import Latest
+from tasks.prefect_client import impatient_client
 
 if TYPE_CHECKING:
-    from uuid import UUID
-
     from klear_core.artifacts import ArtifactRef
     from tasks.task import Attempt
 
-log = logging.getLogger(__name__)
-
 FIRST_AFTER_S = 2.0
 EVERY_S = 5.0
+TIMEOUT_S = 2.0
+CLOSE_S = 5.0
+"""At a stage's end, for the last state to reach the server."""
 
 
 class Console(Protocol):
@@ -64,31 +67,85 @@ def console() -> Console:
     return _console
 
 
-class PrefectProgress:
-    """A progress artifact on the task run's page, for stages that take longer than a moment; made and updated sparingly."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """The state of a progress artifact."""
 
-    def __init__(self, stage: str) -> None:
+    percent: float
+    text: str
+
+
+class PrefectProgress:
+    """A progress artifact on the task run's page, for stages that take longer than a moment. No call of it waits for the server.
+
+    Updates replace each other until a thread of its own can deliver them; `close` delivers the last state, if the server is there.
+    """
+
+    def __init__(self, stage: str, artifact: ProgressArtifact | None, *, first_after_s: float = FIRST_AFTER_S) -> None:
+        """Without an artifact, nothing is shown."""
         self.stage = stage
-        self._artifact: UUID | None = None
-        self._due_at = time.monotonic() + FIRST_AFTER_S
+        self._artifact = artifact
+        self._due_at = time.monotonic() + first_after_s
+        self._latest: Latest[Shown] | None = None
+        self._last: tuple[int, int] | None = None
 
     def update(self, done: int, total: int, note: str) -> None:
-        """Show `done` of `total`. Trouble with the API is logged and ends the updates for a while, never the stage."""
-        if time.monotonic() < self._due_at:
+        """Show `done` of `total`."""
+        self._last = (done, total)
+        if self._artifact is None or time.monotonic() < self._due_at:
             return
-        self._due_at = time.monotonic() + EVERY_S
-        import httpx
-        from prefect.artifacts import create_progress_artifact, update_progress_artifact
-        from prefect.context import TaskRunContext
+        if self._latest is None:
+            self._latest = Latest(self._artifact.show, every_s=EVERY_S)
+        self._latest.put(Shown(percent=_percent(done, total), text=f"{self.stage}: {done} of {total} {note}".strip()))
 
-        if TaskRunContext.get() is None:
+    def close(self, *, is_done: bool) -> None:
+        """Show that the stage is done, or where it ended."""
+        if self._latest is None or self._last is None:
             return
-        percent, text = 100 * done / max(total, 1), f"{self.stage}: {done} of {total} {note}".strip()
-        try:  # _sync: stages may call from inside an event loop of their own
-            if self._artifact is None:
-                key = f"{self.stage.replace('_', '-')}-progress"
-                self._artifact = create_progress_artifact(progress=percent, key=key, description=text, _sync=True)  # type: ignore[call-arg, assignment]
-            else:
-                update_progress_artifact(self._artifact, progress=percent, description=text, _sync=True)  # type: ignore[call-arg]
-        except httpx.HTTPError as e:
-            log.debug("progress not shown in Prefect: %s", e)
+        done, total = self._last
+        ended = Shown(percent=_percent(done, total), text=f"{self.stage}: ended at {done} of {total}")
+        self._latest.put(Shown(percent=100.0, text=f"{self.stage}: done") if is_done else ended)
+        self._latest.close(wait_s=CLOSE_S)
+
+
+@dataclass(slots=True, kw_only=True)
+class ProgressArtifact:
+    """The artifact of one task run, made at its first use."""
+
+    key: str
+    flow_run_id: UUID | None
+    task_run_id: UUID
+    artifact_id: UUID | None = None
+
+    def show(self, shown: Shown) -> None:
+        """Tell the server, in one short try."""
+        from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+
+        with impatient_client(timeout_s=TIMEOUT_S) as client:
+            if self.artifact_id is not None:
+                client.update_artifact(self.artifact_id, ArtifactUpdate(data=shown.percent, description=shown.text))
+                return
+            wanted = ArtifactCreate(
+                key=self.key,
+                type="progress",
+                data=shown.percent,
+                description=shown.text,
+                flow_run_id=self.flow_run_id,
+                task_run_id=self.task_run_id,
+            )
+            self.artifact_id = client.create_artifact(wanted).id
+
+
+def artifact_of_current_run(stage: str) -> ProgressArtifact | None:
+    """Return the artifact of the task run that this is called in; None outside of one."""
+    from prefect.context import TaskRunContext
+
+    context = TaskRunContext.get()
+    if context is None:
+        return None
+    run = context.task_run
+    return ProgressArtifact(key=f"{stage.replace('_', '-')}-progress", flow_run_id=run.flow_run_id, task_run_id=run.id)
+
+
+def _percent(done: int, total: int) -> float:
+    return 100 * done / max(total, 1)

@@ -17,7 +17,7 @@ from klear_core.metrics import METRICS_FILE, MetricsFile, Telemetry, finite
 from klear_core.plan import CODE_VERSIONS, artifact_id, input_records, open_store
 from tasks import tracking
 from tasks.prefect_view import show_in_prefect
-from tasks.progress import PrefectProgress, console
+from tasks.progress import PrefectProgress, artifact_of_current_run, console
 from tasks.provenance import code_commit, versions
 from tasks.run_info import RunInfo
 from tasks.task import this_attempt
@@ -69,7 +69,7 @@ class StageTelemetry:
         self.stage = stage
         self._file = MetricsFile(metrics_file)
         self._run = run
-        self._prefect = PrefectProgress(stage)
+        self._prefect = PrefectProgress(stage, artifact_of_current_run(stage))
         self._last_step: int | None = None
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -92,13 +92,17 @@ class StageTelemetry:
         console().stage_progress(self.stage, done, total, note)
         self._prefect.update(done, total, note)
 
+    def close(self, *, is_done: bool) -> None:
+        """Show in Prefect how the stage ended."""
+        self._prefect.close(is_done=is_done)
+
 
 def _build(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: StageBody, slot: LocalSlot) -> ArtifactRef:
     started = time.monotonic()
     records = input_records(job, inputs, info.workspace)
     metrics_file = slot.workdir / METRICS_FILE
     with tracking.stage_run(info, job, slot.fingerprint, records, metrics_file) as run:
-        summary = body(workdir=slot.workdir, telemetry=StageTelemetry(info.stage, metrics_file, run))
+        summary = _run_body(body, slot.workdir, StageTelemetry(info.stage, metrics_file, run))
         run.flush()
         notes = (*summary.notes, *([run.trouble] if run.trouble else []))
         manifest = _manifest(info, job, slot, records, summary.model_copy(update={"notes": notes}))
@@ -107,6 +111,16 @@ def _build(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: Sta
         run.finish(ref, info.stage)
     show_in_prefect(info, manifest, ref)
     return ref
+
+
+def _run_body(body: StageBody, workdir: Path, telemetry: StageTelemetry) -> StageSummary:
+    is_done = False
+    try:
+        summary = body(workdir=workdir, telemetry=telemetry)
+        is_done = True
+    finally:
+        telemetry.close(is_done=is_done)
+    return summary
 
 
 def _manifest(info: RunInfo, job: Job, slot: LocalSlot, inputs: tuple[InputRecord, ...], summary: StageSummary) -> Manifest:

@@ -15,7 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DONE_BY_CI = {"git clone <this repository> klear && cd klear", "make test"}
-SERVERS = {"klear ui": "Ctrl-C stops", "prefect worker start --pool klear --type process": "started!"}
+SERVERS = {
+    "klear ui": "Ctrl-C stops",
+    "prefect worker start --pool klear --type process": "started!",
+    "klear sweep --pool klear": "sweeping klear",
+}
 IN_ITS_PLACE = {"configs/laptop": "configs/smoke", "mod 10: 3,+4,*7,-2=?": "mod 6: 3,+4,*5=?"}
 ANSWERED = "\\boxed{"
 """Stands in what a model says that was asked something."""
@@ -46,7 +50,7 @@ def run(command: str, env: dict[str, str]) -> None:
 
 
 def start_server(command: str, env: dict[str, str]) -> subprocess.Popen[str]:
-    log = ROOT / "runs" / f"{command.split(maxsplit=1)[0]}.log"
+    log = ROOT / "runs" / f"{'-'.join(command.split()[:2])}.log"
     with log.open("w") as out:
         server = subprocess.Popen(command, shell=True, cwd=ROOT, env=env, stdout=out, stderr=out, text=True, start_new_session=True)
     deadline = time.monotonic() + START_TIMEOUT_S

@@ -1,10 +1,13 @@
 import errno
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -185,6 +188,24 @@ def test_of_two_processes_that_want_the_same_artifact_one_builds_and_the_other_r
     (tmp_path / "go").touch()
     assert [b.wait(120) for b in builders] == [0, 0]
     assert sorted(log_of(tmp_path)) == ["built", "reused"]
+
+
+def test_a_builder_that_waits_says_for_whom_and_since_when_and_that_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    builder = start_builder(tmp_path)
+    wait_for(lambda: log_of(tmp_path) == ["built"])
+
+    def let_it_go_on() -> None:
+        wait_for(lambda: caplog.records)
+        (tmp_path / "go").touch()
+
+    threading.Thread(target=let_it_go_on, daemon=True).start()
+    with LocalStore(tmp_path).create("sft", "f1") as slot:
+        assert slot.ref is not None
+    assert builder.wait(120) == 0
+    holder = rf"process {builder.pid} on {os.uname().nodename}, since {datetime.now().year}-\d\d-\d\d \d\d:\d\d:\d\d"
+    waiting, going_on = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert re.fullmatch(f"sft f1 is being built by {holder}: waiting for it", waiting)
+    assert re.fullmatch(f"sft f1: no longer held by {holder}", going_on)
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path):

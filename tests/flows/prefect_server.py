@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import httpx
 from loopback import free_port
+
+from flows.ui import SURVIVES_RESTARTS
 
 ROOT = Path(__file__).parents[2]
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -25,6 +27,8 @@ class Server:
     url: str
     env: dict[str, str]
     home: Path
+    port: int
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def prefect(self, *args: str, cwd: Path) -> str:
         command = [sys.executable, "-m", "prefect", "--no-prompt", *args]
@@ -81,6 +85,44 @@ class Server:
     def log_tail(self) -> str:
         return "".join(p.read_text()[-3000:] for p in self.home.glob("*.log"))
 
+    def start(self, name: str, *command: str) -> None:
+        """Start a server, worker or sweeper, its output at the end of `NAME.log`."""
+        with (self.home / f"{name}.log").open("a") as out:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, *command], cwd=self.home, env=self.env, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def start_server(self) -> None:
+        """Start the API server, and return when it answers."""
+        self.start("server", "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
+        deadline = time.monotonic() + 300
+        while True:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=2).is_success:
+                    return
+            except httpx.HTTPError:
+                pass
+            assert self.processes["server"].poll() is None, self.log_tail()
+            assert time.monotonic() < deadline, self.log_tail()
+            time.sleep(0.5)
+
+    def start_worker(self) -> None:
+        self.start("worker", "-m", "prefect", "worker", "start", "--pool", "klear")
+
+    def start_sweeper(self) -> None:
+        self.start("sweep", "-c", "from flows.cli import main; main()", "sweep", "--pool", "klear")
+
+    def stop(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
+        """End a process and all that it has started in its session."""
+        process = self.processes.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
 
 def once(look: Callable[[], T], is_so: Callable[[T], bool], *, timeout_s: float = 60) -> T:
     """What is seen once it is so, or at last: a run's logs and tasks reach the server in batches, some only after its final state."""
@@ -91,9 +133,11 @@ def once(look: Callable[[], T], is_so: Callable[[T], bool], *, timeout_s: float 
 
 
 @contextmanager
-def server_and_worker(home: Path) -> Iterator[Server]:
+def server_and_worker(home: Path, *, limit: int | None = 1) -> Iterator[Server]:
+    """A server with the settings of `klear ui`, a work pool `klear` with this limit, and a worker."""
     port = free_port()
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))} | {
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))} | SURVIVES_RESTARTS
+    env |= {
         "PREFECT_HOME": str(home),
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -102,40 +146,12 @@ def server_and_worker(home: Path) -> Iterator[Server]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    server = Server(env["PREFECT_API_URL"], env, home)
-    with _process(home / "server.log", env, "server", "start", "--host", "127.0.0.1", "--port", str(port)) as process:
-        _wait_until_healthy(server, process)
-        server.post("/work_pools/", {"name": "klear", "type": "process"})
-        with _process(home / "worker.log", env, "worker", "start", "--pool", "klear"):
-            yield server
-
-
-@contextmanager
-def _process(log: Path, env: dict[str, str], *args: str) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "prefect", *args], cwd=log.parent, env=env, stdout=out, stderr=out, start_new_session=True
-        )
+    server = Server(env["PREFECT_API_URL"], env, home, port)
     try:
-        yield process
+        server.start_server()
+        server.post("/work_pools/", {"name": "klear", "type": "process", "concurrency_limit": limit})
+        server.start_worker()
+        yield server
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 180
-    while True:
-        try:
-            if httpx.get(f"{server.url}/health", timeout=2).is_success:
-                return
-        except httpx.HTTPError:
-            pass
-        assert process.poll() is None, server.log_tail()
-        assert time.monotonic() < deadline, server.log_tail()
-        time.sleep(0.5)
+        for name in reversed(list(server.processes)):
+            server.stop(name)

@@ -12,7 +12,7 @@ from klear_core.records import write_shard
 from klear_core.store import LocalStore
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
-COMMANDS = ("run", "plan", "doctor", "show", "chat", "ui", "judge", "bench", "ablate")
+COMMANDS = ("run", "plan", "doctor", "show", "chat", "ui", "sweep", "judge", "bench", "ablate")
 PROFILES = sorted({f.parent.relative_to(ROOT) for f in (ROOT / "configs").rglob("*.toml") if f.parent.name != "ablations"})
 
 

@@ -5,9 +5,12 @@ import pytest
 import yaml
 from prefect.flows import Flow, load_flow_from_entrypoint
 
-from flows.settings import profile_folder
+from flows.execute import label_of
+from flows.settings import profile_folder, resolve
+from flows.sweep_rules import SILENT_S
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.errors import ConfigError
 from klear_core.plan import select_stages, stages_of
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +56,20 @@ def test_a_partial_form_keeps_what_was_given_apart_from_defaults():
     assert checked["settings"].model_dump(exclude_unset=True) == {"sft": {"num_epochs": 2}}
 
 
-def test_the_automations_are_ones_that_prefect_understands():
-    from prefect.events.schemas.automations import AutomationCore
+def test_runs_of_deployments_have_what_lets_them_live_through_an_outage():
+    for deployment in DEPLOYMENTS:
+        environment = deployment["work_pool"]["job_variables"]["env"]
+        assert 2 ** (int(environment["PREFECT_CLIENT_MAX_RETRIES"]) + 1) - 2 >= 300  # seconds for which a request is tried
+        assert 3 * int(environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) <= SILENT_S
+        assert "concurrency_limit" not in deployment  # a lease, which a server can lose; the pool's limit is none
 
-    for automation in yaml.safe_load((ROOT / "infra" / "prefect" / "automations.yaml").read_text())["automations"]:
-        assert AutomationCore.model_validate(automation).actions
+
+@pytest.mark.parametrize("given", [{"profile": "no-such"}, {"overrides": ["no.such=1"]}, {"profile": "smoke", "overrides": ["seed=x"]}])
+def test_a_run_whose_parameters_do_not_resolve_has_a_name_for_the_flow_to_fail_under(given: dict[str, Any]):
+    def config() -> PipelineConfig:
+        return resolve(given.get("profile", "laptop"), given.get("overrides", []), None)
+
+    with pytest.raises(ConfigError):
+        config()
+    assert label_of(config, flow="klear-retrain") == "retrain-unresolved"
+    assert label_of(config, flow="klear") == "unresolved"

@@ -6,8 +6,9 @@ import json
 import re
 import shutil
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,14 @@ def test_a_run_killed_while_it_trains_goes_on_from_its_checkpoint_to_the_same_we
     assert steps_in(made(tmp_path / "ws", kind)) == list(range(1, num_steps + 1))
     assert weights(tmp_path / "ws", kind) == weights(straight, kind)
     assert not list((tmp_path / "ws" / "artifacts" / ".building").iterdir())
+    assert states_in_prefect(tmp_path / "ws", "flow_run") == ["COMPLETED", "CRASHED"]
+    assert "RUNNING" not in states_in_prefect(tmp_path / "ws", "task_run")
+
+
+def states_in_prefect(workspace: Path, table: str) -> list[str]:
+    """The states of all runs in the workspace's own database."""
+    with closing(sqlite3.connect(workspace / "prefect" / "prefect.db")) as database:
+        return sorted(state for (state,) in database.execute(f"SELECT state_type FROM {table}"))
 
 
 @pytest.mark.parametrize(("kind", "number"), [("distill", signal.SIGINT), ("sft", signal.SIGTERM), ("rl", signal.SIGINT)])

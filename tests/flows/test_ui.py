@@ -1,10 +1,12 @@
 """Where `klear ui` sends a person."""
 
+import importlib
 from pathlib import Path
 
 import httpx
+import pytest
 
-from flows.ui import runs_page
+from flows.ui import SURVIVES_RESTARTS, prefect_environment, runs_page
 
 
 def mlflow(experiments: dict[str, str]) -> httpx.MockTransport:
@@ -34,3 +36,12 @@ def test_the_installed_mlflow_knows_that_page():
     scripts = [f.read_text() for f in (Path(package.__file__).parent / "server/js/build/static/js").glob("*.js")]
     for part in ('"/experiments/:experimentId/runs"', '"workflowType"', 'MACHINE_LEARNING="machine_learning"'):
         assert any(part in script for script in scripts), part
+
+
+def test_its_prefect_server_keeps_leases_over_a_restart_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch):
+    storage = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
+    monkeypatch.delenv(storage, raising=False)
+    assert prefect_environment(4200) == SURVIVES_RESTARTS | {"PREFECT_SERVER_API_PORT": "4200"}
+    assert hasattr(importlib.import_module(SURVIVES_RESTARTS[storage]), "ConcurrencyLeaseStorage")
+    monkeypatch.setenv(storage, "mine")
+    assert prefect_environment(4200)[storage] == "mine"

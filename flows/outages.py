@@ -1,0 +1,105 @@
+"""Lets a flow run live through an outage of its Prefect server: at its end it waits for the server, and it can still be cancelled."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tasks.prefect_client import impatient_client
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+log = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 5.0
+CANCEL_GRACE_S = 60.0
+"""Prefect's own cancellation ends a process within about 45 s: it may need 10 to notice, and kills after 30."""
+PATIENCE_S = 3600.0
+_TIMEOUT_S = 5.0
+
+
+class CancelWatch:
+    """Ends this process with SIGTERM if its flow run stays Cancelling: after an outage the worker no longer notices (Prefect 3.8)."""
+
+    def __init__(self, is_cancelling: Callable[[], bool], *, grace_s: float = CANCEL_GRACE_S, every_s: float = CHECK_EVERY_S) -> None:
+        self.has_fired = False
+        self._is_cancelling, self._grace_s, self._every_s = is_cancelling, grace_s, every_s
+        self._is_over = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch while the block runs, from a thread of its own."""
+        thread = threading.Thread(target=self._watch, name="cancel-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+
+    def _watch(self) -> None:
+        since_s: float | None = None
+        while not self._is_over.wait(self._every_s):
+            if not self._is_cancelling():
+                since_s = None
+            elif since_s is None:
+                since_s = time.monotonic()
+            elif time.monotonic() - since_s >= self._grace_s:
+                log.warning("the run was cancelled %.0f s ago and its worker has not ended it: ending it here", self._grace_s)
+                self.has_fired = True
+                os.kill(os.getpid(), signal.SIGTERM)  # Prefect's handler raises in the main thread, as when a worker cancels
+                return
+
+
+def is_cancelling(run_id: UUID) -> bool:
+    """Return whether the server says that this flow run is being cancelled. While it is away, nobody can cancel."""
+    try:
+        with impatient_client(timeout_s=_TIMEOUT_S) as client:
+            state = client.read_flow_run(run_id).state
+    except Exception as e:  # noqa: BLE001  the next look may succeed
+        log.debug("the state of this run could not be read: %s: %s", type(e).__name__, e)
+        return False
+    return state is not None and state.is_cancelling()
+
+
+@contextmanager
+def server_awaited() -> Iterator[None]:
+    """Wait for the server when the block ends, also with an error; not when the run is being ended from outside."""
+    try:
+        yield
+    except Exception:
+        await_server(ask_health)
+        raise
+    await_server(ask_health)
+
+
+def await_server(ask: Callable[[], Exception | None], *, patience_s: float = PATIENCE_S, every_s: float = CHECK_EVERY_S) -> None:
+    """Return once the server answers, so that the run's final state reaches it at once; or after `patience_s`, with a warning.
+
+    Prefect's own client sleeps longer after every try: after minutes of outage a run that has ended would look dead for minutes more.
+    """
+    error = ask()
+    if error is None:
+        return
+    log.warning("the Prefect server does not answer (%s); waiting for it, to tell it how this run ended", type(error).__name__)
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        time.sleep(every_s)
+        if ask() is None:
+            return
+    log.warning("the Prefect server has not answered for %.0f s; going on without it", patience_s)
+
+
+def ask_health() -> Exception | None:
+    """Return the error that a request to Prefect's API meets; None if it answers."""
+    try:
+        with impatient_client(timeout_s=_TIMEOUT_S) as client:
+            return client.api_healthcheck()
+    except Exception as e:  # noqa: BLE001  reported by the caller
+        return e

@@ -1,0 +1,23 @@
+"""A client of Prefect's API for what must not wait: one short try, where Prefect's own client retries for minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+
+@contextmanager
+def impatient_client(*, timeout_s: float) -> Iterator[SyncPrefectClient]:
+    """Yield a client that tries every request once; inside, Prefect's retries are off for this thread alone."""
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),  # a context variable
+        get_client(sync_client=True, httpx_settings={"timeout": timeout_s}) as client,
+    ):
+        yield client

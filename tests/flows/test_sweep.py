@@ -1,0 +1,154 @@
+"""Dead runs are found and brought back, healthy ones are left alone; on a clock of the tests' own."""
+
+from __future__ import annotations
+
+import itertools
+from uuid import UUID, uuid4
+
+import pytest
+
+from flows.sweep_rules import LONG_S, RECENT_S, SETTLE_S, SILENT_S, START_S, Change, SeenRun, StateType, Watch, verdict_on
+
+RUN = UUID(int=1)
+EVERY_S = 5.0
+
+
+def seen(state: StateType = "RUNNING", *, heartbeat: int | None = 1, state_id: int = 1, age_s: float = 0.0, history: str = "") -> SeenRun:
+    beat = None if heartbeat is None else UUID(int=heartbeat)
+    changes = tuple(Change(state=name, at_s=at_s) for name, at_s in parsed(history))
+    return SeenRun(run_id=RUN, name="smoke", state=state, state_id=UUID(int=state_id), state_age_s=age_s, heartbeat=beat, history=changes)
+
+
+def parsed(history: str) -> list[tuple[str, float]]:
+    """`pending running 20 crashed`: states, and the seconds that pass between them (one where none are given)."""
+    names = {"pending": "PENDING", "running": "RUNNING", "crashed": "CRASHED", "failed": "FAILED", "scheduled": "SCHEDULED"}
+    at_s, found = 0.0, []
+    for word in history.split():
+        if word in names:
+            found.append((names[word], at_s))
+        at_s += 1.0 if word in names else float(word)
+    return found
+
+
+def after_crash(history: str, *, quiet_s: float = SETTLE_S, age_s: float = SETTLE_S) -> str | None:
+    verdict = verdict_on(seen("CRASHED", heartbeat=None, age_s=age_s, history=history), quiet_s=quiet_s)
+    return None if verdict is None else verdict.state
+
+
+def swept(runs: list[SeenRun | None], *, gap_s: float = EVERY_S) -> list[str | None]:
+    """The verdicts of sweeps at even times; None is a sweep in which the server does not answer."""
+    watch, found = Watch(), []
+    for sweep, run in enumerate(runs):
+        if run is None:
+            watch.forget()
+            found.append(None)
+            continue
+        quiet_s = watch.look([run], now_s=1000.0 + sweep * gap_s)[RUN]
+        verdict = verdict_on(run, quiet_s=quiet_s)
+        found.append(None if verdict is None else verdict.state)
+    return found
+
+
+def first(verdicts: list[str | None]) -> tuple[float, str | None]:
+    """When the first verdict came, in seconds, and which it was."""
+    return next(((i * EVERY_S, v) for i, v in enumerate(verdicts) if v is not None), (-1.0, None))
+
+
+def test_a_run_whose_heartbeat_stops_is_crashed_after_three_were_missed():
+    assert first(swept([seen()] * 40)) == (SILENT_S + EVERY_S, "CRASHED")
+
+
+def test_a_run_that_sends_heartbeats_is_left_alone_for_ever():
+    beats = [seen(heartbeat=1 + i // 6) for i in range(2000)]
+    assert set(swept(beats)) == {None}
+
+
+def test_silence_does_not_count_while_the_server_is_away():
+    away: list[SeenRun | None] = [None] * 200
+    quiet_before = [seen()] * 15
+    returns = [*[seen()] * 17, seen(heartbeat=2)]
+    assert set(swept([*quiet_before, *away, *returns])) == {None}
+
+
+def test_a_run_that_died_while_the_server_was_away_is_found_after_its_return():
+    verdicts = swept([seen(), *[None] * 60, *[seen()] * 40])
+    assert first(verdicts) == (61 * EVERY_S + SILENT_S + EVERY_S, "CRASHED")
+
+
+def test_a_sweeper_that_was_stopped_itself_does_not_take_its_own_sleep_for_silence():
+    assert set(swept([seen(), seen()], gap_s=3600.0)) == {None}
+
+
+def test_a_state_change_counts_as_a_sign_of_life():
+    retried = [seen(state_id=1)] * 15 + [seen(state_id=2)] * 15
+    assert set(swept(retried)) == {None}
+
+
+def test_a_run_that_has_not_sent_a_heartbeat_yet_has_time_to_start():
+    run = seen(heartbeat=None)
+    assert first(swept([run] * 200)) == (START_S + EVERY_S, "CRASHED")
+
+
+def test_a_run_that_never_leaves_pending_is_crashed():
+    assert first(swept([seen("PENDING", heartbeat=None)] * 200)) == (START_S + EVERY_S, "CRASHED")
+
+
+def test_a_run_whose_process_died_before_it_could_be_cancelled_is_cancelled():
+    assert first(swept([seen("CANCELLING")] * 40)) == (SILENT_S + EVERY_S, "CANCELLED")
+
+
+def test_runs_do_not_disturb_each_other():
+    watch, other = Watch(), uuid4()
+    for now_s in range(0, 200, 5):
+        alive = SeenRun(run_id=other, name="b", state="RUNNING", state_id=UUID(int=9), state_age_s=0, heartbeat=UUID(int=10 + now_s))
+        quiet_s = watch.look([seen(), alive], now_s=float(now_s))
+    assert quiet_s == {RUN: 195.0, other: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("history", "then"),
+    [
+        ("pending running crashed", "RETRY"),
+        ("pending crashed", "RETRY"),
+        ("pending pending running crashed", "RETRY"),  # Pending and InfrastructurePending are one attempt
+        ("pending running crashed scheduled pending running crashed", "RETRY"),
+        ("pending running crashed scheduled pending running crashed scheduled pending running crashed", "FAILED"),
+        ("pending crashed scheduled pending crashed scheduled pending crashed", "FAILED"),  # never got as far as Running
+        ("pending running crashed scheduled pending crashed scheduled pending running crashed", "FAILED"),
+        ("pending running crashed crashed crashed", "RETRY"),  # told three times, crashed once
+        ("pending running failed scheduled pending running crashed scheduled pending running crashed", "RETRY"),
+    ],
+)
+def test_a_crashed_run_is_retried_until_its_third_crash(history: str, then: str):
+    assert after_crash(history) == then
+
+
+def test_an_attempt_that_ran_for_long_begins_a_new_row_of_crashes():
+    long = f"pending running {LONG_S} crashed scheduled "
+    assert after_crash(long * 3) == "RETRY"
+    assert after_crash("pending running crashed scheduled " * 2 + long + "pending crashed") == "RETRY"
+    assert after_crash(long + "pending running crashed scheduled " * 3) == "FAILED"
+
+
+def test_a_run_that_crashes_after_long_attempts_is_failed_in_the_tenth():
+    long = f"pending running {LONG_S} crashed scheduled "
+    assert [after_crash(long * n) for n in range(1, 11)] == ["RETRY"] * 9 + ["FAILED"]
+
+
+def test_a_crashed_run_is_retried_once_its_process_had_time_to_end():
+    assert after_crash("pending running crashed", quiet_s=SETTLE_S - 1) is None
+
+
+def test_old_crashes_are_left_as_they_are():
+    assert after_crash("pending running crashed", age_s=RECENT_S + 1) is None
+
+
+def test_a_run_that_dies_each_time_it_starts_ends_failed_and_not_in_a_loop():
+    history, verdicts = "", []
+    for _ in itertools.repeat(None, 20):
+        history += " pending crashed"
+        verdicts.append(after_crash(history))
+        if verdicts[-1] == "FAILED":
+            break
+        history += " scheduled"
+    assert verdicts == ["RETRY", "RETRY", "FAILED"]

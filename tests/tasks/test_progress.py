@@ -1,0 +1,148 @@
+"""Progress reaches Prefect from a thread of its own, and no step of a stage waits for the server."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import uuid4
+
+import pytest
+
+from tasks.latest import Latest
+from tasks.progress import CLOSE_S, PrefectProgress, ProgressArtifact, Shown, artifact_of_current_run
+
+SOON_S = 60.0
+"""Of what takes no time, on any machine."""
+
+
+class Server:
+    """Takes values, once it is open."""
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.got: list[object] = []
+        self.opened, self.changed = threading.Event(), threading.Condition()
+        if is_open:
+            self.opened.set()
+
+    def __call__(self, value: object) -> None:
+        assert self.opened.wait(SOON_S)
+        with self.changed:
+            self.got.append(value)
+            self.changed.notify_all()
+
+    def wait_for(self, value: object) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: value in self.got, timeout=SOON_S), self.got
+
+
+@contextmanager
+def hanging_server() -> Iterator[str]:
+    """The address of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/api"
+
+
+def test_what_is_left_last_is_delivered_at_the_end():
+    server = Server()
+    latest = Latest(server, every_s=SOON_S)
+    for value in range(100):
+        latest.put(value)
+    latest.close(wait_s=SOON_S)
+    assert server.got[-1] == 99
+
+
+def test_what_waits_is_replaced_by_what_is_newer():
+    server = Server(is_open=False)
+    latest = Latest(server, every_s=0.0)
+    for value in range(100):
+        latest.put(value)
+    server.opened.set()
+    latest.close(wait_s=SOON_S)
+    assert server.got[-1] == 99
+    assert len(server.got) <= 2  # the one on its way when the others came, and the last
+
+
+def test_a_failed_delivery_is_tried_again_without_anything_new():
+    server, tries = Server(), []
+
+    def second_time(value: object) -> None:
+        tries.append(value)
+        if len(tries) < 2:
+            raise ConnectionError("away")
+        server(value)
+
+    latest = Latest(second_time, every_s=0.0)
+    latest.put("step 7")
+    server.wait_for("step 7")
+    latest.close(wait_s=SOON_S)
+    assert tries == ["step 7", "step 7"]
+
+
+def test_closing_waits_no_longer_than_it_was_told_to():
+    server = Server(is_open=False)
+    latest = Latest(server, every_s=0.0)
+    latest.put("step 7")
+    before = time.monotonic()
+    latest.close(wait_s=0.1)
+    assert time.monotonic() - before < SOON_S / 2
+    assert server.got == []
+    server.opened.set()
+
+
+class FakeArtifact(ProgressArtifact):
+    """Keeps what it is told to show."""
+
+    def __init__(self) -> None:
+        super().__init__(key="rl-progress", flow_run_id=None, task_run_id=uuid4())
+        self.shown = Server()
+
+    def show(self, shown: Shown) -> None:
+        self.shown(shown)
+
+
+@pytest.mark.parametrize(
+    ("is_done", "last"),
+    [(True, Shown(percent=100.0, text="rl: done")), (False, Shown(percent=12.5, text="rl: ended at 1 of 8"))],
+)
+def test_at_its_end_a_stage_shows_how_it_ended(is_done: bool, last: Shown):
+    artifact = FakeArtifact()
+    progress = PrefectProgress("rl", artifact, first_after_s=0.0)
+    progress.update(1, 8, "reward 0.5")
+    artifact.shown.wait_for(Shown(percent=12.5, text="rl: 1 of 8 reward 0.5"))
+    progress.close(is_done=is_done)
+    assert artifact.shown.got[-1] == last
+
+
+def test_a_stage_that_is_over_in_a_moment_shows_nothing():
+    artifact = FakeArtifact()
+    progress = PrefectProgress("base", artifact, first_after_s=SOON_S)
+    progress.update(1, 1, "")
+    progress.close(is_done=True)
+    assert artifact.shown.got == []
+
+
+def test_outside_of_prefect_nothing_is_shown_and_nothing_fails():
+    progress = PrefectProgress("rl", artifact_of_current_run("rl"), first_after_s=0.0)
+    progress.update(1, 8, "")
+    progress.close(is_done=True)
+
+
+def test_no_step_waits_for_a_server_that_hangs_and_the_stage_ends_soon():
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with hanging_server() as url, temporary_settings({PREFECT_API_URL: url}):
+        artifact = ProgressArtifact(key="rl-progress", flow_run_id=uuid4(), task_run_id=uuid4())
+        progress = PrefectProgress("rl", artifact, first_after_s=0.0)
+        progress.update(0, 1000, "")
+        time.sleep(0.5)  # the first request is on its way
+        before = time.monotonic()
+        for step in range(1000):
+            progress.update(step, 1000, "reward 0.5")
+        steps_s = time.monotonic() - before
+        progress.close(is_done=True)
+        all_s = time.monotonic() - before
+    assert steps_s < SOON_S / 2  # a thousand times the request's timeout would be more than half an hour
+    assert all_s < CLOSE_S + SOON_S
