@@ -86,7 +86,7 @@ def test_questions_without_references_can_be_kept_out_too(tmp_path):
 
 def test_difficulty_is_the_sources_own(tmp_path):
     source = file_source(tmp_path, "one", [row("Find a.")])
-    summary, problems, _ = run(CurateConfig(sources=(source, ProceduralSource(num_problems=4))), tmp_path)
+    summary, problems, _ = run(CurateConfig(sources=(source, ProceduralSource(num_operations=(2, 4, 6, 8), num_problems=4))), tmp_path)
     assert Counter(p.difficulty for p in problems) == {Difficulty.EASY: 1, Difficulty.MEDIUM: 2, Difficulty.HARD: 2}
     assert summary.ledger[-1].noted == {"easy": 1, "hard": 2, "medium": 2}
 
