@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from klear_core.capacity import MIN_FREE_GB
 from klear_core.native import COMPILERS
-from klear_core.preflight import MIN_FREE_GB
 
 _MIN_MEMORY_GB = 6  # the laptop profile: Ray, three torch processes and Prefect's server
 

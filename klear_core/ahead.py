@@ -27,6 +27,8 @@ class Work:
     """Of the stages whose input files must be there: those chosen, and all that they are made from."""
     benchmarks: Path | None = None
     """The artifact of benchmarks that would be reused."""
+    begun_gb: float = 0.0
+    """What earlier attempts at these stages have left in their working folders."""
     unmade_inputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Chosen stages, each with those of its inputs, in pipeline order, that are neither there nor chosen."""
 
@@ -51,6 +53,7 @@ class Work:
             stages=names.difference(made),
             files_of=files_of,
             benchmarks=made.get("benchmarks"),
+            begun_gb=sum(_gb_in(store.workdir(ids[name].kind, ids[name].fingerprint)) for name in names.difference(made)),
             unmade_inputs=tuple((name, missing) for name, missing in unmade if name in names and missing),
         )
 
@@ -86,3 +89,7 @@ class Work:
         if "sft" in self.stages:
             yield "sft", self.config.sft.runtime
         yield from ((name, rl.runtime) for name, rl in self.rl_stages())
+
+
+def _gb_in(folder: Path) -> float:
+    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / 1e9

@@ -77,13 +77,7 @@ def count_rows(source: Source) -> int | None:
 
 
 def _size_of_hf(config: HfConfig) -> ModelSize:
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    kv_heads = config.num_key_value_heads or heads
-    head_dim = config.head_dim or hidden // heads
-    layer = head_dim * (2 * heads + 2 * kv_heads) * hidden + 3 * hidden * config.intermediate_size
-    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    num_layers = config.num_hidden_layers
-    return ModelSize(num_params=embeddings + num_layers * layer, hidden_size=hidden, num_layers=num_layers)
+    return ModelSize(num_params=config.num_params, hidden_size=config.hidden_size, num_layers=config.num_hidden_layers)
 
 
 def _rows_in(path: Path) -> int | None:

@@ -55,6 +55,16 @@ class HfConfig(BaseModel):
         """Base of the rotation's frequencies; 10,000 where nothing is said, as in transformers."""
         return float(self.rope.get("rope_theta") or self.rope_theta or 10_000.0)
 
+    @property
+    def num_params(self) -> int:
+        """Weights of all matrices; the norms, a hundred-thousandth, are left out."""
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads or heads
+        head_dim = self.head_dim or self.hidden_size // heads
+        layer = head_dim * (2 * heads + 2 * kv_heads) * self.hidden_size + 3 * self.hidden_size * self.intermediate_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_hidden_layers * layer
+
     def window(self, wanted: int | None) -> int:
         """Positions of the model once it is trained: its own, or `model.max_position_embeddings` if that is more."""
         return max(self.max_position_embeddings, wanted or 0)

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from klear_core.ahead import Work
 from klear_core.artifacts import read_manifest
+from klear_core.capacity import device_problems, disk_problem
 from klear_core.config.data import FileSource, Source
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig
@@ -24,9 +25,6 @@ from klear_core.hf_config import HfConfig, check_architecture, read_hf_config
 from klear_core.types import Domain
 
 T = TypeVar("T")
-
-MIN_FREE_GB = 1.0
-"""On the workspace's disk, for the smallest run; a model's checkpoints take more."""
 
 _LONG_ANSWER = 8192
 """Tokens from which on the torch engine, which has no paged cache, is the wrong one."""
@@ -215,8 +213,9 @@ def _workspace_problems(work: Work) -> Iterator[str]:
         yield f"workspace.root = {where!r}: {existing} is not a folder that can be written to"
         return
     free_gb = shutil.disk_usage(existing).free / 1e9
-    if work.stages and free_gb < MIN_FREE_GB:
-        yield f"workspace.root = {where!r}: {free_gb:.2f} GB free there, {MIN_FREE_GB:g} GB needed at the very least"
+    problem = disk_problem(work, free_gb=free_gb)
+    if problem is not None:
+        yield problem
 
 
 def _stages_that_judge_code(work: Work) -> Iterator[str]:
@@ -284,6 +283,7 @@ _CHECKS = (
     _context_problems,
     _weight_problems,
     _cuda_problems,
+    device_problems,
     _gpu_problems,
     _sandbox_problems,
     _workspace_problems,

@@ -28,7 +28,7 @@ class TorchEngineRuntime(Settings):
     """Where the torch engine runs, and how much at once."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU if torch finds one."""
+    """`auto` takes a GPU if torch finds one, and else a CPU for models of up to 200 million parameters; larger ones need the word."""
     max_batch_size: int | None = Field(default=None, ge=1)
     """Samples that decode together; their KV cache grows as needed. By default 512 on a GPU, and 128 on CPU, where more would take it
     out of the processor's caches (`klear bench sampler`)."""

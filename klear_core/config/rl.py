@@ -250,6 +250,8 @@ class RlRuntime(TrainRuntime):
     GPUs, gloo between CPUs). auto: straight where learner and engines have GPUs of their own."""
     stall_timeout_s: float = Field(default=1800, gt=0)
     """No progress for this long is an error that names who waits for what."""
+    step_timeout_s: float = Field(default=3600, gt=0, le=604_800)
+    """The learner has this long for all updates of one RL step, of which it says nothing until they are done."""
     max_restarts: int = Field(default=8, ge=0)
     """Lost actors to replace in one run before giving up."""
 

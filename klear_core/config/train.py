@@ -81,7 +81,7 @@ class TrainRuntime(Settings):
     """Where training runs and how it is cut up; none of it changes the result beyond float rounding."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU if torch finds one."""
+    """`auto` takes a GPU if torch finds one, and else a CPU for models of up to 200 million parameters; larger ones need the word."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the learner."""
     num_workers: int = Field(default=1, ge=1)

@@ -8,10 +8,12 @@ import subprocess
 from dataclasses import dataclass
 from typing import assert_never
 
-from klear_core.config.engine import VllmEngineConfig
+from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.errors import ResourceError
 
+CPU_PARAMS = 200_000_000
+"""Parameters above which `device = "auto"` does not mean a CPU."""
 _DRIVER_TIMEOUT_S = 60.0  # the first question after a boot wakes the driver up
 
 
@@ -38,6 +40,30 @@ def plan_gpus(cfg: RlConfig, available: float) -> GpuPlan:
             f"to fractions to share"
         )
     return GpuPlan(learner=learner, rollout=rollout)
+
+
+def is_too_large_for_cpu(num_params: int) -> bool:
+    """Whether a CPU must be asked for by name."""
+    return num_params > CPU_PARAMS
+
+
+def cpu_refusal(key: str, num_params: int) -> str:
+    """Why `auto` does not mean a CPU here, and what does."""
+    return (
+        f"{key}.device = 'auto', and no GPU for it: the model has {num_params / 1e9:.2f} billion parameters, and above "
+        f'{CPU_PARAMS / 1e9:g} billion a CPU takes days for minutes of a GPU; run where torch sees one, or say so: {key}.device = "cpu"'
+    )
+
+
+def check_cpu_is_meant(cfg: RlConfig, gpus: GpuPlan, num_params: int, *, stage: str = "rl") -> None:
+    """ResourceError if learner or sampler would run on a CPU, for `auto` found no GPU, with a model that is too large for one."""
+    if not is_too_large_for_cpu(num_params):
+        return
+    if cfg.runtime.device == "auto" and gpus.learner == 0:
+        raise ResourceError(cpu_refusal(f"{stage}.runtime", num_params))
+    engine = cfg.rollout.engine
+    if isinstance(engine, TorchEngineConfig) and engine.runtime.device == "auto" and gpus.rollout == 0:
+        raise ResourceError(cpu_refusal(f"{stage}.rollout.engine.runtime", num_params))
 
 
 def is_direct(cfg: RlConfig, gpus: GpuPlan) -> bool:

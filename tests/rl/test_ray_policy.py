@@ -25,6 +25,7 @@ ray = pytest.importorskip("ray")
 from ray.exceptions import OutOfMemoryError  # noqa: E402
 
 from klear_core.rl.actors.calls import Restarts, within  # noqa: E402
+from klear_core.rl.actors.learner import RayLearner  # noqa: E402
 from klear_core.rl.actors.policy import RayPolicy, Seat  # noqa: E402
 
 PARAMS = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
@@ -50,6 +51,24 @@ class FakeActor:
 
     def _answers(self, requests: list[Request], _unwanted: list[int]) -> list[Answer]:
         return [Answer(request_id=r.request_id, completions=(ANSWER,)) for r in requests]
+
+
+class SlowRank:
+    """A learner's rank that takes a moment for a step, and never ends a save."""
+
+    def __init__(self) -> None:
+        self.step, self.save = SlowCall(0.2), SlowCall(3600)
+
+
+class SlowCall:
+    """Stands for `actor.method` of Ray: answers after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def remote(self, *_args: object) -> str:
+        await asyncio.sleep(self.seconds)
+        return "done"
 
 
 def policy_over(actor: object, base: Path) -> tuple[RayPolicy, Seat]:
@@ -251,3 +270,17 @@ def test_if_one_learner_rank_dies_all_are_made_anew_and_go_on_from_the_checkpoin
     first, last = telemetry.ranks[0], telemetry.ranks[-1]
     assert len(first) == len(last) == 2
     assert not first & last
+
+
+def test_a_step_of_the_learner_has_a_limit_of_its_own(base: Path) -> None:
+    """Longer than a stall may last: an RL step is many updates, and nothing is heard of it before the last."""
+
+    async def drive() -> None:
+        job = RlRun(cfg=config(stall_timeout_s=0.05, step_timeout_s=600), model=base, seed=0, workdir=base)
+        learner = RayLearner(job, Restarts(0), 0, is_direct=False)
+        learner._ranks = [SlowRank()]
+        assert await learner._all("step") == ["done"]
+        with pytest.raises(TrainingError, match=r"stalled: waited 0\.05 s for the learner to save"):
+            await learner._all("save", {})
+
+    asyncio.run(drive())

@@ -109,13 +109,20 @@ class RayLearner:
         calls = [getattr(actor, method).remote(*args) for actor in self._ranks]
         return await self._or_lost(asyncio.gather(*calls), method)
 
+    def _limit(self, what: str) -> tuple[float, str, str]:
+        """Seconds for a call, who makes it and what it is. An RL step is all of its updates, for which a stall's limit is no measure."""
+        runtime = self._job.cfg.runtime
+        if what == "step":
+            return runtime.step_timeout_s, "the learner", "do the updates of an RL step (runtime.step_timeout_s)"
+        return runtime.stall_timeout_s, "the learner", what
+
     def _check_present(self) -> None:
         if self._lost is not None:
             raise self._lost
 
     async def _or_lost(self, call: Awaitable[list[Any]], what: str) -> list[Any]:
         try:
-            return await within(call, self._job.cfg.runtime.stall_timeout_s, "the learner", what)
+            return await within(call, *self._limit(what))
         except LOST as error:
             self._restarts.count("the learner", error)
             self.kill()

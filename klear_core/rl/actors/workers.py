@@ -8,11 +8,13 @@ import ray
 
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import TrainableEngine
+from klear_core.hf_config import read_hf_config
 from klear_core.rl.actors.calls import Restarts
 from klear_core.rl.actors.learner import RayLearner
 from klear_core.rl.actors.policy import RayPolicy
-from klear_core.rl.gpus import is_direct, plan_gpus
+from klear_core.rl.gpus import check_cpu_is_meant, is_direct, plan_gpus
 from klear_core.rl.workers import LearnerHandle, RlRun
+from klear_core.train.base import model_folder
 
 
 class RayWorkers:
@@ -27,6 +29,7 @@ class RayWorkers:
         if not ray.is_initialized():
             raise ResourceError("Ray is not running in this process: call ray.init first")
         gpus = plan_gpus(job.cfg, ray.cluster_resources().get("GPU", 0.0))
+        check_cpu_is_meant(job.cfg, gpus, read_hf_config(model_folder(job.model)).num_params)
         restarts = Restarts(job.cfg.runtime.max_restarts)
         self._learner = RayLearner(job, restarts, gpus.learner, is_direct=is_direct(job.cfg, gpus))
         self._policy = RayPolicy(job, restarts, gpus.rollout, self._learner)
