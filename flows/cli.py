@@ -13,9 +13,7 @@ import typer
 from rich.console import Console
 
 from flows.interrupts import heeded_interrupts
-from flows.launch import spare_own_machine
-from flows.settings import profile_folder
-from klear_core.config.load import load_profile
+from flows.proxies import spare_own_machine
 from klear_core.errors import KlearError
 
 if TYPE_CHECKING:
@@ -61,10 +59,11 @@ def run(
     klear run configs/laptop --until curate --set 'curate.sources=["problems.jsonl"]'
     """
     from flows import console
+    from flows.reuse import reuse_all
     from klear_core.plan import select_stages, stages_again, stages_of
     from klear_core.preflight import require_ready
 
-    config = load_profile(profile_folder(profile), overrides or [])
+    config = _config(profile, overrides)
     stages = stages_of(config)
     chosen = select_stages(stages, only=only, from_=from_, until=until)
     again = stages_again(stages, rerun_from, chosen)
@@ -72,6 +71,10 @@ def run(
         console.show_plan(config, chosen, again=again)
         return
     require_ready(config, chosen, again=again)  # known now, not in seconds
+    reused = None if again else reuse_all(config, chosen)
+    if reused is not None:
+        console.show_result(config, reused, num_made=0)
+        return
     with _watched(config.workspace, needs_ray=_runs_rl(config, chosen, again)) as watcher:
         from flows.pipeline import run_pipeline
 
@@ -133,7 +136,7 @@ def plan(
     """
     from flows import console
 
-    config = load_profile(profile_folder(profile), overrides or [])
+    config = _config(profile, overrides)
     console.show_plan(config, checked_by="content" if check else "size", with_config=with_config)
 
 
@@ -289,6 +292,13 @@ def _watched(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunCons
     finally:
         watcher.close()
         _leave_if_interrupted(sys.exc_info()[1])
+
+
+def _config(profile: str, overrides: list[str] | None) -> PipelineConfig:
+    from flows.settings import profile_folder
+    from klear_core.config.load import load_profile
+
+    return load_profile(profile_folder(profile), overrides or [])
 
 
 def _runs_rl(config: PipelineConfig, chosen: Collection[str] | None = None, again: Collection[str] = ()) -> bool:

@@ -21,7 +21,7 @@ from klear_core.errors import ConfigError, DataError, KlearError
 from tasks.interrupts import is_interrupt
 
 if TYPE_CHECKING:
-    from flows.execute import PipelineResult
+    from flows.result import PipelineResult
     from klear_core.artifacts import ArtifactRef
     from klear_core.plan import StagePlan
     from klear_core.report.inputs import ReportInputs
@@ -190,7 +190,8 @@ def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int
     if result.report is not None:
         console.print(f"report   {_short(result.report)}")
     root = config.workspace.root
-    if is_own(os.environ.get("PREFECT_API_URL", "")):  # a server that the user named shows the run already
+    api_url = os.environ.get("PREFECT_API_URL", "")
+    if not api_url or is_own(api_url):  # a server that the user named shows the run already
         console.print(f"open     klear ui --root {root}      Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000")
     shown = "sft" if "sft" in result.refs else list(result.refs)[-1]
     console.print(f"inspect  klear show {shown} --root {root}")
@@ -214,7 +215,7 @@ def _short(path: Path) -> Path:
 
 def _report_inputs(config: PipelineConfig, result: PipelineResult) -> ReportInputs:
     from klear_core.config.jobs import ReportJob
-    from tasks.report import report_inputs
+    from tasks.report_inputs import report_inputs
     from tasks.run_info import RunInfo
 
     info = RunInfo(
@@ -226,7 +227,7 @@ def _report_inputs(config: PipelineConfig, result: PipelineResult) -> ReportInpu
 def _refs_to_show(config: PipelineConfig, result: PipelineResult) -> Mapping[str, ArtifactRef]:
     """The run's stages but the report, in order; where models were scored, also the scores of the others that exist."""
     from klear_core.plan import fingerprints_of, open_store, stages_of
-    from tasks.report import EVALUATION
+    from tasks.report_inputs import EVALUATION
 
     refs = {name: ref for name, ref in result.refs.items() if name != "report"}
     if "report" in result.refs or not any(name.startswith(EVALUATION) for name in refs):

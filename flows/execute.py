@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, cast
 
 from prefect import settings
@@ -21,6 +19,7 @@ from flows.launch import show_core_logs
 from flows.local_runs import record_run
 from flows.outages import CancelWatch, is_cancelling, server_awaited
 from flows.own_server import is_own
+from flows.result import PipelineResult
 from flows.settings import resolve
 from flows.sweep_rules import MAX_ATTEMPTS
 from klear_core.artifacts import ArtifactId, ArtifactRef
@@ -32,24 +31,12 @@ from tasks import tracking
 from tasks.all import TASKS
 from tasks.interrupts import is_interrupt
 from tasks.progress import console
-from tasks.report import REPORT_FILE, failed_report, report_failure
+from tasks.report import failed_report, report_failure
+from tasks.report_inputs import REPORT_FILE
 from tasks.run_info import RunInfo
 from tasks.task import in_workspace
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineResult:
-    """What a run leaves."""
-
-    refs: Mapping[str, ArtifactRef]
-    """By stage name, those of the stages that ran or were reused."""
-    mlflow_run_id: str | None
-    """The parent run; None if every stage was reused, for then nothing is tracked."""
-    report: Path | None
-    """The HTML file, if the report was among the stages."""
-    flow_run_id: str
 
 
 def run_stages(

@@ -47,13 +47,6 @@ def prepare_environment(workspace: WorkspaceConfig, *, is_quiet: bool = True) ->
     show_core_logs()
 
 
-def spare_own_machine() -> None:
-    """Ask no proxy for this machine's own servers, whatever HTTP_PROXY says: it would look for them on its own machine."""
-    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    hosts = dict.fromkeys([*filter(None, listed.split(",")), "127.0.0.1", "localhost"])
-    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)  # some programs read the one, some the other
-
-
 def own_server(workspace: WorkspaceConfig) -> OwnServer | None:
     """A Prefect server for this process, on its way up; None where PREFECT_API_URL names one."""
     return None if os.environ.get("PREFECT_API_URL") else OwnServer(workspace_root(workspace) / "prefect-server.log")

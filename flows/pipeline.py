@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from prefect import flow
 
-from flows.execute import PipelineResult, run_label, run_stages
+from flows.execute import run_label, run_stages
+from flows.result import PipelineResult
 from flows.settings import resolve
 from klear_core.config.pipeline import PipelineConfig
 from tasks.reaper import no_orphans

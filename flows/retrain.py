@@ -7,7 +7,8 @@ from typing import Literal
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.execute import PipelineResult, given_config, label_of, run_stages
+from flows.execute import given_config, label_of, run_stages
+from flows.result import PipelineResult
 from flows.settings import resolve
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.seeding import seed_for

@@ -11,7 +11,7 @@ from urllib.request import getproxies
 import httpx
 import pytest
 
-from flows.launch import spare_own_machine
+from flows.proxies import spare_own_machine
 
 NOBODY = "http://127.0.0.1:1"
 """A proxy that does not answer."""
