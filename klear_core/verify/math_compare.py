@@ -76,23 +76,52 @@ def _parse_prose(text: str) -> tuple[object, ...]:
 
 
 def _are_equal(gold: tuple[object, ...], answer: tuple[object, ...], digits: int) -> bool:
-    """Decimals by significant digits; everything else by math-verify."""
-    if _is_number(gold[0]) and _is_number(answer[0]) and (gold[0].has(sympy.Float) or answer[0].has(sympy.Float)):  # type: ignore[attr-defined]
-        return _decimals_agree(gold[0], answer[0], digits)
-    return bool(verify(list(gold), list(answer), float_rounding=digits, timeout_seconds=None))
+    """Numbers exactly or by significant digits, sets as sets; everything else by math-verify."""
+    if _is_number(gold[0]) and _is_number(answer[0]):
+        is_exact = not _has(sympy.Float, gold[0], answer[0])
+        exact_gold, exact_answer = _exactly(gold[0]), _exactly(answer[0])
+        if not is_exact:
+            return _decimals_agree(exact_gold, exact_answer, digits)
+        if exact_gold.is_Rational and exact_answer.is_Rational and not _has(sympy.UnevaluatedExpr, gold[0], answer[0]):
+            return bool(exact_gold == exact_answer)  # unevaluated is the percent of prose, which math-verify takes both ways
+    if verify(list(gold), list(answer), float_rounding=digits, timeout_seconds=None):
+        return True
+    return isinstance(gold[0], sympy.Set) and isinstance(answer[0], sympy.Set) and _same_set(gold[0], answer[0])
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, sympy.Expr) and bool(value.is_number) and value.is_extended_real is not False
 
 
-def _decimals_agree(gold: object, answer: object, digits: int) -> bool:
-    gold_value, answer_value = sympy.N(gold, 30), sympy.N(answer, 30)
+def _has(kind: type, *values: object) -> bool:
+    return any(value.has(kind) for value in values)  # type: ignore[attr-defined]
+
+
+def _exactly(value: object) -> sympy.Expr:
+    """The number with each decimal as the fraction that was written: a float keeps 15 digits of a longer one."""
+    exact = value.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e)))  # type: ignore[attr-defined]
+    return exact.doit()
+
+
+def _decimals_agree(gold: sympy.Expr, answer: sympy.Expr, digits: int) -> bool:
+    if gold.is_Integer or answer.is_Integer:
+        return bool(gold == answer) or (not (gold.is_Rational and answer.is_Rational) and _close(gold, answer, 25))
+    return _close(gold, answer, digits)
+
+
+def _close(gold: sympy.Expr, answer: sympy.Expr, digits: int) -> bool:
+    gold_value, answer_value = sympy.N(gold, 50), sympy.N(answer, 50)
     if not (gold_value.is_finite and answer_value.is_finite):
         return False
-    is_exact = bool(getattr(gold, "is_Integer", False)) or bool(getattr(answer, "is_Integer", False))
-    tolerance = sympy.Float(10, 30) ** -(12 if is_exact else digits) * (1 + sympy.Float("1e-9", 30))
-    return bool(abs(gold_value - answer_value) <= tolerance * abs(gold_value))
+    tolerance = sympy.Float(10, 50) ** -digits * (1 + sympy.Float("1e-9", 50))
+    return bool(abs(gold_value - answer_value) <= tolerance * max(abs(gold_value), abs(answer_value)))
+
+
+def _same_set(gold: sympy.Set, answer: sympy.Set) -> bool:
+    """Sets of numbers, simplified: the reals without 4 are two intervals."""
+    if gold.free_symbols or answer.free_symbols:
+        return False
+    return bool(sympy.simplify(gold.doit()) == sympy.simplify(answer.doit()))
 
 
 @contextmanager

@@ -7,26 +7,39 @@ import unicodedata
 from dataclasses import dataclass
 
 from klear_core.config.verify import MathConfig
+from klear_core.verify.math_numbers import brace_short_fractions, join_thousands, read_mixed_numbers
 from klear_core.verify.window import NoAnswer
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
-_SUPERSCRIPTS = str.maketrans({"⁰": "^{0}", "¹": "^{1}", "²": "^{2}", "³": "^{3}", "⁴": "^{4}", "⁵": "^{5}", "⁶": "^{6}", "⁷": "^{7}"})
-_SIGNS = str.maketrans(
-    {"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\u2044": "/", "\u00d7": r"\times ", "\u00f7": "/"}
-    | {"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ "}
+_SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_BEFORE_NFKC = str.maketrans(
+    dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", "\\,") | {"\u211d": r"\mathbb{R}"}
 )
-_MIXED = re.compile(r"(?<=\d)(?=[¼½¾⅓⅔⅛⅜⅝⅞])")
+"""Narrow and no-break spaces join digits; NFKC would make plain ones of them."""
+_SIGNS = str.maketrans(
+    {"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\u2044": "/", "\u00d7": r"\times ", "\u00f7": "/", "\u00b7": r"\cdot "}
+    | {"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx "}
+    | {"∈": r"\in ", "\u222a": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "\u2228": r"\lor ", "∧": r"\land "}
+)
+_SYNONYMS = (
+    (re.compile(r"\\(?:leq|leqslant|leqq)(?![a-zA-Z])|<=|=<"), r"\\le "),
+    (re.compile(r"\\(?:geq|geqslant|geqq)(?![a-zA-Z])|>="), r"\\ge "),
+    (re.compile(r"\\ne(?![a-zA-Z])|\\not\s*="), r"\\neq "),  # not `!=`: 5!=120
+    (re.compile(r"=>|-+>"), r"\\to "),
+    (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
+    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+)
+_MIXED = re.compile(r"(?<=\d)(?=[¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])")
 _SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~|\s+")
-_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:\{,\}|,?\\[,!]|\\ )\d{3})+(?![\d,])|(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
-_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.\d+|\d+(?=[eE][+-]))[eE]([+-]?\d{1,4})(?!\w)")
+_SCIENTIFIC = re.compile(r"(?<![\w.\\}])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.])")
 _ORDINAL = re.compile(r"(?<=\d)(?:\^?\{?\\(?:text|mathrm|textrm)\{(?:st|nd|rd|th)\}\}?|(?:st|nd|rd|th)\b)")
 _LONE_BRACES = re.compile(r"(?<=[_^])\{(\w)\}")
-_OPENINGS = re.compile(r"[(\[]|\\\{")
-_CLOSINGS = re.compile(r"[)\]]|\\\}")
 _SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])|\\displaystyle(?![a-zA-Z])")
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _BRACES = re.compile(r"\\[{}\\]|[{}]")
+_IDLE_SPACES = re.compile(r"(?<!\d) +| +(?!\d)")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,1000}", re.ASCII)
 
 
@@ -71,9 +84,12 @@ def boxed_texts(text: str) -> list[str | None]:
     return contents
 
 
-def normalise(text: str) -> str:
-    """Spelling differences that never change a math answer's value: Unicode forms, spaces, delimiters, thousands."""
-    text = _MIXED.sub("+", text.translate(_SUPERSCRIPTS))
+def normalise(text: str, *, commas_separate: bool = False) -> str:
+    """Spelling differences that never change a math answer's value: Unicode forms, spaces, delimiters, thousands, mixed numbers.
+
+    With `commas_separate` a plain comma is never read as one of thousands: `81,256` is two values.
+    """
+    text = _MIXED.sub(" ", _SUPERSCRIPTS.sub(_raise, text.translate(_BEFORE_NFKC)))
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
     text = text.strip().rstrip(".。").strip()
     for opening, closing in _DELIMITERS:
@@ -83,26 +99,21 @@ def normalise(text: str) -> str:
     if len(boxes) == 1 and boxes[0] is not None and _BOX.match(text) and text.endswith("}"):
         text = boxes[0]
     text = _FRACTION.sub(r"\\frac", _SIZING.sub("", text))
-    text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
-    text = _LONE_BRACES.sub(r"\1", _ORDINAL.sub("", _join_thousands(text)))
-    return _SPACES.sub(" ", text).strip().rstrip(".").strip()
+    text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", join_thousands(text, in_lists=not commas_separate))
+    for pattern, command in _SYNONYMS:
+        text = pattern.sub(command, text)
+    text = _LONE_BRACES.sub(r"\1", _ORDINAL.sub("", text))
+    text = _SPACES.sub(" ", brace_short_fractions(text)).strip().rstrip(".").strip()
+    return read_mixed_numbers(re.sub(" +", " ", text))
 
 
-def _join_thousands(text: str) -> str:
-    """1,000 is one number, but (12,102) is a pair: a plain comma between brackets separates."""
-
-    def join(match: re.Match[str]) -> str:
-        before = text[: match.start()]
-        is_list = len(_OPENINGS.findall(before)) > len(_CLOSINGS.findall(before))
-        is_plain = "\\" not in match.group() and "{" not in match.group()
-        return match.group() if is_list and is_plain else re.sub(r"\D", "", match.group())
-
-    return _THOUSANDS.sub(join, text)
+def _raise(match: re.Match[str]) -> str:
+    return f"^{{{unicodedata.normalize('NFKC', match.group())}}}"
 
 
 def same_text_or_integers(gold: str, answer: str) -> bool | None:
     """What two normalised answers say without algebra: equal text, or two plain integers; None if neither."""
-    if gold.replace(" ", "") == answer.replace(" ", ""):
+    if _IDLE_SPACES.sub("", gold) == _IDLE_SPACES.sub("", answer):
         return True
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
         return int(gold) == int(answer)

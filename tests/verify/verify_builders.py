@@ -14,6 +14,7 @@ from klear_core.types import (
     StdinCase,
     StdinTests,
 )
+from klear_core.verify import JudgePool
 
 THINK = "<think>\nlet me see\n</think>\n\n"
 
@@ -55,3 +56,10 @@ ADD_ASSERTS = asserts_reference("assert add(1, 2) == 3", "assert add(10, -4) == 
 def code_config(**code: object) -> VerifyConfig:
     """Settings for small programs: far more time than they need on the slowest machine, few workers."""
     return VerifyConfig(code=CodeConfig(**{"cpu_s": 30.0} | code), runtime=VerifyRuntime(math_workers=1, code_workers=2))
+
+
+def is_right(pool: JudgePool, gold: str, answer: str) -> bool:
+    """Whether a boxed answer earns the full score; it must at least be the model's doing."""
+    verdict = pool.judge(math_problem(gold), boxed(answer))
+    assert verdict.outcome.is_models_doing, verdict
+    return verdict.score == 1.0

@@ -1,0 +1,55 @@
+"""References that are an option's letter: an answer counts only if it names exactly one."""
+
+from __future__ import annotations
+
+import re
+
+_LETTERS = "ABCDEFGHIJ"
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mbox|textrm|boldsymbol|bf|operatorname)\s*\{([^{}]*)\}")
+_LEAD = re.compile(
+    r"(?:the )?(?:(?:final|correct|right|best) )?(?:option|choice|answer)(?: (?:option|choice))?(?: is)?\s*:?\s*"
+    r"(?:(?:option|choice) )?(?=[(\[A-Ja-j])",
+    re.I,
+)
+_LETTER = re.compile(r"(?P<open>[(\[])?\s*(?P<letter>[A-Ja-j])\s*(?P<close>[)\]])?(?P<mark>[.:])?(?![A-Za-z0-9_^'])")
+_OTHER_LETTER = re.compile(r"(?<![A-Za-z\\])(?:[B-HJ]|A(?! [a-z]))(?![A-Za-z])|[(\[]\s*[a-j]\s*[)\]]")
+_JOINING = re.compile(r"\s*(?:or|and|not|is|isn't|was|nor|/|,|&|\||\+|-\s*[A-Ja-j]\b)(?![a-zA-Z])", re.I)
+_JUDGING = re.compile(r"\b(?:wrong|incorrect|instead|not sure|either|neither|both)\b", re.I)
+_CONFIRMED = re.compile(r"\s+is (?:the )?(?:correct|right)(?: (?:answer|option|choice))?$", re.I)
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+
+
+def choice_verdict(gold: str, answer: str) -> bool | None:
+    """Whether the answer names the reference's option; None if the reference is no option's letter."""
+    letter = _unwrap(gold).strip("() .,[]")
+    if len(letter) != 1 or letter not in _LETTERS:
+        return None
+    return _chosen(_unwrap(answer)) == letter
+
+
+def _chosen(text: str) -> str | None:
+    """The one option that a text names; None for none, several, or prose in place of one."""
+    if len(text) == 1:
+        return text  # as it stands: a bare `e` or `i` is a number, not an option
+    lead = _LEAD.match(text)
+    text = _CONFIRMED.sub("", text[lead.end() :] if lead is not None else text)
+    match = _LETTER.match(text)
+    if match is None or (match["open"] and not match["close"]):
+        return None
+    letter = match["letter"].upper() if match["close"] or match["mark"] or lead else match["letter"]
+    rest = text[match.end() :].strip(" .,")
+    if not rest:
+        return letter
+    is_marked = match["close"] is not None or match["mark"] is not None
+    rest_letters = re.sub(r"[^A-Za-z]", "", _COMMAND.sub("", rest))
+    if not is_marked:
+        is_value = rest_letters == "" and (rest[0] == "=" or rest[0].isalnum() or rest[0] in "$\\(,")
+        return letter if is_value else None
+    if _JOINING.match(rest) or _JUDGING.search(rest) or _OTHER_LETTER.search(_COMMAND.sub("", rest)):
+        return None
+    return letter
+
+
+def _unwrap(text: str) -> str:
+    inner = _WRAPPED.sub(r"\1", _WRAPPED.sub(r"\1", text))
+    return inner.replace("$", "").strip()

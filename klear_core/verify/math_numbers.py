@@ -1,0 +1,230 @@
+"""Plain numbers by their text alone: thousands, mixed numbers, words, bases, exact values. Linear in the text, no sympy."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_SPACE = r"(?:\\[,!;:> ]|~|\\(?:thinspace|negthinspace|enspace|space)(?![a-zA-Z]))"
+_GAP = rf"\s*(?:{_SPACE}\s*)+"
+_SEPARATOR = rf"(?:,|\{{,\}}|,?\{{?{_GAP}\}}?|\{{,{_GAP}\}})"
+_THOUSANDS = re.compile(rf"(?<![\d,.])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d|,\d)")
+_LIST_COMMA = re.compile(r",(?!\s*\\!)")
+_DECIMAL_GROUPS = re.compile(rf"(?<=\d)\.\d{{3}}(?:{_GAP}\d{{3}})*{_GAP}\d{{1,3}}(?!\d)")
+_OPENINGS = re.compile(r"[(\[]|\\\{")
+_CLOSINGS = re.compile(r"[)\]]|\\\}")
+
+_MIXED = re.compile(
+    r"(?P<before>^|[=(\[,{+\-<>|$;]|\\(?:cdot|times|approx|leq?|geq?|in|pm)(?![a-zA-Z]))(?P<blank>\s*)(?P<whole>\d{1,15})"
+    r"(?:\s*\\frac\s*(?:\{(?P<n1>\d{1,15})\}|(?P<n2>\d))\s*(?:\{(?P<d1>\d{1,15})\}|(?P<d2>\d))"
+    r"|\s+(?P<n3>\d{1,15})\s*/\s*(?P<d3>\d{1,15}))(?![\d.^!/]| +\d)"
+)
+_SHORT_FRACTION = re.compile(r"\\(frac|binom)\s*(?:(\d)\s*(\d)|(\d)\s*(?=\{))")
+_BLANK_BETWEEN_DIGITS = re.compile(r"(?<![_^\d])\d+(?:\.\d*)? +\.?\d")
+_PLAIN = re.compile(
+    r"(?P<sign>[+-]?)\s*(?:\\frac\{(?P<n>\d{1,1000})\}\{(?P<d>\d{1,1000})\}"
+    r"|(?P<mantissa>\d{1,1000}(?:\.\d{0,1000})?|\.\d{1,1000})"
+    r"(?:\s*/\s*(?P<over>\d{1,1000})|\s*\\(?:times|cdot)\s*10\s*\^\s*\{?(?P<power>[+-]?\d{1,3})\}?)?)",
+    re.ASCII,
+)
+_POWER_OF_TEN = re.compile(r"([+-]?)\s*10\s*\^\s*\{?([+-]?\d{1,3})\}?", re.ASCII)
+_BASED = re.compile(
+    r"\(?\s*([+-]?[0-9A-Za-z]*[0-9][0-9A-Za-z]*(?:\.[0-9A-Za-z]+)?)\s*\)?\s*_\s*\{?\s*(?:\\text\s*\{)?\s*(\d{1,3}|[a-z]+)\s*\}*"
+)
+
+_LETTERS = re.compile(r"[^\W\d_]")
+_NUMERIC_COMMANDS = re.compile(r"\\(?:frac|sqrt|pi|cdot|times|binom|div|pm|log|ln|sin|cos|tan|circ|exp|infty)(?![a-zA-Z])")
+
+_UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_ORDINALS = "third fourth fifth sixth seventh eighth ninth tenth"
+_SMALL = {word: i for i, word in enumerate(_UNITS.split())} | {word: 10 * i for i, word in enumerate(_TENS.split(), start=2)}
+_PARTS = {"half": 2, "halves": 2, "quarter": 4, "quarters": 4} | {
+    word + end: i for i, word in enumerate(_ORDINALS.split(), start=3) for end in ("", "s")
+}
+SCALES = {"hundred": 100, "dozen": 12, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+"""Words that multiply the number before them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """A plain number: an exact value, and whether its text claims to be rounded (0.333, 1.6e-19) or not (3, 1/3, 73.0)."""
+
+    value: Fraction
+    is_rounded: bool
+
+
+def join_thousands(text: str, *, in_lists: bool = True) -> str:
+    """1,000 and 1\\,000 are one number. A plain comma between brackets separates: (12,102) is a pair.
+
+    With `in_lists` False every comma that is not `{,}` or `,\\!` separates.
+    """
+
+    def join(match: re.Match[str]) -> str:
+        is_plain = _LIST_COMMA.search(match.group().replace("{,}", "")) is not None
+        if is_plain and not in_lists:
+            return match.group()
+        before = text[: match.start()]
+        is_list = len(_OPENINGS.findall(before)) > len(_CLOSINGS.findall(before))
+        if is_plain and is_list:
+            return match.group()
+        return re.sub(r"\D", "", match.group())
+
+    def join_decimals(match: re.Match[str]) -> str:
+        return "." + re.sub(r"\D", "", match.group())
+
+    return _DECIMAL_GROUPS.sub(join_decimals, _THOUSANDS.sub(join, text))
+
+
+def read_mixed_numbers(text: str) -> str:
+    """`1 1/2` and `1\\frac12` become `\\frac{3}{2}`; a whole number and an improper fraction stay what they were."""
+
+    def convert(match: re.Match[str]) -> str:
+        numerator = int(match["n1"] or match["n2"] or match["n3"])
+        denominator = int(match["d1"] or match["d2"] or match["d3"])
+        if not 0 < numerator < denominator:
+            return match.group()
+        whole = int(match["whole"])
+        return f"{match['before']}{match['blank']}\\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
+
+    return _MIXED.sub(convert, text)
+
+
+def brace_short_fractions(text: str) -> str:
+    """`\\frac 1 3` and `\\frac13` become `\\frac{1}{3}`."""
+
+    def brace(match: re.Match[str]) -> str:
+        if match[2] is not None:
+            return f"\\{match[1]}{{{match[2]}}}{{{match[3]}}}"
+        return f"\\{match[1]}{{{match[4]}}}"
+
+    return _SHORT_FRACTION.sub(brace, text)
+
+
+def has_split_digits(text: str) -> bool:
+    """Whether a blank stands between two digits: `1 3` is no number, least of all 13."""
+    return _BLANK_BETWEEN_DIGITS.search(text) is not None
+
+
+def plain_number(text: str) -> Number | None:
+    """The exact value of an integer, decimal, fraction or number in scientific notation; None for anything else."""
+    power_of_ten = _POWER_OF_TEN.fullmatch(text)
+    if power_of_ten is not None:
+        value = Fraction(10) ** int(power_of_ten[2])
+        return Number(value=-value if power_of_ten[1] == "-" else value, is_rounded=False)
+    match = _PLAIN.fullmatch(text)
+    if match is None:
+        return None
+    sign = -1 if match["sign"] == "-" else 1
+    if match["n"] is not None:
+        ratio = _ratio(Fraction(match["n"]), int(match["d"]))
+        return None if ratio is None else Number(value=sign * ratio, is_rounded=False)
+    mantissa = Fraction(match["mantissa"].removesuffix("."))
+    quotient = _ratio(mantissa, int(match["over"] or 1))
+    if quotient is None:
+        return None
+    value = quotient * Fraction(10) ** int(match["power"] or 0)
+    is_rounded = mantissa.denominator != 1
+    if match["power"] is not None:
+        is_rounded |= "." in match["mantissa"] or value.denominator != 1
+    return Number(value=sign * value, is_rounded=is_rounded)
+
+
+def _ratio(numerator: Fraction, denominator: int) -> Fraction | None:
+    return numerator / denominator if denominator else None
+
+
+def numbers_agree(gold: Number, answer: Number, digits: int) -> bool:
+    """Exactly where neither is rounded or one is an integer, else to so many significant digits."""
+    if gold.value == answer.value:
+        return True
+    is_exact = not (gold.is_rounded or answer.is_rounded) or _is_written_integer(gold) or _is_written_integer(answer)
+    if is_exact:
+        return False
+    tolerance = Fraction(10**9 + 1, 10**9) / 10**digits
+    return bool(abs(gold.value - answer.value) <= tolerance * max(abs(gold.value), abs(answer.value)))
+
+
+def _is_written_integer(number: Number) -> bool:
+    return not number.is_rounded and number.value.denominator == 1
+
+
+def as_text(value: Fraction) -> str:
+    """A number as LaTeX that reads back to the same value."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    sign = "-" if value < 0 else ""
+    return f"{sign}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def based_number(text: str) -> tuple[str, int] | None:
+    """The digits and the base of `25_6` or `(1A)_{16}`; base ten for an integer without one; None for anything else."""
+    if re.fullmatch(r"[+-]?\d{1,1000}", text, re.ASCII):
+        return _digits(text), 10
+    match = _BASED.fullmatch(text)
+    if match is None:
+        return None
+    base = int(match[2]) if match[2].isdigit() else _SMALL.get(match[2], 0)
+    return (_digits(match[1]), base) if 2 <= base <= 36 else None
+
+
+def names_a_base(text: str) -> bool:
+    """Whether a number carries its base as a subscript."""
+    return "_" in text and based_number(text) is not None
+
+
+def is_numeric(text: str) -> bool:
+    """Whether a text has no letters but those of commands that make numbers (`\\frac`, `\\pi`)."""
+    return _LETTERS.search(_NUMERIC_COMMANDS.sub("", text)) is None
+
+
+def _digits(text: str) -> str:
+    sign = "-" if text.startswith("-") else ""
+    return sign + (text.lstrip("+-").lstrip("0").upper() or "0")
+
+
+def spoken_number(text: str) -> Fraction | None:
+    """The value of `twenty-one`, `two thirds`, `three and a half` or `five hundred thousand`; None if a word does not fit."""
+    words = re.findall(r"[a-z]+", text.lower())
+    if not words or len(words) > 20 or re.fullmatch(r"[A-Za-z \-]+", text) is None:
+        return None
+    part = _PARTS.get(words[-1])
+    if part is None:
+        return _spoken_integer(words)
+    head = words[:-1]
+    if "and" in head:
+        split = len(head) - 1 - head[::-1].index("and")
+        whole, count = _spoken_integer(head[:split]), head[split + 1 :]
+    else:
+        whole, count = Fraction(0), head
+    times = Fraction(1) if count in ([], ["a"], ["an"]) else _spoken_integer(count)
+    if whole is None or times is None or (not count and part != 2):
+        return None
+    return whole + times / part
+
+
+def _spoken_integer(words: list[str]) -> Fraction | None:
+    total = current = 0
+    last_small = 0  # what the last small word added: `twenty one` fits, `one twenty` and `two three` do not
+    if not words or words[0] == "and":
+        return None
+    for i, word in enumerate(words):
+        if word in _SMALL:
+            fits = last_small == 0 or (last_small >= 20 and 0 < _SMALL[word] < 10)
+            if not fits or (_SMALL[word] == 0 and len(words) > 1):
+                return None
+            current += _SMALL[word]
+            last_small = _SMALL[word]
+        elif word in SCALES:
+            if current == 0 and not (i == 1 and words[0] == "a"):
+                return None
+            current = max(current, 1) * SCALES[word]
+            last_small = 0
+            if SCALES[word] >= 1000:
+                total, current = total + current, 0
+        elif (word == "and" and words[i - 1] in SCALES) or (word == "a" and i == 0 and len(words) > 1 and words[1] in SCALES):
+            continue
+        else:
+            return None
+    return Fraction(total + current)
