@@ -21,13 +21,13 @@ class MathConfig(Settings):
     percent: Literal["either", "value", "ignore"] = "either"
     """What 73% equals: 73 as well as 0.73 (math-verify 0.9), 0.73 only, or 73 only."""
     units: Literal["compatible", "ignore", "strict"] = "compatible"
-    """`compatible`: a unit may be left out, but two different known units are wrong (5 cm is not 5 m); `ignore` drops them
-    (math-verify); `strict` wants the same unit or the same absence."""
+    """`compatible`: a known unit may be left out, but different ones are wrong (5 cm is not 5 m, and is 0.05 m), and so are words that
+    are no unit (`4 or more`); `ignore` drops units and such words (math-verify); `strict` wants the same unit or the same absence."""
     rounding_digits: int = Field(default=6, ge=1, le=15)
-    """Significant digits to which a decimal must agree with an inexact value: 0.333333 is 1/3, 0.333 is not. Integers agree
-    exactly (math-verify rounds to 6 places after the point, which makes all tiny numbers equal)."""
+    """Significant digits to which a decimal must agree with an inexact value: 0.333333 is 1/3, 0.333 is not. Integers and fractions
+    agree exactly (math-verify rounds to 6 places after the point, which makes all tiny numbers equal)."""
     choices: Literal["letter", "math"] = "letter"
-    """References A to J: read the option's letter from `(B)`, `B. 12`, `Option B`; or leave it to math-verify."""
+    """References A to J: read the one option's letter from `(B)`, `B. 12`, `Option B`; or leave it to math-verify."""
     references: Literal["any", "first"] = "any"
     """Which of several accepted answers count (Klear-Reasoner: any)."""
     max_answer_chars: int = Field(default=1000, ge=10, le=100_000)
@@ -56,7 +56,8 @@ class CodeConfig(Settings):
     abs_tolerance: float = Field(default=1e-9, ge=0, le=1)
     """Of a decimal in `tokens`, and of a float in a call's result."""
     rel_tolerance: float = Field(default=1e-6, ge=0, le=0.1)
-    """Of a decimal in `tokens`, and of a float in a call's result; integers agree exactly."""
+    """Of a decimal in `tokens`, and of a float in a call's result; integers agree exactly, and an expected decimal of more than
+    36 significant digits (more than any float has) to one unit in its last place."""
     score: Literal["soft", "hard", "plus_minus"] = "soft"
     """`soft`: the fraction p of tests passed (paper, section 3.2.4); `hard`: 1 if all pass, else 0, stopping at the first
     failure; `plus_minus`: 2p-1, what Klear-Reasoner's code computes."""

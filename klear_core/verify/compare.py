@@ -6,6 +6,7 @@ import json
 import math
 import re
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from typing import assert_never
 
 from klear_core.config.verify import CodeConfig
@@ -13,6 +14,8 @@ from klear_core.config.verify import CodeConfig
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
 _MAX_NUMBER_CHARS = 400
+_DOUBLE_DIGITS = 17
+_FLOAT_DIGITS = 36  # of binary128, the widest float that a reference solution prints; more digits were computed to be compared
 _MAX_DEPTH = 100
 
 
@@ -64,7 +67,24 @@ def _same_token(expected: str, token: str, cfg: CodeConfig) -> bool:
         return False
     if _INTEGER.fullmatch(expected):
         return _INTEGER.fullmatch(token) is None and _same_decimal(expected, token)  # 1.0 is 1; two integers differ by their text
-    return _close(float(expected), float(token), cfg)
+    num_digits = _significant_digits(expected)
+    if num_digits <= _DOUBLE_DIGITS:
+        return _close(float(expected), float(token), cfg)
+    difference = abs(Fraction(expected) - Fraction(token))
+    if num_digits > _FLOAT_DIGITS and not _is_printed_double(expected):
+        return difference <= Fraction(10) ** int(Decimal(expected).as_tuple().exponent)  # digit for digit, but for the last
+    return difference <= max(Fraction(cfg.abs_tolerance), Fraction(cfg.rel_tolerance) * abs(Fraction(expected)))
+
+
+def _significant_digits(number: str) -> int:
+    mantissa = number.lower().partition("e")[0]
+    return len(mantissa.replace(".", "").lstrip("+-0"))
+
+
+def _is_printed_double(number: str) -> bool:
+    """Whether the digits are those of a double in full: `%.50f` of 0.1 has fifty, of which seventeen mean something."""
+    places = -int(Decimal(number).as_tuple().exponent)
+    return f"{float(number):.{max(places, 0)}f}" == number.lstrip("+")
 
 
 def _same_decimal(expected: str, token: str) -> bool:

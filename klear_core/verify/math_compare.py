@@ -16,7 +16,8 @@ from functools import lru_cache
 from types import FrameType
 
 import sympy
-from math_verify import parse, verify
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from klear_core.types import Outcome, Verdict
 from klear_core.verify.work import MathTask
@@ -28,6 +29,9 @@ UNREADABLE = Verdict(outcome=Outcome.SCORED, score=0.0, detail="the answer canno
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off: ours are on
 
 
+# Known units are gone before: what math-verify would drop as one is a variable, `n+2m` is not n+2.
+_WITHOUT_UNITS = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False)
+_BOXED_EXTRACTION = (LatexExtractionConfig(normalization_config=_WITHOUT_UNITS), ExprExtractionConfig())
 _BACKSTOP_CPU_S = 2  # a comparison that its own alarm cannot stop, inside one long operation of C, is killed this much later
 
 
@@ -68,7 +72,7 @@ def _compare(task: MathTask) -> Verdict:
 
 @lru_cache(maxsize=4096)
 def _parse_boxed(text: str) -> tuple[object, ...]:
-    return tuple(parse(rf"\boxed{{{text}}}", parsing_timeout=None))
+    return tuple(parse(rf"\boxed{{{text}}}", _BOXED_EXTRACTION, parsing_timeout=None))
 
 
 def _parse_prose(text: str) -> tuple[object, ...]:

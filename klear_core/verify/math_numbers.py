@@ -8,7 +8,7 @@ from fractions import Fraction
 
 _SPACE = r"(?:\\[,!;:> ]|~|\\(?:thinspace|negthinspace|enspace|space)(?![a-zA-Z]))"
 _GAP = rf"\s*(?:{_SPACE}\s*)+"
-_SEPARATOR = rf"(?:,|\{{,\}}|,?\{{?{_GAP}\}}?|\{{,{_GAP}\}})"
+_SEPARATOR = rf"(?:,|\{{,\}}|\\text\{{,\}}|,?\{{?{_GAP}\}}?|\{{,{_GAP}\}})"
 _THOUSANDS = re.compile(rf"(?<![\d,.])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d|,\d)")
 _LIST_COMMA = re.compile(r",(?!\s*\\!)")
 _DECIMAL_GROUPS = re.compile(rf"(?<=\d)\.\d{{3}}(?:{_GAP}\d{{3}})*{_GAP}\d{{1,3}}(?!\d)")

@@ -51,7 +51,7 @@ def _known_units() -> dict[str, tuple[Fraction, dict[str, int]]]:
 
 _KNOWN = _known_units()
 
-_WRAPPER = re.compile(r"\\(?:text|mathrm|textrm|mbox|operatorname|textit|mathit|mathsf|rm)\s*\{([^{}]*)\}")
+_WRAPPER = re.compile(r"\\(?:text|mathrm|textrm|mbox|operatorname|textit|mathit|mathsf|rm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
 _TOKEN = re.compile(r"(?P<word>[^\W\d_]+\.?|¢)|\^\{?(?P<power>-?\d)\}?|(?P<per>/)|(?P<blank>\\cdot(?![a-zA-Z])|[\s*·⋅\-~()]|\\,)")
 
@@ -195,7 +195,7 @@ _CURRENCY_BEFORE = re.compile(r"^([-+]?)\s*\\?([$€£¥])\s*(?=[-+\d.\\(])")
 _CURRENCY_AFTER = re.compile(r"(?<=\d)\s*\\?([$€£¥])$")
 _DEGREES = re.compile(r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*(?:\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}|([CF]))?$")
 _TAIL_TOKEN = re.compile(
-    r"(?P<wrapped>\\(?:text|mathrm|textrm|mbox|operatorname|textit|mathit|mathsf|rm)\s*\{[^{}]*\})"
+    r"(?P<wrapped>\\(?:text|mathrm|textrm|mbox|operatorname|textit|mathit|mathsf|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\})"
     r"|(?P<unit>\\frac\{\\(?:text|mathrm)\{[^{}]*\}\}\{\\(?:text|mathrm)\{[^{}]*\}\})"
     r"|(?P<other>\\(?!mu(?![a-zA-Z])|cdot(?![a-zA-Z]))[a-zA-Z]+)|(?P<bare>(?:\\mu\s*)?[^\W\d_]+\.?|¢)|(?P<per>/)"
     r"|(?P<glue>\\cdot|\^\{?-?\d\}?(?!\d)|[\s*·⋅\-~()])|."
@@ -234,15 +234,18 @@ def _split_tail(text: str) -> tuple[str, Unit]:
             starts.clear()  # the tail begins behind this
     for start, is_bare in starts[-_MAX_UNIT_TOKENS:]:
         value = text[:start].strip()
-        is_value = value != "" and value[-1] not in _OPERATORS and (not is_bare or is_numeric(value) or _is_words(value))
+        is_value = value != "" and value[-1] not in _OPERATORS and (not is_bare or _takes_bare_unit(value))
         unit = read_unit(text[start:]) if is_value else None
         if unit is not None:
             return value, unit
     return text, NO_UNIT
 
 
-def _is_words(value: str) -> bool:
-    return spoken_number(value) is not None
+def _takes_bare_unit(value: str) -> bool:
+    """Whether letters behind a value can be a unit: behind a number or its name, not behind a sum or a product of variables."""
+    number = value.rpartition("=")[2].strip()
+    is_sum = re.search(r"[^\s(^{][+-]", number.replace(" ", "")) is not None
+    return (is_numeric(number) and not is_sum) or spoken_number(number) is not None
 
 
 def is_glued_letter(text: str, value: str) -> bool:

@@ -27,6 +27,7 @@ _QUALIFIERS = re.compile(
 _FUNCTION_NAMES = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lcm gcd min max mod re im det tr cis"
 _FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 _NAME_BEFORE = re.compile(r"^\s*\\(?:text|textrm|mbox|mathrm)\s*\{[^{}]*\}\s*(?==)")
+_TEXT_BEHIND = re.compile(r"(?<=[\d})])\s*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}$")
 _APPROX = re.compile(r"\\(?:approx|simeq|thickapprox)(?![a-zA-Z])")
 
 
@@ -68,10 +69,14 @@ def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | Question:
 
 def _values(gold: str, answer: str, cfg: MathConfig) -> tuple[str, str] | None:
     """The two values, the answer's in the reference's unit; None if one cannot be the other whatever they are."""
+    if cfg.units == "ignore":
+        gold, answer = _without_text_behind(gold), _without_text_behind(answer)
     gold_value, gold_unit = split_unit(gold)
     answer_value, answer_unit = split_unit(answer)
-    if is_glued_letter(gold, gold_value) and answer_unit == NO_UNIT:
-        return (rf"{gold_value} \cdot {gold[-1]}", answer) if gold[-1] in answer else None  # `2m` is twice m, not two meters
+    gold_is_product = is_glued_letter(gold, gold_value) and answer_unit == NO_UNIT
+    answer_is_product = is_glued_letter(answer, answer_value) and gold_unit == NO_UNIT and answer[-1] in gold
+    if gold_is_product or answer_is_product:
+        return gold, answer  # `2m` is twice m, and two meters only for a plain 2
     if cfg.units == "strict" and not same_unit(gold_unit, answer_unit):
         return None
     if cfg.units == "compatible" and not units_fit(gold_unit, answer_unit):
@@ -80,6 +85,11 @@ def _values(gold: str, answer: str, cfg: MathConfig) -> tuple[str, str] | None:
     if cfg.units == "compatible" and gold_unit.dimensions == answer_unit.dimensions:
         ratio *= answer_unit.size / gold_unit.size
     return _scaled(gold_value, Fraction(gold_unit.scale)), _scaled(answer_value, ratio)
+
+
+def _without_text_behind(text: str) -> str:
+    value, unit = split_unit(text)
+    return text if unit != NO_UNIT else _TEXT_BEHIND.sub("", value).strip()
 
 
 def _scaled(value: str, factor: Fraction) -> str:

@@ -48,6 +48,35 @@ def test_outputs(expected: str, output: str, tokens: bool, whitespace: bool, exa
     assert [same_output(expected, output, cfg) for cfg in (TOKENS, WHITESPACE, EXACT, DECIMAL)] == [tokens, whitespace, exact, decimal]
 
 
+PI = "3.1415926535897932384626433832795028841971693993751058209749445923078164062862089986280348253421170679"
+
+
+@pytest.mark.parametrize(
+    ("expected", "output", "is_same"),
+    [
+        (PI, PI, True),
+        (PI, PI[:-1] + "8", True),  # one unit in the last place
+        (PI, PI[:-1] + "5", False),
+        (PI, PI[:17] + "0" * 85, False),
+        (PI, "3.141592653589793", False),
+        (PI, PI[:60], False),
+        (PI, PI + "8", True),
+        ("-" + PI, "-" + PI, True),
+        ("-" + PI, PI, False),
+        (f"{PI}e10", f"{PI}E+10", True),
+        (f"{PI}e10", "3.14159265358979e10", False),
+        ("24.63441361516795872523", "24.634413615168", True),  # a long double's digits, of AtCoder
+        ("0.666666666666666666666666666667", "0.6666666666666666", True),
+        ("24.63441361516795872523", "24.6345", False),
+        (f"{0.1:.50f}", "0.1", True),  # a double's digits in full
+        (f"{0.1:.50f}", "0.10001", False),
+        ("0." + "1" * 60, "1e999", False),
+    ],
+)
+def test_digits_beyond_a_float_are_compared_as_digits(expected: str, output: str, is_same: bool) -> None:
+    assert same_output(expected, output, TOKENS) is is_same
+
+
 def test_the_order_of_lines_counts_unless_the_problem_says_otherwise() -> None:
     assert not same_output("1\n2", "2\n1", TOKENS)
     assert same_output("1\n2", "2\n1", TOKENS, is_order_free=True)

@@ -31,12 +31,23 @@ TEXTS = {
     "superscripts": "\\boxed{" + "²" * 900 + "}",
     "names": "\\boxed{" + "a_" * 450 + "=1}",
     "equations": "\\boxed{" + "a=" * 450 + "1}",
+    "gaps": "\\boxed{1" + "\\, " * 300 + "#}",
+    "groups": "\\boxed{" + "1\\,000" * 160 + "#}",
+    "blanks between digits": "\\boxed{" + "1 " * 490 + "}",
+    "mixed numbers": "\\boxed{" + "1 1/2 " * 160 + "}",
+    "relations": "\\boxed{" + "x<1, " * 195 + "}",
+    "or": "\\boxed{" + "1 or " * 195 + "1}",
+    "number words": "\\boxed{" + "twenty " * 140 + "}",
+    "compound units": "\\boxed{5 " + "m/s " * 240 + "#}",
+    "raised digits": "\\boxed{" + "²½" * 490 + "}",
+    "letters and marks": "\\boxed{" + "B. " * 320 + "}",
+    "bases": "\\boxed{" + "1_" * 490 + "}",
     "tags": "</think>" * 100_000,
 }
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("gold", ["12 cm", "B", "yes"])
+@pytest.mark.parametrize("gold", ["12 cm", "B", "yes", "x>3", "b=1, c=2"])
 def test_reading_a_math_answer_takes_little_time(gold: str, name: str) -> None:
     started = time.process_time()
     answer = find_answer(TEXTS[name], MathConfig())

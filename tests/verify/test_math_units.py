@@ -89,6 +89,31 @@ RIGHT = [
     ("10", r"10 \text{ different ways}"),
     ("3", r"3\text{ people}"),
     ("11/15 days", r"\frac{11}{15}"),
+    ("12 cm^3", r"12 \text{ cubic centimeters}"),
+    ("12", r"12 \text{ in.}"),
+    ("12 m^2", r"12 \text{ square meters}"),
+    ("3.5 kg", r"3500 \text{ g}"),
+    ("2 hours", "120 minutes"),
+    ("1 mile", "5280 feet"),
+    ("1 gallon", "4 quarts"),
+    ("25 cents", r"\$0.25"),
+    ("10 N", r"10 \text{ kg m/s}^2"),
+    ("5 J", r"5 \text{ N}\cdot\text{m}"),
+    ("8 ft/s", r"8 \text{ feet per second}"),
+    (r"45^\circ", r"45 \text{ degrees}"),
+    ("9 sq. in.", r"9 \text{ in}^2"),
+    ("6 units^2", "6 square units"),
+    ("50 km per hour", r"50\,\text{km/h}"),
+    ("100 g/mol", r"100 \text{ grams per mole}"),
+    ("0.5 m^3", "500 L"),
+    ("30", r"30 \text{ mi/gal}"),
+    ("16", r"16\text{ outcomes}"),
+    ("3", r"3 \text{ solutions}"),
+    ("4", r"4\text{ hours}"),
+    ("7", r"7 \text{ real solutions}"),
+    (r"48\pi \text{ cm}^3", r"48\pi"),
+    (r"\frac{3}{4} \text{ cup}", "0.75 cups"),
+    ("20 percent", r"20\%"),
 ]  # fmt: skip
 
 WRONG = [
@@ -147,6 +172,40 @@ WRONG = [
     ("5 cm", "50 m"),
     ("90 minutes", "2 hours"),
     ("9 a.m.", "9 p.m."),
+    ("4", r"4 \text{ or } -4"),
+    ("4", r"4 \text{ and } 5"),
+    ("4", r"\text{greater than } 4"),
+    ("4", "4^+"),
+    ("4", r"\text{fewer than } 4"),
+    ("4", r"4 \text{ plus or minus } 1"),
+    ("4", r"4 \text{ sometimes}"),
+    ("4", r"4 \text{ impossible}"),
+    ("4", r"\text{never } 4"),
+    ("4", r"\text{No, it is not } 4"),
+    ("4", r"4\text{ thousand}"),
+    ("4", r"4 \text{ hundred}"),
+    ("4", "4 hundred"),
+    ("4", r"4\text{ squared}"),
+    ("4", r"4 \text{ dozen}"),
+    ("4", "4 minus"),
+    ("4", r"\text{minus }4"),
+    ("4", r"\text{negative } 4"),
+    ("4", r"4\text{th root of } 5"),
+    ("4", r"4 \text{ factorial}"),
+    ("4", r"4\text{ percent more}"),
+    ("12 cm^3", "12 cm^2"),
+    ("12 cm^3", "12 m^3"),
+    ("60 mph", "60 m/s"),
+    ("60 km", "60 miles"),
+    ("5 N", "5 J"),
+    ("5 g", "5 kg"),
+    ("7 days", "7 weeks"),
+    ("7 m/s", r"7 \text{ m s}"),
+    ("7 m/s^2", r"7 \text{ m/s}"),
+    ("7 dollars", "7 euros"),
+    ("5 cats", "5 dogs"),
+    ("3 hours", "3 days"),
+    (r"5 \text{ square units}", r"5 \text{ units}"),
 ]  # fmt: skip
 
 
@@ -165,7 +224,12 @@ def test_values_that_mean_something_else_are_wrong_both_ways(math_pool: JudgePoo
 def test_a_letter_written_against_a_reference_is_a_variable(math_pool: JudgePool) -> None:
     assert not is_right(math_pool, "2m", "2")
     assert is_right(math_pool, "2m", "m+m")
+    assert is_right(math_pool, "m+m", "2m")
+    assert is_right(math_pool, "n+2m", "2m+n")
+    assert not is_right(math_pool, "n+2m", "n+2")
+    assert not is_right(math_pool, "3s+1", "4")
     assert is_right(math_pool, "2", "2m")
+    assert is_right(math_pool, "3", "x = 3 cm")
     assert not is_right(math_pool, "2", "3m")
 
 

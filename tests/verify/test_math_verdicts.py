@@ -177,6 +177,8 @@ SETTINGS = [
     (VerifyConfig(math=MathConfig(percent="value")), "0.73", boxed(r"73\%"), Outcome.SCORED, 1.0),
     (VerifyConfig(math=MathConfig(percent="ignore")), "0.73", boxed(r"73\%"), Outcome.SCORED, 0.0),
     (VerifyConfig(math=MathConfig(units="ignore")), "5 cm", boxed("5 m"), Outcome.SCORED, 1.0),
+    (VerifyConfig(math=MathConfig(units="ignore")), "5", boxed(r"5 \text{ zorbs}"), Outcome.SCORED, 1.0),
+    (VerifyConfig(math=MathConfig(units="strict")), "5000000", boxed("5 million"), Outcome.SCORED, 1.0),
     (VerifyConfig(math=MathConfig(units="strict")), "5 cm", boxed("5"), Outcome.SCORED, 0.0),
     (VerifyConfig(math=MathConfig(units="strict")), "5 cm", boxed(r"5\text{ cm}"), Outcome.SCORED, 1.0),
     (VerifyConfig(math=MathConfig(rounding_digits=3)), "1/3", boxed("0.333"), Outcome.SCORED, 1.0),
