@@ -46,7 +46,7 @@ def compare(task: MathTask) -> Verdict:
             return _compare(task)
     except CpuLimitError:
         return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.cpu_s:g} s of CPU time")
-    except OverflowError as e:
+    except (OverflowError, RecursionError) as e:
         return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"a number too large to compute: {e}")
     except MemoryError:
         return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.memory_mb} MB")
