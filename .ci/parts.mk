@@ -43,6 +43,7 @@ product:
 	$(SMOKE) | tee runs/first.txt
 	grep -q "✓ report" runs/first.txt
 	grep -q "GPPO improved held-out avg@4" runs/first.txt
+	grep -q "ask it   klear chat rl 'mod 6: " runs/first.txt
 	$(SMOKE) | tee runs/second.txt
 	grep -q "all stages reused" runs/second.txt
 	env -u MAKEFLAGS -u MAKELEVEL .venv/bin/python tests/readme_commands.py

@@ -176,6 +176,7 @@ def _plan_table(plans: Sequence[StagePlan]) -> Table:
 
 def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int) -> None:
     """Print the scores that there are, warnings, the report's path, and how to look closer."""
+    from flows.find import name_of
     from klear_core.report.product import product_of
     from klear_core.report.read import read_facts
     from klear_core.report.terminal import score_table
@@ -198,14 +199,7 @@ def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int
     product = product_of(facts)
     if product is not None:
         console.print(f"model    {product.folder}")
-        console.print(f"ask it   {escape(product.command(_newest_or_exact(result.refs[product.stage], product.stage, root), root))}")
-
-
-def _newest_or_exact(ref: ArtifactRef, stage: str, root: str) -> str:
-    """The stage's name if that leads to this artifact, else its fingerprint: another run may have made a newer one."""
-    from flows.find import find_artifact
-
-    return stage if find_artifact(stage, Path(root).expanduser()) == ref.path else ref.fingerprint[:8]
+        console.print(f"ask it   {escape(product.command(name_of(result.refs[product.stage].path, product.stage, product.root)))}")
 
 
 def _short(path: Path) -> Path:

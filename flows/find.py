@@ -32,6 +32,15 @@ def find_artifact(which: str, root: Path) -> Path:
     return max(hits, key=lambda folder: (folder / MANIFEST).stat().st_mtime)
 
 
+def name_of(folder: Path, stage: str, root: Path) -> str:
+    """Return a short name by which `find_artifact` finds this artifact: its stage's if it is the newest, else its fingerprint's start.
+
+    Another run, of other settings, may have made a newer one.
+    """
+    is_newest = find_artifact(stage, root.absolute()) == folder
+    return stage if is_newest else folder.name[:8]
+
+
 def _stage_of(folder: Path) -> str:
     """The name of the stage that made an artifact; its kind if the manifest is damaged, which whoever opens it will say."""
     try:

@@ -22,8 +22,10 @@ class Product:
 
     stage: str
     fingerprint: str
+    root: Path
+    """The workspace, as seen from where the run was started; so is `folder`."""
     folder: Path
-    """In Hugging Face's format, as seen from where the run was started."""
+    """In Hugging Face's format."""
     question: str
     """A short held-out problem, one that the last step of training fixed if there is one; else `your question`."""
 
@@ -32,9 +34,9 @@ class Product:
         """The model's name in words: `RL (code)`."""
         return model_name(self.stage)
 
-    def command(self, which: str, root: str) -> str:
+    def command(self, which: str) -> str:
         """The command that asks it, given how it is called in its workspace."""
-        where = "" if root == "runs" else f" --root {shlex.quote(root)}"
+        where = "" if self.root == Path("runs") else f" --root {shlex.quote(str(self.root))}"
         return f"klear chat {which} {shlex.quote(self.question)}{where}"
 
 
@@ -45,10 +47,12 @@ def product_of(facts: Facts) -> Product | None:
     if trained is None:
         return None
     artifact = made[trained].folder
+    root = Path(facts.config.workspace.root).expanduser()
     return Product(
         stage=trained,
         fingerprint=made[trained].manifest.fingerprint,
-        folder=Path(facts.config.workspace.root, *artifact.parts[-3:], "model"),
+        root=root,
+        folder=root.joinpath(*artifact.parts[-3:], "model"),
         question=_question(facts),
     )
 

@@ -8,6 +8,8 @@ from klear_command import ROOT, start
 from manifests import manifest
 
 from flows.doctor import Check, show_checks
+from flows.find import name_of
+from klear_core.artifacts import read_manifest
 from klear_core.records import write_shard
 from klear_core.store import LocalStore
 from klear_core.types import Difficulty, Domain, MathReference, Problem
@@ -123,6 +125,9 @@ def test_an_artifact_goes_by_the_name_of_the_stage_that_made_it_the_newest_of_se
     shown = klear("show", "evaluate_sft", "--root", tmp_path)
     assert (shown.status, shown.out.split()[:2]) == (0, ["evaluate", "2aaaaaaa"])
     assert klear("show", "evaluate", "--root", tmp_path).out.split()[1] == "3aaaaaaa"
+    folders = [tmp_path / "artifacts" / "evaluate" / f"{number}aaaaaaa" for number in range(4)]
+    names = [name_of(folder, read_manifest(folder).stage, tmp_path) for folder in folders]
+    assert names == ["evaluate_base", "1aaaaaaa", "evaluate_sft", "evaluate_rl"]
 
 
 def test_digits_that_begin_several_fingerprints_name_them_all(klear, tmp_path):

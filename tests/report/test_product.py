@@ -51,8 +51,16 @@ def test_it_is_shown_a_problem_that_the_last_step_fixed(facts: Facts) -> None:
     assert shown is not None
     fixed, *_ = shown.groups
     assert product.question == min((example.question for example in fixed.examples), key=len)
-    assert product.command("rl", "runs") == f"klear chat rl '{product.question}'"
-    assert product.command("rl", "/data/my runs").endswith(" --root '/data/my runs'")
+    assert product.command("rl") == f"klear chat rl '{product.question}'"
+
+
+def test_a_workspace_elsewhere_is_named_as_a_shell_takes_it(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    workspace = facts.config.workspace.model_copy(update={"root": "~/my runs"})
+    product = product_of(replace(facts, config=facts.config.model_copy(update={"workspace": workspace})))
+    assert product is not None
+    assert product.command("rl").endswith(" --root '/home/ada/my runs'")
+    assert str(product.folder).startswith("/home/ada/my runs/")
 
 
 @pytest.mark.parametrize("question", ["x" * 61, "two\nlines"])
@@ -60,7 +68,7 @@ def test_a_question_that_fits_on_no_command_line_is_left_to_the_reader(facts: Fa
     models = tuple(replace(m, samples=tuple(replace(s, question=question) for s in m.samples)) for m in facts.models)
     product = product_of(replace(facts, models=models))
     assert product is not None
-    assert product.command("rl", "runs") == "klear chat rl 'your question'"
+    assert product.command("rl") == "klear chat rl 'your question'"
 
 
 def test_the_page_says_where_the_model_is_and_its_lines_of_transformers_run(
