@@ -18,6 +18,7 @@ import psutil
 
 from klear_core.config.rl import RlConfig
 from klear_core.errors import ResourceError
+from tasks.ray_messages import ray_messages_logged
 from tasks.reaper import no_orphans
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def ray_session(needs: Needs) -> Iterator[None]:
         os.environ.update({k: v for k, v in _LOCAL_ONLY.items() if k not in os.environ})
     import ray
 
-    with no_orphans():
+    with no_orphans(), ray_messages_logged():
         try:
             with _own_signal_handlers():
                 _init(address, needs)

@@ -212,6 +212,7 @@ def test_killed_rollout_actors_are_replaced_until_there_were_too_many(fresh: Pat
     assert commands[0].wait() not in (0, 130)
     output = commands[0].output
     assert re.search(r"rollout actor \d was lost; runtime\.max_restarts = 0", output), output
+    assert "(raylet)" not in output, output
     assert is_one_message(output), output
     assert commands[0].left_over(within_s=30) == []
 
