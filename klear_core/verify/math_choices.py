@@ -12,6 +12,7 @@ _LEAD = re.compile(
     re.I,
 )
 _LETTER = re.compile(r"(?P<open>[(\[])?\s*(?P<letter>[A-Ja-j])\s*(?P<close>[)\]])?(?P<mark>[.:])?(?![A-Za-z0-9_^'])")
+_WITH_TEXT = re.compile(r"\([A-J]\) (?=\S)")
 _OTHER_LETTER = re.compile(r"(?<![A-Za-z\\])(?:[B-HJ]|A(?! [a-z]))(?![A-Za-z])|[(\[]\s*[a-j]\s*[)\]]")
 _JOINING = re.compile(r"\s*(?:or|and|not|is|isn't|was|nor|/|,|&|\||\+|-\s*[A-Ja-j]\b)(?![a-zA-Z])", re.I)
 _JUDGING = re.compile(r"\b(?:wrong|incorrect|instead|not sure|either|neither|both)\b", re.I)
@@ -22,6 +23,9 @@ _COMMAND = re.compile(r"\\[a-zA-Z]+")
 def choice_verdict(gold: str, answer: str) -> bool | None:
     """Whether the answer names the reference's option; None if the reference is no option's letter."""
     letter = _unwrap(gold).strip("() .,[]")
+    if _WITH_TEXT.match(_unwrap(gold)):
+        chosen = _chosen(_unwrap(answer))
+        return None if chosen is None else chosen == _chosen(_unwrap(gold))
     if len(letter) != 1 or letter not in _LETTERS:
         return None
     return _chosen(_unwrap(answer)) == letter

@@ -24,7 +24,7 @@ _SIGNS = str.maketrans(
 _SYNONYMS = (
     (re.compile(r"\\(?:leq|leqslant|leqq)(?![a-zA-Z])|<=|=<"), r"\\le "),
     (re.compile(r"\\(?:geq|geqslant|geqq)(?![a-zA-Z])|>="), r"\\ge "),
-    (re.compile(r"\\ne(?![a-zA-Z])|\\not\s*="), r"\\neq "),  # not `!=`: 5!=120
+    (re.compile(r"\\ne(?![a-zA-Z])|\\not\s*=|\\(?:neg|lnot)(?![a-zA-Z])"), r"\\neq "),  # not `!=`: 5!=120
     (re.compile(r"=>|-+>"), r"\\to "),
     (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
     (re.compile(r"\\lt(?![a-zA-Z])"), "<"),

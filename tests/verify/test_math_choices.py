@@ -55,6 +55,8 @@ RIGHT = [
     (r"\text{ACF}", "ACF"),
     (r"\text{A,C}", r"A \text{ and } C"),
     (r"\text{A,B,E}", r"A, B, \text{ and } E"),
+    (r"\textbf{(C)}\ 5", "C"),
+    ("(C) 5", "(C)"),
 ]  # fmt: skip
 
 WRONG = [
@@ -125,6 +127,9 @@ WRONG = [
     (r"\text{A,C}", "A, B"),
     (r"\text{A,C}", "C"),
     (r"\text{H, E}", "H"),
+    ("(C) 5", "D"),
+    ("(C) 5", "(D) 5"),
+    ("(C) 5", "6"),
 ]  # fmt: skip
 
 

@@ -222,6 +222,8 @@ WRONG = [
     ("x>3", r"x>3 \text{ or } x<1"),
     ("|x|<2", "|x|>2"),
     (r"x>2 \text{ and } x<3", r"x>2 \text{ or } x<3"),
+    ("7", r"\neg 7"),
+    ("7", r"x \notin \{7\}"),
 ]  # fmt: skip
 
 
