@@ -13,7 +13,8 @@ class MathConfig(Settings):
     """When a math answer counts as equal to its reference."""
 
     box: Literal["required", "optional"] = "optional"
-    """`optional`: without any `\\boxed{}` math-verify searches the text, as in Klear-Reasoner. An empty or unclosed last box
+    """`optional`: without any `\\boxed{}` a finished sentence at the end that states the answer is read ("The answer is 7."); a
+    number that is merely mentioned is none. Klear-Reasoner lets math-verify search the whole text. An empty or unclosed last box
     is no answer either way."""
     several_boxes: Literal["last", "agree", "join"] = "last"
     """`last`: the last box counts (all of them where the reference is a list of as many values); `agree`: every box must be

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from klear_core.config.verify import MathConfig
 from klear_core.verify.math_numbers import brace_short_fractions, join_thousands, read_mixed_numbers
+from klear_core.verify.prose import stated_answer
 from klear_core.verify.window import NoAnswer
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
@@ -148,7 +149,10 @@ def _prose_answer(window: str, cfg: MathConfig) -> Answer | NoAnswer:
     text = window.strip()
     if not text:
         return NoAnswer(reason="nothing after </think>")
-    return Answer(texts=(text[-cfg.max_prose_chars :],), is_prose=True)
+    statement = stated_answer(text[-cfg.max_prose_chars :])
+    if statement is None:
+        return NoAnswer(reason="no box, and no finished sentence at the end that states an answer")
+    return Answer(texts=(statement,), is_prose=True)
 
 
 def _closing_brace(text: str, opening: int) -> int | None:

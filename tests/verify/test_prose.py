@@ -1,0 +1,73 @@
+"""Without a box a finished sentence at the end must state the answer; a number that is merely mentioned is none."""
+
+import pytest
+from verify_builders import math_problem
+
+from klear_core.types import Outcome
+from klear_core.verify import JudgePool
+
+LOOPS = "For k=1 we get 5. For k=2 we get 4. " * 20
+
+STATED = [
+    ("3", "The answer is 3."),
+    ("3", "The final answer is $3$."),
+    ("3", "We add them up. The answer is 3"),
+    ("3", "Some steps.\n\n#### 3"),
+    ("70000", "He made a profit of 200,000-130,000=70000\nA: 70000"),
+    ("3", "Steps.\n\nAnswer: 3"),
+    ("3", "Steps.\n\n**Final Answer:** $3$"),
+    ("3", "Steps.\n\n**Answer**:\n\n$3$"),
+    ("3", "We checked all cases. Therefore, the number of cases is 3."),
+    ("3", "We checked all cases. So, there are 3 cases.\n\nI think that's the final answer."),
+    (r"\sqrt{53}", r"All is well. So, I think the final answer is \(\sqrt{53}\)."),
+    ("2", "In conclusion, we have confirmed that:\n\n$$\n\\tan A = 2\n$$"),
+    (r"\frac{1}{8}", "Therefore, the final result is:\n\n\\[\nx = \\frac{1}{8}\n\\]\n\n<|end_of_solution|>"),
+    ("9", "Therefore, the number of trailing zeros in 42! is 9.\n\nI think that's the answer."),
+    ("44", "This matches my result, so I'm confident that 44 is the correct answer."),
+    ("3", "3"),
+    ("3", "$x = 3$"),
+    ("0.5", "0.5"),
+]
+
+
+@pytest.mark.parametrize(("gold", "text"), STATED, ids=[text[-40:] for _, text in STATED])
+def test_a_stated_answer_is_read(math_pool: JudgePool, gold: str, text: str) -> None:
+    verdict = math_pool.judge(math_problem(gold), "</think>" + text)
+    assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 1.0), verdict.detail
+
+
+def test_a_stated_answer_that_is_wrong_is_wrong(math_pool: JudgePool) -> None:
+    verdict = math_pool.judge(math_problem("3"), "</think>For k=3 it holds. Therefore, the answer is 4.")
+    assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 0.0)
+
+
+NOT_STATED = [
+    "We look at small cases. Similarly, for k=3,",
+    "We look at small cases. Similarly, for k=3",
+    LOOPS + "For k=3",
+    LOOPS + "Similarly, for k=3,",
+    LOOPS + "For k=3 we get 3.",
+    "We tried 3. I could not find an answer.",
+    "I couldn't find the answer, the closest was 3.",
+    "So the answer is 3. But this is wrong.",
+    "The answer is not 3.",
+    "I am not sure, maybe the answer is 3.",
+    "So the answer is 3. Wait, let me check the case of 3.",
+    "Therefore, for a > 2, f(x) is 3. Wait, but earlier I thought that f(a) = 3",
+    "So, we need:\n\n3",
+    "We have 3 apples and 4 pears.",
+    "In this case, a = 10, b = 2 and n = 3. So, we need:",
+    "The difference of squares formula is a^2 - b^2 = (a - b)(a + 3",
+    "But earlier methods gave me 3, so",
+    "So, area = 2 + 1 = 3 +",
+    "Therefore, the answer is 3, because",
+    "Next, we compute the partial derivatives:\n\n3.",
+    "Does 3 divide 27?",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", NOT_STATED, ids=[text[-40:] for text in NOT_STATED])
+def test_a_number_that_is_merely_mentioned_is_no_answer(math_pool: JudgePool, text: str) -> None:
+    verdict = math_pool.judge(math_problem("3"), "</think>" + text)
+    assert (verdict.outcome, verdict.score) == (Outcome.NO_ANSWER, 0.0), verdict
