@@ -73,7 +73,7 @@ def sweep(client: SyncPrefectClient, pool: str, watch: Watch, say: Say) -> None:
 def _carry_out(client: SyncPrefectClient, run: SeenRun, verdict: Verdict, say: Say) -> None:
     action = f"{run.name} {run.run_id}: {run.state} -> {verdict.state}: {verdict.why}"
     try:
-        result = client.set_flow_run_state(run.run_id, _state_of(verdict), force=verdict.state in ("RETRY", "FAILED"))
+        result = client.set_flow_run_state(run.run_id, _state_of(verdict), force=run.state == "CRASHED")
     except (httpx.HTTPStatusError, PrefectException) as e:  # of this run alone; the others go on
         say(f"{action}; not done: {type(e).__name__}: {e}")
         return

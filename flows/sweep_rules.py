@@ -104,6 +104,8 @@ def verdict_on(run: SeenRun, *, quiet_s: float) -> Verdict | None:
 
 def _after_crash(history: Sequence[Change]) -> Verdict:
     attempts = _attempts(history)
+    if attempts and any(change.state == "CANCELLING" for change in attempts[-1]):
+        return Verdict(state="CANCELLED", why="crashed while it was being cancelled")
     num_crashes = _crashes_in_a_row(attempts)
     if num_crashes >= MAX_CRASHES:
         return Verdict(state="FAILED", why=f"crashed {num_crashes} times in a row; its log, or the worker's, says why")

@@ -55,6 +55,10 @@ class Server:
         found = self.get(f"/deployments/name/{flow}/{deployment}")
         return self.post(f"/deployments/{found['id']}/create_flow_run", {"parameters": parameters})["id"]
 
+    def press_cancel(self, run_id: str) -> None:
+        """What the UI's Cancel button posts."""
+        self.post(f"/flow_runs/{run_id}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+
     def press_retry(self, run_id: str) -> None:
         """What the UI's Retry button posts."""
         state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
@@ -149,7 +153,9 @@ def server_and_worker(home: Path, *, limit: int | None = 1) -> Iterator[Server]:
     server = Server(env["PREFECT_API_URL"], env, home, port)
     try:
         server.start_server()
-        server.post("/work_pools/", {"name": "klear", "type": "process", "concurrency_limit": limit})
+        server.post("/work_pools/", {"name": "klear", "type": "process"})
+        if limit is not None:
+            server.prefect("work-pool", "set-concurrency-limit", "klear", str(limit), cwd=ROOT)
         server.start_worker()
         yield server
     finally:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from prefect_server import ROOT, Server, once, server_and_worker
@@ -53,6 +54,10 @@ TASKS["base"] = base  # a stage that runs until it is told to end
 def drill(settings: PipelineConfig):
     run_stages(settings, only="base")
 """
+BROKEN = """
+if "PREFECT__FLOW_RUN_ID" in os.environ:
+    raise ImportError("not on this machine")
+"""
 STEP_S = 10.0
 """A step of training that waited for a server that is away would take a minute."""
 
@@ -62,10 +67,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With a deployment as those of the repository, another with a concurrency limit, a pool without one, and a sweeper."""
     folder = tmp_path_factory.mktemp("drill")
     (folder / "drill.py").write_text(FLOW)
+    (folder / "broken.py").write_text(FLOW + BROKEN)
     pool = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["pool"]
     plain = {"name": "plain", "entrypoint": "drill.py:drill", "work_pool": pool}
     limited = plain | {"name": "limited", "concurrency_limit": {"limit": 1, "collision_strategy": "ENQUEUE"}}
-    (folder / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [plain, limited]}))
+    broken = plain | {"name": "broken", "entrypoint": "broken.py:drill"}
+    (folder / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [plain, limited, broken]}))
     with server_and_worker(tmp_path_factory.mktemp("prefect"), limit=None) as running:
         running.prefect("deploy", "--all", cwd=folder)
         running.start_sweeper()
@@ -121,12 +128,20 @@ def test_runs_outlast_a_long_outage_also_under_a_lease_and_a_silent_one_is_found
     outage(server, tmp_path, away_s=away_s, before_s=215 - away_s / 2, after_s=240)
 
 
+@pytest.mark.bench
+def test_a_flow_that_cannot_be_imported_ends_failed_in_its_third_attempt(server: Server, tmp_path: Path):
+    run = Run(server, tmp_path / "broken", deployment="broken")
+    last = once(lambda: server.get(f"/flow_runs/{run.run_id}"), lambda seen: seen["state_type"] == "FAILED", timeout_s=600)
+    assert (last["state_type"], last["run_count"]) == ("FAILED", 0), server.log_tail()
+    assert run.states().count("Crashed") == 3
+
+
 def outage(server: Server, tmp_path: Path, *, away_s: float, before_s: float = 0.0, after_s: float = 0.0) -> None:
     """Take the server away for a while. With time before and after, leases (225 s) are renewed in it, and a worker dies with its run."""
     is_long = after_s > 0
-    middle, end, dead = (Run(server, tmp_path / name) for name in ("middle", "end", "dead"))
+    middle, end, dead, cancelled = (Run(server, tmp_path / name) for name in ("middle", "end", "dead", "cancelled"))
     healthy = [middle, end, *([Run(server, tmp_path / "limited", deployment="limited")] if is_long else [])]
-    pids = {run: run.wait_until_it_runs() for run in (*healthy, dead)}
+    pids = {run: run.wait_until_it_runs() for run in (*healthy, dead, cancelled)}
     time.sleep(before_s)
 
     server.stop("server")
@@ -139,6 +154,7 @@ def outage(server: Server, tmp_path: Path, *, away_s: float, before_s: float = 0
     if is_long:
         server.start_worker()
 
+    server.press_cancel(cancelled.run_id)
     assert end.ended() == ("Completed", 1), server.log_tail()
     dead.wait_until_it_runs(but=pids[dead])
     time.sleep(after_s)
@@ -146,6 +162,8 @@ def outage(server: Server, tmp_path: Path, *, away_s: float, before_s: float = 0
         run.finish()
     assert [run.ended() for run in healthy] == [("Completed", 1)] * len(healthy), server.log_tail()
     assert dead.ended() == ("Completed", 2), server.log_tail()
+    assert cancelled.ended() == ("Cancelled", 1), server.log_tail()
+    assert not psutil.pid_exists(pids[cancelled])
     assert all("Crashed" not in run.states() for run in healthy)
     assert max(run.worst_step_s() for run in healthy) < STEP_S
     assert middle.progress() == [(100.0, "base: done")]

@@ -21,7 +21,14 @@ def seen(state: StateType = "RUNNING", *, heartbeat: int | None = 1, state_id: i
 
 def parsed(history: str) -> list[tuple[str, float]]:
     """`pending running 20 crashed`: states, and the seconds that pass between them (one where none are given)."""
-    names = {"pending": "PENDING", "running": "RUNNING", "crashed": "CRASHED", "failed": "FAILED", "scheduled": "SCHEDULED"}
+    names = {
+        "pending": "PENDING",
+        "running": "RUNNING",
+        "crashed": "CRASHED",
+        "failed": "FAILED",
+        "cancelling": "CANCELLING",
+        "scheduled": "SCHEDULED",
+    }
     at_s, found = 0.0, []
     for word in history.split():
         if word in names:
@@ -121,6 +128,12 @@ def test_runs_do_not_disturb_each_other():
 )
 def test_a_crashed_run_is_retried_until_its_third_crash(history: str, then: str):
     assert after_crash(history) == then
+
+
+def test_a_run_that_crashed_while_it_was_being_cancelled_is_cancelled_and_not_retried():
+    assert after_crash("pending running cancelling crashed") == "CANCELLED"
+    assert after_crash("pending running crashed scheduled pending cancelling crashed") == "CANCELLED"
+    assert after_crash("pending running cancelling crashed scheduled pending running crashed") == "RETRY"  # Retry was pressed
 
 
 def test_an_attempt_that_ran_for_long_begins_a_new_row_of_crashes():
