@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -37,6 +39,10 @@ from tasks.run_info import RunInfo
 from tasks.task import in_workspace
 
 log = logging.getLogger(__name__)
+
+# At exit the interpreter looks for garbage among all objects of torch, Ray and Prefect: over a second of CPU for which a cancelled run
+# waits, and many seconds on a busy machine. Frozen objects are left out.
+atexit.register(gc.freeze)
 
 
 def run_stages(

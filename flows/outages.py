@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tasks.prefect_client import impatient_client
+from tasks.prefect_view import deliver_summaries
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -74,9 +75,14 @@ def server_awaited() -> Iterator[None]:
     try:
         yield
     except Exception:
-        await_server(ask_health)
+        _catch_up()
         raise
+    _catch_up()
+
+
+def _catch_up() -> None:
     await_server(ask_health)
+    deliver_summaries()
 
 
 def await_server(ask: Callable[[], Exception | None], *, patience_s: float = PATIENCE_S, every_s: float = CHECK_EVERY_S) -> None:

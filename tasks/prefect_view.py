@@ -2,31 +2,64 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from klear_core.artifacts import ArtifactRef, Manifest
+from tasks.prefect_client import impatient_client
 from tasks.run_info import RunInfo
 from tasks.tracked import without_password
 
+if TYPE_CHECKING:
+    from prefect.client.schemas.actions import ArtifactCreate
+
 log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 10.0
+_undelivered: list[ArtifactCreate] = []
+"""Summaries that the server has not taken yet; they are sent again with the next, and when it answers at the run's end."""
 
 
 def show_in_prefect(info: RunInfo, manifest: Manifest, ref: ArtifactRef) -> None:
-    """A Markdown artifact and, where there is a ledger, a table. Outside a Prefect run nothing happens; API trouble is logged."""
-    import httpx
-    from prefect.artifacts import create_markdown_artifact, create_table_artifact
+    """Send a Markdown artifact and, where there is a ledger, a table. Nothing happens outside a Prefect run.
+
+    The next stage does not wait for a server that is away: what it does not take now is kept for `deliver_summaries`.
+    """
+    from prefect.client.schemas.actions import ArtifactCreate
     from prefect.context import TaskRunContext
 
-    if TaskRunContext.get() is None:
+    context = TaskRunContext.get()
+    if context is None:
         return
     key = f"klear-{info.stage.replace('_', '-')}"
+    run = {"flow_run_id": context.task_run.flow_run_id, "task_run_id": context.task_run.id}
+    summary = {"type": "markdown", "data": summary_markdown(manifest, ref), "description": f"{info.stage} of {info.run_name}"}
+    _undelivered.append(ArtifactCreate.model_validate({"key": key} | summary | run))
+    if manifest.ledger:
+        ledger = {"type": "table", "data": json.dumps(ledger_rows(manifest)), "description": "where everything went"}
+        _undelivered.append(ArtifactCreate.model_validate({"key": f"{key}-ledger"} | ledger | run))
+    deliver_summaries()
+
+
+def deliver_summaries() -> None:
+    """Send the summaries that wait, in order, until one cannot be sent; that is logged."""
+    import httpx
+
+    if not _undelivered:
+        return
     try:
-        create_markdown_artifact(summary_markdown(manifest, ref), key=key, description=f"{info.stage} of {info.run_name}", _sync=True)  # type: ignore[call-arg]
-        if manifest.ledger:
-            create_table_artifact(ledger_rows(manifest), key=f"{key}-ledger", description="where everything went", _sync=True)  # type: ignore[call-arg]
+        with impatient_client(timeout_s=_TIMEOUT_S) as client:
+            while _undelivered:
+                client.create_artifact(_undelivered[0])
+                _undelivered.pop(0)
     except httpx.HTTPError as e:
-        log.warning("%s: its summary could not be shown in Prefect: %s", info.stage, e)
+        if isinstance(e, httpx.HTTPStatusError) and e.response.is_client_error:
+            refused = _undelivered.pop(0)
+            log.warning("Prefect refuses the summary %s: %s", refused.key, e)
+        else:
+            log.info("%d summaries wait for Prefect, which cannot take them now: %s", len(_undelivered), type(e).__name__)
 
 
 def summary_markdown(manifest: Manifest, ref: ArtifactRef) -> str:

@@ -148,4 +148,4 @@ def artifact_of_current_run(stage: str) -> ProgressArtifact | None:
 
 
 def _percent(done: int, total: int) -> float:
-    return 100 * done / max(total, 1)
+    return min(100.0, 100 * done / max(total, 1))

@@ -156,6 +156,7 @@ def outage(server: Server, tmp_path: Path, *, away_s: float, before_s: float = 0
 
     server.press_cancel(cancelled.run_id)
     assert end.ended() == ("Completed", 1), server.log_tail()
+    assert "klear-base" in server.artifact_keys(end.run_id)  # the summary of a stage that ended meanwhile
     dead.wait_until_it_runs(but=pids[dead])
     time.sleep(after_s)
     for run in (*healthy, dead):
