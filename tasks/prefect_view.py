@@ -55,7 +55,7 @@ def deliver_summaries() -> None:
                 client.create_artifact(_undelivered[0])
                 _undelivered.pop(0)
     except httpx.HTTPError as e:
-        if isinstance(e, httpx.HTTPStatusError) and e.response.is_client_error:
+        if isinstance(e, httpx.HTTPStatusError) and e.response.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
             refused = _undelivered.pop(0)
             log.warning("Prefect refuses the summary %s: %s", refused.key, e)
         else:
