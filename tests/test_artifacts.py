@@ -3,8 +3,7 @@ from pathlib import Path
 from klear_core.artifacts import ArtifactId, file_ref, fingerprint
 from klear_core.config.jobs import SftJob
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.sft import SftConfig, SftOptimConfig
-from klear_core.config.train import TrainRuntime
+from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
 
 JOB = SftJob(seed=1, sft=SftConfig())
 INPUT = ArtifactId(kind="distill", fingerprint="a" * 20)
@@ -27,7 +26,7 @@ def test_a_fingerprint_changes_with_seed_settings_version_kind_and_inputs():
 
 
 def test_a_fingerprint_does_not_change_with_runtime_settings():
-    elsewhere = SftJob(seed=1, sft=SftConfig(runtime=TrainRuntime(device="cpu", num_threads=7)))
+    elsewhere = SftJob(seed=1, sft=SftConfig(runtime=SftRuntime(device="cpu", num_threads=7)))
     assert fingerprint("sft", 1, JOB, [INPUT]) == fingerprint("sft", 1, elsewhere, [INPUT])
 
 

@@ -8,8 +8,8 @@ from klear_core.config.base import result_settings
 from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.sft import SftConfig, SftOptimConfig
-from klear_core.config.train import HfModelConfig, TrainRuntime
+from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
+from klear_core.config.train import HfModelConfig
 from klear_core.errors import ConfigError
 from klear_core.plan import (
     CODE_VERSIONS,
@@ -59,7 +59,7 @@ def test_a_new_seed_changes_everything(tmp_path: Path):
 
 
 def test_runtime_settings_and_the_workspace_change_nothing(tmp_path: Path):
-    after = config(tmp_path / "elsewhere", sft=SftConfig(runtime=TrainRuntime(num_threads=8)))
+    after = config(tmp_path / "elsewhere", sft=SftConfig(runtime=SftRuntime(num_threads=8)))
     assert changed(config(tmp_path), after) == []
 
 

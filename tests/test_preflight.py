@@ -16,8 +16,7 @@ from test_hf_config import QWEN3, write_config
 from klear_core.config.data import CurateConfig, FileSource
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.sft import SftConfig
-from klear_core.config.train import TrainRuntime
+from klear_core.config.sft import SftConfig, SftRuntime
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.estimate import estimate
 from klear_core.ledger import LedgerStep
@@ -70,7 +69,7 @@ def test_what_follows_from_chosen_stages_needs_nothing_that_is_there(tmp_path: P
 
 
 def test_a_context_that_the_heads_do_not_fit_is_named_with_what_is_allowed() -> None:
-    config = PipelineConfig(name="x", sft=SftConfig(runtime=TrainRuntime(num_workers=3, context_parallel=3)))
+    config = PipelineConfig(name="x", sft=SftConfig(runtime=SftRuntime(num_workers=3, context_parallel=3)))
     wanted = "sft.runtime.context_parallel = 3 does not divide the 4 attention heads of the model; allowed: 1, 2, 4"
     assert wanted in problems_with(config)
 
@@ -79,7 +78,7 @@ def test_a_context_of_four_keeps_a_quarter_of_the_activations() -> None:
     """1 GB per billion bytes: what does not shrink is 16 bytes a parameter over the workers."""
 
     def memory_gb(context_parallel: int, tokens: int) -> float:
-        runtime = TrainRuntime(num_workers=4, context_parallel=context_parallel, tokens_per_microbatch=tokens)
+        runtime = SftRuntime(num_workers=4, context_parallel=context_parallel, tokens_per_microbatch=tokens)
         config = PipelineConfig(name="x", sft=SftConfig(runtime=runtime))
         found = next(row.memory_gb for row in estimate(config) if row.stage == "sft")
         assert found is not None

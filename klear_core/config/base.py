@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Settings(BaseModel):
@@ -16,6 +16,31 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Floor(Settings):
+    """The share of its input that a stage must make something of. It is checked while the stage runs, and changes no result that passes."""
+
+    stop_below: float = Field(default=0.5, ge=0, le=1)
+    """A smaller share stops the stage. Half: where more is lost than kept, a setting or a file is wrong, not a few rows.
+    With 0 only an empty result stops it."""
+    warn_below: float = Field(default=0.9, ge=0, le=1)
+    """A smaller share is a warning on the terminal and in the report."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.stop_below > self.warn_below:
+            raise ValueError(f"stop_below = {self.stop_below} is above warn_below = {self.warn_below}")
+        return self
+
+
+class RareFloor(Floor):
+    """A floor for what is rightly rare: a hard problem is seldom solved, and an easy one seldom teaches."""
+
+    stop_below: float = Field(default=0.01, ge=0, le=1)
+    """A smaller share stops the stage: one in a hundred is nothing that training could live on. With 0 only an empty result stops it."""
+    warn_below: float = Field(default=0.1, ge=0, le=1)
+    """A smaller share is a warning on the terminal and in the report."""
 
 
 def result_settings(cfg: Settings) -> dict[str, Any]:

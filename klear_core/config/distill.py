@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from klear_core.config.base import Settings
+from klear_core.config.base import Floor, RareFloor, Settings
 from klear_core.config.engine import HttpRuntime
 from klear_core.types import Difficulty
 
@@ -90,6 +90,10 @@ class DistillRuntime(Settings):
     All samples of a problem are in one shard."""
     max_in_flight: int = Field(default=256, ge=1)
     """Problems being solved or judged at a time; the teacher's `max_concurrency` bounds its requests."""
+    whole: Floor = Floor()
+    """Of the answers asked for: those that came, with reasoning and answer, not cut off, and could be judged."""
+    selected: RareFloor = RareFloor()
+    """Of the whole answers: those that `select` keeps."""
 
 
 class DistillConfig(Settings):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from klear_core.config.base import Settings
+from klear_core.config.base import RareFloor, Settings
 from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 
@@ -254,6 +254,8 @@ class RlRuntime(TrainRuntime):
     """The learner has this long for all updates of one RL step, of which it says nothing until they are done."""
     max_restarts: int = Field(default=8, ge=0)
     """Lost actors to replace in one run before giving up."""
+    taught: RareFloor = RareFloor()
+    """Of the prompts asked: those whose group was trained on. Looked at from step 20 on, and at the end."""
 
 
 class RlOptimConfig(OptimConfig):

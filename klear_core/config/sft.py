@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from klear_core.config.base import Settings
+from klear_core.config.base import Floor, Settings
 from klear_core.config.train import OptimConfig, TrainRuntime
 
 
@@ -17,6 +17,13 @@ class SftOptimConfig(OptimConfig):
     """Peak learning rate (section 4.1)."""
     min_lr_ratio: float = Field(default=0.5, ge=0, le=1)
     """The floor of the cosine as a share of the peak; 1 keeps the rate constant. Section 4.1: 4e-5 of 8e-5."""
+
+
+class SftRuntime(TrainRuntime):
+    """Where SFT runs."""
+
+    rows: Floor = Floor()
+    """Of the traces: those that give a training row."""
 
 
 class SftConfig(Settings):
@@ -45,4 +52,4 @@ class SftConfig(Settings):
     """Optimizer steps between two validation losses; there is one at the end in any case."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the forward and backward pass and of the saved model; weights and optimizer are float32 either way. Undisclosed in the paper."""
-    runtime: TrainRuntime = TrainRuntime()
+    runtime: SftRuntime = SftRuntime()

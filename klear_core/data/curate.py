@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from klear_core.config.data import CurateConfig, FileSource
+from klear_core.config.data import CurateConfig, FileSource, ReadFloor
 from klear_core.data.benchmarks import read_benchmarks
 from klear_core.data.candidates import Candidate
 from klear_core.data.decontaminate import Decontaminator, Protected
@@ -16,6 +16,7 @@ from klear_core.data.dedup import Deduplicator
 from klear_core.data.difficulty import problem_from
 from klear_core.data.sources import READ, check_questions, check_sources, read_questions, read_source, source_name
 from klear_core.errors import DataError
+from klear_core.floors import Share, check_floor
 from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry
 from klear_core.records import shard_name, write_shard
@@ -34,7 +35,7 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
     """Write `problems/*.parquet` and `dropped/*.parquet`: read, too long, dedup, decontaminate, tag, shuffle.
 
     Sources are streamed; the problems that stay must fit into memory, where they are shuffled. DataError if a source has
-    no usable row or no problem is left.
+    too few usable rows or no problem is left.
     """
     check_curation(cfg)
     dedup = Deduplicator(cfg.dedup)
@@ -43,10 +44,11 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
     problems: list[Problem] = []
     dropped: list[Dropped] = []
     num_rows: Counter[str] = Counter()
+    warnings: list[str] = []
     for i, source in enumerate(cfg.sources):
         name = source_name(source)
         telemetry.progress(i, len(cfg.sources), name)
-        for row in _usable_rows(read_source(source, seed=seed), name):
+        for row in _checked_rows(read_source(source, seed=seed), name, cfg.runtime.read, warnings):
             num_rows[name] += 1
             why = row if isinstance(row, Dropped) else _first_objection(row, objections)
             if why is None:
@@ -60,7 +62,8 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
     _write_shards(workdir / "problems", problems, cfg.runtime.rows_per_shard)
     _write_shards(workdir / "dropped", dropped, cfg.runtime.rows_per_shard)
     telemetry.progress(len(cfg.sources), len(cfg.sources), "done")
-    return _summary(problems, dropped, num_rows, dedup, decontaminator)
+    summary = _summary(problems, dropped, num_rows, dedup, decontaminator)
+    return summary.model_copy(update={"notes": (*warnings, *summary.notes)})
 
 
 def check_curation(cfg: CurateConfig) -> None:
@@ -84,20 +87,20 @@ def _also_protected(source: FileSource) -> Iterator[Protected]:
         yield Protected(benchmark=source_name(source), question_id=f"row {number}", question=question)
 
 
-def _usable_rows(rows: Iterator[Candidate | Dropped], source: str) -> Iterator[Candidate | Dropped]:
-    """The rows as they come; DataError at the end if not one of them was a candidate."""
-    dropped: Counter[str] = Counter()
+def _checked_rows(rows: Iterator[Candidate | Dropped], source: str, floor: ReadFloor, warnings: list[str]) -> Iterator[Candidate | Dropped]:
+    """Yield the rows as they come. At the end, DataError if too few were candidates, or an addition to `warnings`."""
+    lost: Counter[str] = Counter()
+    num_rows = 0
     first = ""
-    is_usable = False
     for row in rows:
-        if isinstance(row, Candidate):
-            is_usable = True
-        else:
-            dropped[row.reason] += 1
+        num_rows += 1
+        if isinstance(row, Dropped):
+            lost[row.reason] += 1
             first = first or row.detail
         yield row
-    if not is_usable:
-        raise DataError(f"source {source}: none of its {dropped.total()} rows can be used: {dict(dropped)}; the first: {first}")
+    share = Share(what=f"rows of source {source!r} can be used", num_in=num_rows, lost=lost, example=first)
+    remedy = "Repair the file, or name its row_schema"
+    warnings += check_floor(share, floor, key="curate.runtime.read", remedy=remedy)
 
 
 def _length_limit(max_chars: int) -> Objection:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from klear_core.distill.select import unjudged
+from klear_core.floors import Share
 from klear_core.ledger import LedgerStep
 from klear_core.types import Dropped, TeacherTrace
 
@@ -23,6 +24,8 @@ class Books:
         """Right answers by difficulty."""
         self.num_judged: Counter[str] = Counter()
         """Answers that were right or wrong, by difficulty, kept or not."""
+        self._first_lost: dict[str, str] = {}
+        """By step: the first sample that went no further, with its id."""
         self._dropped: dict[str, Counter[str]] = {step: Counter() for step in STEPS}
         self._noted: dict[str, Counter[str]] = {step: Counter() for step in STEPS}
 
@@ -32,6 +35,7 @@ class Books:
             self._enter(trace)
         for drop in dropped:
             self._dropped[drop.step][drop.reason] += 1
+            self._first_lost.setdefault(drop.step, f"problem {drop.problem_id}, {drop.reason}, {drop.detail}")
             kind, _, difficulty = drop.reason.partition("_")
             if drop.step == "select" and kind == "wrong":
                 self.num_judged[difficulty] += 1
@@ -50,6 +54,24 @@ class Books:
             self.num_correct[trace.difficulty] += 1
         else:
             self._noted["select"][f"wrong_but_kept_{trace.difficulty}"] += 1
+
+    @property
+    def num_asked(self) -> int:
+        """Samples, whatever became of them."""
+        return self.num_traces + sum(dropped.total() for dropped in self._dropped.values())
+
+    def whole(self) -> Share:
+        """The samples with a whole, judged answer."""
+        steps = [step for step in STEPS if step != "select"]
+        lost = sum((self._dropped[step] for step in steps), Counter[str]())
+        example = next((self._first_lost[step] for step in steps if step in self._first_lost), "")
+        return Share(what="answers of the teacher are whole and judged", num_in=self.num_asked, lost=lost, example=example)
+
+    def selected(self) -> Share:
+        """Of these, the samples that the policy keeps."""
+        example = self._first_lost.get("select", "")
+        what = "whole answers are kept by distill.select"
+        return Share(what=what, num_in=self.whole().num_out, lost=self._dropped["select"], example=example)
 
     def ledger(self) -> tuple[LedgerStep, ...]:
         """One entry a step, in order; what left one entered the next."""

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from klear_core.config.distill import DistillConfig, HttpTeacherConfig, ProceduralTeacherConfig, TeacherConfig
+from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, ProceduralTeacherConfig, TeacherConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.books import Books, FailureBudget, failures_of
 from klear_core.distill.select import drop_reason, dropped, why_incomplete
 from klear_core.distill.teacher import Teacher, TeacherFailure, TeacherResult
 from klear_core.errors import DataError, JudgeError, TeacherError
+from klear_core.floors import check_floor
 from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry
 from klear_core.prompts import render_response
@@ -31,6 +32,16 @@ from klear_core.types import Dropped, Problem, TeacherTrace, Verdict
 
 log = logging.getLogger(__name__)
 
+_LOOK_FROM = 200
+"""Answers from which on their share says enough to stop early: at a true share of 0.6 one run in 500 would be below 0.5."""
+
+_REMEDIES = {
+    "no_reasoning": "The teacher must return its reasoning, as reasoning_content or in <think> tags: serve it with a reasoning parser",
+    "no_answer": "The teacher must answer after its reasoning: see what it returns to one request",
+    "truncated": "Raise distill.teacher.max_tokens, or set distill.select.keep_truncated = true",
+}
+"""By the commonest reason of loss."""
+
 Judge = Callable[[Problem, str], Awaitable[Verdict]]
 """The verdict on a whole model output: `JudgePool.judge_async`."""
 
@@ -38,7 +49,8 @@ Judge = Callable[[Problem, str], Awaitable[Verdict]]
 def distill(cfg: DistillConfig, verify: VerifyConfig, *, problems: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
     """Write `workdir/traces` and `workdir/dropped`, from the problems of a curation's artifact folder.
 
-    TeacherError or JudgeError if more than `cfg.max_failure_rate` fails; finished shards are kept for the rerun.
+    TeacherError or JudgeError if more than `cfg.max_failure_rate` fails, DataError if too few answers are whole or kept; finished
+    shards are kept for the rerun, but those that hold too little.
     """
     from klear_core.verify import build_verifier
 
@@ -105,6 +117,7 @@ async def collect_traces(
     problems_per_shard = max(1, cfg.runtime.traces_per_shard // cfg.samples_per_problem)
     shards = plan_shards(workdir / "traces", problems, items_per_shard=problems_per_shard)
     run = _Collection(cfg, teacher, judge, seed=seed, telemetry=telemetry, num_problems=len(problems))
+    _forget_spoilt(shards, cfg.runtime)
     todo = [shard for shard in shards if not shard.is_done]
     for shard in shards:
         if shard.is_done:
@@ -187,10 +200,11 @@ class _Collection:
         """Write a shard. Its traces come last, for they say that it is done."""
         traces = [trace for solved in results for trace in solved.traces]
         drops = [drop for solved in results for drop in solved.dropped]
+        self._settle(shard, traces, drops)
+        self._require_whole()
         write_shard(_dropped_path(shard), drops)
         write_shard(shard.path, traces)
         self.failures.pop(shard.path, None)
-        self._settle(shard, traces, drops)
         retries = {f"distill/retry/{reason}": float(count) for reason, count in self.teacher.retries.items()}
         self.telemetry.log(self.books.metrics() | retries, step=self.num_shards_done)
 
@@ -198,6 +212,12 @@ class _Collection:
         self.num_shards_done += 1
         self.books.add(traces, drops)
         self.budget.settle(num_asked=self._num_asked(shard), num_failed=len(failures_of([*traces, *drops])))
+
+    def _require_whole(self) -> None:
+        """DataError, before the newest shard counts as done, if too few answers are whole for the result to be enough."""
+        is_last = self.books.num_asked == self.num_problems * self.cfg.samples_per_problem
+        if is_last or self.books.num_asked >= _LOOK_FROM:
+            _floor_warnings(self.books, self.cfg.runtime, with_selected=is_last)
 
     def _num_asked(self, shard: Shard[Problem]) -> int:
         return len(shard.items) * self.cfg.samples_per_problem
@@ -214,7 +234,48 @@ class _Collection:
         counts: dict[str, int | float] = {"problems": self.num_problems, "traces": books.num_traces, "tokens": books.num_tokens}
         if books.num_judged:
             counts["teacher_accuracy"] = round(books.num_correct.total() / books.num_judged.total(), 4)
-        return StageSummary(counts=counts, ledger=books.ledger(), seeds={"distill": self.seed})
+        warnings = _floor_warnings(books, self.cfg.runtime)
+        if books.num_judged and not books.num_correct:
+            warnings += (f"not one of {books.num_judged.total():,} judged answers of the teacher is right: are the references?",)
+        return StageSummary(counts=counts, ledger=books.ledger(), seeds={"distill": self.seed}, notes=warnings)
+
+
+def _floor_warnings(books: Books, runtime: DistillRuntime, *, with_selected: bool = True) -> tuple[str, ...]:
+    """Return warnings about shares that are low; DataError about one that is too low."""
+    whole = books.whole()
+    commonest = max(whole.lost, key=whole.lost.__getitem__, default="")
+    remedy = _REMEDIES.get(commonest, "See to that reason first; what was lost is asked again")
+    warnings = check_floor(whole, runtime.whole, key="distill.runtime.whole", remedy=remedy)
+    if with_selected:
+        remedy = "Check the references, or let distill.select keep wrong answers too"
+        warnings += check_floor(books.selected(), runtime.selected, key="distill.runtime.selected", remedy=remedy)
+    return warnings
+
+
+def _forget_spoilt(shards: Sequence[Shard[Problem]], runtime: DistillRuntime) -> None:
+    """Take back finished shards that broke a floor in an earlier run, so that a teacher that was repaired is asked about them again."""
+    everything = Books()
+    books_of: dict[Path, Books] = {}
+    for shard in shards:
+        if shard.is_done:
+            own = books_of[shard.path] = Books()
+            records = read_shard(shard.path, TeacherTrace), read_shard(_dropped_path(shard), Dropped)
+            own.add(*records)
+            everything.add(*records)
+    if not books_of or _is_enough(everything, runtime):
+        return
+    spoilt = [path for path, own in books_of.items() if not _is_enough(own, runtime)]
+    log.info("distill: %d finished shards of an earlier run hold too little and are asked again", len(spoilt))
+    for path in spoilt:
+        path.unlink()
+
+
+def _is_enough(books: Books, runtime: DistillRuntime) -> bool:
+    try:
+        _floor_warnings(books, runtime)
+    except DataError:
+        return False
+    return True
 
 
 def _dropped_path(shard: Shard[Problem]) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from klear_core.records import read_shards, write_shard
+from klear_core.records import read_shard, read_shards, write_shard
 from klear_core.rl.groups import TRAINED, Fates
 from klear_core.types import FinishReason, Outcome, Rollout, RolloutGroup
 
@@ -77,6 +77,14 @@ def show(folder: Path, groups: Sequence[RolloutGroup], *, step: int, num_groups:
 def gather_shown(folder: Path, target: Path) -> None:
     """All kept answers in one file, in step order."""
     write_shard(target, list(read_shards(folder, ShownRollout)))
+
+
+def last_shown(folder: Path) -> str:
+    """The newest kept answer in a few words, with its problem's id; empty if there is none."""
+    for shard in sorted(folder.glob("*.parquet"), reverse=True):
+        for shown in read_shard(shard, ShownRollout):
+            return f"step {shown.step}, problem {shown.problem_id}: {shown.outcome}, score {shown.score:g}, {shown.num_tokens} tokens"
+    return ""
 
 
 def _shown(step: int, group: RolloutGroup, rollout: Rollout) -> ShownRollout:

@@ -14,6 +14,8 @@ SAME_REWARD = 1e-9
 """Rewards closer than this are equal: they come from the same few settings."""
 
 TRAINED = "trained"
+SURPLUS = "surplus"
+"""Informative, but more than a step has room for."""
 
 
 @dataclass(slots=True)

@@ -14,12 +14,13 @@ from typing import Self
 from klear_core.config.rl import RlConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
+from klear_core.floors import check_floor
 from klear_core.generate.engine import SleepingEngine, TrainableEngine
 from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.records import read_shards
-from klear_core.rl.describe import describe_groups, gather_shown, show
+from klear_core.rl.describe import describe_groups, gather_shown, last_shown, show
 from klear_core.rl.progress import Progress, all_one
 from klear_core.rl.rollout import Collected, Collector, Judge, PromptStream
 from klear_core.rl.samples import to_samples
@@ -30,6 +31,7 @@ from klear_core.verify import build_verifier
 
 log = logging.getLogger(__name__)
 
+_LOOK_FROM = 20  # steps after which a run that teaches nothing is stopped
 _NUM_SHOWN = 20  # steps of a run whose first answers are kept for the report
 
 
@@ -39,16 +41,17 @@ def train_rl(
     """Train `model` on the problems of the configured domain; leaves `workdir/model` and `workdir/sample_rollouts.parquet`.
 
     Killed and rerun with the same `workdir`, it goes on from the last checkpoint. DataError if there is no problem of that
-    domain, TrainingError on a stall, too many bad updates or too many lost workers.
+    domain or next to no group that teaches anything, TrainingError on a stall, too many bad updates or too many lost workers.
     """
     chosen, choice = choose_problems(problems / "problems", cfg)
     job = RlRun(cfg=cfg, model=model, seed=seed, workdir=workdir)
     with build_verifier(verify) as judges:
         notes = judges.prepare(chosen)
         progress = asyncio.run(run_rl(job, chosen, judges.judge_async, telemetry, workers))
+    warnings = check_taught(progress, job)
     gather_shown(workdir / "scratch" / "shown", workdir / "sample_rollouts.parquet")
     summary = progress.summary(cfg, choice, seed=seed)
-    return summary.model_copy(update={"notes": (*summary.notes, *notes)})
+    return summary.model_copy(update={"notes": (*warnings, *summary.notes, *notes)})
 
 
 def choose_problems(folder: Path, cfg: RlConfig) -> tuple[list[Problem], LedgerStep]:
@@ -121,6 +124,15 @@ async def run_steps(
                 show(job.workdir / "scratch" / "shown", collected.groups, step=progress.step)
             if progress.step % cfg.runtime.checkpoint.every_steps == 0 or progress.step == cfg.num_steps:
                 await learner.save(progress.counters())
+            if progress.step >= _LOOK_FROM:
+                check_taught(progress, job)
+
+
+def check_taught(progress: Progress, job: RlRun) -> tuple[str, ...]:
+    """Return the warning about groups that taught nothing, if they are many; DataError if they are nearly all."""
+    share = progress.taught(example=last_shown(job.workdir / "scratch" / "shown"))
+    remedy = "Give it problems of another difficulty, a better model to start from, or more samples_per_group"
+    return check_floor(share, job.cfg.runtime.taught, key="rl.runtime.taught", remedy=remedy)
 
 
 async def hand_over(learner: LearnerHandle, policy: TrainableEngine, sleeper: SleepingEngine | None, *, version: int) -> None:

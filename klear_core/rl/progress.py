@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from klear_core.config.rl import RlConfig
+from klear_core.floors import Share
 from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import skipped_note
-from klear_core.rl.groups import Fates
+from klear_core.rl.groups import SURPLUS, TRAINED, Fates
 
 _FATE = "fate/"
 ALL_ONE = 1e-4
@@ -64,6 +65,13 @@ class Progress:
         fates = {k.removeprefix(_FATE): int(v) for k, v in counters.items() if k.startswith(_FATE)}
         plain = {k: v for k, v in counters.items() if not k.startswith(_FATE)}
         return cls(**plain, fates=Fates(Counter(fates)))  # type: ignore[arg-type]
+
+    def taught(self, *, example: str) -> Share:
+        """The prompts whose group was trained on, of all but those that were asked to be on the safe side."""
+        fates = self.fates.of("group")
+        lost = {fate: n for fate, n in fates.items() if fate not in (TRAINED, SURPLUS)}
+        what = f"prompts taught something in {self.step} steps (last pass rate {self.pass_rate:.2f})"
+        return Share(what=what, num_in=fates.get(TRAINED, 0) + sum(lost.values()), lost=lost, example=example)
 
     def summary(self, cfg: RlConfig, choice: LedgerStep, *, seed: int) -> StageSummary:
         """What the stage says of its result."""

@@ -13,7 +13,7 @@ from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.prompts import render_prompt
-from klear_core.rl.groups import Fates, keep_informative
+from klear_core.rl.groups import SURPLUS, Fates, keep_informative
 from klear_core.rl.rewards import is_positive, overlong_penalty, reward_of
 from klear_core.seeding import seed_for
 from klear_core.types import Problem, Rollout, RolloutGroup, Verdict
@@ -116,8 +116,8 @@ class Collector:
             if len(kept) >= rollout.groups_per_step:
                 break
         for surplus in kept[rollout.groups_per_step :]:
-            fates.group("surplus")
-            fates.rollout("group_surplus", len(surplus.rollouts))
+            fates.group(SURPLUS)
+            fates.rollout(f"group_{SURPLUS}", len(surplus.rollouts))
         return Collected(
             groups=tuple(groups),
             kept=tuple(kept[: rollout.groups_per_step]),

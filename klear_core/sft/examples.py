@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from klear_core.errors import DataError
+from klear_core.config.base import Floor
+from klear_core.floors import Share, check_floor
 from klear_core.ledger import LedgerStep
 from klear_core.prompts import THINK_OPEN, encode_all, prompt_text, render_response
 from klear_core.types import SftExample, TeacherTrace
@@ -66,12 +67,17 @@ class TokenStore:
 
     def __init__(self, folder: Path) -> None:
         index = np.load(folder / "index.npz")
-        self._tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32, mode="r")
+        tokens = folder / "tokens.bin"
+        is_empty = tokens.stat().st_size == 0  # numpy maps no empty file
+        self._tokens = np.zeros(0, dtype=np.uint32) if is_empty else np.memmap(tokens, dtype=np.uint32, mode="r")
         self._ends = index["ends"]
         self._prompt_lens = index["prompt_lens"]
         self.problem_ids: list[str] = index["problem_ids"].tolist()
         self.sources: list[str] = index["sources"].tolist()
         self.ledger = LedgerStep.model_validate_json((folder / "ledger.json").read_text())
+        lost = folder / "example_lost.txt"
+        self.example_lost = lost.read_text() if lost.is_file() else ""
+        """The first trace that gave no row, and why."""
 
     def __len__(self) -> int:
         return len(self.problem_ids)
@@ -84,18 +90,20 @@ class TokenStore:
 
 
 def build_store(traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Path, *, max_tokens: int, overlong: Overlong) -> TokenStore:
-    """Tokenise all traces into `folder`, or reuse what a killed run had finished; DataError if no trace gives a row."""
+    """Tokenise all traces into `folder`, or reuse what a killed run had finished. Whether it is enough is `check_store`'s question."""
     if (folder / "index.npz").is_file():  # written last
         return TokenStore(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dropped: Counter[str] = Counter()
     num_in = num_cut = num_unended = 0
+    example_lost = ""
     prompt_lens, lens, problem_ids, sources = [], [], [], []
     with (folder / "tokens.bin").open("wb") as f:
         for trace, example in _stream(traces, tokenizer, max_tokens=max_tokens, overlong=overlong):
             num_in += 1
             if isinstance(example, Unusable):
                 dropped[example.reason] += 1
+                example_lost = example_lost or f"problem {trace.problem_id}, sample {trace.sample_idx}: {example.reason}"
                 continue
             f.write(np.array(example.token_ids, dtype=np.uint32).tobytes())
             lens.append(len(example.token_ids))
@@ -104,15 +112,22 @@ def build_store(traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Pa
             sources.append(trace.source)
             num_unended += trace.finish_reason != "stop"
             num_cut += trace.finish_reason == "stop" and example.token_ids[-1] != tokenizer.eos_token_id
-    if not lens:
-        raise DataError(f"none of {num_in} traces gives a training row (max_tokens {max_tokens}); dropped: {dict(dropped)}")
     noted = {"cut": num_cut, "taught_without_end": num_unended}
     ledger = LedgerStep(step="tokenise", unit="trace", num_in=num_in, num_out=len(lens), dropped=dict(dropped), noted=noted)
     (folder / "ledger.json").write_text(ledger.model_dump_json())
+    (folder / "example_lost.txt").write_text(example_lost)
     beside = folder / "index.tmp.npz"
     np.savez(beside, ends=np.cumsum(lens), prompt_lens=np.array(prompt_lens), problem_ids=np.array(problem_ids), sources=np.array(sources))
     beside.replace(folder / "index.npz")
     return TokenStore(folder)
+
+
+def check_store(store: TokenStore, floor: Floor, *, max_tokens: int) -> tuple[str, ...]:
+    """Return the warning about traces that gave no row, if they are many; DataError if they are too many or all."""
+    what = f"traces give a training row (sft.max_tokens = {max_tokens})"
+    share = Share(what=what, num_in=store.ledger.num_in, lost=store.ledger.dropped, example=store.example_lost)
+    remedy = "If they are overlong, raise sft.max_tokens, or set sft.overlong = 'cut'"
+    return check_floor(share, floor, key="sft.runtime.rows", remedy=remedy)
 
 
 def _stream(

@@ -17,7 +17,7 @@ from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry, skipped_note
 from klear_core.prompts import check_template, load_tokenizer
 from klear_core.records import read_shards
-from klear_core.sft.examples import TokenStore, build_store
+from klear_core.sft.examples import TokenStore, build_store, check_store
 from klear_core.sft.loss import sft_objective
 from klear_core.sft.order import RowOrder, split_rows
 from klear_core.train.base import model_folder, wanted_window
@@ -45,16 +45,18 @@ class _Job:
 def train_sft(cfg: SftConfig, *, model: Path, traces: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
     """Train on `traces/traces/*.parquet` from `model`; leaves `workdir/model`, a Hugging Face folder in `cfg.dtype`.
 
-    ConfigError if the chat template is not fit for it, DataError if no trace is usable, TrainingError after too many bad steps.
+    ConfigError if the chat template is not fit for it, DataError if too few traces are usable, TrainingError after too many bad steps.
     """
     tokenizer = load_tokenizer(model_folder(model))
     check_template(tokenizer)
     cfg.runtime.check_heads(read_hf_config(model_folder(model)).num_attention_heads, model_folder(model))
     store = workdir / "scratch" / "tokens"
     rows = read_shards(traces / "traces", TeacherTrace)
-    build_store(rows, tokenizer, store, max_tokens=cfg.max_tokens, overlong=cfg.overlong)
+    tokens = build_store(rows, tokenizer, store, max_tokens=cfg.max_tokens, overlong=cfg.overlong)
+    warnings = check_store(tokens, cfg.runtime.rows, max_tokens=cfg.max_tokens)
     job = _Job(cfg=cfg, model=model, store=store, seed=seed, workdir=workdir)
-    return run_ranks(partial(_train_rank, job), cfg.runtime, telemetry)
+    summary = run_ranks(partial(_train_rank, job), cfg.runtime, telemetry)
+    return summary.model_copy(update={"notes": (*warnings, *summary.notes)})
 
 
 def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:

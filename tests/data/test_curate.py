@@ -144,3 +144,37 @@ def test_training_and_held_out_chains_share_nothing_and_none_is_mistaken_for_a_l
     _, problems, dropped = run(CurateConfig(sources=(ProceduralSource(),)), tmp_path, seed=3)
     assert len(problems) + len(dropped) == 4096
     assert len(dropped) <= 2
+
+
+def rows_with_broken(tmp_path, *, num_good, num_broken):
+    good = [row(f"Find the number {n}.") for n in range(num_good)]
+    return file_source(tmp_path, "rows", [*good, *[row(f"What is {n}?", "") for n in range(num_broken)]])
+
+
+def test_a_source_of_which_most_rows_are_broken_stops_with_the_reasons_the_first_row_and_the_remedy(tmp_path):
+    source = rows_with_broken(tmp_path, num_good=10, num_broken=90)
+    with pytest.raises(DataError) as caught:
+        run(CurateConfig(sources=(ProceduralSource(num_problems=8), source)), tmp_path)
+    told = str(caught.value)
+    assert "10 of 100 rows of source 'rows' can be used; lost: 90 no_reference" in told
+    assert f"the first: {source.path}:11: answer: the answer is empty" in told
+    assert "10.0%, less than curate.runtime.read.stop_below = 0.5" in told
+    assert "Repair the file" in told
+
+
+def test_a_source_that_is_repaired_or_a_floor_that_is_lowered_lets_curation_pass(tmp_path):
+    source = rows_with_broken(tmp_path, num_good=10, num_broken=90)
+    floor = CurateRuntime(read={"stop_below": 0.1})
+    summary, problems, _ = run(CurateConfig(sources=(source,), runtime=floor), tmp_path)
+    assert len(problems) == 10
+    assert [note[:42] for note in summary.notes] == ["10 of 100 rows of source 'rows' can be use"]
+    rows_with_broken(tmp_path, num_good=100, num_broken=0)
+    summary, problems, _ = run(CurateConfig(sources=(source,)), tmp_path)
+    assert (len(problems), summary.notes) == (100, ())
+
+
+@pytest.mark.parametrize(("num_broken", "num_warnings"), [(0, 0), (1, 0), (2, 1), (60, 1)])
+def test_some_broken_rows_are_a_warning(tmp_path, num_broken, num_warnings):
+    summary, _, _ = run(CurateConfig(sources=(rows_with_broken(tmp_path, num_good=100, num_broken=num_broken),)), tmp_path)
+    assert len(summary.notes) == num_warnings
+    assert summary.ledger[0].dropped == ({"no_reference": num_broken} if num_broken else {})

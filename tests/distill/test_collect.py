@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from distill_fakes import FAILED, UNJUDGED, FakeJudge, FakeTeacher, make_problem, make_reply
 
+from klear_core.config.base import Floor
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, SelectConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.collect import build_teacher, choose_problems, collect_traces, distill
@@ -212,3 +213,59 @@ def test_a_problem_that_the_procedural_teacher_cannot_read_stops_with_the_reason
 def test_a_missing_api_key_is_a_config_error_that_names_the_variable() -> None:
     with pytest.raises(ConfigError, match="'NO_SUCH_KEY_HERE': this environment variable is not set"):
         build_teacher(HttpTeacherConfig(base_url="http://localhost/v1", model="m", api_key_env="NO_SUCH_KEY_HERE"))
+
+
+def silent(num_silent: int, problems: Sequence[Problem] = PROBLEMS) -> FakeTeacher:
+    """A teacher that gives no reasoning for the first problems."""
+    return FakeTeacher({p.problem_id: [make_reply(f"\\boxed{{{i}}}", reasoning="")] for i, p in enumerate(problems[:num_silent])})
+
+
+@pytest.mark.parametrize("stop_below", [0.0, 0.5])
+def test_a_teacher_without_reasoning_stops_the_stage_whatever_the_floor(tmp_path: Path, stop_below: float) -> None:
+    cfg = make_config(runtime=DistillRuntime(traces_per_shard=4, whole=Floor(stop_below=stop_below)))
+    with pytest.raises(DataError) as caught:
+        run(cfg, tmp_path, silent(10))
+    told = str(caught.value)
+    assert told.startswith("0 of 10 answers of the teacher are whole and judged; lost: 10 no_reasoning; the first: problem p00")
+    assert "serve it with a reasoning parser" in told
+
+
+def test_below_the_floor_distillation_stops_and_above_it_warns(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"4 of 10 .*6 no_reasoning.*40\.0%, less than distill\.runtime\.whole\.stop_below = 0\.5"):
+        run(make_config(), tmp_path / "below", silent(6))
+    summary = run(make_config(), tmp_path / "at", silent(5))
+    assert [note[:40] for note in summary.notes] == ["5 of 10 answers of the teacher are whole"]
+    assert steps(summary)["complete"].dropped == {"no_reasoning": 5}
+    assert run(make_config(), tmp_path / "above", silent(1)).notes == ()
+
+
+def test_a_large_distillation_stops_early(tmp_path: Path) -> None:
+    problems = [make_problem(i) for i in range(1000)]
+    cfg = make_config(runtime=DistillRuntime(traces_per_shard=50, max_in_flight=8))
+    teacher = silent(1000, problems)
+    with pytest.raises(DataError, match="0 of 200 answers"):
+        run(cfg, tmp_path, teacher, problems=problems)
+    assert len(teacher.asked) <= 210
+
+
+def test_a_repaired_teacher_is_asked_again_about_what_was_lost_and_about_nothing_else(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        run(make_config(), tmp_path, silent(8))
+    repaired = FakeTeacher()
+    summary = run(make_config(), tmp_path, repaired)
+    assert (summary.counts["traces"], summary.notes) == (10, ())
+    assert {p.problem_id for p in PROBLEMS[:8]} <= set(repaired.asked)
+    again = FakeTeacher()
+    run(make_config(), tmp_path, again)
+    assert not again.asked
+
+
+def test_a_policy_that_keeps_nothing_is_an_error_and_a_teacher_that_is_never_right_is_told(tmp_path: Path) -> None:
+    wrong = {p.problem_id: [make_reply("\\boxed{99}")] for p in PROBLEMS}
+    picky = SelectConfig(easy="correct_only", hard="correct_only")
+    with pytest.raises(
+        DataError, match=r"0 of 10 whole answers are kept by distill\.select; lost: 5 wrong_\w+, 5 wrong_\w+; the first: pr"
+    ):
+        run(make_config(select=picky), tmp_path / "picky", FakeTeacher(wrong))
+    summary = run(make_config(), tmp_path / "all", FakeTeacher(wrong))
+    assert summary.notes == ("not one of 10 judged answers of the teacher is right: are the references?",)

@@ -13,18 +13,19 @@ import torch
 from rl_builders import Recorder, constant_rate, low_byte_judge, problem, problem_artifact, rl_config, same_weights, weights
 from safetensors.torch import load_file
 
+from klear_core.config.base import RareFloor
 from klear_core.config.engine import SamplingConfig, TorchEngineConfig
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
 from klear_core.generate.torch_engine import TorchEngine
-from klear_core.ledger import LedgerStep
+from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import NullTelemetry
 from klear_core.records import read_shard
 from klear_core.rl.describe import ShownRollout
 from klear_core.rl.groups import Fates
-from klear_core.rl.loop import Lookahead, choose_problems, run_rl, train_rl
+from klear_core.rl.loop import Lookahead, check_taught, choose_problems, run_rl, train_rl
 from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import Collected, Judge
 from klear_core.rl.workers import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlRun, Workers
@@ -295,16 +296,7 @@ def test_skipped_updates_are_counted_over_all_steps_and_noted() -> None:
 def test_the_stage_leaves_a_model_sample_answers_and_books_that_add_up(base: Path, tmp_path: Path) -> None:
     problems = problem_artifact(tmp_path / "problems", [*PROBLEMS, problem("print('hi')", domain=Domain.CODE)])
     workdir = tmp_path / "work"
-    summary = train_rl(
-        rl_config(),
-        VerifyConfig(),
-        model=base,
-        problems=problems,
-        seed=0,
-        workdir=workdir,
-        telemetry=NullTelemetry(),
-        workers=LocalWorkers(),
-    )
+    summary = train(rl_config(group_filter={"zero_advantage": "off"}), base, problems, workdir)
     choice, groups, rollouts = summary.ledger
     assert choice.dropped == {"other_domain": 1}
     assert groups.num_in == 12
@@ -313,6 +305,40 @@ def test_the_stage_leaves_a_model_sample_answers_and_books_that_add_up(base: Pat
     shown = read_shard(workdir / "sample_rollouts.parquet", ShownRollout)
     assert sorted({s.step for s in shown}) == [1, 2, 3]
     assert weights(workdir)
+
+
+def train(cfg: RlConfig, base: Path, problems: Path, workdir: Path) -> StageSummary:
+    """The whole stage with the real judge, to whom an untrained model says nothing right."""
+    seen, by = NullTelemetry(), LocalWorkers()
+    return train_rl(cfg, VerifyConfig(), model=base, problems=problems, seed=0, workdir=workdir, telemetry=seen, workers=by)
+
+
+def test_a_stage_in_which_no_group_taught_anything_is_an_error_whatever_the_floor(base: Path, tmp_path: Path) -> None:
+    problems = problem_artifact(tmp_path / "problems", PROBLEMS)
+    runtime = RlRuntime(device="cpu", checkpoint=RlCheckpointConfig(every_steps=1), taught=RareFloor(stop_below=0))
+    told = r"0 of 12 prompts taught something in 3 steps \(last pass rate 0\.00\); lost: 12 zero_advantage; the first: step 3, problem q\d"
+    for _ in range(2):  # the second time from its last checkpoint
+        with pytest.raises(DataError, match=told):
+            train(rl_config(runtime=runtime), base, problems, tmp_path / "work")
+
+
+def test_a_long_run_that_teaches_nothing_stops_early(base: Path, tmp_path: Path) -> None:
+    problems = problem_artifact(tmp_path / "problems", PROBLEMS)
+    with pytest.raises(DataError, match="0 of 80 prompts taught something in 20 steps"):
+        train(rl_config(num_steps=1000), base, problems, tmp_path / "work")
+
+
+@pytest.mark.parametrize(("num_taught", "num_warnings"), [(100, 0), (99, 1), (10, 1)])
+def test_groups_that_seldom_teach_are_a_warning_and_surplus_is_no_loss(tmp_path: Path, num_taught: int, num_warnings: int) -> None:
+    progress = Progress(step=3)
+    progress.fates.group("trained", num_taught)
+    progress.fates.group("zero_advantage", 1000 - num_taught)
+    progress.fates.group("surplus", 5000)
+    job = RlRun(cfg=rl_config(), model=tmp_path, seed=0, workdir=tmp_path)
+    assert len(check_taught(progress, job)) == num_warnings
+    progress.fates.group("too_hard", 1000 * num_taught)
+    with pytest.raises(DataError, match="too_hard"):
+        check_taught(progress, job)
 
 
 def test_a_domain_without_problems_is_refused(tmp_path: Path) -> None:

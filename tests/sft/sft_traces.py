@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from klear_core.config.sft import SftConfig, SftOptimConfig
-from klear_core.config.train import CheckpointConfig, TinyModelConfig, TrainRuntime
+from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
+from klear_core.config.train import CheckpointConfig, TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.records import shard_name, write_shard
 from klear_core.train.base import prepare_base
@@ -51,7 +51,7 @@ def inputs(folder: Path, *, num_traces: int = 40, seed: int = 0) -> tuple[Path, 
 
 def config(*, every_steps: int = 3, num_workers: int = 1, context_parallel: int = 1, **changes: object) -> SftConfig:
     workers = {"num_workers": num_workers, "context_parallel": context_parallel}
-    runtime = TrainRuntime(device="cpu", checkpoint=CheckpointConfig(every_steps=every_steps), **workers)
+    runtime = SftRuntime(device="cpu", checkpoint=CheckpointConfig(every_steps=every_steps), **workers)
     settings = {
         "optim": SftOptimConfig(lr=4e-3, min_lr_ratio=0.05, warmup_steps=3, weight_decay=0.01),
         "num_epochs": 2,

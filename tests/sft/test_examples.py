@@ -3,9 +3,10 @@
 import pytest
 from sft_traces import sums, trace
 
+from klear_core.config.base import Floor
 from klear_core.errors import DataError
 from klear_core.prompts import build_byte_tokenizer
-from klear_core.sft.examples import Unusable, build_store, make_examples
+from klear_core.sft.examples import Unusable, build_store, check_store, make_examples
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,19 @@ def test_a_finished_store_is_reused_and_an_unfinished_one_is_not(tokenizer, tmp_
     assert len(again) == 3
 
 
-def test_no_usable_trace_is_an_error_that_says_why(tokenizer, tmp_path):
-    with pytest.raises(DataError, match=r"none of 2 traces .*max_tokens 20.*'overlong': 2"):
-        build_store(sums(2), tokenizer, tmp_path, max_tokens=20, overlong="drop")
+@pytest.mark.parametrize("stop_below", [0.0, 0.5])
+def test_no_usable_trace_is_an_error_that_says_why_whatever_the_floor(tokenizer, tmp_path, stop_below):
+    store = build_store(sums(2), tokenizer, tmp_path, max_tokens=20, overlong="drop")
+    with pytest.raises(DataError, match=r"^0 of 2 traces give .*max_tokens = 20.*2 overlong; the first: problem .*raise sft.max"):
+        check_store(store, Floor(stop_below=stop_below), max_tokens=20)
+
+
+def test_traces_that_are_mostly_overlong_stop_training_and_some_are_a_warning(tokenizer, tmp_path):
+    traces = [*sums(2), trace("a", "x" * 500), trace("b", "x" * 500), trace("c", "x" * 500)]
+    build_store(traces, tokenizer, tmp_path, max_tokens=200, overlong="drop")
+    store = build_store(iter(()), tokenizer, tmp_path, max_tokens=200, overlong="drop")  # as a rerun finds it
+    with pytest.raises(DataError, match=r"2 of 5 traces .*3 overlong.*40\.0%, less than sft\.runtime\.rows\.stop_below = 0\.5"):
+        check_store(store, Floor(), max_tokens=200)
+    (warning,) = check_store(store, Floor(stop_below=0.4), max_tokens=200)
+    assert "2 of 5 traces" in warning
+    assert check_store(store, Floor(stop_below=0.1, warn_below=0.4), max_tokens=200) == ()

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from tiny_models import TINY, random_rows, rows_of_groups, tiny_base, tiny_folder
 from torch.nn.functional import scaled_dot_product_attention
 
-from klear_core.config.sft import SftConfig
+from klear_core.config.sft import SftConfig, SftRuntime
 from klear_core.config.train import OptimConfig, TrainRuntime
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
@@ -90,7 +90,7 @@ def test_heads_must_be_shared_out_evenly():
 
 
 def test_sft_refuses_too_few_heads_before_it_reads_a_trace(tmp_path):
-    cfg = SftConfig(runtime=TrainRuntime(device="cpu", num_workers=4, context_parallel=4))
+    cfg = SftConfig(runtime=SftRuntime(device="cpu", num_workers=4, context_parallel=4))
     base = tiny_base(tmp_path / "base")
     with pytest.raises(ConfigError, match=f"does not divide the {TINY.num_heads} attention heads"):
         train_sft(cfg, model=base, traces=tmp_path / "none", seed=0, workdir=tmp_path, telemetry=NullTelemetry())
