@@ -73,7 +73,7 @@ def test_steps_without_a_number_are_counted_in_a_notice(run: ReportInputs, tmp_p
     assert notice.text == "2 of 3 steps have no number for rl/loss/mean, rl/ratio/max: they are in no curve or mean."
     (of_rl,) = [s for s in stage_curves(found.missing) if s.stage == "rl"]
     assert {line.metric for chart in of_rl.charts for line in chart.lines} == {"rl/ratio/max"}
-    Console(file=io.StringIO()).print(score_table(broken))
+    Console(file=io.StringIO()).print(score_table(read_facts(broken)))
 
 
 def test_no_logged_metric_is_left_out(facts: Facts) -> None:
