@@ -20,9 +20,11 @@ def run_bench(name: str) -> None:
 
     A measure is a mapping with name, value, unit, target, ok and versions.
     """
+    if not _FOLDER.is_dir():
+        raise ConfigError(f"klear bench needs a checkout of the repository: there is no {_FOLDER}")
     files = {path.stem.removeprefix("bench_"): path for path in sorted(_FOLDER.rglob("bench_*.py"))}
     if name not in files:
-        raise ConfigError(f"no benchmark {name!r}; there are: {', '.join(files) or 'none (is this a source checkout?)'}")
+        raise ConfigError(f"no benchmark {name!r}; there are: {', '.join(files)}")
     measures: Sequence[Mapping[str, object]] = runpy.run_path(str(files[name]))["measure"]()
     table = Table("measure", "value", "unit", "target", "ok", box=None)
     for m in measures:

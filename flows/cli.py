@@ -84,7 +84,9 @@ def run(
 
 @app.command()
 def ablate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A grid, such as configs/ablations/losses_hot.toml.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A grid, such as configs/ablations/losses_hot.toml, or its name: losses_hot.")
+    ],
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would run, and stop.")] = False,
 ) -> None:
@@ -95,10 +97,11 @@ def ablate(
     klear ablate configs/ablations/losses_hot.toml --set workspace.root=/data/klear
     """
     from flows import ablate as grid
+    from flows.settings import grid_file
     from klear_core.config.ablation import load_ablation
     from klear_core.plan import workspace_root
 
-    cfg, given = load_ablation(file), overrides or []
+    cfg, given = load_ablation(grid_file(str(file))), overrides or []
     configs = {cell: grid.config_of(cfg, cell, given) for cell in grid.cells_of(cfg)}
     first = next(iter(configs.values()))
     if not dry_run:

@@ -9,7 +9,8 @@ from klear_core.config.load import apply_override, overlay, profiles_in, read_pr
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = (Path(__file__).parent / "profiles").resolve()
+"""The profiles that go by their name: configs/ of a checkout, a copy of it in an installed package."""
 
 
 def resolve(profile: str | None, overrides: Sequence[str], settings: PipelineConfig | None) -> PipelineConfig:
@@ -28,6 +29,12 @@ def resolve(profile: str | None, overrides: Sequence[str], settings: PipelineCon
     for override in overrides:
         tree = apply_override(tree, override)
     return validate(tree, origin=f"profile {profile}")
+
+
+def grid_file(grid: str) -> Path:
+    """Return a grid's file: a path, or the name of one under configs/ablations."""
+    named = CONFIGS / "ablations" / f"{grid}.toml"
+    return named if named.is_file() else Path(grid)
 
 
 def profile_folder(profile: str) -> Path:
