@@ -52,7 +52,7 @@ TASKS["base"] = base  # a stage that runs until it is told to end
 
 @flow(name="drill", persist_result=False)
 def drill(settings: PipelineConfig):
-    run_stages(settings, only="base")
+    return run_stages(settings, only="base")
 """
 BROKEN = """
 if "PREFECT__FLOW_RUN_ID" in os.environ:
