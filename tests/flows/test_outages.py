@@ -164,7 +164,7 @@ def outage(server: Server, tmp_path: Path, *, away_s: float, before_s: float = 0
     assert [run.ended() for run in healthy] == [("Completed", 1)] * len(healthy), server.log_tail()
     assert dead.ended() == ("Completed", 2), server.log_tail()
     assert cancelled.ended() == ("Cancelled", 1), server.log_tail()
-    assert not psutil.pid_exists(pids[cancelled])
+    assert not once(lambda: psutil.pid_exists(pids[cancelled]), lambda is_there: not is_there, timeout_s=300)
     assert all("Crashed" not in run.states() for run in healthy)
     assert max(run.worst_step_s() for run in healthy) < STEP_S
     assert middle.progress() == [(100.0, "base: done")]
