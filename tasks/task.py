@@ -77,7 +77,7 @@ def this_attempt(error: BaseException) -> Attempt:
     tries = context.task.retries + 1
     number = (context.task_run.run_count - 1) % tries + 1  # a flow run that is retried counts on
     if number == tries or not _may_pass(error):
-        return Attempt(number=number, of=tries, next_in_s=None)
+        return Attempt(number=number, of=number, next_in_s=None)
     delays = context.task.retry_delay_seconds
     assert isinstance(delays, list), type(delays)
     return Attempt(number=number, of=tries, next_in_s=delays[number - 1])
