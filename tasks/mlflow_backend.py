@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXPERIMENT = "klear"
-POINTS_A_REQUEST = 500  # MLflow takes up to 1000 metrics
 REQUEST_TIMEOUT_S = 10
 _PARAMS_A_REQUEST = 100
 _ENDED: tuple[RunStatus, ...] = ("FINISHED", "FAILED", "KILLED")

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 RunStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
+POINTS_A_REQUEST = 500  # MLflow takes up to 1000 metrics
 MAX_WAITING = 500
 """Records that wait on disk, one a stage; beyond that the oldest are dropped."""
 

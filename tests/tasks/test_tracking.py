@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from klear_core.metrics import MetricsFile
+from tasks.delivery import Connection, Limits, StageRun
 from tasks.tracked import MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Undelivered, Unreachable, server_name, without_password
-from tasks.tracking import Connection, Limits, StageRun
 
 
 class FakeBackend:
