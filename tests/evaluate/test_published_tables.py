@@ -1,0 +1,40 @@
+"""The tables of docs/training.md are what the single runs in docs/data say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flows.ablate import cells_of, config_of
+from klear_core.config.ablation import load_ablation
+from klear_core.evaluate.ablation import as_markdown
+from klear_core.evaluate.cells import read_cells, table_of
+
+ROOT = Path(__file__).parents[2]
+DATA = sorted((ROOT / "docs" / "data").glob("*.jsonl"))
+PUBLISHED = dict(re.findall(r"<!-- computed from data/(\w+)\.jsonl -->\n\n((?:\|.*\n)+)", (ROOT / "docs" / "training.md").read_text()))
+
+
+def test_every_file_of_runs_has_its_table() -> None:
+    assert sorted(PUBLISHED) == [file.stem for file in DATA]
+    assert DATA
+
+
+@pytest.mark.parametrize("file", DATA, ids=lambda file: file.stem)
+def test_a_published_table_is_computed_from_its_runs(file: Path) -> None:
+    reference = load_ablation(ROOT / "configs" / "ablations" / f"{file.stem}.toml").reference
+    assert PUBLISHED[file.stem] == as_markdown(table_of(read_cells(file), reference))
+
+
+@pytest.mark.parametrize("file", DATA, ids=lambda file: file.stem)
+def test_the_runs_are_those_of_the_grid_each_once(file: Path) -> None:
+    cfg = load_ablation(ROOT / "configs" / "ablations" / f"{file.stem}.toml")
+    records = read_cells(file)
+    asked = {(cell.variant, cell.rate, cell.seed): config_of(cfg, cell, []).rl for cell in cells_of(cfg)}
+    assert sorted((r.variant, r.learning_rate, r.seed) for r in records) == sorted(asked)
+    for r in records:
+        rl = asked[r.variant, r.learning_rate, r.seed]
+        assert (r.minibatches_per_step, r.steps, r.collapsed) == (rl.minibatches_per_step, rl.num_steps, r.result.has_collapsed)
+        assert r.result.commit
