@@ -76,8 +76,8 @@ class CodeConfig(Settings):
     memory_mb: int = Field(default=1024, ge=128)
     """Address space of a test's process where the problem gives no limit (Klear-Reasoner: 1024 MB)."""
     recursion_limit: int = Field(default=1000, ge=100, le=100_000)
-    """Python's limit on nested calls when a program starts (frames); it may raise its own. 1,000 is the interpreter's default, and so
-    that of HumanEval's and MBPP's harnesses, of AtCoder and Codeforces; LiveCodeBench's harness sets 50,000."""
+    """Python's limit on nested calls when a program starts (frames); it may raise its own. 1,000 is the interpreter's default,
+    which HumanEval's harness leaves as it is; LiveCodeBench's harness sets 50,000."""
     max_program_kb: int = Field(default=256, ge=1, le=4096)
     """Longer programs are not run."""
     max_test_mb: int = Field(default=64, ge=1, le=1024)

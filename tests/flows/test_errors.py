@@ -73,7 +73,7 @@ def test_a_profile_of_no_name_is_an_error_that_lists_the_names(klear, tmp_path: 
 def test_a_folder_of_grids_is_no_profile(klear):
     ended = klear("run", ROOT / "configs" / "ablations")
     assert ended.status == 2
-    assert re.search(r"losses_hot\.toml: a grid of runs, not a profile; klear ablate \S+losses_hot\.toml", ended.err), ended.err
+    assert re.search(r"(\w+)\.toml: a grid of runs, not a profile; klear ablate \S+\1\.toml", ended.err), ended.err
 
 
 def test_a_profile_that_is_no_toml_is_named_with_the_line(klear, tmp_path: Path):

@@ -10,7 +10,7 @@ from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ConfigError
 
 
-@pytest.mark.parametrize("choice", [{"only": "curate"}, {"until": "sft"}, {"only": "base", "rerun_from": "curate"}])
+@pytest.mark.parametrize("choice", [{"only": "curate"}, {"until": "sft"}, {"only": "curate", "rerun_from": "curate"}])
 def test_a_flow_refuses_a_config_that_cannot_run_here_before_anything_is_made(tmp_path: Path, choice: dict[str, str]):
     config = PipelineConfig(
         workspace=WorkspaceConfig(root=str(tmp_path / "ws")),

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sft_traces import config, inputs, trace
 
-from klear_core.config.train import TrainRuntime
+from klear_core.config.sft import SftRuntime
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import CHAT_TEMPLATE, load_tokenizer
@@ -168,7 +168,7 @@ def test_a_stage_whose_updates_are_all_skipped_has_no_losses_and_says_why(tmp_pa
     model, traces = inputs(tmp_path / "in")
     spoil(model)
     seen = Recorder()
-    runtime = TrainRuntime(device="cpu", max_nonfinite_steps=100)
+    runtime = SftRuntime(device="cpu", max_nonfinite_steps=100)
     summary = run((model, traces), tmp_path / "out", seen, runtime=runtime)
     assert summary.counts == {"steps": 9, "tokens": 0, "skipped": 9}
     assert "9 updates were skipped" in summary.notes[0]
