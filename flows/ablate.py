@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.settings import resolve
-from klear_core.artifacts import read_manifest
+from klear_core.artifacts.manifest import read_manifest
 from klear_core.config.ablation import AblationConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError, KlearError
 from klear_core.evaluate.ablation import AblationTable, RunResult, as_markdown, read_run, rows_of
 from klear_core.evaluate.cells import CellRecord, write_cells
-from klear_core.plan import fingerprints_of, open_store, select_stages, stages_of
-from klear_core.preflight import require_ready
+from klear_core.pipeline.graph import fingerprints_of, open_store, select_stages, stages_of
+from klear_core.pipeline.preflight import require_ready
 
 _LAST = "evaluate_rl"
 

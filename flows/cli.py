@@ -60,8 +60,8 @@ def run(
     """
     from flows import console
     from flows.reuse import reuse_all
-    from klear_core.plan import select_stages, stages_again, stages_of
-    from klear_core.preflight import require_ready
+    from klear_core.pipeline.graph import select_stages, stages_again, stages_of
+    from klear_core.pipeline.preflight import require_ready
 
     config = _config(profile, overrides)
     stages = stages_of(config)
@@ -99,7 +99,7 @@ def ablate(
     from flows import ablate as grid
     from flows.settings import grid_file
     from klear_core.config.ablation import load_ablation
-    from klear_core.plan import workspace_root
+    from klear_core.pipeline.graph import workspace_root
 
     cfg, given = load_ablation(grid_file(str(file))), overrides or []
     configs = {cell: grid.config_of(cfg, cell, given) for cell in grid.cells_of(cfg)}
@@ -305,7 +305,7 @@ def _config(profile: str, overrides: list[str] | None) -> PipelineConfig:
 
 
 def _runs_rl(config: PipelineConfig, chosen: Collection[str] | None = None, again: Collection[str] = ()) -> bool:
-    from klear_core.ahead import Work
+    from klear_core.pipeline.ahead import Work
 
     return any(Work.of(config, chosen, again).rl_stages())
 

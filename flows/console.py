@@ -22,11 +22,11 @@ from tasks.interrupts import is_interrupt
 
 if TYPE_CHECKING:
     from flows.result import PipelineResult
-    from klear_core.artifacts import ArtifactRef
-    from klear_core.plan import StagePlan
+    from klear_core.artifacts.manifest import ArtifactRef
+    from klear_core.artifacts.store import CheckedBy
+    from klear_core.evaluate.judge_file import JudgeSummary
+    from klear_core.pipeline.plan import StagePlan
     from klear_core.report.inputs import ReportInputs
-    from klear_core.store import CheckedBy
-    from klear_core.verify.judge_file import JudgeSummary
     from tasks.task import Attempt
 
 _MAX_COUNTS = 4
@@ -138,9 +138,9 @@ def show_plan(
     `checked_by` says how closely artifacts are looked at; `with_config` adds all settings, defaults included.
     """
     from klear_core.config.base import config_digest
-    from klear_core.estimate import estimate
-    from klear_core.plan import plan_stages
-    from klear_core.preflight import problems_with
+    from klear_core.pipeline.estimate import estimate
+    from klear_core.pipeline.plan import plan_stages
+    from klear_core.pipeline.preflight import problems_with
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{config.name}[/] seed {config.seed}, config {config_digest(config)}, valid")
@@ -220,7 +220,7 @@ def _report_inputs(config: PipelineConfig, result: PipelineResult) -> ReportInpu
 
 def _refs_to_show(config: PipelineConfig, result: PipelineResult) -> Mapping[str, ArtifactRef]:
     """The run's stages but the report, in order; where models were scored, also the scores of the others that exist."""
-    from klear_core.plan import fingerprints_of, open_store, stages_of
+    from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
     from tasks.report_inputs import EVALUATION
 
     refs = {name: ref for name, ref in result.refs.items() if name != "report"}
@@ -241,7 +241,7 @@ def _refs_to_show(config: PipelineConfig, result: PipelineResult) -> Mapping[str
 def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool) -> None:
     """Judge a file of answers and print what came of it. DataError, once the rest is judged, if some of its rows do not fit."""
     from klear_core.config.load import apply_override, validate
-    from klear_core.verify.judge_file import judge_file
+    from klear_core.evaluate.judge_file import judge_file
 
     settings: dict[str, object] = {}
     for override in overrides:

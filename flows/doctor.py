@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from klear_core.capacity import MIN_FREE_GB
 from klear_core.native import COMPILERS
+from klear_core.pipeline.capacity import MIN_FREE_GB
 
 _MIN_MEMORY_GB = 6  # the laptop profile: Ray, three torch processes and Prefect's server
 
@@ -118,7 +118,7 @@ def _vllm() -> Check:
 def _sandbox() -> Check:
     from klear_core.config.verify import VerifyConfig
     from klear_core.errors import SandboxError
-    from klear_core.verify.selftest import proven_backend
+    from klear_core.verify.sandbox.selftest import proven_backend
 
     try:
         backend = proven_backend(VerifyConfig())

@@ -24,11 +24,20 @@ from flows.own_server import is_own
 from flows.result import PipelineResult
 from flows.settings import resolve
 from flows.sweep_rules import MAX_ATTEMPTS
-from klear_core.artifacts import ArtifactId, ArtifactRef
+from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ArtifactError, KlearError
-from klear_core.plan import Stage, fingerprints_of, open_store, select_stages, stages_again, stages_of, with_inputs, workspace_root
-from klear_core.preflight import require_ready
+from klear_core.pipeline.graph import (
+    Stage,
+    fingerprints_of,
+    open_store,
+    select_stages,
+    stages_again,
+    stages_of,
+    with_inputs,
+    workspace_root,
+)
+from klear_core.pipeline.preflight import require_ready
 from tasks import tracking
 from tasks.all import TASKS
 from tasks.interrupts import is_interrupt

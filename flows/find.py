@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from klear_core.artifacts import MANIFEST, read_manifest
+from klear_core.artifacts.manifest import MANIFEST, read_manifest
+from klear_core.artifacts.store import LocalStore
 from klear_core.errors import ArtifactError
-from klear_core.store import LocalStore
 
 
 def find_artifact(which: str, root: Path) -> Path:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from uuid import UUID
 
-from klear_core.files import file_lock
+from klear_core.artifacts.files import file_lock
 
 log = logging.getLogger(__name__)
 

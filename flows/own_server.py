@@ -18,8 +18,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from klear_core.artifacts.files import file_lock
 from klear_core.errors import ResourceError
-from klear_core.files import file_lock
 
 _START_TIMEOUT_S = 600.0  # a first start makes the database; seconds, but for a busy machine
 _STOP_S = 5.0

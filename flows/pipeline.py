@@ -4,7 +4,7 @@
                             base ──────┘
                     └────── evaluate each model: base, sft, rl, rl_code ──┘
 
-Each stage is a task in `tasks/`, and each task calls one function of `klear_core`. The graph is `klear_core.plan.stages_of`.
+Each stage is a task in `tasks/`, and each task calls one function of `klear_core`. The graph is `klear_core.pipeline.graph.stages_of`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from klear_core.artifacts import ArtifactRef
+from klear_core.artifacts.manifest import ArtifactRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from flows.console import RunConsole
 from flows.result import PipelineResult
-from klear_core.artifacts import ArtifactRef
+from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ArtifactError
-from klear_core.plan import fingerprints_of, open_store, stages_of, with_inputs
+from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of, with_inputs
 from tasks.report_inputs import REPORT_FILE
 
 

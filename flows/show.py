@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from flows.find import find_artifact
-from klear_core.artifacts import Manifest, read_manifest
-from klear_core.ledger import LedgerStep
+from klear_core.artifacts.ledger import LedgerStep
+from klear_core.artifacts.manifest import Manifest, read_manifest
 
 _MAX_CELL_CHARS = 400
 

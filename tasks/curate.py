@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from klear_core.artifacts import ArtifactRef
+from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import CurateJob
-from klear_core.ledger import StageSummary
 from klear_core.metrics import Telemetry
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from klear_core.artifacts import ArtifactRef
+from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.metrics import METRICS_FILE, read_metrics
 from tasks.tracked import POINTS_A_REQUEST, Backend, MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Undelivered, Unreachable
 

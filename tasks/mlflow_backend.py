@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from klear_core.artifacts import ArtifactRef, InputRecord
-from klear_core.files import file_lock
+from klear_core.artifacts.files import file_lock
+from klear_core.artifacts.manifest import ArtifactRef, InputRecord
 from tasks.mlflow_database import database_file, ensure_database
 from tasks.tracked import MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Unreachable, without_password
 

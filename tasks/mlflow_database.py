@@ -8,8 +8,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from klear_core.artifacts.files import file_lock
 from klear_core.errors import ConfigError
-from klear_core.files import file_lock
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from klear_core.artifacts import ArtifactRef, Manifest
+from klear_core.artifacts.manifest import ArtifactRef, Manifest
 from tasks.prefect_client import impatient_client
 from tasks.run_info import RunInfo
 from tasks.tracked import without_password

@@ -11,7 +11,7 @@ from tasks.latest import Latest
 from tasks.prefect_client import impatient_client
 
 if TYPE_CHECKING:
-    from klear_core.artifacts import ArtifactRef
+    from klear_core.artifacts.manifest import ArtifactRef
     from tasks.task import Attempt
 
 FIRST_AFTER_S = 2.0

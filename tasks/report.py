@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from klear_core.artifacts import ArtifactRef
+from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import ReportJob
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.ledger import StageSummary
 from klear_core.metrics import Telemetry
-from klear_core.plan import fingerprints_of, open_store, stages_of, with_inputs, workspace_root
+from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of, with_inputs, workspace_root
 from tasks.report_inputs import REPORT_FILE, report_inputs, scored_model
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage

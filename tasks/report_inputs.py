@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from klear_core.artifacts import ArtifactRef, read_manifest
+from klear_core.artifacts.manifest import ArtifactRef, read_manifest
 from klear_core.config.jobs import ReportJob
 from tasks.provenance import code_commit
 from tasks.run_info import RunInfo

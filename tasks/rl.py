@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from klear_core.artifacts import ArtifactRef
+from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import RlJob
-from klear_core.ledger import StageSummary
 from klear_core.metrics import Telemetry
 from tasks.resources import needs_of, ray_session
 from tasks.run_info import RunInfo
@@ -19,7 +19,7 @@ def rl(info: RunInfo, job: RlJob, inputs: Inputs) -> ArtifactRef:
     """From `model` and `problems`; makes a model. Learner and rollouts are Ray actors."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
-        from klear_core.rl.actors.workers import RayWorkers
+        from klear_core.cluster.rl_workers import RayWorkers
         from klear_core.rl.loop import train_rl
 
         model, problems = inputs["model"].path, inputs["problems"].path

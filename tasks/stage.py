@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from klear_core.artifacts import ArtifactRef, InputRecord, Manifest
+from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest
 from klear_core.config.base import result_settings
 from klear_core.config.jobs import Job
-from klear_core.ledger import StageSummary
 from klear_core.metrics import METRICS_FILE, MetricsFile, Telemetry, finite
-from klear_core.plan import CODE_VERSIONS, artifact_id, input_records, open_store
+from klear_core.pipeline.graph import CODE_VERSIONS, artifact_id, input_records, open_store
 from tasks import tracking
 from tasks.prefect_view import show_in_prefect
 from tasks.progress import PrefectProgress, artifact_of_current_run, console
@@ -23,7 +23,7 @@ from tasks.run_info import RunInfo
 from tasks.task import this_attempt
 
 if TYPE_CHECKING:
-    from klear_core.store import LocalSlot
+    from klear_core.artifacts.store import LocalSlot
 
 log = logging.getLogger(__name__)
 

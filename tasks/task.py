@@ -12,10 +12,10 @@ from prefect.context import TaskRunContext
 from prefect.tasks import exponential_backoff
 from pydantic import ValidationError
 
-from klear_core.artifacts import ArtifactRef
+from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.errors import KlearError
-from klear_core.plan import artifact_id, workspace_root
+from klear_core.pipeline.graph import artifact_id, workspace_root
 from tasks.interrupts import is_interrupt
 from tasks.run_info import RunInfo
 

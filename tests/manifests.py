@@ -2,8 +2,8 @@
 
 from datetime import UTC, datetime
 
-from klear_core.artifacts import Manifest
-from klear_core.ledger import LedgerStep
+from klear_core.artifacts.ledger import LedgerStep
+from klear_core.artifacts.manifest import Manifest
 
 
 def manifest(kind: str = "sft", fingerprint: str = "f1", **changes) -> Manifest:

@@ -9,9 +9,9 @@ from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.train import HfModelConfig
 from klear_core.errors import ConfigError
-from klear_core.estimate import estimate
 from klear_core.hf_config import read_hf_config
-from klear_core.preflight import problems_with
+from klear_core.pipeline.estimate import estimate
+from klear_core.pipeline.preflight import problems_with
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -1,6 +1,6 @@
 # What Klear's code judge asks of firejail, as a profile: to look at, and to try by hand as an ordinary user with
 #     firejail --profile=infra/firejail/klear.profile --private /usr/bin/python3 -I -S
-# The judge passes the same options on the command line (klear_core/verify/jail_command.py; a test holds the two together),
+# The judge passes the same options on the command line (klear_core/verify/sandbox/jail_command.py; a test holds the two together),
 # with the limits of verify.limits.* and a blacklist of every top-level folder that an interpreter does not need.
 private-tmp
 private-dev

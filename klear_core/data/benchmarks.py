@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from klear_core.artifacts import Manifest
+from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.manifest import Manifest
+from klear_core.artifacts.records import read_shards, shard_name, write_shard
 from klear_core.config.data import BenchmarkConfig, DifficultyConfig
 from klear_core.data.candidates import Candidate
 from klear_core.data.difficulty import problem_from
 from klear_core.data.sources import check_source, read_source
 from klear_core.errors import ConfigError, DataError
-from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry
-from klear_core.records import read_shards, shard_name, write_shard
 from klear_core.types import Problem
 
 _READ = "read_"

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 
 from klear_core.data.fields import Fields, RowError, Schema, grade_at, keys, no_rating, text_at, value_at
+from klear_core.data.references import code_reference_from_row
 from klear_core.errors import DataError
 from klear_core.types import CodeReference
-from klear_core.verify.references import code_reference_from_row
 
 _OPENING = re.compile(
     r"^\s*(?:(?:You are an expert Python programmer\. )?You will be given a question \(problem specification\) and will generate a correct "

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from klear_core.artifacts.floors import Share, check_floor
+from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.records import shard_name, write_shard
 from klear_core.config.data import CurateConfig, FileSource, ReadFloor
 from klear_core.data.benchmarks import read_benchmarks
 from klear_core.data.candidates import Candidate
@@ -16,10 +19,7 @@ from klear_core.data.dedup import Deduplicator
 from klear_core.data.difficulty import problem_from
 from klear_core.data.sources import READ, check_questions, check_sources, read_questions, read_source, source_name
 from klear_core.errors import DataError
-from klear_core.floors import Share, check_floor
-from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry
-from klear_core.records import shard_name, write_shard
 from klear_core.seeding import seed_for
 from klear_core.types import Dropped, Problem
 

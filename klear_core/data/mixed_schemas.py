@@ -17,9 +17,9 @@ from klear_core.data.fields import (
     user_message,
     value_at,
 )
+from klear_core.data.references import reference_from_json
 from klear_core.errors import DataError
 from klear_core.types import MathReference, Reference
-from klear_core.verify.references import reference_from_json
 
 _INSTRUCTION = re.compile(
     r"\s*(let's think step by step|please reason step by step),? and (output|put) (the|your) final answer (with)?in \\boxed\{+\}+\.?\s*$",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from klear_core.artifacts.floors import Share
+from klear_core.artifacts.ledger import LedgerStep
 from klear_core.distill.select import unjudged
-from klear_core.floors import Share
-from klear_core.ledger import LedgerStep
 from klear_core.types import Dropped, TeacherTrace
 
 STEPS = ("ask", "complete", "judge", "select")

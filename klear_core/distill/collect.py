@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
+from klear_core.artifacts.floors import check_floor
+from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.records import read_shard, read_shards, write_shard
+from klear_core.artifacts.shards import Shard, plan_shards, work_shards
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, ProceduralTeacherConfig, TeacherConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.books import Books, FailureBudget, failures_of
 from klear_core.distill.select import drop_reason, dropped, why_incomplete
 from klear_core.distill.teacher import Teacher, TeacherFailure, TeacherResult
 from klear_core.errors import DataError, JudgeError, TeacherError
-from klear_core.floors import check_floor
-from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry
 from klear_core.prompts import render_response
-from klear_core.records import read_shard, read_shards, write_shard
 from klear_core.seeding import seed_for
-from klear_core.shards import Shard, plan_shards, work_shards
 from klear_core.types import Dropped, Problem, TeacherTrace, Verdict
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.records import read_shard, write_shard
+from klear_core.artifacts.shards import Shard, work_shards
 from klear_core.config.data import BenchmarkConfig
 from klear_core.config.engine import SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig
@@ -24,12 +27,9 @@ from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
 from klear_core.evaluate.suite import Ask, Benchmark, load_benchmark, plan_answers
 from klear_core.evaluate.summarise import ledger_step, lines_of_warning, make_report, metrics_of, tally
 from klear_core.generate.engine import InferenceEngine, SamplingParams
-from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry
-from klear_core.records import read_shard, write_shard
 from klear_core.scores import EvalReport, write_reports
 from klear_core.seeding import seed_for
-from klear_core.shards import Shard, work_shards
 from klear_core.types import EvalSample, Outcome, Problem, Verdict
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from klear_core.artifacts.ledger import LedgerStep
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.errors import DataError
 from klear_core.evaluate.stats import Interval, mean_interval, pass_at_k
-from klear_core.ledger import LedgerStep
 from klear_core.scores import DecodingProfile, DifficultyScore, EvalReport, PassAtK, Score
 from klear_core.types import Difficulty, EvalSample, Outcome, Problem
 

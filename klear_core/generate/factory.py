@@ -33,7 +33,7 @@ async def build_trainable_engine(
     """As `build_engine`, for engines whose weights can be set; `version` is that of the folder's weights."""
     match cfg:
         case TorchEngineConfig():
-            from klear_core.generate.torch_engine import TorchEngine
+            from klear_core.generate.qwen3.engine import TorchEngine
 
             return await asyncio.to_thread(TorchEngine, model_folder, cfg, num_threads=num_threads, version=version, window=window)
         case VllmEngineConfig():

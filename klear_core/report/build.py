@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from klear_core.ledger import StageSummary
+from klear_core.artifacts.ledger import StageSummary
 from klear_core.report import charts, lineage
 from klear_core.report.claims import Headline, headline
 from klear_core.report.config_view import Setting, changed_settings

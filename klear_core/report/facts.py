@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from klear_core.artifacts import Manifest
+from klear_core.artifacts.manifest import Manifest
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.report.charts import Series
 from klear_core.report.inputs import PairedDifference, RunInfo

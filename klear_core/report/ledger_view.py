@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from klear_core.ledger import LedgerStep
+from klear_core.artifacts.ledger import LedgerStep
 from klear_core.report.facts import StageFacts
 from klear_core.report.text import NBSP, NONE, shares
 

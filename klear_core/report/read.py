@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from klear_core.artifacts import read_manifest
+from klear_core.artifacts.manifest import read_manifest
+from klear_core.artifacts.records import read_shards
 from klear_core.metrics import METRICS_FILE, read_metrics
-from klear_core.records import read_shards
 from klear_core.report.charts import Series
 from klear_core.report.facts import Facts, MissingStage, ModelFacts, StageFacts
 from klear_core.report.inputs import ReportInputs, StageFolder

@@ -15,10 +15,10 @@ from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ConfigError
 from klear_core.generate.engine import TensorSpec
 from klear_core.hf_config import read_hf_config
+from klear_core.rl.groups import cut_minibatches
 from klear_core.rl.losses import at_step, k3, log_ratio
+from klear_core.rl.metrics import TokenStats
 from klear_core.rl.objective import Denominators, OldPolicy, Targets, head_of, make_targets
-from klear_core.rl.samples import cut_minibatches
-from klear_core.rl.stats import TokenStats
 from klear_core.seeding import seed_for
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints, Counters

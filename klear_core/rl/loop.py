@@ -11,19 +11,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from klear_core.artifacts.floors import check_floor
+from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.records import read_shards
 from klear_core.config.rl import RlConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
-from klear_core.floors import check_floor
 from klear_core.generate.engine import SleepingEngine, TrainableEngine
-from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry
 from klear_core.prompts import load_tokenizer
-from klear_core.records import read_shards
-from klear_core.rl.describe import describe_groups, gather_shown, last_shown, show
+from klear_core.rl.groups import to_samples
+from klear_core.rl.metrics import describe_groups, gather_shown, last_shown, show
 from klear_core.rl.progress import Progress, all_one
 from klear_core.rl.rollout import Collected, Collector, Judge, PromptStream
-from klear_core.rl.samples import to_samples
 from klear_core.rl.workers import LearnerHandle, LearnerLost, RlRun, Workers
 from klear_core.train.base import model_folder
 from klear_core.types import Problem

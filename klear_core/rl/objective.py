@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klear_core.config.rl import MismatchConfig, RlConfig
 from klear_core.rl.losses import TrainBatch, joins_tokens, k3, log_ratio, row_mean, token_loss
-from klear_core.rl.stats import TokenStats
+from klear_core.rl.metrics import TokenStats
 from klear_core.train.logps import HeadOutput, fused_loss, token_logps
 from klear_core.train.model import Head
 from klear_core.train.packing import MicroBatch

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from klear_core.artifacts.floors import Share
+from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.config.rl import RlConfig
-from klear_core.floors import Share
-from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import skipped_note
 from klear_core.rl.groups import SURPLUS, TRAINED, Fates
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.records import read_shards
 from klear_core.config.sft import SftConfig
 from klear_core.hf_config import read_hf_config
-from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry, skipped_note
 from klear_core.prompts import check_template, load_tokenizer
-from klear_core.records import read_shards
 from klear_core.sft.examples import TokenStore, build_store, check_store
 from klear_core.sft.loss import sft_objective
 from klear_core.sft.order import RowOrder, split_rows

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+from klear_core.artifacts.ledger import StageSummary
 from klear_core.config.train import HfModelConfig, ModelConfig, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.hf_config import check_architecture, read_hf_config
-from klear_core.ledger import StageSummary
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klear_core.train.compiled import Backend, compiler_errors
+from klear_core.train.kernels.compiled import Backend, compiler_errors
 
 log = logging.getLogger(__name__)
 

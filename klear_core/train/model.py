@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from klear_core.errors import ConfigError
 from klear_core.hf_config import check_architecture
 from klear_core.prompts import load_tokenizer
-from klear_core.train import attention
+from klear_core.train.kernels import attention
 from klear_core.train.packing import MicroBatch
 
 R = TypeVar("R")
@@ -57,7 +57,7 @@ def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "floa
     On the device `meta` it has no weights, and the folder's are not read.
     `dtype` is that of the weights. Training keeps float32, whatever it computes in: at a rate of 1e-6 an update is lost in bf16.
     """
-    from klear_core.train.fused import fuse
+    from klear_core.train.kernels.fused import fuse
 
     check_architecture(folder)
     hf = _read(folder, torch.device(device), DTYPES[dtype])

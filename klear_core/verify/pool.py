@@ -14,9 +14,9 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.errors import JudgeError, SandboxError
 from klear_core.types import CodeReference, Domain, MathReference, Outcome, Problem, Verdict
 from klear_core.verify.client import JudgeClient
-from klear_core.verify.code_text import check_size, chosen_tests, find_program, reference_fault
-from klear_core.verify.math_rules import decide, prose_verdict, usable_references
-from klear_core.verify.math_text import find_answer
+from klear_core.verify.code.text import check_size, chosen_tests, find_program, reference_fault
+from klear_core.verify.math.rules import decide, prose_verdict, usable_references
+from klear_core.verify.math.text import find_answer
 from klear_core.verify.window import NoAnswer, answer_window
 from klear_core.verify.work import CodeTask, Fault, MathTask, ProveSandbox, Task
 

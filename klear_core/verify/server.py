@@ -25,9 +25,11 @@ import pebble
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome, Verdict
-from klear_core.verify import code_judge, math_compare, selftest  # before the first fork: workers get sympy for nothing
-from klear_core.verify.jail_command import Backend
-from klear_core.verify.orphans import adopt_orphans, end_orphans, forget_dead_jails
+from klear_core.verify.code import judge as code_judge  # before the first fork: workers get sympy for nothing
+from klear_core.verify.math import compare as math_compare  # before the first fork: workers get sympy for nothing
+from klear_core.verify.sandbox import selftest  # before the first fork: workers get sympy for nothing
+from klear_core.verify.sandbox.jail_command import Backend
+from klear_core.verify.sandbox.orphans import adopt_orphans, end_orphans, forget_dead_jails
 from klear_core.verify.work import CodeTask, Fault, MathTask, ProveSandbox, Task
 
 _PR_SET_PDEATHSIG = 1

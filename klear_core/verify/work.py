@@ -7,7 +7,7 @@ from typing import Literal
 
 from klear_core.config.verify import MathConfig
 from klear_core.types import AssertTests, CodeReference
-from klear_core.verify.math_values import Question
+from klear_core.verify.math.values import Question
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,12 @@ from collections import Counter
 
 import pytest
 
+from klear_core.artifacts.records import read_shards
 from klear_core.config.data import BenchmarkConfig, CurateConfig, CurateRuntime, DecontaminateConfig, FileSource, ProceduralSource
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.curate import check_curation, curate
 from klear_core.errors import ConfigError, DataError
 from klear_core.metrics import NullTelemetry
-from klear_core.records import read_shards
 from klear_core.types import Difficulty, Dropped, Problem
 
 LEAK = "A train leaves the old station at noon and runs at sixty miles an hour for two hours"
@@ -38,7 +38,7 @@ def run(cfg, tmp_path, *, seed=0, out="out"):
 
 
 def _dropped(folder):
-    from klear_core.records import read_shard
+    from klear_core.artifacts.records import read_shard
 
     return [d for shard in sorted((folder / "dropped").glob("*.parquet")) for d in read_shard(shard, Dropped)]
 

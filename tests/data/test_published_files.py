@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from klear_core.artifacts.records import read_shards
 from klear_core.config.data import BenchmarkConfig, CurateConfig, DecontaminateConfig, FileSource
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.candidates import Candidate
@@ -16,7 +17,6 @@ from klear_core.data.decontaminate import Decontaminator, Protected
 from klear_core.data.normalise import is_word, tokens_of
 from klear_core.data.sources import check_source, read_questions, read_source
 from klear_core.metrics import NullTelemetry
-from klear_core.records import read_shards
 from klear_core.types import CallTests, CodeReference, Domain, Dropped, MathReference, Problem
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from distill_fakes import FAILED, UNJUDGED, FakeJudge, FakeTeacher, make_problem, make_reply
 
+from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.config.base import Floor
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, SelectConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.collect import build_teacher, choose_problems, collect_traces, distill
 from klear_core.errors import ConfigError, DataError, JudgeError, TeacherError
-from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import NullTelemetry
-from klear_core.records import read_shards, write_shard
 from klear_core.types import Difficulty, Dropped, Problem, TeacherTrace
 
 PROBLEMS = [make_problem(i, Difficulty.EASY if i % 2 else Difficulty.HARD) for i in range(10)]

@@ -14,7 +14,7 @@ import pytest
 from distill_fakes import make_problem
 from scripted_server import Answer, ScriptedServer
 
-from klear_core.records import read_shards, write_shard
+from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.types import Dropped, TeacherTrace
 
 pytestmark = pytest.mark.slow

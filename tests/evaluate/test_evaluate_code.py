@@ -1,12 +1,12 @@
 from pathlib import Path
 
+from klear_core.artifacts.records import write_shard
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.run import evaluate
 from klear_core.metrics import NullTelemetry
-from klear_core.records import write_shard
 from klear_core.train.base import prepare_base
 from klear_core.types import CodeReference, Difficulty, Domain, Problem, StdinCase, StdinTests
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from evaluate_fakes import UNJUDGED, FakeEngine, FakeJudge, make_exam, make_problem
 
+from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.records import read_shards
 from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
 from klear_core.errors import DataError, JudgeError, ResourceError
 from klear_core.evaluate.run import Examination, answer_benchmarks, report_scores
 from klear_core.evaluate.suite import Benchmark
-from klear_core.ledger import StageSummary
 from klear_core.metrics import NullTelemetry
-from klear_core.records import read_shards
 from klear_core.scores import read_reports
 from klear_core.types import EvalSample
 

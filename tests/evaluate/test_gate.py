@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from evaluate_fakes import RIGHT, UNJUDGED, WRONG, make_problem, make_sample
 
+from klear_core.artifacts.records import write_shard
 from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.errors import ArtifactError, DataError
 from klear_core.evaluate.gate import compare
 from klear_core.evaluate.stats import paired_interval
 from klear_core.evaluate.summarise import make_report, tally
-from klear_core.records import write_shard
 from klear_core.scores import write_reports
 from klear_core.types import EvalSample, Verdict
 

@@ -9,11 +9,11 @@ import pytest
 from klear_command import ROOT
 from manifests import manifest
 
+from klear_core.artifacts.store import LocalStore
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import decode_response
 from klear_core.report.text import visible
-from klear_core.store import LocalStore
 from klear_core.train.base import prepare_base
 
 TINY = TinyModelConfig(

@@ -9,9 +9,9 @@ from manifests import manifest
 
 from flows.doctor import Check, show_checks
 from flows.find import name_of
-from klear_core.artifacts import read_manifest
-from klear_core.records import write_shard
-from klear_core.store import LocalStore
+from klear_core.artifacts.manifest import read_manifest
+from klear_core.artifacts.records import write_shard
+from klear_core.artifacts.store import LocalStore
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
 COMMANDS = ("run", "plan", "doctor", "show", "chat", "ui", "sweep", "judge", "bench", "ablate")

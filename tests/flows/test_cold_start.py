@@ -13,7 +13,7 @@ from klear_command import ROOT
 from manifests import manifest
 
 from klear_core.config.load import load_profile
-from klear_core.plan import fingerprints_of, open_store, stages_of
+from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 
 HEAVY = {"torch", "transformers", "ray", "vllm", "mlflow", "prefect", "sqlalchemy", "fastapi", "math_verify"}
 LOOK = """

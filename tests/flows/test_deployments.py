@@ -11,7 +11,7 @@ from flows.sweep_rules import SILENT_S
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError
-from klear_core.plan import select_stages, stages_of
+from klear_core.pipeline.graph import select_stages, stages_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from klear_command import FEW_PROBLEMS, Command, start
 
-from klear_core.artifacts import read_manifest
+from klear_core.artifacts.manifest import read_manifest
+from klear_core.artifacts.store import LocalStore
 from klear_core.metrics import read_metrics
-from klear_core.store import LocalStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # seconds on a quiet machine
 

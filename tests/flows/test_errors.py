@@ -16,9 +16,9 @@ from klear_command import ROOT, Command, start
 from loopback import free_port
 from processes import title
 
-from klear_core.artifacts import read_manifest
-from klear_core.records import read_shards
-from klear_core.store import LocalStore
+from klear_core.artifacts.manifest import read_manifest
+from klear_core.artifacts.records import read_shards
+from klear_core.artifacts.store import LocalStore
 from klear_core.types import Dropped
 
 SMOKE = ROOT / "configs" / "smoke"

@@ -10,11 +10,11 @@ import pytest
 from manifests import manifest
 
 from flows.execute import failure_reported
-from klear_core.artifacts import ArtifactRef
+from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import TrainingError
 from klear_core.metrics import METRICS_FILE, MetricsFile
-from klear_core.plan import fingerprints_of, open_store, stages_of
+from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 from tasks.report import failed_report
 from tasks.run_info import RunInfo
 

@@ -21,7 +21,7 @@ from prefect import flow
 
 from flows.execute import run_stages
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.ledger import StageSummary
+from klear_core.artifacts.ledger import StageSummary
 from tasks.all import TASKS
 from tasks.stage import run_stage
 from tasks.task import stage_task

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from klear_command import ROOT, start
 
-from klear_core.artifacts import read_manifest
-from klear_core.records import read_shards
-from klear_core.store import LocalStore
+from klear_core.artifacts.manifest import read_manifest
+from klear_core.artifacts.records import read_shards
+from klear_core.artifacts.store import LocalStore
 from klear_core.types import Dropped, Problem
 
 SHARED = ROOT.parent / "shared" / "data"

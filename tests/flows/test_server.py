@@ -9,7 +9,7 @@ import pytest
 import yaml
 from prefect_server import ROOT, Server, once, server_and_worker
 
-from klear_core.artifacts import read_manifest
+from klear_core.artifacts.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ from prefect import flow
 
 from flows.execute import run_stages
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.ledger import StageSummary
+from klear_core.artifacts.ledger import StageSummary
 from tasks.all import TASKS
 from tasks.stage import run_stage
 from tasks.task import stage_task

@@ -35,7 +35,7 @@ print(sorted({m.split(".")[0] for m in sys.modules} & {"torch", "transformers", 
 
 def test_the_torch_engine_needs_torch_and_nothing_heavier() -> None:
     program = """
-import sys, klear_core.generate.torch_engine
+import sys, klear_core.generate.qwen3.engine
 print(sorted({m.split(".")[0] for m in sys.modules} & {"transformers", "vllm", "ray", "prefect", "mlflow", "pyarrow"}))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

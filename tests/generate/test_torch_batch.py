@@ -7,10 +7,10 @@ import torch
 from qwen3_folder import build_model, write_folder
 
 from klear_core.generate.engine import SamplingParams
-from klear_core.generate.qwen3_shape import read_shape
-from klear_core.generate.torch_batch import Batch, EndedRow, Row
-from klear_core.generate.torch_native import NativeStep
-from klear_core.generate.torch_qwen3 import Qwen3
+from klear_core.generate.qwen3.batch import Batch, EndedRow, Row
+from klear_core.generate.qwen3.model import Qwen3
+from klear_core.generate.qwen3.native import NativeStep
+from klear_core.generate.qwen3.shape import read_shape
 
 PROMPTS = [tuple(65 + (7 * i + j) % 50 for j in range(length)) for i, length in enumerate((1, 2, 17, 90))]
 NEVER = 1000

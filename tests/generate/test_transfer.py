@@ -20,7 +20,7 @@ from qwen3_folder import build_model, write_folder
 from klear_core.config.engine import TorchEngineConfig
 from klear_core.errors import ConfigError
 from klear_core.generate.engine import TensorSpec, WeightOffer, dump_offer, load_offer
-from klear_core.generate.torch_engine import TorchEngine
+from klear_core.generate.qwen3.engine import TorchEngine
 from klear_core.generate.transfer import WeightServer, _finish, _harmless, cut, fetch
 from klear_core.generate.weights import tensor_shapes, tensors
 

@@ -14,7 +14,7 @@ from vllm_marks import HAS_VLLM
 
 from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime, VllmEngineConfig, VllmRuntime
 from klear_core.generate.engine import SamplingParams, TensorSpec
-from klear_core.generate.torch_engine import TorchEngine
+from klear_core.generate.qwen3.engine import TorchEngine
 from klear_core.generate.transfer import WeightServer
 from klear_core.generate.vllm_engine import VllmEngine
 from klear_core.types import Completion

@@ -13,10 +13,10 @@ from tiny_models import random_rows, tiny_base
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 from klear_core.metrics import NullTelemetry
 from klear_core.sft.loss import sft_objective
-from klear_core.train import fused
 from klear_core.train.base import model_folder
 from klear_core.train.checkpoint import Checkpoints
-from klear_core.train.fused_cuda import kernels
+from klear_core.train.kernels import fused
+from klear_core.train.kernels.fused_cuda import kernels
 from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack

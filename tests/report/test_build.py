@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from report_runs import WHEN, Made, config, laptop_run, publish, samples, with_stage, write_evaluation
 
+from klear_core.artifacts.store import LocalStore
 from klear_core.errors import ArtifactError
 from klear_core.report.build import build_report
 from klear_core.report.inputs import ReportInputs, StageFolder
-from klear_core.store import LocalStore
 from klear_core.types import EvalSample
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)></pre></style>\"'&{{ 7*7 }}"

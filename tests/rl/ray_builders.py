@@ -19,7 +19,7 @@ from klear_core.rl.workers import RlRun, Workers
 from klear_core.types import Problem, Verdict
 
 pytest.importorskip("ray")
-from klear_core.rl.actors.workers import RayWorkers
+from klear_core.cluster.rl_workers import RayWorkers
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]
 NUM_STEPS = 5

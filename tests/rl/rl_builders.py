@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from klear_core.artifacts.records import shard_name, write_shard
 from klear_core.config.engine import SamplingConfig
 from klear_core.config.rl import GppoConfig, RewardConfig, RlCheckpointConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
-from klear_core.records import shard_name, write_shard
 from klear_core.train.base import prepare_base
 from klear_core.train.parallel import World
 from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem, TrainSample, Verdict

@@ -19,21 +19,21 @@ import torch
 from ray_builders import NUM_STEPS, PROBLEMS, Saboteur, actors_of, config, kill, run
 from rl_builders import low_byte_judge, same_weights, weights
 
+from klear_core.cluster.actors import to_arrays, to_tensors
+from klear_core.cluster.placement import GpuPlan, is_direct, plan_gpus
 from klear_core.errors import ResourceError, TrainingError
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightOffer, WeightSource
 from klear_core.metrics import NullTelemetry
-from klear_core.rl.gpus import GpuPlan, is_direct, plan_gpus
 from klear_core.rl.loop import run_rl
 from klear_core.rl.progress import Progress
-from klear_core.rl.shells import to_arrays, to_tensors
 from klear_core.rl.workers import LearnerHandle, LearnerLost, LocalWorkers, RlRun
 from klear_core.types import Completion
 
 ray = pytest.importorskip("ray")
-from klear_core.rl.actors.calls import Restarts, StoredWeights  # noqa: E402
-from klear_core.rl.actors.learner import RayLearner  # noqa: E402
-from klear_core.rl.actors.policy import RayPolicy  # noqa: E402
-from klear_core.rl.actors.workers import RayWorkers  # noqa: E402
+from klear_core.cluster.calls import Restarts, StoredWeights  # noqa: E402
+from klear_core.cluster.rl_learner import RayLearner  # noqa: E402
+from klear_core.cluster.rl_workers import RayWorkers  # noqa: E402
+from klear_core.cluster.rollout_engines import RayPolicy  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from klear_core.config.rl import BatchAdvantage, GrpoAdvantage, RlooAdvantage
-from klear_core.rl.advantages import advantages
+from klear_core.rl.rewards import advantages
 
 PAPER, CODE, DR = GrpoAdvantage(std="population"), GrpoAdvantage(std="sample"), GrpoAdvantage(std="none")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from rl_builders import problem
 
-from klear_core.rl.describe import describe_groups
 from klear_core.rl.groups import Fates
 from klear_core.rl.loop import speed
+from klear_core.rl.metrics import describe_groups
 from klear_core.rl.rollout import Collected
 from klear_core.types import Completion, FinishReason, Outcome, Rollout, RolloutGroup, Verdict
 

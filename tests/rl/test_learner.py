@@ -16,8 +16,8 @@ from torch import Tensor
 
 from klear_core.config.rl import ErcConfig, GspoConfig, RlConfig, RlOptimConfig, RlRuntime
 from klear_core.errors import ConfigError, TrainingError
+from klear_core.rl.groups import cut_minibatches
 from klear_core.rl.learner import Learner
-from klear_core.rl.samples import cut_minibatches
 from klear_core.seeding import seed_for
 from klear_core.train.base import model_folder
 from klear_core.train.logps import token_logps

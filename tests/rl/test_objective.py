@@ -9,9 +9,9 @@ import torch
 from rl_builders import rl_config, sample
 
 from klear_core.config.rl import GrpoAdvantage, MismatchConfig, RlConfig
-from klear_core.rl.advantages import advantages
+from klear_core.rl.metrics import TokenStats
 from klear_core.rl.objective import Denominators, OldPolicy, head_of, make_targets
-from klear_core.rl.stats import TokenStats
+from klear_core.rl.rewards import advantages
 from klear_core.train.packing import MicroBatch, pack
 from klear_core.types import TrainSample
 

@@ -13,10 +13,10 @@ from ray_builders import Saboteur, actors_of, config, kill, run
 from rl_builders import Recorder
 from safetensors.torch import load_file
 
+from klear_core.cluster.actors import Answer, Arrays, Request, RolloutActor, to_arrays
 from klear_core.config.rl import RlCheckpointConfig
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.generate.engine import SamplingParams
-from klear_core.rl.shells import Answer, Arrays, Request, RolloutActor, to_arrays
 from klear_core.rl.workers import RlRun
 from klear_core.train.base import model_folder
 from klear_core.types import Completion
@@ -24,9 +24,9 @@ from klear_core.types import Completion
 ray = pytest.importorskip("ray")
 from ray.exceptions import OutOfMemoryError  # noqa: E402
 
-from klear_core.rl.actors.calls import Restarts, within  # noqa: E402
-from klear_core.rl.actors.learner import RayLearner  # noqa: E402
-from klear_core.rl.actors.policy import RayPolicy, Seat  # noqa: E402
+from klear_core.cluster.calls import Restarts, within  # noqa: E402
+from klear_core.cluster.rl_learner import RayLearner  # noqa: E402
+from klear_core.cluster.rollout_engines import RayPolicy, Seat  # noqa: E402
 
 PARAMS = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
 ANSWER = Completion(text="x", token_ids=(1,), logps=(-1.0,), finish_reason="stop", policy_versions=(0,))

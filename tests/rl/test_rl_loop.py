@@ -13,19 +13,19 @@ import torch
 from rl_builders import Recorder, constant_rate, low_byte_judge, problem, problem_artifact, rl_config, same_weights, weights
 from safetensors.torch import load_file
 
+from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.records import read_shard
 from klear_core.config.base import RareFloor
 from klear_core.config.engine import SamplingConfig, TorchEngineConfig
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
-from klear_core.generate.torch_engine import TorchEngine
-from klear_core.ledger import LedgerStep, StageSummary
+from klear_core.generate.qwen3.engine import TorchEngine
 from klear_core.metrics import NullTelemetry
-from klear_core.records import read_shard
-from klear_core.rl.describe import ShownRollout
 from klear_core.rl.groups import Fates
 from klear_core.rl.loop import Lookahead, check_taught, choose_problems, run_rl, train_rl
+from klear_core.rl.metrics import ShownRollout
 from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import Collected, Judge
 from klear_core.rl.workers import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlRun, Workers

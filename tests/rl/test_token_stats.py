@@ -9,7 +9,7 @@ import torch
 
 from klear_core.config.rl import CispoConfig, ErcConfig, GppoConfig, LossConfig
 from klear_core.rl.losses import TrainBatch, token_loss
-from klear_core.rl.stats import TokenStats
+from klear_core.rl.metrics import TokenStats
 
 CPU = torch.device("cpu")
 

@@ -134,7 +134,7 @@ def test_after_every_step_the_engine_answers_with_the_learners_new_weights(base:
 
 @needs_vllm
 def test_a_vllm_engine_in_a_ray_actor_gets_its_weights_straight_from_the_learner(session: None, base: Path, tmp_path: Path) -> None:
-    from klear_core.rl.actors.workers import RayWorkers
+    from klear_core.cluster.rl_workers import RayWorkers
 
     recorder = Recorder()
     workers: Workers = RayWorkers()

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from sft_traces import config, inputs, trace
 
+from klear_core.artifacts.records import shard_name, write_shard
 from klear_core.config.sft import SftRuntime
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import CHAT_TEMPLATE, load_tokenizer
-from klear_core.records import shard_name, write_shard
 from klear_core.sft.loop import train_sft
 
 

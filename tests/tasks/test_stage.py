@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.jobs import BaseJob, EvaluateJob
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
-from klear_core.ledger import LedgerStep, StageSummary
 from klear_core.metrics import Telemetry, read_metrics
-from klear_core.plan import open_store
+from klear_core.pipeline.graph import open_store
 from tasks import tracking
 from tasks.progress import SilentConsole, set_console
 from tasks.provenance import code_commit

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from klear_core.native import compile_c
-from klear_core.train import attention_cpu
-from klear_core.train.attention import by_segment
+from klear_core.train.kernels import attention_cpu
+from klear_core.train.kernels.attention import by_segment
 
 needs_compiler = pytest.mark.skipif(
     compile_c(attention_cpu._SOURCE, {"HEAD_DIM": 16}) is None, reason="no C compiler on this machine: attention is torch's alone"

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from klear_core.native import compile_c
-from klear_core.train import attention, fused
+from klear_core.train.kernels import attention, fused
 from klear_core.train.model import Policy
 from klear_core.train.packing import MicroBatch, pack
 from klear_core.types import TrainSample

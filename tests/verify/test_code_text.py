@@ -5,7 +5,7 @@ from verify_builders import stdin_reference
 
 from klear_core.config.verify import CodeConfig
 from klear_core.types import StdinTests
-from klear_core.verify.code_text import chosen_tests, find_program, reference_fault
+from klear_core.verify.code.text import chosen_tests, find_program, reference_fault
 from klear_core.verify.window import NoAnswer
 
 ANY = CodeConfig()

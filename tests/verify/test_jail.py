@@ -9,7 +9,7 @@ from verify_builders import ADD_STDIN, code_config, fenced, problem
 
 from klear_core.config.verify import SandboxConfig
 from klear_core.verify import build_verifier
-from klear_core.verify.jail import Jail
+from klear_core.verify.sandbox.jail import Jail
 
 
 def test_a_jail_that_has_to_be_killed_leaves_no_file_of_firejails(sandbox_name: str) -> None:

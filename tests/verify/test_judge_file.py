@@ -10,8 +10,8 @@ from verify_builders import boxed, code_config, fenced
 
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.errors import DataError
+from klear_core.evaluate.judge_file import judge_file
 from klear_core.types import Outcome
-from klear_core.verify.judge_file import judge_file
 
 CFG = VerifyConfig(runtime=VerifyRuntime(math_workers=1, code_workers=1))
 MATH_ROWS = [{"id": str(i), "response": boxed(str(i)), "reference": {"kind": "math", "answers": [str(i % 2 and i)]}} for i in range(4)]

@@ -14,11 +14,11 @@ from verify_builders import boxed, math_problem
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.types import Outcome, Verdict
 from klear_core.verify import build_verifier
-from klear_core.verify.math_compare import CpuLimitError, cpu_limit
+from klear_core.verify.math.compare import CpuLimitError, cpu_limit
 from klear_core.verify.server import outcome_of
 from klear_core.verify.work import Fault
 
-NEVER_RETURNS = "from klear_core.verify.math_compare import cpu_limit\nwith cpu_limit(0.1):\n    sum(range(10**15))\n"
+NEVER_RETURNS = "from klear_core.verify.math.compare import cpu_limit\nwith cpu_limit(0.1):\n    sum(range(10**15))\n"
 
 
 def spend(*, cpu_s: float, num_swallowed: int = 0) -> None:

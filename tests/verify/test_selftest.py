@@ -14,8 +14,8 @@ from klear_core.config.verify import SandboxConfig, VerifyConfig
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome
 from klear_core.verify import build_verifier
-from klear_core.verify.jail_command import SETUP_HINT, _firejail_flags, account_for, clean_environment, python_for
-from klear_core.verify.selftest import find_gaps, proven_backend
+from klear_core.verify.sandbox.jail_command import SETUP_HINT, _firejail_flags, account_for, clean_environment, python_for
+from klear_core.verify.sandbox.selftest import find_gaps, proven_backend
 
 PROFILE = Path(__file__).parents[2] / "infra" / "firejail" / "klear.profile"
 IS_ROOT = os.getuid() == 0
@@ -55,7 +55,7 @@ def test_firejail_inside_a_container_is_found_out() -> None:
     if not IS_ROOT or shutil.which("unshare") is None:
         pytest.skip("making a PID namespace with its own /proc takes root and unshare")
     script = (
-        "from klear_core.verify.selftest import proven_backend\nfrom klear_core.config.verify import VerifyConfig\n"
+        "from klear_core.verify.sandbox.selftest import proven_backend\nfrom klear_core.config.verify import VerifyConfig\n"
         "from klear_core.errors import SandboxError\n"
         "try:\n    proven_backend(VerifyConfig(sandbox='firejail'))\nexcept SandboxError as e:\n    print(e)\n"
     )

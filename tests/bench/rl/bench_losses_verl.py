@@ -48,9 +48,9 @@ from klear_core.config.rl import (
     RolloutConfig,
 )
 from klear_core.errors import ConfigError
-from klear_core.rl.advantages import advantages
 from klear_core.rl.losses import token_loss
 from klear_core.rl.objective import Denominators, OldPolicy, make_targets
+from klear_core.rl.rewards import advantages
 from klear_core.train.packing import pack
 from klear_core.types import TrainSample
 

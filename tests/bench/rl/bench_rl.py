@@ -24,8 +24,8 @@ from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.loop import run_rl
+from klear_core.rl.metrics import TokenStats
 from klear_core.rl.objective import Denominators, OldPolicy, head_of, make_targets
-from klear_core.rl.stats import TokenStats
 from klear_core.rl.workers import LocalWorkers, RlRun
 from klear_core.train.base import model_folder, prepare_base
 from klear_core.train.model import load_model

@@ -75,7 +75,7 @@ def measure() -> list[dict[str, object]]:
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     import ray
 
-    from klear_core.rl.actors.workers import RayWorkers
+    from klear_core.cluster.rl_workers import RayWorkers
 
     rollout = {"groups_per_step": 32, "samples_per_group": 8, "sampling": {"max_new_tokens": 1}}
     cfg = RlConfig.model_validate({"num_steps": STEPS, "rollout": rollout, "dtype": "float32", "runtime": {"device": "cpu"}})

@@ -24,12 +24,12 @@ from torch import Tensor
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import OptimConfig
 from klear_core.errors import ConfigError
+from klear_core.rl.metrics import TokenStats
 from klear_core.rl.objective import Denominators, OldPolicy, head_of, make_targets
-from klear_core.rl.stats import TokenStats
 from klear_core.sft.loss import sft_objective
-from klear_core.train import attention
 from klear_core.train.flops import FlopCount, peak_flops
-from klear_core.train.fused import fuse
+from klear_core.train.kernels import attention
+from klear_core.train.kernels.fused import fuse
 from klear_core.train.logits import passes_on
 from klear_core.train.logps import fused_loss, token_logps
 from klear_core.train.model import DTYPES, Dtype, Policy

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from klear_core.config.verify import SandboxConfig, VerifyConfig, VerifyRuntime
 from klear_core.types import CodeReference, StdinCase, StdinTests
 from klear_core.verify import build_verifier
-from klear_core.verify.jail_command import account_for, clean_environment, jail_command
+from klear_core.verify.sandbox.jail_command import account_for, clean_environment, jail_command
 
 NUM_PROGRAMS, NUM_TESTS, NUM_PER_TEST_PROGRAMS = 200, 10, 16
 WORKERS = 2 * (os.cpu_count() or 1)

@@ -1,0 +1,77 @@
+"""Work in shards, the unit of resume: items are worked on with bounded overlap, and a shard is handed back when all of it is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from klear_core.artifacts.records import shard_name
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard(Generic[T]):
+    """Items whose results go to the file `path`; the shard is done iff that file exists."""
+
+    path: Path
+    items: tuple[T, ...]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the file is there; files appear whole or not at all."""
+        return self.path.exists()
+
+
+def plan_shards(folder: Path, items: Sequence[T], *, items_per_shard: int, prefix: str = "") -> list[Shard[T]]:
+    """`items` cut into consecutive shards of nearly equal size, at most `items_per_shard` each.
+
+    If earlier work left shards here, their number is kept, so that a changed `items_per_shard` redoes nothing.
+    """
+    earlier = next(folder.glob(f"{prefix}?????-of-?????.parquet"), None)
+    count = int(earlier.stem.rpartition("-of-")[2]) if earlier else -(-len(items) // items_per_shard)
+    return [
+        Shard(
+            path=folder / f"{prefix}{shard_name(i, count)}",
+            items=tuple(items[i * len(items) // count : (i + 1) * len(items) // count]),
+        )
+        for i in range(count)
+    ]
+
+
+async def work_shards(
+    shards: Iterable[Shard[T]], work: Callable[[Shard[T], T], Awaitable[R]], *, limit: int
+) -> AsyncGenerator[tuple[Shard[T], list[R]], None]:
+    """Each shard as it finishes, with its results in item order; at most `limit` items are worked on at a time.
+
+    The next shard's items start as soon as there is room, so that one slow item holds nobody up. The first error ends
+    the work; what was running is cancelled. Use with `contextlib.aclosing`, so that it also ends when the caller leaves.
+    """
+    jobs = iter((shard, i) for shard in shards for i in range(len(shard.items)))
+    running: dict[asyncio.Task[R], tuple[Shard[T], int]] = {}
+    finished: asyncio.Queue[asyncio.Task[R]] = asyncio.Queue()
+    results: dict[Path, dict[int, R]] = {}
+    try:
+        while True:
+            for shard, i in islice(jobs, limit - len(running)):
+                task = asyncio.ensure_future(work(shard, shard.items[i]))
+                task.add_done_callback(finished.put_nowait)
+                running[task] = (shard, i)
+            if not running:
+                return
+            task = await finished.get()
+            shard, i = running.pop(task)
+            own = results.setdefault(shard.path, {})
+            own[i] = task.result()
+            if len(own) == len(shard.items):
+                del results[shard.path]
+                yield shard, [own[j] for j in range(len(own))]
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

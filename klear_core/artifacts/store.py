@@ -1,0 +1,201 @@
+"""The local artifact store: folders that become visible by one rename, behind a lock that dies with its holder."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from klear_core.artifacts.files import DiskErrors, file_lock, sha256_of_all, sync_path, sync_tree
+from klear_core.artifacts.manifest import MANIFEST, MANIFEST_SUM, ArtifactRef, FileRecord, Manifest, read_manifest, write_manifest
+from klear_core.errors import ArtifactError
+
+log = logging.getLogger(__name__)
+
+SCRATCH = "scratch"
+
+CheckedBy = Literal["content", "size"]
+"""How an artifact is compared with its manifest: every byte, or names and sizes alone."""
+
+
+@dataclass(slots=True)
+class LocalSlot:
+    """A slot of a LocalStore."""
+
+    store: LocalStore
+    kind: str
+    fingerprint: str
+    workdir: Path
+    ref: ArtifactRef | None
+    attempt: int
+
+    def publish(self, manifest: Manifest) -> ArtifactRef:
+        """Drop `scratch/`, hash and sync all files, write the manifest, rename. ArtifactError for links and special files."""
+        assert self.ref is None, "a slot is published once"
+        shutil.rmtree(self.workdir / SCRATCH, ignore_errors=True)
+        write_manifest(self.workdir, manifest.model_copy(update={"files": _describe_files(self.workdir)}))
+        sync_tree(self.workdir)
+        target = self.store.folder(self.kind, self.fingerprint)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.workdir.rename(target)
+        sync_path(target.parent)
+        shutil.rmtree(self.workdir.parent)
+        self.ref = _ref_of(manifest, target)
+        return self.ref
+
+
+class LocalStore:
+    """Artifacts in a local folder: `<kind>/<fingerprint>/`, with work in progress, locks and what was set aside under dot names.
+
+    One file system holds it all, so that publishing is a rename.
+    """
+
+    def __init__(self, root: Path, *, checked_by: CheckedBy = "content") -> None:
+        self.root = root.absolute()
+        self.checked_by = checked_by
+
+    def folder(self, kind: str, fingerprint: str) -> Path:
+        """Where an artifact is, or would be."""
+        return self.root / kind / fingerprint
+
+    def find(self, kind: str, fingerprint: str) -> ArtifactRef | None:
+        """The artifact, if it is there. ArtifactError if its manifest cannot be trusted."""
+        folder = self.folder(kind, fingerprint)
+        if not folder.is_dir():
+            return None
+        manifest = read_manifest(folder)
+        if (manifest.kind, manifest.fingerprint) != (kind, fingerprint):
+            raise ArtifactError(f"{folder / MANIFEST}: describes {manifest.kind} {manifest.fingerprint}, not {kind} {fingerprint}")
+        return _ref_of(manifest, folder)
+
+    def find_intact(self, kind: str, fingerprint: str) -> ArtifactRef | None:
+        """The artifact after verification; one that is damaged is set aside, with a warning, as if it were not there."""
+        try:
+            ref = self.find(kind, fingerprint)
+            if ref is not None:
+                self.verify(ref)
+        except ArtifactError as e:
+            kept = self.set_aside(kind, fingerprint, why="corrupt")
+            log.warning("a damaged artifact is not used and will be built again: %s; it was moved to %s", e, kept)
+            return None
+        return ref
+
+    def damage(self, kind: str, fingerprint: str) -> str:
+        """Say what is wrong with an artifact, paths relative to it; empty if it is intact or not there. Changes nothing."""
+        try:
+            ref = self.find(kind, fingerprint)
+            if ref is not None:
+                self.verify(ref)
+        except ArtifactError as e:
+            return str(e).replace(f"{self.folder(kind, fingerprint)}/", "")
+        return ""
+
+    def is_begun(self, kind: str, fingerprint: str) -> bool:
+        """Whether an earlier attempt left work to go on from."""
+        return self.workdir(kind, fingerprint).is_dir()
+
+    def workdir(self, kind: str, fingerprint: str) -> Path:
+        """Where an artifact is built until it is whole."""
+        return self._building(kind, fingerprint) / "work"
+
+    def folders(self, kind: str = "*") -> list[Path]:
+        """The folders of all finished artifacts, or of one kind."""
+        return sorted(f.parent for f in self.root.glob(f"{kind}/*/{MANIFEST}") if not f.parent.parent.name.startswith("."))
+
+    @contextmanager
+    def create(self, kind: str, fingerprint: str) -> Iterator[LocalSlot]:
+        """Hold the artifact's lock for the block; a second builder waits here and then finds the artifact in its slot."""
+        lock = self.root / ".locks" / f"{kind}-{fingerprint}"
+        waited_for: list[str] = []
+
+        def tell(who: str) -> None:
+            waited_for.append(who)
+            log.warning("%s %s is being built by %s: waiting for it", kind, fingerprint, who)  # a warning, so that a terminal shows it
+
+        with DiskErrors(self.root), file_lock(lock, on_wait=tell):
+            if waited_for:
+                log.warning("%s %s: no longer held by %s", kind, fingerprint, waited_for[0])
+            ref = self.find_intact(kind, fingerprint)
+            building = self._building(kind, fingerprint)
+            attempt = 0 if ref else _begin_attempt(building)
+            yield LocalSlot(self, kind, fingerprint, self.workdir(kind, fingerprint), ref, attempt)
+
+    def verify(self, ref: ArtifactRef) -> None:
+        """Compare an artifact with its manifest. ArtifactError names the first file that is missing, altered or extra.
+
+        Every byte is read by default. That costs seconds for gigabytes, where the stage that made them took hours and the
+        stage that uses them reads them anyway; `checked_by="size"` is for stores on slow networks.
+        """
+        manifest = read_manifest(ref.path)
+        expected = {f.path: f for f in manifest.files}
+        present = _list_files(ref.path)
+        for name in sorted(expected.keys() ^ set(present)):
+            raise ArtifactError(f"{ref.path / name}: {'missing' if name in expected else 'not in the manifest'}")
+        for name, file in expected.items():
+            size = (ref.path / name).stat().st_size
+            if size != file.size:
+                raise ArtifactError(f"{ref.path / name}: has {size} bytes, the manifest says {file.size}")
+        if self.checked_by == "content":
+            hashes = sha256_of_all([ref.path / name for name in expected])
+            for (name, file), sha in zip(expected.items(), hashes, strict=True):
+                if sha != file.sha256:
+                    raise ArtifactError(f"{ref.path / name}: altered (SHA-256 {sha[:12]}…, the manifest says {file.sha256[:12]}…)")
+
+    def manifest(self, ref: ArtifactRef) -> Manifest:
+        """The artifact's manifest. ArtifactError if it is missing or altered."""
+        return read_manifest(ref.path)
+
+    def set_aside(self, kind: str, fingerprint: str, *, why: str) -> Path | None:
+        """Take an artifact, and work begun on it, out of use but keep it as evidence; returns where an artifact went."""
+        shutil.rmtree(self._building(kind, fingerprint), ignore_errors=True)
+        folder = self.folder(kind, fingerprint)
+        if not folder.exists():
+            return None
+        target = self.root / ".aside" / f"{why}-{kind}-{fingerprint}-{time.time_ns()}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(target)
+        return target
+
+    def _building(self, kind: str, fingerprint: str) -> Path:
+        return self.root / ".building" / f"{kind}-{fingerprint}"
+
+
+def _begin_attempt(building: Path) -> int:
+    """Count this attempt and make sure of the working folder."""
+    (building / "work").mkdir(parents=True, exist_ok=True)
+    counter = building / "attempts"
+    attempt = int(counter.read_text() or 0) + 1 if counter.exists() else 1
+    counter.write_text(str(attempt))
+    return attempt
+
+
+def _list_files(folder: Path) -> list[str]:
+    """Every file of an artifact but its manifest, relative, sorted. ArtifactError for what is neither file nor folder."""
+    names = []
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ArtifactError(f"{path}: a link or special file; an artifact must be whole by itself")
+        if path.is_file():
+            names.append(path.relative_to(folder).as_posix())
+    return sorted(n for n in names if n not in (MANIFEST, MANIFEST_SUM))
+
+
+def _describe_files(folder: Path) -> tuple[FileRecord, ...]:
+    names = _list_files(folder)
+    hashes = sha256_of_all([folder / n for n in names])
+    return tuple(FileRecord(path=n, size=(folder / n).stat().st_size, sha256=h) for n, h in zip(names, hashes, strict=True))
+
+
+def _ref_of(manifest: Manifest, folder: Path) -> ArtifactRef:
+    return ArtifactRef(
+        kind=manifest.kind,
+        fingerprint=manifest.fingerprint,
+        uri=folder.absolute().as_uri(),
+        created_at=manifest.created_at,
+        counts=manifest.counts,
+    )

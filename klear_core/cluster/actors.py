@@ -1,0 +1,193 @@
+"""What runs inside Ray's actors: shells of a few lines around plain classes, and what travels to and from them. Knows no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from klear_core.cluster.placement import num_engine_ranks
+from klear_core.generate.engine import SamplingParams, SleepingEngine, WeightOffer
+from klear_core.rl.workers import Counters, RlRun
+from klear_core.types import Completion, TrainSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from klear_core.generate.transfer import WeightServer
+
+Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
+"""Weights as (torch dtype, numpy array) by name: Ray shares arrays between processes without a copy, tensors it pickles."""
+
+_MEET_S = 300.0  # how long learner and engine wait for each other before they hand over weights
+_POLL_S = 0.1  # how long a rollout actor waits for a first answer before it hands back nothing
+_GATHER_S = 0.04  # how long it waits for more answers to go with the first: each message costs a millisecond
+
+
+def to_arrays(weights: Mapping[str, Tensor]) -> Arrays:
+    """Views where numpy has the dtype; bfloat16, which it lacks, as the same bits in int16."""
+    import torch
+
+    return {
+        name: (str(w.dtype).removeprefix("torch."), (w.view(torch.int16) if w.dtype == torch.bfloat16 else w).numpy())
+        for name, w in weights.items()
+    }
+
+
+def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
+    """Copies: arrays from the object store are shared by all readers and must not be written."""
+    import torch
+
+    return {name: torch.from_numpy(array.copy()).view(getattr(torch, dtype)) for name, (dtype, array) in arrays.items()}
+
+
+class LearnerActor:
+    """One learner rank."""
+
+    def start(self, job: RlRun, rank: int, init_method: str) -> None:
+        """Join the other ranks and load the initial model."""
+        from klear_core.rl.learner import Learner
+        from klear_core.train.parallel import join_world
+
+        self._exit = ExitStack()
+        joining = join_world(job.cfg.runtime, rank=rank, init_method=init_method, sees_only_its_gpu=True)
+        world = self._exit.enter_context(joining)
+        self._learner = Learner(job.cfg, job.model, seed=job.seed, workdir=job.workdir, world=world)
+        self._job, self._world = job, world
+        self._host = urlsplit(init_method).hostname or ""  # where rank 0 is
+        self._server: WeightServer | None = None
+
+    def restore(self) -> Counters | None:
+        """As `Learner.restore`."""
+        return self._learner.restore()
+
+    def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """As `Learner.step`."""
+        return self._learner.step(samples)
+
+    def weights(self) -> tuple[bool, Arrays]:
+        """A sign that they are there, and the weights themselves."""
+        return True, to_arrays(self._learner.weights())
+
+    def offer_weights(self) -> WeightOffer | None:
+        """An offer of the present weights, to be followed by `send_weights`; None from other ranks than 0."""
+        if self._world.rank > 0:
+            return None
+        from klear_core.generate.transfer import WeightServer
+
+        cfg = self._job.cfg
+        if self._server is None:
+            self._server = WeightServer(self._host, timeout_s=min(_MEET_S, cfg.runtime.stall_timeout_s))
+        return self._server.offer(
+            self._learner.weight_specs(),
+            version=self._learner.version,
+            backend="nccl" if self._world.device.type == "cuda" else "gloo",
+            num_ranks=num_engine_ranks(cfg),
+        )
+
+    def send_weights(self, offer: WeightOffer, engines: Sequence[int]) -> list[int]:
+        """Send the weights of the offer to these engines while they fetch them; those that went away (rank 0 knows)."""
+        assert offer.version == self._learner.version, (offer.version, self._learner.version)
+        if self._server is not None:
+            return self._server.send(offer, self._learner.each_weight(), engines)
+        for _ in self._learner.each_weight():  # to gather them takes every rank
+            pass
+        return []
+
+    def save(self, counters: Counters) -> None:
+        """As `Learner.save`."""
+        self._learner.save(counters)
+
+    def export(self, target: Path) -> None:
+        """As `Learner.export`."""
+        self._learner.export(target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One call of `generate` on its way to an actor."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of a request: its completions, or why there are none."""
+
+    request_id: int
+    completions: tuple[Completion, ...]
+    refusal: str = ""
+    """The message of a ValueError; empty if there are completions."""
+
+
+class RolloutActor:
+    """One sampling engine."""
+
+    async def start(self, job: RlRun, arrays: Arrays | None, version: int) -> None:
+        """Build the engine with the initial weights, which are version 0, and then load these if there are any, which are `version`."""
+        from klear_core.generate.factory import build_trainable_engine
+        from klear_core.train.base import model_folder
+
+        cfg, folder = job.cfg, model_folder(job.model)
+        threads = cfg.runtime.rollout_threads
+        self._engine = await build_trainable_engine(cfg.rollout.engine, folder, num_threads=threads, seed=job.seed)
+        self._running: dict[asyncio.Task[Answer], int] = {}
+        if arrays is not None:
+            await self.load_weights(arrays, version)
+
+    async def load_weights(self, arrays: Arrays, version: int) -> None:
+        """As `TrainableEngine.load_weights`."""
+        await self._engine.load_weights(to_tensors(arrays), version=version)
+
+    async def fetch_weights(self, offer: WeightOffer) -> None:
+        """Load what the learner offers. After an error the engine has some old weights and some new ones, and must not serve."""
+        await self._engine.load_weights(offer, version=offer.version)
+
+    async def sleep(self) -> None:
+        """As `SleepingEngine.sleep`."""
+        await self._sleeper().sleep()
+
+    async def wake(self) -> None:
+        """As `SleepingEngine.wake`."""
+        await self._sleeper().wake()
+
+    async def exchange(self, requests: Sequence[Request], unwanted: Sequence[int]) -> list[Answer]:
+        """Take requests in and give finished answers out, waiting a little for the first of them."""
+        for request in requests:
+            self._running[asyncio.create_task(self._answer(request))] = request.request_id
+        for task in [t for t, i in self._running.items() if i in unwanted]:
+            task.cancel()
+            del self._running[task]
+        await self._wait(_POLL_S, asyncio.FIRST_COMPLETED)
+        await self._wait(_GATHER_S, asyncio.ALL_COMPLETED)
+        finished = [t for t in self._running if t.done()]
+        for task in finished:
+            del self._running[task]
+        return [t.result() for t in finished]
+
+    async def close(self) -> None:
+        """End the engine and what it started."""
+        await self._engine.close()
+
+    def _sleeper(self) -> SleepingEngine:
+        assert isinstance(self._engine, SleepingEngine), type(self._engine)
+        return self._engine
+
+    async def _wait(self, timeout_s: float, until: str) -> None:
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout_s, return_when=until)
+
+    async def _answer(self, request: Request) -> Answer:
+        try:
+            completions = await self._engine.generate(request.prompt_ids, request.params)
+        except ValueError as e:  # the request's fault, to be raised where it was made
+            return Answer(request_id=request.request_id, completions=(), refusal=str(e))
+        return Answer(request_id=request.request_id, completions=tuple(completions))

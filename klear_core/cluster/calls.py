@@ -1,0 +1,84 @@
+"""What both kinds of actors need on the driver's side: calls with a time limit, losses counted, weights in Ray's object store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+
+from klear_core.cluster.actors import to_tensors
+from klear_core.errors import TrainingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOST = (RayActorError, OutOfMemoryError)
+"""What a call raises whose actor is gone; the second, which is not one of the first, where Ray killed it to save the node's memory."""
+START_S = 300.0  # starting a process and loading a model may always take this long, however short a stall is
+
+
+class StoredWeights(Mapping[str, "Tensor"]):
+    """Weights in Ray's object store, fetched only if somebody here looks at them."""
+
+    def __init__(self, ref: ray.ObjectRef) -> None:
+        self.ref = ref
+
+    def __getitem__(self, name: str) -> Tensor:
+        return to_tensors(ray.get(self.ref))[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(ray.get(self.ref))
+
+    def __len__(self) -> int:
+        return len(ray.get(self.ref))
+
+
+class NotGiven(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
+    """An engine got none or not all of the learner's weights."""
+
+
+class Restarts:
+    """How many more actors may be lost."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
+        self.used = 0
+
+    def count(self, who: str, error: BaseException) -> None:
+        """One more; TrainingError if it is one too many."""
+        self.used += 1
+        if self.used > self.allowed:
+            raise TrainingError(f"{who} was lost; runtime.max_restarts = {self.allowed} allows no more") from error
+        log.warning("%s was lost (%s); starting another", who, type(error).__name__)
+
+
+async def within(awaitable: Awaitable[T], timeout_s: float, who: str, what: str) -> T:
+    """The result of a remote call, with its own errors raised as themselves; TrainingError names who did not do what in time."""
+    try:
+        return await asyncio.wait_for(_awaited(awaitable), timeout_s)
+    except RayTaskError as e:
+        raise cause_of(e) from e
+    except TimeoutError:
+        raise TrainingError(f"stalled: waited {timeout_s:g} s for {who} to {what}") from None
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What was raised in the actor, where Ray wrapped it."""
+    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+
+
+def rollout_name(index: int) -> str:
+    """For messages."""
+    return f"rollout actor {index}"
+
+
+async def _awaited(awaitable: Awaitable[T]) -> T:
+    return await awaitable

@@ -1,0 +1,48 @@
+"""All actors of a run, as the loop asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import ray
+
+from klear_core.cluster.calls import Restarts
+from klear_core.cluster.placement import check_cpu_is_meant, is_direct, plan_gpus
+from klear_core.cluster.rl_learner import RayLearner
+from klear_core.cluster.rollout_engines import RayPolicy
+from klear_core.errors import ResourceError
+from klear_core.generate.engine import TrainableEngine
+from klear_core.hf_config import read_hf_config
+from klear_core.rl.workers import LearnerHandle, RlRun
+from klear_core.train.base import model_folder
+
+
+class RayWorkers:
+    """`Workers` on the Ray that this process is connected to."""
+
+    def __init__(self) -> None:
+        self._learner: RayLearner | None = None
+        self._policy: RayPolicy | None = None
+
+    async def start(self, job: RlRun) -> tuple[LearnerHandle, TrainableEngine]:
+        """Learner ranks and rollout actors, started side by side. ResourceError if Ray is not there or has too few GPUs."""
+        if not ray.is_initialized():
+            raise ResourceError("Ray is not running in this process: call ray.init first")
+        gpus = plan_gpus(job.cfg, ray.cluster_resources().get("GPU", 0.0))
+        check_cpu_is_meant(job.cfg, gpus, read_hf_config(model_folder(job.model)).num_params)
+        restarts = Restarts(job.cfg.runtime.max_restarts)
+        self._learner = RayLearner(job, restarts, gpus.learner, is_direct=is_direct(job.cfg, gpus))
+        self._policy = RayPolicy(job, restarts, gpus.rollout, self._learner)
+        await asyncio.gather(self._learner.start(), self._policy.start())
+        return self._learner, self._policy
+
+    def status(self) -> str:
+        """The rollout actors and their requests."""
+        return self._policy.status() if self._policy else "no rollout actor"
+
+    async def close(self) -> None:
+        """End all actors."""
+        if self._policy is not None:
+            await self._policy.close()
+        if self._learner is not None:
+            self._learner.kill()

@@ -1,0 +1,391 @@
+"""Published test formats read into one CodeReference. DataError says what is wrong with a row; nothing is guessed.
+
+| source | shape |
+|---|---|
+| APPS, TACO, CodeContests as packed by others, KlearReasoner-CodeSub | `{"inputs": [...], "outputs": [...], "fn_name"?}` |
+| KlearReasoner-CodeSub, rLLM/DeepCoder | `{"functional": program or [programs]}`, `{"pytest": program}` |
+| rLLM/DeepCoder, Codeforces | `[{"input", "output", "testtype"?, "metadata"?: {"func_name"}}]` |
+| LiveCodeBench | `public_test_cases`, `private_test_cases` (JSON, or base64 of zlib of a pickled JSON text), `metadata` |
+| CodeContests | `public_tests`, `private_tests`, `generated_tests`: `{"input": [...], "output": [...]}`, `time_limit` |
+| MBPP, HumanEval, LeetCodeDataset | `test_list`; `prompt`, `test`, `entry_point` |
+| Klear | `{"kind": "code", "tests": {"type": "stdin" or "call" or "asserts", ...}}` |
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import io
+import json
+import pickle
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from klear_core.errors import DataError
+from klear_core.types import AssertTests, CallCase, CallTests, CodeReference, MathReference, Reference, StdinCase, StdinTests
+
+MAX_TESTS_BYTES = 256 << 20
+"""Unpacked tests of one problem; KlearReasoner-CodeSub has 278 KB a row, the largest LiveCodeBench problem some 100 MB."""
+
+_KLEAR_KEYS = {"kind", "tests", "time_limit_s", "memory_limit_mb", "is_order_free", "checker"}
+_TEST_KEYS = {"stdin": {"type", "cases"}, "call": {"type", "fn_name", "cases"}, "asserts": {"type", "code"}}
+_IO_KEYS = {"inputs", "outputs", "fn_name", "timeout", "max_test_cases", "time_limit", "memory_limit", "testtype"}
+_TEST_COLUMNS = ("tests", "input_output", "ground_truth")
+_CONTEST_COLUMNS = ("public_tests", "private_tests", "generated_tests")
+
+
+def reference_from_json(value: object) -> Reference:
+    """A reference in Klear's own form: `{"kind": "math", "answers": [...]}` or `{"kind": "code", "tests": {...}}`."""
+    if isinstance(value, Mapping) and value.get("kind") == "code":
+        return _klear_code(value)
+    match value:
+        case {"kind": "math", "answers": [*answers], **more} if not more:
+            if not answers or not all(isinstance(a, str) for a in answers):
+                raise DataError(f"reference.answers must be a non-empty list of strings, not {answers!r:.200}")
+            return MathReference(answers=tuple(answers))
+        case _:
+            raise DataError(
+                f'reference must be {{"kind": "math", "answers": [...]}} or {{"kind": "code", "tests": ...}}, not {value!r:.200}'
+            )
+
+
+def code_reference_from_row(row: Mapping[str, object]) -> CodeReference:
+    """The tests of one row of any format above, found by its columns; DataError if none fits or one is malformed."""
+    if row.get("kind") == "code":
+        return _klear_code(row)
+    if "public_test_cases" in row or "private_test_cases" in row:
+        return _livecodebench(row)
+    if any(column in row for column in _CONTEST_COLUMNS):
+        return _code_contests(row)
+    if "test_list" in row:
+        return _mbpp(row)
+    if "entry_point" in row and "test" in row:
+        return _entry_point(row)
+    if isinstance(row.get("reward_model"), Mapping):
+        return code_reference_from_row(row["reward_model"])  # type: ignore[arg-type]
+    for column in _TEST_COLUMNS:
+        if column in row:
+            return code_reference_from_tests(row[column], fn_name=_fn_name(row))
+    return code_reference_from_tests(row)
+
+
+def code_reference_from_tests(value: object, *, fn_name: str = "") -> CodeReference:
+    """The tests themselves: a JSON text, a dict of lists or programs, or a list of cases."""
+    tests = _unpack(value)
+    if isinstance(tests, Mapping) and "inputs" in tests and "outputs" in tests:
+        return _inputs_outputs(tests, fn_name)
+    match tests:
+        case {"functional": programs}:
+            return _asserts(programs)
+        case {"pytest": program}:
+            return _pytest(program)
+        case {"inputs_file": _}:
+            raise DataError("tests in separate files (inputs_file, outputs_file) are not supported: inline them")
+        case {"fn_name": str(name), "tests": cases} | {"func_name": str(name), "tests": cases}:
+            return code_reference_from_tests(cases, fn_name=name)
+        case [str(), *_]:
+            return _asserts(tests)
+        case [{"input": _, "output": _}, *_]:
+            return _case_list(tests, fn_name)
+        case [] | dict() if not tests:
+            raise DataError("the test list is empty")
+        case dict():
+            raise DataError(f"unknown test keys {sorted(map(str, tests))[:8]}; see klear_core/data/references.py for what is read")
+        case _:
+            raise DataError(f"tests must be an object or a list, not {type(tests).__name__}: {tests!r:.200}")
+
+
+def _klear_code(value: Mapping[str, object]) -> CodeReference:
+    _refuse_unknown(value, _KLEAR_KEYS, "reference")
+    tests = value.get("tests")
+    if not isinstance(tests, Mapping):
+        raise DataError(f"reference.tests must be one object with a type, not {type(tests).__name__}: {tests!r:.200}")
+    if tests.get("type") not in _TEST_KEYS:
+        raise DataError(f'reference.tests must have "type" stdin, call or asserts, not {tests!r:.200}')
+    kind = str(tests["type"])
+    _refuse_unknown(tests, _TEST_KEYS[kind], f"reference.tests of type {kind}")
+    parsed = _klear_tests(kind, tests)
+    time_limit, memory_limit = value.get("time_limit_s"), value.get("memory_limit_mb")
+    if not (time_limit is None or (_is_number(time_limit) and time_limit > 0)):  # type: ignore[operator]
+        raise DataError(f"reference.time_limit_s must be a positive number, not {time_limit!r}")
+    if not (memory_limit is None or (isinstance(memory_limit, int) and not isinstance(memory_limit, bool) and memory_limit > 0)):
+        raise DataError(f"reference.memory_limit_mb must be a positive integer, not {memory_limit!r}")
+    is_order_free, checker = value.get("is_order_free", False), value.get("checker", "")
+    if not isinstance(is_order_free, bool) or not isinstance(checker, str):
+        raise DataError("reference.is_order_free must be true or false, reference.checker a string")
+    return CodeReference(
+        tests=parsed,
+        time_limit_s=None if time_limit is None else float(time_limit),  # type: ignore[arg-type]
+        memory_limit_mb=memory_limit,
+        is_order_free=is_order_free,
+        checker=checker,
+    )
+
+
+def _klear_tests(kind: str, tests: Mapping[str, object]) -> StdinTests | CallTests | AssertTests:
+    if kind == "asserts":
+        return _asserts(tests.get("code")).tests
+    cases = tests.get("cases")
+    keys = {"input", "output"} if kind == "stdin" else {"args", "expected"}
+    if not isinstance(cases, Sequence) or isinstance(cases, str) or not cases:
+        raise DataError("reference.tests.cases must be a non-empty list")
+    for i, case in enumerate(cases):
+        if not isinstance(case, Mapping) or set(case) != keys:
+            raise DataError(f"reference.tests.cases[{i}] must have exactly {sorted(keys)}, not {case!r:.200}")
+    if kind == "stdin":
+        return StdinTests(cases=tuple(_stdin_case(c["input"], c["output"], i) for i, c in enumerate(cases)))
+    fn_name = tests.get("fn_name")
+    if not isinstance(fn_name, str) or not fn_name.isidentifier():
+        raise DataError(f"reference.tests.fn_name must be a Python name, not {fn_name!r}")
+    return CallTests(fn_name=fn_name, cases=tuple(_call_case(c["args"], c["expected"], i) for i, c in enumerate(cases)))
+
+
+def _inputs_outputs(tests: Mapping[Any, Any], fn_name: str) -> CodeReference:
+    _refuse_unknown(tests, _IO_KEYS, "tests")
+    inputs, outputs = tests["inputs"], tests["outputs"]
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise DataError("tests.inputs and tests.outputs must be lists of one length")
+    if not inputs:
+        raise DataError("the test list is empty")
+    timeout = tests.get("timeout")
+    limit = float(timeout) if _is_number(timeout) else None  # type: ignore[arg-type]
+    name = tests.get("fn_name") or fn_name
+    if name:
+        if not isinstance(name, str):
+            raise DataError(f"tests.fn_name must be a string, not {name!r:.100}")
+        is_wrapped = all(isinstance(o, list) and len(o) == 1 for o in outputs)  # APPS puts each result into a list of its own
+        expected = [o[0] for o in outputs] if is_wrapped else outputs
+        cases = tuple(_call_case(a, e, i) for i, (a, e) in enumerate(zip(inputs, expected, strict=True)))
+        return CodeReference(tests=CallTests(fn_name=name, cases=cases), time_limit_s=limit)
+    stdin = tuple(_stdin_case(_lines(i), _lines(o), n) for n, (i, o) in enumerate(zip(inputs, outputs, strict=True)))
+    return CodeReference(tests=StdinTests(cases=stdin), time_limit_s=limit)
+
+
+def _case_list(cases: Sequence[object], fn_name: str) -> CodeReference:
+    stdin: list[StdinCase] = []
+    calls: list[CallCase] = []
+    for i, case in enumerate(cases):
+        if not isinstance(case, Mapping) or "input" not in case or "output" not in case:
+            raise DataError(f"test {i} must have input and output, not {case!r:.200}")
+        metadata = case.get("metadata")
+        fn_name = fn_name or (str(metadata.get("func_name") or "") if isinstance(metadata, Mapping) else "")
+        if fn_name and case.get("testtype", "functional") == "functional":
+            calls.append(_lcb_call(case["input"], case["output"], i))
+        else:
+            stdin.append(_stdin_case(case["input"], case["output"], i))
+    if stdin and calls:
+        raise DataError(f"{len(stdin)} tests by standard input and {len(calls)} by calls in one problem")
+    if calls:
+        return CodeReference(tests=CallTests(fn_name=fn_name, cases=tuple(calls)))
+    return CodeReference(tests=StdinTests(cases=tuple(stdin)))
+
+
+def _livecodebench(row: Mapping[str, object]) -> CodeReference:
+    cases: list[object] = []
+    for column in ("public_test_cases", "private_test_cases"):
+        value = row.get(column)
+        if value:
+            unpacked = _unpack(_inflate(value) if column.startswith("private") and _is_packed(value) else value)
+            if not isinstance(unpacked, list):
+                raise DataError(f"{column} must be a list, not {type(unpacked).__name__}")
+            cases += unpacked
+    if not cases:
+        raise DataError("the test list is empty")
+    return _case_list(cases, _fn_name(row))
+
+
+def _code_contests(row: Mapping[str, object]) -> CodeReference:
+    cases: list[StdinCase] = []
+    for column in _CONTEST_COLUMNS:
+        tests = row.get(column) or {"input": [], "output": []}
+        match tests:
+            case {"input": list() as inputs, "output": list() as outputs} if len(inputs) == len(outputs):
+                cases += [_stdin_case(i, o, n) for n, (i, o) in enumerate(zip(inputs, outputs, strict=True), start=len(cases))]
+            case _:
+                raise DataError(f"{column} must hold lists input and output of one length, not {tests!r:.200}")
+    if not cases:
+        raise DataError("the test list is empty")
+    limit, memory = row.get("time_limit"), row.get("memory_limit_bytes")
+    seconds: Any = limit.get("seconds", 0) + limit.get("nanos", 0) / 1e9 if isinstance(limit, Mapping) else limit
+    return CodeReference(
+        tests=StdinTests(cases=tuple(cases)),
+        time_limit_s=float(seconds) if _is_number(seconds) and seconds > 0 else None,
+        memory_limit_mb=memory >> 20 if isinstance(memory, int) and memory >= 1 << 20 else None,
+    )
+
+
+def _mbpp(row: Mapping[str, object]) -> CodeReference:
+    tests = _unpack(row["test_list"])
+    if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
+        raise DataError(f"test_list must be a non-empty list of assertions, not {tests!r:.200}")
+    imports = row.get("test_imports") or []
+    setup = str(row.get("test_setup_code") or "")
+    before = "\n".join([*(imports if isinstance(imports, list) else []), setup]).strip()
+    return _asserts([f"{before}\n{test}" if before else test for test in tests])
+
+
+def _entry_point(row: Mapping[str, object]) -> CodeReference:
+    """HumanEval and LeetCodeDataset: `test` defines `check(candidate)`; the prompt's other definitions are the tests' own."""
+    test, entry_point, prompt = row["test"], row["entry_point"], row.get("prompt", "")
+    if not (isinstance(test, str) and isinstance(entry_point, str) and isinstance(prompt, str)) or "def check(" not in test:
+        raise DataError("prompt, test and entry_point must be strings and test must define check(candidate)")
+    helpers = _definitions_besides(prompt, entry_point)
+    return _asserts(f"{helpers}\n{test}\ncheck({entry_point})")
+
+
+def _definitions_besides(prompt: str, entry_point: str) -> str:
+    try:
+        body = ast.parse(prompt.rstrip() + "\n    pass\n" if prompt.rstrip().endswith(('"""', "'''", ":")) else prompt).body
+    except SyntaxError:
+        return ""  # LeetCodeDataset's older prompts are prose
+    kept = [node for node in body if getattr(node, "name", None) != entry_point and not _imports_package(node)]
+    return "\n".join(ast.unparse(node) for node in kept)
+
+
+def _imports_package(node: ast.stmt) -> bool:
+    """LeetCodeDataset's prelude imports sortedcontainers for the programs; tests need the standard library only."""
+    match node:
+        case ast.Import(names=names):
+            modules = [alias.name for alias in names]
+        case ast.ImportFrom(module=str(module)):
+            modules = [module]
+        case _:
+            return False
+    return any(module.split(".")[0] not in sys.stdlib_module_names for module in modules)
+
+
+def _asserts(programs: object) -> CodeReference:
+    listed = [programs] if isinstance(programs, str) else programs
+    if not isinstance(listed, list) or not listed or not all(isinstance(p, str) and p.strip() for p in listed):
+        raise DataError(f"assertions must be a program or a non-empty list of programs, not {programs!r:.200}")
+    for i, program in enumerate(listed):
+        try:
+            ast.parse(program)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+            raise DataError(f"test program {i} is not Python: {e}") from e
+    return CodeReference(tests=AssertTests(programs=tuple(listed)))
+
+
+def _pytest(program: object) -> CodeReference:
+    """Plain test functions become one program that calls them; fixtures and marks would need pytest itself."""
+    if not isinstance(program, str):
+        raise DataError(f"tests.pytest must be a program, not {type(program).__name__}")
+    try:
+        tree = ast.parse(program)
+    except (SyntaxError, ValueError) as e:
+        raise DataError(f"tests.pytest is not Python: {e}") from e
+    kept = [node for node in tree.body if not _imports_solution_or_pytest(node)]
+    functions = [n for n in kept if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
+    if not functions or any(n.args.args or n.decorator_list for n in functions):
+        raise DataError("tests.pytest must hold plain test functions without fixtures or marks")
+    calls = "\n".join(f"{n.name}()" for n in functions)
+    return _asserts("\n".join(ast.unparse(node) for node in kept) + "\n" + calls)
+
+
+def _imports_solution_or_pytest(node: ast.stmt) -> bool:
+    match node:
+        case ast.ImportFrom(module=module):
+            return module in ("solution", "pytest")
+        case ast.Import(names=names):
+            return all(alias.name in ("solution", "pytest") for alias in names)
+        case _:
+            return False
+
+
+def _lcb_call(raw_input: object, raw_output: object, i: int) -> CallCase:
+    """LiveCodeBench writes one JSON argument a line and the JSON result."""
+    if isinstance(raw_input, list):
+        return _call_case(raw_input, raw_output, i)
+    if not isinstance(raw_input, str) or not isinstance(raw_output, str):
+        raise DataError(f"test {i}: input and output of a call must be text or a list of arguments")
+    try:
+        args = [json.loads(line) for line in raw_input.split("\n") if line.strip()]
+        return _call_case(args, json.loads(raw_output), i)
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"test {i}: not JSON lines: {e}") from e
+
+
+def _call_case(args: object, expected: object, i: int) -> CallCase:
+    if not isinstance(args, list):
+        raise DataError(f"test {i}: the arguments of a call must be a list, not {args!r:.200}")
+    try:
+        return CallCase(args_json=json.dumps(args), expected_json=json.dumps(expected))
+    except (TypeError, ValueError, RecursionError) as e:
+        raise DataError(f"test {i}: not JSON: {e}") from e
+
+
+def _stdin_case(given: object, output: object, i: int) -> StdinCase:
+    if not isinstance(given, str) or not isinstance(output, str):
+        raise DataError(f"test {i}: input and output must be text, not {type(given).__name__} and {type(output).__name__}")
+    return StdinCase(input=given, output=output)
+
+
+def _lines(value: object) -> object:
+    """Some APPS and TACO rows keep a text as the list of its lines."""
+    return "\n".join(value) if isinstance(value, list) and all(isinstance(line, str) for line in value) else value
+
+
+def _fn_name(row: Mapping[str, object]) -> str:
+    for holder in (row, _unpack_or_none(row.get("metadata"))):
+        if isinstance(holder, Mapping):
+            for key in ("fn_name", "func_name"):
+                name = holder.get(key)
+                if isinstance(name, str) and name:
+                    return name
+    return ""
+
+
+def _unpack(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_TESTS_BYTES:
+        raise DataError(f"tests of {len(value)} characters; at most {MAX_TESTS_BYTES} are read")
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"tests are not JSON: {e}") from e
+
+
+def _unpack_or_none(value: object) -> object:
+    try:
+        return _unpack(value) if value else None
+    except DataError:
+        return None
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, str) and not value.lstrip().startswith("[")
+
+
+class _TextUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        raise DataError(f"private_test_cases pickles {module}.{name}; only text is read")
+
+
+def _inflate(value: object) -> str:
+    """LiveCodeBench's packing: base64 of zlib of a pickled JSON text. Nothing but text is unpickled."""
+    assert isinstance(value, str)
+    try:
+        inflater = zlib.decompressobj()
+        raw = inflater.decompress(base64.b64decode(value, validate=True), MAX_TESTS_BYTES)
+        if inflater.unconsumed_tail:
+            raise DataError(f"private_test_cases unpack to more than {MAX_TESTS_BYTES} bytes")
+        text = _TextUnpickler(io.BytesIO(raw)).load()
+    except (binascii.Error, ValueError, zlib.error, pickle.UnpicklingError, EOFError) as e:
+        raise DataError(f"private_test_cases cannot be unpacked: {e}") from e
+    if not isinstance(text, str):
+        raise DataError(f"private_test_cases pickle a {type(text).__name__}, not text")
+    return text
+
+
+def _refuse_unknown(value: Mapping[str, object], known: set[str], where: str) -> None:
+    unknown = sorted(set(map(str, value)) - known)
+    if unknown:
+        raise DataError(f"unknown keys in {where}: {unknown[:8]}; known are {sorted(known)}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,208 @@
+"""Judges a file of answers: what `klear judge` does. Verdicts stream: the first is there before the last row is read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from klear_core.config.verify import VerifyConfig
+from klear_core.data.references import reference_from_json
+from klear_core.errors import DataError
+from klear_core.types import CodeReference, Difficulty, Domain, MathReference, Outcome, Problem, Reference, Verdict
+from klear_core.verify.pool import JudgePool, build_verifier
+
+_IN_FLIGHT = 512
+_ROW_KEYS = {"id", "response", "reference"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRow:
+    """A row that does not fit; `line` counts from 1."""
+
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeSummary:
+    """What became of a file's rows: `num_rows` is the sum of `outcomes` and the bad rows."""
+
+    num_rows: int
+    outcomes: dict[Outcome, int]
+    num_full_score: int
+    mean_score: float | None
+    """Over the verdicts that are the model's doing; None if there is none."""
+    bad_rows: tuple[BadRow, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    answer_id: str
+    response: str
+    reference: Reference
+
+
+def judge_file(
+    path: Path,
+    cfg: VerifyConfig,
+    *,
+    out: Path | None = None,
+    bare_code: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> JudgeSummary:
+    """Judge the rows of a JSONL or Parquet file (`id`, `response`, `reference`); with `out`, write a row an answer there.
+
+    `bare_code`: a code row's `response` is the program itself. `progress(judged, read)` is called after each verdict.
+    DataError if the file cannot be read; rows that do not fit are counted. JudgeError and SandboxError: as JudgePool.judge.
+    """
+    bad_rows: list[BadRow] = []
+    verdicts: list[tuple[str, Verdict]] = []
+    waiting: deque[tuple[str, Future[Verdict]]] = deque()
+    num_rows = 0
+
+    with build_verifier(cfg) as pool:
+
+        def take_oldest() -> None:
+            answer_id, future = waiting.popleft()
+            verdict = future.result()
+            pool.health.record(verdict)
+            verdicts.append((answer_id, verdict))
+            if progress is not None:
+                progress(len(verdicts), num_rows)
+
+        for line, value in _rows(path):
+            num_rows += 1
+            answer = _answer_of(value, line)
+            if isinstance(answer, BadRow):
+                bad_rows.append(answer)
+                continue
+            waiting.append((answer.answer_id, _submit(pool, answer, bare_code=bare_code)))
+            while waiting and (len(waiting) >= _IN_FLIGHT or waiting[0][1].done()):
+                take_oldest()
+        while waiting:
+            take_oldest()
+        notes = pool.notes
+    if out is not None:
+        _write(out, verdicts)
+    return _summary(num_rows, verdicts, bad_rows, notes)
+
+
+def _submit(pool: JudgePool, answer: _Answer, *, bare_code: bool) -> Future[Verdict]:
+    if bare_code and isinstance(answer.reference, CodeReference):
+        return pool.submit_program(answer.answer_id, answer.reference, answer.response)
+    domain = Domain.MATH if isinstance(answer.reference, MathReference) else Domain.CODE
+    problem = Problem(
+        problem_id=answer.answer_id,
+        source="file",
+        domain=domain,
+        question="",
+        reference=answer.reference,
+        difficulty=Difficulty.UNKNOWN,
+    )
+    return pool.submit(problem, answer.response)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, object]]:
+    """(line from 1, parsed value); a line that is no JSON comes as the error that says so."""
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
+    try:
+        with path.open(encoding="utf-8", errors="surrogateescape") as f:
+            for line, text in enumerate(f, start=1):
+                if text.strip():
+                    yield line, _parse(text)
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read ({e.strerror})") from e
+
+
+def _parse(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        return DataError(f"not JSON: {e}")
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            line = 0
+            for batch in file.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    line += 1
+                    yield line, row
+    except (OSError, pa.ArrowInvalid) as e:
+        raise DataError(f"{path}: not a readable Parquet file ({e})") from e
+
+
+def _answer_of(value: object, line: int) -> _Answer | BadRow:
+    if isinstance(value, DataError):
+        return BadRow(line=line, reason=str(value))
+    if not isinstance(value, Mapping):
+        return BadRow(line=line, reason=f"a row must be an object, not {type(value).__name__}")
+    if set(value) != _ROW_KEYS:
+        missing, unknown = sorted(_ROW_KEYS - set(value)), sorted(map(str, set(value) - _ROW_KEYS))
+        parts = ([f"missing {missing}"] if missing else []) + ([f"unknown {unknown[:8]}"] if unknown else [])
+        return BadRow(line=line, reason=f"keys {' and '.join(parts)}; a row has exactly {sorted(_ROW_KEYS)}")
+    answer_id, response = value["id"], value["response"]
+    if not isinstance(answer_id, str | int) or isinstance(answer_id, bool):
+        return BadRow(line=line, reason=f"id must be text or a number, not {answer_id!r:.80}")
+    if not isinstance(response, str):
+        return BadRow(line=line, reason=f"response of {answer_id} must be text, not {type(response).__name__}")
+    try:
+        return _Answer(answer_id=str(answer_id), response=response, reference=reference_from_json(_plain(value["reference"])))
+    except DataError as e:
+        return BadRow(line=line, reason=f"reference of {answer_id}: {e}")
+
+
+def _plain(reference: object) -> object:
+    """Parquet keeps a reference as JSON text, or as a struct whose absent keys are null."""
+    if isinstance(reference, str):
+        parsed = _parse(reference)
+        if isinstance(parsed, DataError):
+            raise parsed
+        return parsed
+    if isinstance(reference, Mapping):
+        return {k: _plain(v) if isinstance(v, Mapping) else v for k, v in reference.items() if v is not None}
+    return reference
+
+
+def _write(out: Path, verdicts: list[tuple[str, Verdict]]) -> None:
+    rows = [_written(answer_id, verdict) for answer_id, verdict in verdicts]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.with_name(out.name + ".tmp")
+    if out.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        schema = pa.schema([("id", pa.string()), ("outcome", pa.string()), ("score", pa.float64()), ("detail", pa.string())])
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), beside, compression="zstd")
+    else:
+        beside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    beside.replace(out)
+
+
+def _written(answer_id: str, verdict: Verdict) -> dict[str, object]:
+    """A row of the output; `score` is null where the outcome says nothing about the model."""
+    score = verdict.score if verdict.outcome.is_models_doing else None
+    return {"id": answer_id, "outcome": verdict.outcome.value, "score": score, "detail": verdict.detail}
+
+
+def _summary(num_rows: int, verdicts: list[tuple[str, Verdict]], bad_rows: list[BadRow], notes: tuple[str, ...]) -> JudgeSummary:
+    scores = [v.score for _, v in verdicts if v.outcome.is_models_doing]
+    return JudgeSummary(
+        num_rows=num_rows,
+        outcomes=dict(Counter(v.outcome for _, v in verdicts)),
+        num_full_score=sum(s == 1.0 for s in scores),
+        mean_score=sum(scores) / len(scores) if scores else None,
+        bad_rows=tuple(bad_rows),
+        notes=notes,
+    )

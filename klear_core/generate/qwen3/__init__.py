@@ -1,0 +1,1 @@
+"""Our own sampler for the Qwen3 family, on CPU and CUDA."""

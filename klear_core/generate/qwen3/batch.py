@@ -1,0 +1,266 @@
+"""The running batch of the torch engine: rows join and leave between decode steps, and never influence each other.
+
+The first `num_running` cache rows are at work; when one ends, the last takes its place, so no step computes for the dead.
+Keys and values of a prompt are kept once for all rows that answer it, in a slot of a cache that rows share.
+Axis letters: R all rows there is room for, B rows at work, T positions of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from klear_core.generate.engine import SamplingParams
+from klear_core.generate.qwen3.model import KvCache, Qwen3, round_up
+from klear_core.generate.qwen3.native import NativeStep
+from klear_core.generate.qwen3.sampling import cut, draw, penalise
+from klear_core.generate.qwen3.slots import PrefixSlots
+from klear_core.generate.qwen3.state import RowState
+
+MIN_ROWS = 4
+"""Below this, matrix products take another kernel that sums in another order, and a row's bits depend on the batch size."""
+PREFILL_TOKENS = 16_384
+"""Padded tokens of one prefill pass; bounds its memory."""
+LEAST_OWN = 64
+"""Positions of its own that a row has room for from the start, if its budget is not smaller."""
+
+OwnerT = TypeVar("OwnerT")
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Row(Generic[OwnerT]):
+    """One sample under way. `end` is the length, prompt included, at which its budget is spent."""
+
+    owner: OwnerT
+    prompt_ids: tuple[int, ...]
+    key: int
+    params: SamplingParams
+    end: int
+    prefix_ids: tuple[int, ...] = ()
+    """The first tokens, whose keys and values lie in a shared slot."""
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """(index of the first new token, version of the weights that sample from there on)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRow(Generic[OwnerT]):
+    """A finished sample: the new tokens with the end token, if there is one."""
+
+    row: Row[OwnerT]
+    token_ids: tuple[int, ...]
+    logps: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+
+
+class Batch(Generic[OwnerT]):
+    """Static tensors of up to `max_rows` rows. Not thread-safe: one thread owns it."""
+
+    def __init__(self, model: Qwen3, native: NativeStep | None, *, stop_ids: Sequence[int], max_rows: int, version: int) -> None:
+        """`native` is made for this very model; without it, steps run as torch operations."""
+        self.max_rows, self.version = max_rows, version
+        self._model, self._native = model, native
+        self._shared, self._own = (KvCache(model.shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        self._slots = PrefixSlots()
+        self._state = RowState.empty(model.device)
+        self._stop_ids = self._ints(stop_ids)
+        self._rows: list[Row[OwnerT]] = []
+        self._is_truncated = self._is_penalised = False
+        self._longest = 0
+        """Index of the newest token of the longest row at work."""
+        self._longest_shared = self._longest_own = 0
+        """Most positions that any row at work has in a slot, and of its own."""
+
+    @property
+    def num_running(self) -> int:
+        """Rows at work."""
+        return len(self._rows)
+
+    def add(self, rows: Sequence[Row[OwnerT]]) -> None:
+        """Start these rows. All but the last prompt token are prefilled, once for samples of the same prompt."""
+        first, state = self.num_running, self._state
+        self._rows += rows
+        assert self.num_running <= self.max_rows, (self.num_running, self.max_rows)
+        self._reserve(self.num_running, max(len(row.prompt_ids) for row in rows) + 1)
+        new = slice(first, self.num_running)
+        state.position_R[new] = self._ints([len(row.prompt_ids) - 1 for row in rows])
+        state.end_R[new] = self._ints([row.end for row in rows])
+        state.keys_R[new] = self._ints([row.key for row in rows])
+        state.temperature_R[new] = self._reals([row.params.temperature for row in rows])
+        state.top_p_R[new] = self._reals([row.params.top_p for row in rows])
+        state.top_k_R[new] = self._ints([row.params.top_k for row in rows])
+        state.penalty_R[new] = self._reals([row.params.repetition_penalty for row in rows])
+        for i, row in enumerate(rows, start=first):
+            state.tokens_RT[i, : len(row.prompt_ids)] = self._ints(row.prompt_ids)
+            row.marks.append((0, self.version))
+            row.prefix_ids = row.prompt_ids[:-1]
+        self._share(first)
+        self._note_rows()
+
+    def step(self) -> list[EndedRow[OwnerT]]:
+        """One token for every row at work; the rows that ended with it, which have left the batch."""
+        num_rows = max(self.num_running, MIN_ROWS)
+        self._reserve(num_rows, self._longest + 2)
+        if num_rows > self.num_running:  # rows without an owner, there for the sake of MIN_ROWS
+            for tensor in (self._state.position_R, self._state.start_R, self._state.slot_R):
+                tensor[self.num_running : num_rows] = 0
+            self._state.penalty_R[self.num_running : num_rows] = 1  # 0 in room that no row has used: logits over 0 are no numbers
+        ended, are_stops = self._advance(num_rows)
+        self._longest += 1
+        self._longest_own += 1
+        if not ended:
+            return []
+        results = [self._result(i, is_stop=bool(is_stop)) for i, is_stop in zip(ended, are_stops, strict=True)]
+        self._remove(ended)
+        return results
+
+    def drop(self, is_unwanted: Callable[[OwnerT], bool]) -> None:
+        """Stop rows whose owner no longer waits."""
+        self._remove([i for i, row in enumerate(self._rows) if is_unwanted(row.owner)])
+
+    def renew(self, version: int) -> None:
+        """The weights have changed: compute all keys and values anew, in shared slots; further tokens are of this version."""
+        self.version = version
+        for i, (row, position) in enumerate(zip(self._rows, self._state.position_R.tolist(), strict=False)):
+            row.marks.append((position + 1 - len(row.prompt_ids), version))
+            row.prefix_ids = tuple(self._state.tokens_RT[i, :position].tolist())
+        self._slots = PrefixSlots()
+        self._share(0)
+        self._note_rows()
+
+    def _share(self, first: int) -> None:
+        """Give rows from `first` on the slots that hold their prefixes, and compute what no slot holds yet."""
+        prefixes = [row.prefix_ids for row in self._rows[first:]]
+        missing = {ids for ids in prefixes if ids not in self._slots}
+        slots = [self._slots.take(ids) for ids in prefixes]
+        slot_of = dict(zip(prefixes, slots, strict=True))
+        lengths = [len(ids) for ids in prefixes]
+        self._state.start_R[first : self.num_running] = self._ints(lengths)
+        self._state.slot_R[first : self.num_running] = self._ints(slots)
+        self._shared.reserve(
+            _grown(self._shared.num_rows, self._slots.num_slots, most=self.max_rows),
+            _grown(self._shared.length, max(lengths, default=0), most=self._model.shape.max_len),
+        )
+        for chunk in _chunks(sorted(missing - {()}, key=lambda ids: (len(ids), ids))):
+            width = round_up(len(chunk[-1]))
+            tokens_BT = self._ints([ids + (0,) * (width - len(ids)) for ids in chunk])
+            self._model.prefill(tokens_BT, self._shared, self._ints([slot_of[ids] for ids in chunk]))
+
+    def _advance(self, num_rows: int) -> tuple[list[int], list[int]]:
+        """Append a token to each row; which rows at work are done, and of those 1 where an end token did it."""
+        state, native = self._state, self._native
+        if native is None:
+            index_B, positions_B = torch.arange(num_rows, device=self._model.device), state.position_R[:num_rows]
+            tokens_B = state.tokens_RT[index_B, positions_B]
+            places = state.places(num_rows, longest_shared=self._longest_shared, longest_own=self._longest_own + 1)
+            logits_BV = self._model.decode(tokens_B, places, self._shared, self._own)
+        else:
+            logits_BV = native.decode(state, num_rows, self._shared, self._own)
+        if self._is_penalised:
+            seen_BL = self._seen(state.position_R[:num_rows], self._longest + 1)
+            logits_BV = penalise(logits_BV, seen_BL, state.penalty_R[:num_rows])
+        if native is None:
+            return self._draw(logits_BV, num_rows)
+        if self._is_truncated:
+            logits_BV = cut(logits_BV, state.decoding(num_rows))
+        return native.draw(logits_BV, state, self._stop_ids, num_running=self.num_running)
+
+    def _draw(self, logits_BV: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+        state = self._state
+        positions_B, index_B = state.position_R[:num_rows], torch.arange(num_rows, device=self._model.device)
+        tokens_B, logps_B = draw(logits_BV, positions_B, state.decoding(num_rows), is_truncated=self._is_truncated)
+        positions_B += 1
+        state.tokens_RT[index_B, positions_B] = tokens_B
+        state.logps_RT[index_B, positions_B] = logps_B
+        is_stop_B = torch.isin(tokens_B, self._stop_ids)
+        has_ended_B = is_stop_B | (positions_B + 1 >= state.end_R[:num_rows])
+        ended = has_ended_B[: self.num_running].nonzero()[:, 0]
+        return ended.tolist(), is_stop_B[ended].tolist()
+
+    def _seen(self, positions_B: Tensor, length: int) -> Tensor:
+        """Token ids that each row already holds, padded with its own first."""
+        tokens_BT = self._state.tokens_RT[: len(positions_B), :length]
+        is_past_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) <= positions_B[:, None]
+        return torch.where(is_past_BT, tokens_BT, tokens_BT[:, :1])
+
+    def _result(self, index: int, *, is_stop: bool) -> EndedRow[OwnerT]:
+        row = self._rows[index]
+        new = slice(len(row.prompt_ids), int(self._state.position_R[index]) + 1)
+        token_ids = tuple(self._state.tokens_RT[index, new].tolist())
+        starts = [start for start, _ in row.marks[1:]] + [len(token_ids)]
+        versions = [v for (start, v), end in zip(row.marks, starts, strict=True) for _ in range(start, end)]
+        return EndedRow(
+            row=row,
+            token_ids=token_ids,
+            logps=tuple(self._state.logps_RT[index, new].tolist()),
+            versions=tuple(versions),
+            finish_reason="stop" if is_stop else "length",
+        )
+
+    def _remove(self, indices: Sequence[int]) -> None:
+        if not indices:
+            return
+        num_left = self.num_running - len(indices)
+        gone = set(indices)
+        for i in indices:
+            self._slots.release(self._rows[i].prefix_ids)
+        holes = [i for i in indices if i < num_left]
+        movers = [i for i in range(num_left, self.num_running) if i not in gone]
+        if holes:
+            holes_R, movers_R = self._ints(holes), self._ints(movers)
+            self._move(movers_R, holes_R)
+            for hole, mover in zip(holes, movers, strict=True):
+                self._rows[hole] = self._rows[mover]
+        del self._rows[num_left:]
+        self._note_rows()
+
+    def _move(self, source_R: Tensor, target_R: Tensor) -> None:
+        if self._native is not None:
+            self._native.move(self._own, self._state, source_R, target_R, length=self._longest_own)
+        else:
+            self._own.move(source_R, target_R, length=self._longest_own)
+            self._state.move(source_R, target_R)
+
+    def _note_rows(self) -> None:
+        positions_B, starts_B = self._state.position_R[: self.num_running], self._state.start_R[: self.num_running]
+        counts = (positions_B, starts_B, positions_B - starts_B)
+        self._longest, self._longest_shared, self._longest_own = (int(count_B.max()) if self._rows else 0 for count_B in counts)
+        self._is_truncated = any(row.params.top_p < 1 or row.params.top_k > 0 for row in self._rows)
+        self._is_penalised = any(row.params.repetition_penalty != 1 for row in self._rows)
+
+    def _reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Room for rows of so many tokens, and for one more position of their own."""
+        num_rows = _grown(self._own.num_rows, max(num_rows, MIN_ROWS), most=max(self.max_rows, MIN_ROWS))
+        num_own = self._own.length
+        if self._longest_own >= num_own:
+            budget = max(row.end - len(row.prefix_ids) for row in self._rows)
+            num_own = _grown(num_own, max(self._longest_own + 1, min(budget, LEAST_OWN)), most=budget)
+        self._own.reserve(num_rows, num_own)
+        self._state.reserve(num_rows, _grown(self._state.tokens_RT.shape[1], num_tokens, most=self._model.shape.max_len))
+
+    def _ints(self, values: Sequence[object]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+
+    def _reals(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._model.device)
+
+
+def _grown(room: int, needed: int, *, most: int) -> int:
+    """Double what is too small, up to what can ever be needed: growing copies."""
+    return room if needed <= room else max(needed, min(most, 2 * room))
+
+
+def _chunks(prefixes: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Prefixes, shortest first, in lots of at most PREFILL_TOKENS after padding."""
+    chunk: list[tuple[int, ...]] = []
+    for ids in prefixes:
+        if chunk and round_up(len(ids)) * (len(chunk) + 1) > PREFILL_TOKENS:
+            yield chunk
+            chunk = []
+        chunk.append(ids)
+    if chunk:
+        yield chunk

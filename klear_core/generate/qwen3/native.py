@@ -1,0 +1,163 @@
+"""The decode step on CPU in float32: torch's matrix products with compiled C between them, for dispatching ops costs more than both.
+
+Axis letters: R all rows there is room for, B rows at work, C hidden size, V vocabulary, L cached positions, T positions of a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from klear_core.generate.qwen3.model import KvCache, Qwen3
+from klear_core.generate.qwen3.state import RowState
+from klear_core.native import COMPILERS, compile_c
+
+_LANES = 16
+_SOURCE = Path(__file__).with_name("decode.c")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Buffers:
+    """Working memory of B rows."""
+
+    x_BC: Tensor
+    normed_BC: Tensor
+    qkv: Tensor
+    attended: Tensor
+    gate_up: Tensor
+    activated: Tensor
+    logits_BV: Tensor
+    scratch: Tensor
+
+    def rows(self, num_rows: int) -> _Buffers:
+        return _Buffers(**{name: getattr(self, name)[:num_rows] for name in self.__slots__})
+
+
+class NativeStep:
+    """The C functions for one model, and their buffers. One thread owns it."""
+
+    @classmethod
+    def of(cls, model: Qwen3, *, compilers: Sequence[str] = COMPILERS) -> NativeStep | None:
+        """None where they cannot be had: another device or type, heads that do not fill vectors, or no compiler."""
+        s = model.shape
+        if model.device.type != "cpu" or model.dtype != torch.float32 or s.head_dim % _LANES:
+            return None
+        sizes = {
+            "HIDDEN": s.hidden_size,
+            "NUM_HEADS": s.num_heads,
+            "NUM_KV_HEADS": s.num_kv_heads,
+            "HEAD_DIM": s.head_dim,
+            "INTERMEDIATE": s.intermediate_size,
+            "VOCAB": s.vocab_size,
+        }
+        library = compile_c(_SOURCE, sizes, compilers=compilers)
+        return None if library is None else cls(model, library)
+
+    def __init__(self, model: Qwen3, library: ctypes.CDLL) -> None:
+        self._model, self._library = model, library
+        for name, kinds in _SIGNATURES.items():
+            getattr(library, name).argtypes = [_KINDS[kind] for kind in kinds]
+        weights = (model.qkv, model.out, model.gate_up, model.down)
+        self._layers = [tuple(w.T for w in layer) for layer in zip(*weights, strict=True)]
+        self._all = self._some = self._buffers(0, 0)
+        self._length = 0
+
+    def decode(self, state: RowState, num_rows: int, shared: KvCache, own: KvCache) -> Tensor:
+        """Logits_BV after the newest token of each of the first rows. Valid until the next call."""
+        m, lib, eps = self._model, self._library, self._model.shape.norm_eps
+        b = self._take(num_rows, shared, own)
+        position, start, slot = state.position_R.data_ptr(), state.start_R.data_ptr(), state.slot_R.data_ptr()
+        x, normed = b.x_BC.data_ptr(), b.normed_BC.data_ptr()
+        qkv, attended, scratch = b.qkv.data_ptr(), b.attended.data_ptr(), b.scratch.data_ptr()
+        cos, sin = m.cos_LD.data_ptr(), m.sin_LD.data_ptr()
+        tokens, width, first = state.tokens_RT.data_ptr(), state.tokens_RT.shape[1], m.norm1[0].data_ptr()
+        lib.embed(num_rows, tokens, width, position, m.embed.data_ptr(), x, first, normed, eps)
+        for i, (qkv_w, out_w, gate_up_w, down_w) in enumerate(self._layers):
+            torch.mm(b.normed_BC, qkv_w, out=b.qkv)
+            at_shared = (shared.keys[i].data_ptr(), shared.values[i].data_ptr(), shared.length)
+            at_own = (own.keys[i].data_ptr(), own.values[i].data_ptr(), own.length)
+            qk_norm = m.qk_norm[i].data_ptr()
+            lib.attend(num_rows, position, start, slot, qkv, qk_norm, cos, sin, *at_shared, *at_own, eps, scratch, attended)
+            b.x_BC.addmm_(b.attended, out_w)
+            lib.norm(num_rows, x, m.norm2[i].data_ptr(), normed, eps)
+            torch.mm(b.normed_BC, gate_up_w, out=b.gate_up)
+            lib.gate(num_rows, b.gate_up.data_ptr(), b.activated.data_ptr())
+            b.x_BC.addmm_(b.activated, down_w)
+            following = m.norm1[i + 1] if i + 1 < len(self._layers) else m.norm
+            lib.norm(num_rows, x, following.data_ptr(), normed, eps)
+        return torch.mm(b.normed_BC, m.head.T, out=b.logits_BV)
+
+    def draw(self, logits_BV: Tensor, state: RowState, stop_ids: Tensor, *, num_running: int) -> tuple[list[int], list[int]]:
+        """Append a token to every row, overwriting the logits; which rows are done, and of those 1 where an end token did it."""
+        ended_B, has_stopped_B = torch.empty(2, len(logits_BV), dtype=torch.int64)
+        count = self._library.draw(
+            len(logits_BV),
+            num_running,
+            logits_BV.data_ptr(),
+            state.keys_R.data_ptr(),
+            state.temperature_R.data_ptr(),
+            state.position_R.data_ptr(),
+            state.end_R.data_ptr(),
+            state.tokens_RT.shape[1],
+            state.tokens_RT.data_ptr(),
+            state.logps_RT.data_ptr(),
+            stop_ids.data_ptr(),
+            len(stop_ids),
+            ended_B.data_ptr(),
+            has_stopped_B.data_ptr(),
+        )
+        if count < 0:
+            raise FloatingPointError(f"logits of row {-1 - count} of the batch are not finite; are the weights?")
+        return ended_B[:count].tolist(), has_stopped_B[:count].tolist()
+
+    def move(self, cache: KvCache, state: RowState, source_R: Tensor, target_R: Tensor, *, length: int) -> None:
+        """Copy whole rows of both, of the cache up to `length` positions."""
+        count, source, target = len(source_R), source_R.data_ptr(), target_R.data_ptr()
+        for tensor in state.tensors():
+            size = tensor.stride(0) * tensor.element_size()
+            self._library.move_rows(count, source, target, tensor.data_ptr(), 1, size, size)
+        s = self._model.shape
+        for keys, values in zip(cache.keys, cache.values, strict=True):
+            position, row = keys.element_size(), cache.length * keys.element_size()
+            self._library.move_rows(count, source, target, keys.data_ptr(), s.num_kv_heads * s.head_dim, row, length * position)
+            position, row = s.head_dim * position, s.head_dim * row
+            self._library.move_rows(count, source, target, values.data_ptr(), s.num_kv_heads, row, length * position)
+
+    def _take(self, num_rows: int, shared: KvCache, own: KvCache) -> _Buffers:
+        length = shared.length + own.length
+        if len(self._all.x_BC) < num_rows or self._length < length:
+            self._all, self._length = self._buffers(own.num_rows, length), length
+            self._some = self._all.rows(num_rows)
+        elif len(self._some.x_BC) != num_rows:
+            self._some = self._all.rows(num_rows)
+        return self._some
+
+    def _buffers(self, num_rows: int, length: int) -> _Buffers:
+        s = self._model.shape
+        return _Buffers(
+            x_BC=torch.empty(num_rows, s.hidden_size),
+            normed_BC=torch.empty(num_rows, s.hidden_size),
+            qkv=torch.empty(num_rows, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim),
+            attended=torch.empty(num_rows, s.num_heads * s.head_dim),
+            gate_up=torch.empty(num_rows, 2 * s.intermediate_size),
+            activated=torch.empty(num_rows, s.intermediate_size),
+            logits_BV=torch.empty(num_rows, s.vocab_size),
+            scratch=torch.empty(num_rows, s.num_heads // s.num_kv_heads * length),
+        )
+
+
+_KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
+_SIGNATURES = {
+    "embed": "iplpppppf",
+    "norm": "ipppf",
+    "gate": "ipp",
+    "attend": "ippppppppplpplfpp",
+    "draw": "iippppplpppipp",
+    "move_rows": "ippplll",
+}
+"""Argument kinds of each function, as `decode.c` declares them."""

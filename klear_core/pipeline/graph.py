@@ -1,0 +1,151 @@
+"""The pipeline as data: which stages a config asks for, what each is made from, and which of them exist already.
+
+    benchmarks ─┬─► curate ─┬─► distill ─► sft ─► rl ─► rl_code
+    base ───────│───────────│──────────────┘      │
+                │           └─────────────────────┘ (problems)
+                └─► evaluate_base, evaluate_sft, evaluate_rl, … ─► report
+
+With `curate_rl` set, RL has problems of its own, curated beside the others.
+Fingerprints are chained from recipe to recipe, so the whole plan follows from the config and the content of local files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint
+from klear_core.artifacts.store import LocalStore
+from klear_core.config.jobs import BaseJob, BenchmarksJob, CurateJob, DistillJob, EvaluateJob, Job, ReportJob, RlJob, SftJob
+from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.errors import ConfigError
+
+CODE_VERSIONS = {"benchmarks": 1, "curate": 2, "base": 1, "distill": 2, "sft": 3, "rl": 6, "evaluate": 4, "report": 1}
+"""By kind. Raise a number when a change of code changes that stage's result: then it runs again, and what follows from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One node of the graph."""
+
+    name: str
+    """Unique in the pipeline: `evaluate_rl`."""
+    job: Job
+    inputs: Mapping[str, str]
+    """The stage that plays each role: `{"model": "sft"}`."""
+
+    @property
+    def kind(self) -> str:
+        """What it makes: `evaluate`."""
+        return self.job.kind
+
+
+def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
+    """Every stage of a pipeline, each after those it depends on."""
+    rl_code, curate_rl = config.rl_code, config.curate_rl
+    prompts = "curate_rl" if curate_rl else "curate"
+    models = ["base", "sft", "rl", *(["rl_code"] if rl_code else [])]
+    training: list[tuple[str, Job, dict[str, str]]] = [
+        ("benchmarks", BenchmarksJob.of(config), {}),
+        ("curate", CurateJob.of(config, config.curate), {"benchmarks": "benchmarks"}),
+        *([("curate_rl", CurateJob.of(config, curate_rl), {"benchmarks": "benchmarks"})] if curate_rl else []),
+        ("base", BaseJob.of(config), {}),
+        ("distill", DistillJob.of(config), {"problems": "curate"}),
+        ("sft", SftJob.of(config), {"model": "base", "traces": "distill"}),
+        ("rl", RlJob.of(config, config.rl), {"model": "sft", "problems": prompts}),
+    ]
+    stages = [Stage(name=name, job=job, inputs=inputs) for name, job, inputs in training]
+    if rl_code:
+        stages.append(Stage(name="rl_code", job=RlJob.of(config, rl_code), inputs={"model": "rl", "problems": prompts}))
+    for model in models:
+        roles = {"model": model, "benchmarks": "benchmarks"}
+        stages.append(Stage(name=f"evaluate_{model}", job=EvaluateJob.of(config), inputs=roles))
+    everything = {s.name: s.name for s in stages}
+    return (*stages, Stage(name="report", job=ReportJob.of(config), inputs=everything))
+
+
+def select_stages(stages: Sequence[Stage], *, only: str | None, from_: str | None, until: str | None) -> tuple[str, ...]:
+    """Names of the stages to run. A kind stands for all its stages (`evaluate`). ConfigError lists the names if one is unknown."""
+    if only and (from_ or until):
+        raise ConfigError("only is for one stage; it does not go with from or until")
+    names = [s.name for s in stages]
+    chosen = _indices(stages, only) if only else list(range(len(names)))
+    first = min(_indices(stages, from_)) if from_ else 0
+    last = max(_indices(stages, until)) if until else len(names) - 1
+    if first > last:
+        raise ConfigError(f"from {from_!r} comes after until {until!r}; the order is {', '.join(names)}")
+    return tuple(names[i] for i in chosen if first <= i <= last)
+
+
+def with_inputs(stages: Sequence[Stage], names: Collection[str]) -> tuple[Stage, ...]:
+    """The stages of these names and all that they are made from, in order."""
+    needed = set(names)
+    for stage in reversed(stages):
+        if stage.name in needed:
+            needed |= set(stage.inputs.values())
+    return tuple(s for s in stages if s.name in needed)
+
+
+def downstream_of(stages: Sequence[Stage], which: str) -> tuple[str, ...]:
+    """A stage (or all of a kind) and everything made from it, in order."""
+    found = {stages[i].name for i in _indices(stages, which)}
+    for stage in stages:
+        if found & set(stage.inputs.values()):
+            found.add(stage.name)
+    return tuple(s.name for s in stages if s.name in found)
+
+
+def stages_again(stages: Sequence[Stage], rerun_from: str | None, chosen: Collection[str]) -> tuple[str, ...]:
+    """Return the stages to make again although they are there: `rerun_from` and all that follows from it; None names none.
+
+    ConfigError if `rerun_from` is not among the stages to run, for then it would be taken away and not be made.
+    """
+    if rerun_from is None:
+        return ()
+    again = downstream_of(stages, rerun_from)
+    if not set(again[:1]) <= set(chosen):
+        raise ConfigError(f"rerun from {rerun_from!r}: it is not among the stages to run, which are {', '.join(chosen)}")
+    return again
+
+
+def fingerprints_of(stages: Sequence[Stage], workspace: WorkspaceConfig) -> dict[str, ArtifactId]:
+    """What each stage's artifact is called, by stage name, before anything has run."""
+    ids: dict[str, ArtifactId] = {}
+    for stage in stages:
+        made_from = {role: ids[name] for role, name in stage.inputs.items()}
+        ids[stage.name] = artifact_id(stage.job, made_from, workspace)
+    return ids
+
+
+def artifact_id(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> ArtifactId:
+    """What the artifact of this job on these inputs is called."""
+    records = input_records(job, inputs, workspace)
+    return ArtifactId(kind=job.kind, fingerprint=fingerprint(job.kind, CODE_VERSIONS[job.kind], job, records))
+
+
+def input_records(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> tuple[InputRecord, ...]:
+    """All inputs by role: the artifacts, by name of role, and then the local files that the job names."""
+    cache = workspace_root(workspace) / "file_hashes.json"
+    artifacts = [InputRecord(kind=i.kind, fingerprint=i.fingerprint, role=role) for role, i in sorted(inputs.items())]
+    files = [InputRecord(role=path, **file_ref(path, cache=cache).model_dump()) for path in job.files()]
+    return (*artifacts, *files)
+
+
+def workspace_root(workspace: WorkspaceConfig) -> Path:
+    """The workspace as an absolute path."""
+    return Path(workspace.root).expanduser().absolute()
+
+
+def open_store(workspace: WorkspaceConfig) -> LocalStore:
+    """The workspace's artifacts."""
+    return LocalStore(workspace_root(workspace) / "artifacts", checked_by=workspace.check_artifacts)
+
+
+def _indices(stages: Sequence[Stage], which: str) -> list[int]:
+    named = [i for i, s in enumerate(stages) if s.name == which]
+    found = named or [i for i, s in enumerate(stages) if s.kind == which]
+    if not found:
+        names = dict.fromkeys([*(s.name for s in stages), *(s.kind for s in stages)])
+        raise ConfigError(f"no stage {which!r}; there are {', '.join(names)}")
+    return found

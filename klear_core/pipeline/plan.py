@@ -1,0 +1,107 @@
+"""What a run would do about each stage: reuse it or run it, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import JsonValue
+
+from klear_core.artifacts.manifest import ArtifactId, InputRecord, Manifest, read_manifest
+from klear_core.artifacts.store import CheckedBy, LocalStore
+from klear_core.config.base import result_settings
+from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.errors import ArtifactError
+from klear_core.pipeline.graph import CODE_VERSIONS, Stage, fingerprints_of, input_records, open_store, stages_of, with_inputs
+
+_ABSENT = "(not set)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """What a run would do about one stage."""
+
+    stage: str
+    kind: str
+    fingerprint: str
+    action: Literal["run", "reuse", "damaged"]
+    """A damaged artifact is set aside by a run, and made again."""
+    why: str
+    """For `run`: how it differs from the nearest artifact of its kind. For `damaged`: what is wrong with it."""
+
+
+def plan_stages(
+    config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = (), checked_by: CheckedBy = "size"
+) -> list[StagePlan]:
+    """Return which of the chosen stages (None: all) a run would reuse, which it would run, and why. Runs nothing.
+
+    `again` names stages that are asked to be made anew. Artifacts are compared with their manifests by name and size, or byte by byte
+    if `checked_by` says so.
+    """
+    stages = stages_of(config)
+    names = {s.name for s in stages} if chosen is None else chosen
+    ids = fingerprints_of(with_inputs(stages, names), config.workspace)
+    store = LocalStore(open_store(config.workspace).root, checked_by=checked_by)
+    asked = dict.fromkeys(again, "asked to be made again")
+    return [_plan_one(stage, ids, config.workspace, store, asked.get(stage.name, "")) for stage in stages if stage.name in names]
+
+
+def _plan_one(stage: Stage, ids: Mapping[str, ArtifactId], workspace: WorkspaceConfig, store: LocalStore, asked: str) -> StagePlan:
+    """`asked` is why the stage runs although its artifact may be there; empty if it need not."""
+    own = ids[stage.name]
+    action: Literal["run", "reuse", "damaged"] = "run"
+    if asked:
+        why = asked
+    elif store.folder(own.kind, own.fingerprint).is_dir():
+        damage = store.damage(own.kind, own.fingerprint)
+        action = "damaged" if damage else "reuse"
+        why = f"{damage}; a run sets it aside and makes it again" if damage else "already made"
+    elif store.is_begun(own.kind, own.fingerprint):
+        why = "goes on from an unfinished attempt"
+    else:
+        records = input_records(stage.job, {role: ids[name] for role, name in stage.inputs.items()}, workspace)
+        why = _why(stage, records, [m for m in _manifests(store, stage.kind) if m.stage == stage.name])
+    return StagePlan(stage=stage.name, kind=own.kind, fingerprint=own.fingerprint, action=action, why=why)
+
+
+def _manifests(store: LocalStore, kind: str) -> Iterator[Manifest]:
+    for folder in store.folders(kind):
+        try:
+            yield read_manifest(folder)
+        except ArtifactError:
+            continue  # damaged: `create` sets it aside with a message when its turn comes
+
+
+def _why(stage: Stage, inputs: Sequence[InputRecord], others: Sequence[Manifest]) -> str:
+    """How a stage differs from the nearest artifact of its name, in the words of the config."""
+    if not others:
+        return "no artifact yet"
+    described = [(_differences(stage, inputs, m), m.created_at) for m in others]
+    nearest = min(described, key=lambda d: (len(d[0]), -d[1].timestamp()))[0]
+    shown = nearest[:3]
+    return "; ".join(shown) + (f"; and {len(nearest) - 3} more" if len(nearest) > 3 else "")
+
+
+def _differences(stage: Stage, inputs: Sequence[InputRecord], other: Manifest) -> list[str]:
+    """Every difference, the inputs' last: settings say more."""
+    found = []
+    if other.code_version != CODE_VERSIONS[stage.kind]:
+        found.append(f"code version: {other.code_version} -> {CODE_VERSIONS[stage.kind]}")
+    old, new = dict(_leaves(other.result_config)), dict(_leaves(result_settings(stage.job)))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key, _ABSENT) != new.get(key, _ABSENT):
+            found.append(f"{key}: {old.get(key, _ABSENT)} -> {new.get(key, _ABSENT)}")
+    before = {i.role: i.fingerprint for i in other.inputs}
+    found += [f"input {i.role} changed" for i in inputs if before.get(i.role) != i.fingerprint]
+    found += [f"input {role} is gone" for role in before.keys() - {i.role for i in inputs}]
+    return found
+
+
+def _leaves(value: JsonValue, path: str = "") -> Iterator[tuple[str, JsonValue]]:
+    """Dotted keys and their values; lists count as values, for their items have no names."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else key)
+    else:
+        yield path, value

@@ -1,0 +1,183 @@
+"""What an RL step looked like: sums over its tokens (N: loss tokens), counts for the curves, and a few answers for people to read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from klear_core.artifacts.records import read_shard, read_shards, write_shard
+from klear_core.config.rl import LossConfig
+from klear_core.rl.groups import TRAINED, Fates
+from klear_core.rl.losses import TokenLoss, TrainBatch
+from klear_core.train.parallel import World
+from klear_core.types import FinishReason, Outcome, Rollout, RolloutGroup
+
+_SHARES = {
+    "rl/entropy/mean": "entropy",
+    "rl/ratio/mean": "ratio",
+    "rl/ratio/bounded_frac": "bounded",
+    "rl/clip/low_frac": "low",
+    "rl/clip/high_frac": "high",
+    "rl/clip/dual_frac": "dual",
+    "rl/clip/erc_frac": "erc",
+    "rl/outside/positive_below_frac": "positive_below",
+    "rl/outside/negative_above_frac": "negative_above",
+    "rl/mismatch/truncated_frac": "truncated",
+    "rl/mismatch/masked_frac": "masked",
+}
+"""Metrics that are a column's mean over all tokens."""
+
+_SUMS = ("tokens", *_SHARES.values(), "pull", "pull_of_clipped")
+
+
+class TokenStats:
+    """Sums and extremes over the tokens of an update or a step, on this rank until they are taken `over` all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        self._extremes = torch.full((2,), -math.inf, device=device)  # of minus the log-ratio, and of the log-ratio
+
+    def add(
+        self, token: TokenLoss, batch: TrainBatch, entropy_N: Tensor, scale_N: Tensor, cfg: LossConfig, *, truncate_at: float | None
+    ) -> None:
+        """Count one chunk of tokens; `scale_N` is what each counts in the loss, `truncate_at` where its correction was cut."""
+        if token.loss_N.numel() == 0:
+            return
+        ratio_N = token.log_ratio_N.exp()
+        pull_N = (token.weight_N * batch.advantage_N * scale_N).abs()  # the size of the loss's gradient by the token's log-prob
+        columns = {
+            "tokens": torch.ones_like(ratio_N),
+            "entropy": entropy_N,
+            "ratio": token.log_ratio_N.double().exp(),
+            "bounded": token.bounded_N,
+            "low": token.low_N,
+            "high": token.high_N,
+            "dual": token.dual_N,
+            "erc": token.erc_N,
+            "positive_below": (batch.advantage_N > 0) & (ratio_N < 1 - cfg.eps_low),
+            "negative_above": (batch.advantage_N < 0) & (ratio_N > 1 + cfg.eps_high),
+            "truncated": torch.zeros_like(token.low_N) if truncate_at is None else batch.correction_N == truncate_at,
+            "masked": batch.correction_N == 0,
+            "pull": pull_N,
+            "pull_of_clipped": pull_N * token.clipped_N,
+        }
+        self._sums += torch.stack([columns[name].double() for name in _SUMS]).sum(dim=1)
+        extremes = torch.stack([-token.log_ratio_N.min(), token.log_ratio_N.max()])
+        self._extremes = torch.maximum(self._extremes, extremes)
+
+    def merge(self, other: TokenStats) -> None:
+        """Count the tokens of `other` too."""
+        self._sums += other._sums
+        self._extremes = torch.maximum(self._extremes, other._extremes)
+
+    def over(self, world: World) -> TokenStats:
+        """Those of all ranks together; every rank must call."""
+        total = TokenStats(world.device)
+        total._sums, total._extremes = world.sum(self._sums), world.max(self._extremes)
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        """Means over all tokens, the extremes of the ratio, and the clipped tokens' share of the pull. Empty if there was no token."""
+        sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
+        if sums["tokens"] == 0:
+            return {}
+        return {name: sums[column] / sums["tokens"] for name, column in _SHARES.items()} | {
+            "rl/ratio/min": math.exp(-self._extremes[0].item()),
+            "rl/ratio/max": math.exp(self._extremes[1].item()),
+            "rl/clip/pull_frac": sums["pull_of_clipped"] / sums["pull"] if sums["pull"] else 0.0,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRollout:
+    """One answer as the policy gave it at some step, for the report."""
+
+    step: int
+    problem_id: str
+    question: str
+    response: str
+    num_tokens: int
+    finish_reason: FinishReason
+    outcome: Outcome
+    score: float
+    reward: float
+
+
+def describe_groups(groups: Sequence[RolloutGroup], fates: Fates) -> dict[str, float]:
+    """Means over all answers that could be judged, and the fates of all groups and answers of the step.
+
+    `rl/pass/rate` is of answers that the verifier calls right, as in evaluation; for positive ones the reward's tags must be there too.
+    """
+    rollouts = [r for g in groups for r in g.rollouts]
+    by_group, by_rollout = fates.of("group"), fates.of("rollout")
+    metrics = {
+        "rl/groups/asked": float(sum(by_group.values())),
+        "rl/groups/kept": float(by_group.pop(TRAINED, 0)),
+        "rl/rollouts/trained": float(by_rollout.pop(TRAINED, 0)),
+        "rl/groups/dropped_zero_advantage": float(by_group.pop("zero_advantage", 0)),
+    }
+    metrics |= {f"rl/groups/dropped_{reason}": float(n) for reason, n in by_group.items()}
+    metrics |= {f"rl/rollouts/dropped_{reason}": float(n) for reason, n in by_rollout.items()}
+    return metrics | _rewards(rollouts) | _lengths(rollouts)
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    if not rollouts:
+        return {}
+    judged = [r for r in rollouts if r.verdict.outcome.is_models_doing]
+    failed = {"rl/judge/failed_frac": 1 - len(judged) / len(rollouts)}
+    if not judged:
+        return failed
+    return failed | {
+        "rl/reward/mean": sum(r.reward for r in judged) / len(judged),
+        "rl/pass/rate": sum(r.verdict.is_correct for r in judged) / len(judged),
+    }
+
+
+def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    if not rollouts:
+        return {}
+    lengths = [len(r.completion.token_ids) for r in rollouts]
+    return {
+        "rl/response/mean_tokens": sum(lengths) / len(lengths),
+        "rl/response/max_tokens": float(max(lengths)),
+        "rl/response/truncated_frac": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
+    }
+
+
+def show(folder: Path, groups: Sequence[RolloutGroup], *, step: int, num_groups: int = 2, num_samples: int = 2) -> None:
+    """Keep the first answers of a step in a shard of its own, so that a rerun of the step replaces it."""
+    shown = [_shown(step, g, r) for g in groups[:num_groups] for r in g.rollouts[:num_samples]]
+    write_shard(folder / f"{step:08d}.parquet", shown)
+
+
+def gather_shown(folder: Path, target: Path) -> None:
+    """All kept answers in one file, in step order."""
+    write_shard(target, list(read_shards(folder, ShownRollout)))
+
+
+def last_shown(folder: Path) -> str:
+    """The newest kept answer in a few words, with its problem's id; empty if there is none."""
+    for shard in sorted(folder.glob("*.parquet"), reverse=True):
+        for shown in read_shard(shard, ShownRollout):
+            return f"step {shown.step}, problem {shown.problem_id}: {shown.outcome}, score {shown.score:g}, {shown.num_tokens} tokens"
+    return ""
+
+
+def _shown(step: int, group: RolloutGroup, rollout: Rollout) -> ShownRollout:
+    return ShownRollout(
+        step=step,
+        problem_id=group.problem.problem_id,
+        question=group.problem.question,
+        response=rollout.completion.text,
+        num_tokens=len(rollout.completion.token_ids),
+        finish_reason=rollout.completion.finish_reason,
+        outcome=rollout.verdict.outcome,
+        score=rollout.verdict.score,
+        reward=rollout.reward,
+    )

@@ -1,0 +1,125 @@
+"""Causal attention over a packed line, plugged into any `transformers` model through its attention registry.
+
+Axis letters: T tokens, K query heads, G key and value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from inspect import signature
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from klear_core.errors import ConfigError
+from klear_core.train.kernels import attention_cpu
+from klear_core.train.packing import MicroBatch
+
+NAME = "klear"
+
+
+def register() -> None:
+    """Make `attn_implementation="klear"` known to transformers. It builds no mask: causality and row bounds are ours."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+
+
+def attend(
+    module: nn.Module,
+    query_1KTD: Tensor,
+    key_1GTD: Tensor,
+    value_1GTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    micro: MicroBatch | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: causal attention within each row of `micro`; the result has tokens before heads."""
+    assert attention_mask is None, "klear attention is given segments of a line, not masks"
+    if micro is None:  # a model that drops it would let packed rows see each other
+        raise ConfigError(f"{type(module).__name__} does not hand attention arguments down to its layers; Klear cannot pack rows for it")
+    _refuse_what_we_do_not_compute(module, others)
+    query_1KTD, key_1GTD, value_1GTD = micro.context.trade_tokens(query_1KTD, key_1GTD, value_1GTD)
+    q_TKD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_1KTD, key_1GTD, value_1GTD))
+    return micro.context.trade_heads(_attend(q_TKD, k_TGD, v_TGD, micro, scaling)[None]), None
+
+
+def _attend(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, micro: MicroBatch, scaling: float) -> Tensor:
+    if q_TKD.is_cuda and q_TKD.dtype in (torch.bfloat16, torch.float16):
+        assert len(micro.families) == len(micro.bounds), "the kernels know no shared prompts"
+        return _varlen_kernel(q_TKD, k_TGD, v_TGD, micro.bounds, micro.max_segment_len, scaling)
+    if attention_cpu.serves(q_TKD):
+        return attention_cpu.attend(q_TKD, k_TGD, v_TGD, micro.bounds, micro.families, scaling)
+    return by_segment(q_TKD, k_TGD, v_TGD, micro.bounds, micro.families, scaling)
+
+
+def by_segment(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, families: Tensor, scaling: float) -> Tensor:
+    """One call of torch's attention for each segment: for types and devices that no kernel of ours serves, and to check those."""
+    ends, outs = bounds.tolist(), []
+    for first, end in pairwise(families.tolist()):
+        prefix = slice(ends[first], ends[first + 1])
+        for segment in range(first, end):
+            own = slice(ends[segment], ends[segment + 1])
+            is_prefixed = segment > first
+            keys, values = ((torch.cat([x[prefix], x[own]]) if is_prefixed else x[own]) for x in (k_TGD, v_TGD))
+            outs.append(_lower_right(q_TKD[own], keys, values, scaling))
+    return torch.cat(outs)
+
+
+def _lower_right(q_TKD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scaling: float) -> Tensor:
+    """Causal attention of the last T of S tokens."""
+    num_queries, num_keys = len(q_TKD), len(k_SGD)
+    mask_TS = None
+    if num_keys > num_queries:
+        mask_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_TKD.device).tril(num_keys - num_queries)
+    q_1KTD, k_1GSD, v_1GSD = (x.transpose(0, 1)[None] for x in (q_TKD, k_SGD, v_SGD))
+    is_grouped = q_TKD.shape[1] != k_SGD.shape[1]
+    out_1KTD = scaled_dot_product_attention(
+        q_1KTD, k_1GSD, v_1GSD, attn_mask=mask_TS, is_causal=mask_TS is None, scale=scaling, enable_gqa=is_grouped
+    )
+    return out_1KTD[0].transpose(0, 1)
+
+
+def _varlen_kernel(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, max_len: int, scaling: float) -> Tensor:
+    out: Tensor
+    if _has_flash_attn():
+        from flash_attn import flash_attn_varlen_func
+
+        out = flash_attn_varlen_func(q_TKD, k_TGD, v_TGD, bounds, bounds, max_len, max_len, softmax_scale=scaling, causal=True)
+        return out
+    from torch.nn.attention.varlen import varlen_attn
+
+    how: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # all that came before, nothing after
+    if _varlen_attn_wants_gqa():
+        how["enable_gqa"] = True
+    out = varlen_attn(q_TKD, k_TGD, v_TGD, bounds, bounds, max_len, max_len, **how)  # type: ignore[assignment]
+    return out
+
+
+@cache
+def _has_flash_attn() -> bool:
+    return find_spec("flash_attn") is not None
+
+
+@cache
+def _varlen_attn_wants_gqa() -> bool:
+    """Before torch 2.12 grouped heads needed no flag."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
+def _refuse_what_we_do_not_compute(module: nn.Module, others: dict[str, Any]) -> None:
+    if others.get("dropout"):
+        raise ConfigError(
+            f"{type(module).__name__} has attention dropout {others['dropout']}; set attention_dropout to 0 in the model's config"
+        )
+    unknown = [k for k in ("sliding_window", "softcap", "s_aux", "position_bias") if others.get(k) is not None]
+    if unknown:
+        raise ConfigError(f"{type(module).__name__} uses {', '.join(unknown)}, which Klear's training does not compute")

@@ -1,0 +1,180 @@
+"""Norms, rotations and gates of a Qwen3 under training, each in one compiled pass, forward and backward, instead of five to ten.
+
+Here are the passes for float32 on CPU; those on CUDA are in `fused_cuda`. What is neither, and what is no plain Qwen3, goes through
+transformers' own operations as before.
+Axis letters: B rows, T tokens, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd import Function
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
+
+from klear_core.native import call, compile_c
+from klear_core.train.kernels import attention
+from klear_core.train.kernels.fused_cuda import kernels
+
+_SOURCE = Path(__file__).with_name("fused.c")
+_PART = 256
+"""Rows of one partial sum, as in the C source."""
+
+
+def fuse(hf: nn.Module) -> None:
+    """Let the modules of a transformers Qwen3 use the compiled passes; nothing changes for other models."""
+    if not any(type(m) is Qwen3Attention for m in hf.modules()):
+        return
+    for module in hf.modules():
+        fused = _FUSED.get(type(module))
+        if fused is not None:
+            module.__class__ = fused  # a class, not a closure: copies and shards of the model keep working
+
+
+class _Norm(Qwen3RMSNorm):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return kernels().norm(x, self.weight, self.variance_epsilon)
+        if not _fits(x, self.weight):
+            return super().forward(x)  # type: ignore[no-any-return]
+        return _NormPass.apply(x, self.weight, self.variance_epsilon)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Mlp(Qwen3MLP):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.hidden_act == "silu" and x.is_cuda:
+            return self.down_proj(kernels().gate(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        if self.config.hidden_act == "silu" and _fits(x, self.gate_proj.weight):
+            return self.down_proj(_GatePass.apply(_joined(x, self.gate_proj, self.up_proj)))  # type: ignore[no-any-return,no-untyped-call]
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+class _Attention(Qwen3Attention):  # type: ignore[misc]
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any) -> tuple[Tensor, None]:
+        if hidden_states.is_cuda:
+            qkv = self._on_cuda(hidden_states, *position_embeddings)
+        elif _fits(hidden_states, self.q_norm.weight, self.head_dim) and self.q_proj.bias is None:
+            qkv = self._on_cpu(hidden_states, *position_embeddings)
+        else:
+            return super().forward(hidden_states, position_embeddings, **others)  # type: ignore[no-any-return]
+        heads_first = (x.transpose(1, 2) for x in qkv)
+        dropout = self.attention_dropout if self.training else 0.0
+        out, _ = attention.attend(self, *heads_first, scaling=self.scaling, dropout=dropout, sliding_window=self.sliding_window, **others)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+    def _on_cuda(self, x: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, ...]:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q_BTHD, k_BTHD, v_BTHD = (p(x).view(*x.shape[:-1], -1, self.head_dim) for p in projections)
+        eps = self.q_norm.variance_epsilon
+        return *kernels().turn(q_BTHD, k_BTHD, self.q_norm.weight, self.k_norm.weight, cos_BTD, sin_BTD, eps), v_BTHD
+
+    def _on_cpu(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
+        angles = tuple(a.expand(*x.shape[:2], -1).contiguous() for a in angles)
+        qkv_BTHD = _joined(x, self.q_proj, self.k_proj, self.v_proj).view(*x.shape[:-1], -1, self.head_dim)
+        num_kv_heads = self.k_proj.out_features // self.head_dim
+        sizes = [qkv_BTHD.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
+        q_BTHD, k_BTHD, v_BTHD = torch.split(qkv_BTHD, sizes, dim=2)
+        return self._turned(q_BTHD, self.q_norm, angles), self._turned(k_BTHD, self.k_norm, angles), v_BTHD
+
+    def _turned(self, x_BTHD: Tensor, norm: Qwen3RMSNorm, angles: tuple[Tensor, ...]) -> Tensor:
+        return _TurnPass.apply(x_BTHD, norm.weight, *angles, norm.variance_epsilon)  # type: ignore[no-any-return,no-untyped-call]
+
+
+_FUSED: dict[type[nn.Module], type[nn.Module]] = {Qwen3RMSNorm: _Norm, Qwen3MLP: _Mlp, Qwen3Attention: _Attention}
+
+
+def _joined(x: Tensor, *projections: nn.Linear) -> Tensor:
+    """What all of them make of x, side by side: one wide product is faster than narrow ones, and its gradient for x needs no sum."""
+    return F.linear(x, torch.cat([p.weight for p in projections]))
+
+
+def _fits(x: Tensor, weight: Tensor, head_dim: int | None = None) -> bool:
+    """Whether the C functions serve these, and there are any on this machine."""
+    is_plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return is_plain and _library(head_dim or _ANY_HEAD_DIM) is not None
+
+
+class _NormPass(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, y = x.contiguous(), torch.empty(x.shape)
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        _call("norm_forward", x.numel() // len(weight), len(weight), x, weight, eps, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        num_rows, dx = x.numel() // len(weight), torch.empty_like(x)
+        parts = torch.zeros(-(-num_rows // _PART), len(weight))
+        _call("norm_backward", num_rows, len(weight), dy.contiguous(), x, weight, ctx.eps, dx, parts)
+        return dx, parts.sum(0), None
+
+
+class _TurnPass(Function):
+    """Norm of each head, then its rotation."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTHD: Tensor, weight: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, eps: float) -> Tensor:
+        x_BTHD, y_BTHD = x_BTHD.contiguous(), torch.empty(x_BTHD.shape)
+        ctx.save_for_backward(x_BTHD, weight, cos_BTD, sin_BTD)
+        ctx.eps = eps
+        num_tokens, num_heads = x_BTHD.shape[:2].numel(), x_BTHD.shape[2]
+        _call("turn_forward", num_tokens, num_heads, x_BTHD, weight, cos_BTD, sin_BTD, eps, y_BTHD, head_dim=len(weight))
+        return y_BTHD
+
+    @staticmethod
+    def backward(ctx: Any, dy_BTHD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x_BTHD, weight, cos_BTD, sin_BTD = ctx.saved_tensors
+        num_tokens, dx_BTHD = x_BTHD.shape[:2].numel(), torch.empty_like(x_BTHD)
+        parts = torch.zeros(-(-num_tokens // _PART), len(weight))
+        given = (num_tokens, x_BTHD.shape[2], dy_BTHD.contiguous(), x_BTHD, weight, cos_BTD, sin_BTD, ctx.eps)
+        _call("turn_backward", *given, dx_BTHD, parts, head_dim=len(weight))
+        return dx_BTHD, parts.sum(0), None, None, None
+
+
+class _GatePass(Function):
+    """silu(gate) * up, both halves of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        size = gate_up.shape[-1] // 2
+        y = torch.empty(*gate_up.shape[:-1], size)
+        ctx.save_for_backward(gate_up)
+        _call("gate_forward", gate_up.numel() // (2 * size), size, gate_up, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        grad, size = torch.empty_like(gate_up), gate_up.shape[-1] // 2
+        _call("gate_backward", gate_up.numel() // (2 * size), size, dy.contiguous(), gate_up, grad)
+        return grad
+
+
+_SIGNATURES = {
+    "norm_forward": "llppfp",
+    "norm_backward": "llpppfpp",
+    "turn_forward": "llppppfp",
+    "turn_backward": "llpppppfpp",
+    "gate_forward": "llpp",
+    "gate_backward": "llppp",
+}
+_ANY_HEAD_DIM = 16  # norms and gates are compiled with it and make no use of it
+
+
+@cache
+def _library(head_dim: int) -> ctypes.CDLL | None:
+    return compile_c(_SOURCE, {"HEAD_DIM": head_dim}, _SIGNATURES)
+
+
+def _call(name: str, *arguments: Tensor | float, head_dim: int = _ANY_HEAD_DIM) -> None:
+    call(_library(head_dim), name, *arguments)

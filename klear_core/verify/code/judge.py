@@ -1,0 +1,312 @@
+"""Judges one program in a jail: test by test, in lockstep, with the expected values on this side only.
+
+Runs in a worker process that keeps its jails from task to task. A jail that misbehaves is thrown away, and a test that it
+may have spoilt is run again in a fresh one, so that what is ours is never scored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+from klear_core.config.verify import CodeConfig, VerifyConfig
+from klear_core.types import AssertTests, CallTests, CodeReference, Outcome, StdinTests, Verdict
+from klear_core.verify.code.compare import same_output, same_value
+from klear_core.verify.sandbox.jail import Jail, JailBrokenError, JailReply, Status, TestLimits
+from klear_core.verify.sandbox.jail_command import Backend
+from klear_core.verify.sandbox.wire import WireError, plain_value
+from klear_core.verify.work import CodeTask
+
+_HARMLESS = (Status.OK, Status.EXITED)  # after any other end the jail is replaced, out of caution
+_TESTER_CPU_S = 20.0
+_TESTER_RECURSION_LIMIT = 50_000  # our helpers compare linked lists and trees by recursion
+_MAX_CALLS_PER_TEST = 100_000
+_SHOWN_CHARS = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestResult:
+    """How one test went. `is_timeout` counts towards the limit of tests that may run out of time."""
+
+    kind: Literal["passed", "failed", "broken", "timed_out"]
+    detail: str = ""
+    is_timeout: bool = False
+
+
+class CodeJudge:
+    """One worker's jails: one for programs, one (when first needed) for assertions and checkers."""
+
+    def __init__(self, backend: Backend, cfg: VerifyConfig) -> None:
+        self._backend: Backend = backend
+        self._cfg = cfg
+        self._programs = JailSlot(backend, cfg)
+        self._tests = JailSlot(backend, cfg)
+
+    def judge(self, task: CodeTask) -> Verdict:
+        """The verdict on a program; `sandbox_failed` if the jail broke twice."""
+        first_fault = ""
+        for _ in range(2):
+            try:
+                return self._judge(task)
+            except JailBrokenError as e:
+                first_fault = first_fault or str(e)
+                self.close()
+        return Verdict(outcome=Outcome.SANDBOX_FAILED, score=0.0, detail=first_fault)
+
+    def close(self) -> None:
+        """End both jails."""
+        self._programs.discard()
+        self._tests.discard()
+
+    def _judge(self, task: CodeTask) -> Verdict:
+        limits = limits_for(task.reference, self._cfg)
+        jail = self._programs.next_program()
+        loaded = jail.load(task.program, limits)
+        num_tests = task.num_tests
+        if loaded.status is Status.NOT_PYTHON:
+            return verdict_of(0, num_tests, f"0 of {num_tests} tests passed: {_shown(loaded.text)}", self._cfg.code)
+        if loaded.status is not Status.OK:
+            raise JailBrokenError(f"{loaded.status.name}: {loaded.text}")
+        num_passed = num_timeouts = 0
+        first_failure = ""
+        for i in range(num_tests):
+            result = self._run_test(task, i, limits)
+            match result.kind:
+                case "passed":
+                    num_passed += 1
+                case "broken":
+                    return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=f"test {i}: {result.detail}")
+                case "timed_out":
+                    return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"test {i}: {result.detail}")
+                case "failed":
+                    first_failure = first_failure or f"; test {i}: {result.detail}"
+                    num_timeouts += result.is_timeout
+                case _:
+                    assert_never(result.kind)
+            if num_timeouts >= self._cfg.code.max_timeouts or (first_failure and self._cfg.code.score == "hard"):
+                first_failure += f"; stopped after {i + 1}" if i + 1 < num_tests else ""
+                break
+        return verdict_of(num_passed, num_tests, f"{num_passed} of {num_tests} tests passed{first_failure}", self._cfg.code)
+
+    def _run_test(self, task: CodeTask, i: int, limits: TestLimits) -> TestResult:
+        tests = task.reference.tests
+        match tests:
+            case StdinTests():
+                case = tests.cases[i]
+                return self._run_stdin(task, case.input, case.output, limits)
+            case CallTests():
+                call = tests.cases[i]
+                return self._run_call(task, tests.fn_name, json.loads(call.args_json), json.loads(call.expected_json), limits)
+            case AssertTests():
+                return self._run_asserts(task, tests.programs[i], limits)
+            case _:
+                assert_never(tests)
+
+    def _run_stdin(self, task: CodeTask, given: str, expected: str, limits: TestLimits) -> TestResult:
+        jail = self._programs.jail_for(task.program, limits)
+        reply = jail.run(given.encode("utf-8", "surrogateescape"), limits)
+        self._programs.note(reply)
+        if reply.status is not Status.OK:
+            return _failure(reply, limits)
+        output = reply.data.decode("utf-8", "surrogateescape")
+        if task.reference.checker:
+            return self._check(task.reference.checker, given, output, expected)
+        if same_output(expected, output, self._cfg.code, is_order_free=task.reference.is_order_free):
+            return TestResult(kind="passed")
+        return TestResult(kind="failed", detail=f"wrong output {_shown(output)}, expected {_shown(expected)}")
+
+    def _run_call(self, task: CodeTask, fn_name: str, args: list[object], expected: object, limits: TestLimits) -> TestResult:
+        jail = self._programs.jail_for(task.program, limits)
+        with _session(self._programs, jail, "program", limits) as session:
+            reply = session.ask(json.dumps({"entry": fn_name, "args": args, "raw": True}).encode(), limits)
+            if reply.status is not Status.REPLIED:
+                return _failure(reply, limits)
+        try:
+            answer = plain_value(reply.data)
+        except WireError as e:
+            return TestResult(kind="failed", detail=_shown(str(e)))
+        if task.reference.checker:
+            return self._check(task.reference.checker, args, answer, expected)
+        if same_value(expected, answer, self._cfg.code, is_order_free=task.reference.is_order_free):
+            return TestResult(kind="passed")
+        return TestResult(kind="failed", detail=f"wrong result {_shown(repr(answer))}, expected {_shown(repr(expected))}")
+
+    def _run_asserts(self, task: CodeTask, source: str, limits: TestLimits) -> TestResult:
+        """The tests run in a jail of their own; each call they make of the program goes to the program's jail and back."""
+        programs = self._programs.jail_for(task.program, limits)
+        tester_limits = _tester_limits(self._cfg, limits)
+        tests = self._tests.jail()
+        with _session(self._tests, tests, "tester", tester_limits), _session(self._programs, programs, "program", limits):
+            question = tests.ask(json.dumps({"source": source}).encode(), tester_limits)
+            for _ in range(_MAX_CALLS_PER_TEST):
+                if question.status is not Status.REPLIED:
+                    return _tester_failure(question)
+                result = _test_verdict(question.data)
+                if result is not None:
+                    return result
+                answer = programs.ask(question.data, limits)
+                if answer.status is not Status.REPLIED:
+                    return _failure(answer, limits)
+                question = tests.ask(answer.data, tester_limits)
+        return TestResult(kind="failed", detail=f"more than {_MAX_CALLS_PER_TEST} calls", is_timeout=True)
+
+    def _check(self, checker: str, given: object, output: object, expected: object) -> TestResult:
+        tests = self._tests.jail()
+        limits = _tester_limits(self._cfg, None)
+        request = {"source": checker, "input": given, "output": output, "expected": expected}
+        with _session(self._tests, tests, "tester", limits):
+            reply = tests.ask(json.dumps(request).encode(), limits)
+        if reply.status is not Status.REPLIED:
+            return _tester_failure(reply)
+        result = _test_verdict(reply.data)
+        return result or TestResult(kind="broken", detail="the checker called the program")
+
+
+class JailSlot:
+    """Keeps one jail alive across programs, and replaces it after its share of programs or after anything unusual."""
+
+    def __init__(self, backend: Backend, cfg: VerifyConfig) -> None:
+        self._backend: Backend = backend
+        self._cfg = cfg
+        self._jail: Jail | None = None
+        self._num_programs = 0
+        self._must_load = False
+        self._is_tired = False
+
+    def jail(self) -> Jail:
+        """The jail, started if need be."""
+        if self._jail is not None and self._is_tired:
+            self.discard()
+        if self._jail is None:
+            self._jail = Jail(self._backend, self._cfg.limits)
+            self._is_tired = False
+            self._num_programs = 0
+            self._must_load = True
+        return self._jail
+
+    def next_program(self) -> Jail:
+        """The jail for another program."""
+        if self._num_programs >= self._cfg.limits.programs_per_jail:
+            self.discard()
+        jail = self.jail()
+        self._num_programs += 1
+        self._must_load = False
+        return jail
+
+    def jail_for(self, program: bytes, limits: TestLimits) -> Jail:
+        """The jail with the program loaded, again if the jail was replaced since."""
+        jail = self.jail()
+        if self._must_load:
+            if jail.load(program, limits).status is not Status.OK:
+                raise JailBrokenError("a program compiled in one jail and not in the next")
+            self._must_load = False
+        return jail
+
+    def note(self, reply: JailReply) -> None:
+        """Look at how a process ended; after anything but a plain exit the next test gets a fresh jail."""
+        if reply.status is Status.NO_FORK:
+            raise JailBrokenError(f"the jail could not start a process: {reply.text}")
+        self._is_tired |= reply.status not in _HARMLESS and reply.status is not Status.REPLIED
+
+    def discard(self) -> None:
+        """End the jail, if there is one."""
+        if self._jail is not None:
+            self._jail.kill()
+            self._jail = None
+
+
+@contextlib.contextmanager
+def _session(slot: JailSlot, jail: Jail, role: Literal["program", "tester"], limits: TestLimits):  # type: ignore[no-untyped-def]
+    slot.note(jail.open(role, limits))
+    try:
+        yield jail
+    finally:
+        jail.close_session()
+
+
+def limits_for(reference: CodeReference, cfg: VerifyConfig) -> TestLimits:
+    """A test's limits: the problem's own, made fit for Python, or the settings'."""
+    cpu_s = cfg.code.cpu_s if reference.time_limit_s is None else reference.time_limit_s * cfg.code.time_limit_scale
+    memory_mb = cfg.code.memory_mb if reference.memory_limit_mb is None else max(reference.memory_limit_mb, _LEAST_MEMORY_MB)
+    return TestLimits(
+        cpu_s=cpu_s,
+        wall_s=cpu_s * cfg.code.wall_factor + 2.0,
+        memory_mb=memory_mb,
+        output_bytes=cfg.limits.output_mb << 20,
+        recursion_limit=cfg.code.recursion_limit,
+    )
+
+
+_LEAST_MEMORY_MB = 256  # the interpreter's own share; problems' limits are meant for C++
+
+
+def verdict_of(num_passed: int, num_tests: int, detail: str, cfg: CodeConfig) -> Verdict:
+    """The score of a program that passed so many of its tests."""
+    fraction = num_passed / num_tests
+    match cfg.score:
+        case "soft":
+            score = fraction
+        case "hard":
+            score = float(num_passed == num_tests)
+        case "plus_minus":
+            score = 2 * fraction - 1
+        case _:
+            assert_never(cfg.score)
+    return Verdict(outcome=Outcome.SCORED, score=score, detail=detail)
+
+
+def _tester_limits(cfg: VerifyConfig, program: TestLimits | None) -> TestLimits:
+    """The tests' process waits while the program runs, so its wall clock includes the program's."""
+    wall_s = _TESTER_CPU_S * cfg.code.wall_factor + (program.wall_s if program else 0.0)
+    return TestLimits(
+        cpu_s=_TESTER_CPU_S,
+        wall_s=wall_s,
+        memory_mb=cfg.code.memory_mb,
+        output_bytes=cfg.limits.output_mb << 20,
+        recursion_limit=_TESTER_RECURSION_LIMIT,
+    )
+
+
+def _failure(reply: JailReply, limits: TestLimits) -> TestResult:
+    describe: dict[Status, Callable[[], str]] = {
+        Status.EXITED: lambda: f"exit status {reply.code}: {_shown(reply.text)}",
+        Status.SIGNALLED: lambda: f"killed by signal {reply.code}: {_shown(reply.text)}",
+        Status.CPU_LIMIT: lambda: f"more than {limits.cpu_s:g} s of CPU time",
+        Status.WALL_LIMIT: lambda: f"more than {limits.wall_s:g} s of wall clock",
+        Status.MEMORY_LIMIT: lambda: "too much memory in all",
+        Status.OUTPUT_LIMIT: lambda: f"more than {limits.output_bytes >> 20} MB of output",
+        Status.OK: lambda: "ended without a result",
+    }
+    if reply.status not in describe:
+        raise JailBrokenError(f"{reply.status.name}: {reply.text}")
+    is_timeout = reply.status in (Status.CPU_LIMIT, Status.WALL_LIMIT)
+    return TestResult(kind="failed", detail=describe[reply.status](), is_timeout=is_timeout)
+
+
+def _tester_failure(reply: JailReply) -> TestResult:
+    if reply.status in (Status.CPU_LIMIT, Status.WALL_LIMIT):
+        return TestResult(kind="timed_out", detail="the test program itself ran out of time")
+    return TestResult(kind="broken", detail=f"the test program ended: {reply.status.name} {_shown(reply.text)}")
+
+
+def _test_verdict(frame: bytes) -> TestResult | None:
+    """The tests' last word, or None for a call that the program must answer. Comes from the tests' jail."""
+    match json.loads(frame):
+        case {"passed": True}:
+            return TestResult(kind="passed")
+        case {"passed": False}:
+            return TestResult(kind="failed", detail="refused by the checker")
+        case {"failed": detail}:
+            return TestResult(kind="failed", detail=_shown(str(detail)))
+        case {"broken": detail}:
+            return TestResult(kind="broken", detail=_shown(str(detail)))
+        case _:
+            return None
+
+
+def _shown(text: str) -> str:
+    text = text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
+    return repr(text) if not text.isprintable() else text

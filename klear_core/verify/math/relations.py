@@ -1,0 +1,258 @@
+"""Inequalities, sets and named values by their text: what kind of statement an answer is, and which pairs algebra must compare.
+
+`x>3` says the same as `(3,\\infty)`, `x=1 or x=2` the same as `1,2`, and neither `>4` nor `\\neq 4` says 4.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from klear_core.verify.math.numbers import is_numeric
+
+_SIGN = re.compile(r"\\(?:le|ge|neq|in)(?![a-zA-Z])|[<>]")
+_NAME = r"(?:\\?[A-Za-z]+'?(?:_\{?\w+\}?)?(?:\((?:\\?[A-Za-z]+|\d+)\))?)"
+_NAMED = re.compile(rf"\s*({_NAME}|\((?:\s*{_NAME}\s*,)*\s*{_NAME}\s*\))\s*=(?!=)\s*(\S.*)", re.S)
+_IS_NAME = re.compile(_NAME)
+CONNECTIVE = re.compile(
+    r"\s*,?\s*(?:\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(or|and)\s*\}|(?<![A-Za-z\\{])(or|and)(?![A-Za-z}])|\\(lor|vee|land|wedge)(?![a-zA-Z])|;)\s*",
+    re.I,
+)
+_SET_BUILDER = re.compile(
+    rf"\\\{{\s*(?P<name>{_NAME})\s*(?:\\in\s*\\mathbb\s*\{{?R\}}?\s*)?(?:\\mid(?![a-zA-Z])|:|\\?\|)\s*(?P<body>.*)\\\}}", re.S
+)
+_SET = re.compile(r"\s*(?:[(\[]|\\\{|\\mathbb|\\emptyset|\\varnothing|\\left)|.*\\(?:cup|cap|setminus)(?![a-zA-Z])", re.S)
+_BRACKETS = re.compile(r"\\[{}]|[()\[\]{}]")
+_ABSOLUTE = re.compile(rf"(?:\\l?vert|\\?\|)\s*({_NAME})\s*(?:\\r?vert|\\?\|)")
+_FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq"}
+_MAX_PARTS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """A text as what it states. `region`: numbers between bounds, as interval texts (any reading may be meant); `named`: a value for each
+    of several names; `relation`: an inequality that is no region; `plain`: a value, a list or anything else."""
+
+    kind: Literal["plain", "region", "named", "relation"]
+    texts: tuple[str, ...]
+    names: tuple[str, ...] = ()
+
+
+def read_statement(text: str) -> Statement:
+    """The statement of a normalised text."""
+    builder = _SET_BUILDER.fullmatch(text.strip())
+    body = builder["body"].strip() if builder is not None else text
+    parts, joints = _split(body)
+    has_sign = any(_signs(part) for part in parts)
+    if has_sign:
+        return _read_region(parts, joints) or _read_membership(parts) or Statement(kind="relation", texts=(text,))
+    if builder is not None or len(parts) == 1 or len(parts) > _MAX_PARTS:
+        return Statement(kind="plain", texts=(text,))
+    return _read_list(parts)
+
+
+def compare_statements(gold: Statement, answer: Statement) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """Alternatives of (gold, answer) texts that must all be equal; empty if the two say different kinds of things."""
+    kinds = {gold.kind, answer.kind}
+    if kinds == {"region"}:
+        if gold.names and answer.names and gold.names != answer.names:
+            return ()
+        return tuple(((g, a),) for g, a in product(gold.texts, answer.texts))
+    if kinds == {"named"}:
+        if sorted(gold.names) != sorted(answer.names):
+            return ()
+        return (tuple((value, answer.texts[answer.names.index(name)]) for name, value in zip(gold.names, gold.texts, strict=True)),)
+    if kinds == {"named", "plain"}:
+        return _match_in_order(gold, answer)
+    if kinds == {"region", "plain"}:
+        plain = gold if gold.kind == "plain" else answer
+        is_set = _SET.match(plain.texts[0]) is not None
+        return tuple(((g, a),) for g, a in product(gold.texts, answer.texts)) if is_set else ()
+    if kinds in ({"plain"}, {"relation"}, {"region", "relation"}):
+        return tuple(((g, a),) for g, a in product(gold.texts, answer.texts))
+    return ()
+
+
+def _match_in_order(gold: Statement, answer: Statement) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """`b=-3, c=0` for `-3,0`: the values in their order, or in that of their names."""
+    named, plain = (gold, answer) if gold.kind == "named" else (answer, gold)
+    values = split_values(plain.texts[0])
+    if len(values) != len(named.names):
+        return ()
+    by_name = tuple(value for _, value in sorted(zip(named.names, named.texts, strict=True)))
+    orders = dict.fromkeys((named.texts, by_name))
+    sides = [zip(values, order, strict=True) if named is answer else zip(order, values, strict=True) for order in orders]
+    return tuple(tuple(pairs) for pairs in sides)
+
+
+def split_values(text: str) -> tuple[str, ...]:
+    """The values of a list, tuple or set."""
+    text = text.strip()
+    for opening, closing in (("(", ")"), (r"\{", r"\}")):
+        if text.startswith(opening) and text.endswith(closing) and len(_split(text)[0]) == 1:
+            text = text[len(opening) : -len(closing)]
+            break
+    return tuple(_split(text)[0])
+
+
+def _split(text: str) -> tuple[list[str], list[str]]:
+    """The parts between top-level commas, `or` and `and`, and what stands between them."""
+    parts: list[str] = []
+    joints: list[str] = []
+    start = 0
+    for position, end, joint in _joints(text):
+        parts.append(text[start:position].strip())
+        joints.append(joint)
+        start = end
+    parts.append(text[start:].strip())
+    if not all(parts):
+        return [text], []
+    return parts, joints
+
+
+def _joints(text: str) -> list[tuple[int, int, str]]:
+    found = [(m.start(), m.end(), _joint_name(m)) for m in CONNECTIVE.finditer(text)]
+    found += [(m.start(), m.end(), ",") for m in re.finditer(",", text) if not any(s <= m.start() < e for s, e, _ in found)]
+    depths = _depths(text)
+    return sorted(f for f in found if depths[f[0]] == 0)
+
+
+def _joint_name(match: re.Match[str]) -> str:
+    word = (match[1] or match[2] or match[3] or ",").lower()
+    return {"lor": "or", "vee": "or", "land": "and", "wedge": "and"}.get(word, word)
+
+
+def _depths(text: str) -> list[int]:
+    """How many brackets are open before each character. Interval brackets need not match in kind: `(0,1]`."""
+    depths = [0] * (len(text) + 1)
+    depth = previous = 0
+    for match in _BRACKETS.finditer(text):
+        depths[previous : match.start() + 1] = [depth] * (match.start() + 1 - previous)
+        depth = depth + 1 if match.group()[-1] in "([{" else max(0, depth - 1)
+        previous = match.start() + 1
+    depths[previous:] = [depth] * (len(text) + 1 - previous)
+    return depths
+
+
+def _signs(text: str) -> list[re.Match[str]]:
+    depths = _depths(text)
+    return [m for m in _SIGN.finditer(text) if depths[m.start()] == 0]
+
+
+def _read_membership(parts: list[str]) -> Statement | None:
+    """`x \\in S` states S."""
+    text = ", ".join(parts)
+    signs = _signs(text)
+    if len(signs) != 1 or signs[0].group() != r"\in":
+        return None
+    name, members = text[: signs[0].start()].strip(), text[signs[0].end() :].strip()
+    if _IS_NAME.fullmatch(name) is None or not members:
+        return None
+    return Statement(kind="plain", texts=(members,))
+
+
+def _read_region(parts: list[str], joints: list[str]) -> Statement | None:
+    regions = [_interval(part) for part in parts]
+    known = [region for region in regions if region is not None]
+    if len(known) != len(parts) or len(parts) > _MAX_PARTS:
+        return None
+    names = {name for name, _ in known if name}
+    texts = [text for _, text in known]
+    if len(names) > 1:
+        return None
+    readings = [r"\cup"] if "or" in joints else [r"\cap"]
+    if joints and set(joints) == {","} and not any(r"\neq" in part for part in parts):
+        readings = [r"\cup", r"\cap"]  # `x<-1, x>2` and `x>-2, x<7`
+    if len(set(joints) & {"or", "and"}) > 1:
+        return None
+    joined = [join.join(f"({text})" if r"\cup" in text and join == r"\cap" else text for text in texts) for join in readings]
+    return Statement(kind="region", texts=tuple(dict.fromkeys(joined)), names=tuple(names))
+
+
+def _interval(text: str) -> tuple[str, str] | None:
+    """The name and the interval of `x>3`, `3<x`, `-2 \\le x \\le 7`, `\\ge 4` or `x \\neq 4`."""
+    signs = _signs(text)
+    if not 1 <= len(signs) <= 2 or any(s.group() == r"\in" for s in signs):
+        return None
+    borders = [0, *(b for s in signs for b in s.span()), len(text)]
+    sides = [text[borders[i] : borders[i + 1]].strip() for i in range(0, len(borders), 2)]
+    relations = [s.group() for s in signs]
+    if len(sides) == 3:
+        return _between(sides, relations)
+    left, right = sides
+    relation = relations[0]
+    if is_bound(left) and right and not is_bound(right):
+        left, right, relation = right, left, _FLIPPED[relation]
+    absolute = _ABSOLUTE.fullmatch(left)
+    if is_bound(right) and absolute is not None:
+        return _around_zero(absolute[1], relation, right)
+    if not is_bound(right) or not (left == "" or _IS_NAME.fullmatch(left)):
+        return None
+    intervals = {
+        "<": rf"(-\infty,{right})",
+        r"\le": rf"(-\infty,{right}]",
+        ">": rf"({right},\infty)",
+        r"\ge": rf"[{right},\infty)",
+        r"\neq": rf"(-\infty,{right})\cup({right},\infty)",
+    }
+    return _name(left), intervals[relation]
+
+
+def _around_zero(name: str, relation: str, radius: str) -> tuple[str, str] | None:
+    """`|x|<1` is `(-1,1)`."""
+    intervals = {
+        "<": f"(-{radius},{radius})",
+        r"\le": f"[-{radius},{radius}]",
+        ">": rf"(-\infty,-{radius})\cup({radius},\infty)",
+        r"\ge": rf"(-\infty,-{radius}]\cup[{radius},\infty)",
+    }
+    is_plain = re.fullmatch(r"[^+\-<>]+", radius) is not None
+    return (_name(name), intervals[relation]) if is_plain and relation in intervals else None
+
+
+def _between(sides: list[str], relations: list[str]) -> tuple[str, str] | None:
+    low, name, high = sides
+    if not (is_bound(low) and is_bound(high) and _IS_NAME.fullmatch(name)) or r"\neq" in relations:
+        return None
+    if all(r in (">", r"\ge") for r in relations):
+        low, high, relations = high, low, [_FLIPPED[r] for r in reversed(relations)]
+    if not all(r in ("<", r"\le") for r in relations):
+        return None
+    opening = "(" if relations[0] == "<" else "["
+    closing = ")" if relations[1] == "<" else "]"
+    return _name(name), f"{opening}{low},{high}{closing}"
+
+
+def is_bound(text: str) -> bool:
+    """Whether a side of an inequality is a number."""
+    return text != "" and is_numeric(text) and re.search(r"\d|\\infty|\\pi", text) is not None and "=" not in text
+
+
+def _read_list(parts: list[str]) -> Statement:
+    """Values under names, or a list of values: `x=1 or x=2` is `1, 2`, and so is `x=1,2`."""
+    values: list[str] = []
+    names: list[str] = []
+    for part in parts:
+        named = _NAMED.fullmatch(part)
+        if named is not None and "=" not in named[2]:
+            names.append(_name(named[1]))
+            values.append(named[2].strip())
+        elif names or "=" not in part:
+            names.append(names[-1] if names else "")
+            values.append(part)
+        else:
+            names.append("")
+            values.append(part)
+    bases = {re.sub(r"_.*", "", name) for name in names}
+    is_each_named = all(names) and len(set(names)) == len(names)
+    if is_each_named and len(bases) > 1:
+        return Statement(kind="named", texts=tuple(values), names=tuple(names))
+    if len(bases) == 1:
+        return Statement(kind="plain", texts=(", ".join(values),))
+    return Statement(kind="plain", texts=(", ".join(parts),))
+
+
+def _name(text: str) -> str:
+    return re.sub(r"[\s{}]", "", text).lower()

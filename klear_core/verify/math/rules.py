@@ -1,0 +1,190 @@
+"""What is decided about a math answer by its text alone, and what is left to algebra. No sympy here."""
+
+from __future__ import annotations
+
+import re
+from typing import assert_never
+
+from klear_core.config.verify import MathConfig
+from klear_core.verify.math.choices import choice_verdict
+from klear_core.verify.math.numbers import based_number, has_split_digits, is_numeric, names_a_base
+from klear_core.verify.math.text import Answer, is_balanced, normalise, same_text_or_integers
+from klear_core.verify.math.values import ONE_WRAPPER, Pair, Question, compare_values, in_digits
+
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mbox|operatorname)\s*\{([^{}]*)\}")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
+_WORD_LIST = re.compile(r"[A-Za-z][A-Za-z', -]*")
+_SHORT_WORDS = frozenset({"yes", "no", "odd", "even", "on", "none", "true", "false", "not", "both", "all"})
+_CLOCK = re.compile(r"0*(\d{1,2})(?::(\d{2}))?(?::(\d{2}))?\s*(?:([ap])\.?\s*m\b\.?)?", re.I)
+_HEAVY = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap)(?![a-zA-Z])")
+_STATED = re.compile(r"\b[Aa]nswer(?: is|:)?[:\s*]++([^\n]{1,200}?)(?=\.?\**+(?:\s*+(?:\n|$)|\. [A-Z]))")
+_LABEL = re.compile(r"^\\(?:text|textrm|mbox|textbf|mathrm)\s*\{[^{}]*:\s*\}\s*|^(?:the )?(?:final |correct )?answer(?: is)?\s*:?\s+", re.I)
+_READ_AS_LIST = re.compile(r",\s*(?:\\[,;:> ]|~)")
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*\\?%")
+_EITHER = re.compile(r"\\(?:text|mbox|textrm)\s*\{\s*OR\s*\}")
+
+
+def usable_references(answers: tuple[str, ...], cfg: MathConfig) -> tuple[str, ...]:
+    r"""The normalised references that can be compared with; empty if there is none.
+
+    A reference that can be read in two ways (`12,\ 345` as a number and as two) counts in both.
+    """
+    counted = answers if cfg.references == "any" else answers[:1]
+    short = (a for a in counted if a.strip() and len(a) <= cfg.max_answer_chars and is_balanced(a))
+    return tuple(dict.fromkeys(reading for a in short for reading in _readings(a) if reading))
+
+
+def _readings(reference: str) -> list[str]:
+    texts = _EITHER.split(reference)
+    readings = [_first_side(normalise(text)) for text in texts]
+    if _READ_AS_LIST.search(reference):
+        readings += [normalise(text, commas_separate=True) for text in texts]
+    return readings
+
+
+def _first_side(reference: str) -> str:
+    """`0.56` of `0.56 = 56\\%`: the sides of a numeric equation are one value."""
+    sides = [side.strip() for side in reference.split("=")]
+    return sides[0] if _is_numeric_chain(sides) else reference
+
+
+def _is_numeric_chain(sides: list[str]) -> bool:
+    return len(sides) > 1 and all(side and is_numeric(side) for side in sides)
+
+
+def decide(golds: tuple[str, ...], answer: Answer, cfg: MathConfig) -> bool | Question:
+    """The verdict if text rules give one for any reference, else what algebra must decide (prose always goes there)."""
+    alternatives: list[tuple[Pair, ...]] = []
+    for gold in golds:
+        parts = []
+        for text in _texts_for(gold, answer, cfg):
+            part = _compare_text(gold, _normalise_for(gold, text), cfg)
+            if part is False:
+                break
+            parts.append(part)
+        else:
+            if all(part is True for part in parts):
+                return True
+            alternatives += _product([part for part in parts if not isinstance(part, bool)])
+    return Question(alternatives=tuple(alternatives)) if alternatives else False
+
+
+def _normalise_for(gold: str, text: str) -> str:
+    """The normalised answer; `81,256` is two values where the reference has two."""
+    normalised = normalise(text)
+    num_values = _count_values(gold)
+    if num_values > 1 and _count_values(normalised) != num_values:
+        separated = normalise(text, commas_separate=True)
+        if _count_values(separated) == num_values:
+            return separated
+    return normalised
+
+
+def _texts_for(gold: str, answer: Answer, cfg: MathConfig) -> tuple[str, ...]:
+    """The boxes that must all be right."""
+    match cfg.several_boxes:
+        case "agree":
+            return answer.texts
+        case "join":
+            return (", ".join(answer.texts),)
+        case "last":
+            num_values = _count_values(gold)
+            if num_values > 1 and len(answer.texts) == num_values and all(_count_values(t) == 1 for t in answer.texts):
+                return (", ".join(answer.texts),)  # `\boxed{2} and \boxed{3}` for a reference of two values
+            return answer.texts[-1:]
+        case _:
+            assert_never(cfg.several_boxes)
+
+
+def _count_values(text: str) -> int:
+    """How many values a bare comma list has; a tuple, set or interval is one value."""
+    depth = commas = 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        commas += char == "," and depth == 0
+    return commas + 1
+
+
+def prose_verdict(golds: tuple[str, ...], answer: Answer, cfg: MathConfig) -> bool | None:
+    """For text without a box: what the words after the last "answer is" settle where algebra could not, for letters and words."""
+    stated = _STATED.findall(re.sub(r"[ \t]+", " ", answer.texts[0]))
+    text = normalise(stated[-1].strip(" *:\n")) if stated else normalise(answer.texts[0])
+    verdicts = [
+        _first(same_text_or_integers(g, text), choice_verdict(g, text) if cfg.choices == "letter" else None, _word_verdict(g, text))
+        for g in golds
+    ]
+    if any(verdicts):
+        return True
+    return None if None in verdicts else False
+
+
+def _first(*verdicts: bool | None) -> bool | None:
+    return next((v for v in verdicts if v is not None), None)
+
+
+def _product(parts: list[Question]) -> list[tuple[Pair, ...]]:
+    combined: list[tuple[Pair, ...]] = [()]
+    for part in parts:
+        combined = [left + right for left in combined for right in part.alternatives][:16]
+    return combined
+
+
+def _compare_text(gold: str, answer: str, cfg: MathConfig) -> bool | Question:
+    choice = choice_verdict(gold, answer) if cfg.choices == "letter" else None
+    if choice is not None:
+        return choice
+    gold, answer = in_digits(gold), in_digits(answer)
+    same = _first(same_text_or_integers(gold, answer), _word_verdict(gold, answer), _based_verdict(gold, answer))
+    if same is not None:
+        return same
+    if _HEAVY.search(answer) and not _HEAVY.search(gold):
+        return False  # an unevaluated sum or integral restates the question
+    if has_split_digits(gold) or has_split_digits(answer):
+        return False  # `1 3` is no number, and algebra would make one of it
+    answer = _LABEL.sub("", answer)
+    if "%" in answer and _is_numeric_chain(answer.split("=")):
+        answer = _PERCENT.sub(r"\\frac{\1}{100}", answer)  # each side of `0.56 = 56\%` has its own sign
+    return compare_values(_LABEL.sub("", gold), answer, cfg)
+
+
+def _based_verdict(gold: str, answer: str) -> bool | None:
+    """`25_6` is neither 25 nor 17: a number that names its base is compared digit by digit, with one in that base."""
+    if not (names_a_base(gold) or names_a_base(answer)):
+        return None
+    return based_number(gold) == based_number(answer)
+
+
+def _word_verdict(gold: str, answer: str) -> bool | None:
+    """For references that are words or clock times, which algebra would take for products and ratios."""
+    clock = _clock_time(gold)
+    if clock is not None:
+        given = _CLOCK.fullmatch(_clock_text(answer))
+        if given is None:
+            return False
+        same_half = not (clock[3] and given[4]) or clock[3] == given[4].lower()
+        return clock[:3] == (int(given[1]), int(given[2] or 0), int(given[3] or 0)) and same_half
+    words = _unwrap(gold)
+    is_words = (_WORD_LIST if ONE_WRAPPER.fullmatch(gold) else _WORDS).fullmatch(words) is not None
+    if is_words and (_WRAPPED.search(gold) or len(words) >= 4 or words.lower() in _SHORT_WORDS):
+        return _letters(words) == _letters(_unwrap(answer))
+    return None
+
+
+def _clock_time(text: str) -> tuple[int, int, int, str] | None:
+    """Hour, minute, second and half of the day (or "") of `4:30 p.m.` or `9 a.m.`; None if it is no time of day."""
+    match = _CLOCK.fullmatch(_clock_text(text))
+    if match is None or not (match[2] or match[4]):
+        return None
+    return int(match[1]), int(match[2] or 0), int(match[3] or 0), (match[4] or "").lower()
+
+
+def _clock_text(text: str) -> str:
+    return re.sub(r"\s*:\s*", ":", _unwrap(text))
+
+
+def _unwrap(text: str) -> str:
+    return _WRAPPED.sub(r"\1", text).strip()
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z]+", " ", text.lower()).strip()

@@ -1,0 +1,167 @@
+"""From a whole model output to the text that counts as its math answer. Pure string work, linear in the response."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+
+from klear_core.config.verify import MathConfig
+from klear_core.verify.math.numbers import brace_short_fractions, join_thousands, read_mixed_numbers
+from klear_core.verify.math.prose import stated_answer
+from klear_core.verify.window import NoAnswer
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_BEFORE_NFKC = str.maketrans(
+    dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", "\\,") | {"\u211d": r"\mathbb{R}"}
+)
+"""Narrow and no-break spaces join digits; NFKC would make plain ones of them."""
+_SIGNS = str.maketrans(
+    {"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\u2044": "/", "\u00d7": r"\times ", "\u00f7": "/", "\u00b7": r"\cdot "}
+    | {"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx "}
+    | {"∈": r"\in ", "\u222a": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "\u2228": r"\lor ", "∧": r"\land "}
+)
+_SYNONYMS = (
+    (re.compile(r"\\(?:leq|leqslant|leqq)(?![a-zA-Z])|<=|=<"), r"\\le "),
+    (re.compile(r"\\(?:geq|geqslant|geqq)(?![a-zA-Z])|>="), r"\\ge "),
+    (re.compile(r"\\ne(?![a-zA-Z])|\\not\s*=|\\(?:neg|lnot)(?![a-zA-Z])"), r"\\neq "),  # not `!=`: 5!=120
+    (re.compile(r"=>|-+>"), r"\\to "),
+    (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
+    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+)
+_MIXED = re.compile(r"(?<=\d)(?=[¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])")
+_SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~|\s+")
+_SCIENTIFIC = re.compile(r"(?<![\w.\\}])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.])")
+_ORDINAL = re.compile(r"(?<=\d)(?:\^?\{?\\(?:text|mathrm|textrm)\{(?:st|nd|rd|th)\}\}?|(?:st|nd|rd|th)\b)")
+_LONE_BRACES = re.compile(r"(?<=[_^])\{(\w)\}")
+_SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])|\\displaystyle(?![a-zA-Z])")
+_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_BRACES = re.compile(r"\\[{}\\]|[{}]")
+_IDLE_SPACES = re.compile(r"(?<!\d) +| +(?!\d)")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,1000}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a response gives as its answer: boxed texts in order, or (`is_prose`) the text to search."""
+
+    texts: tuple[str, ...]
+    is_prose: bool
+
+
+def find_answer(window: str, cfg: MathConfig) -> Answer | NoAnswer:
+    """The answer in a response's window under the settings' rules of boxes and size."""
+    boxes = boxed_texts(window)
+    if not boxes:
+        return _prose_answer(window, cfg)
+    if boxes[-1] is None:
+        return NoAnswer(reason="the last box is not closed")
+    texts = tuple(box.strip() for box in boxes if box is not None)
+    if not texts[-1]:
+        return NoAnswer(reason="the last box is empty")
+    read = texts[-1:] if cfg.several_boxes == "last" else texts
+    for text in read:
+        if len(text) > cfg.max_answer_chars:
+            return NoAnswer(reason=f"the answer is longer than {cfg.max_answer_chars} characters")
+        if nesting(text) > cfg.max_nesting:
+            return NoAnswer(reason=f"the answer nests deeper than {cfg.max_nesting}")
+    return Answer(texts=texts[-64:], is_prose=False)
+
+
+def boxed_texts(text: str) -> list[str | None]:
+    """The contents of all outermost `\\boxed{}` in order; None for one that is never closed."""
+    contents: list[str | None] = []
+    position = 0
+    while (start := _BOX.search(text, position)) is not None:
+        end = _closing_brace(text, start.end())
+        if end is None:
+            contents.append(None)
+            break  # everything after it is inside it
+        contents.append(text[start.end() + 1 : end])
+        position = end
+    return contents
+
+
+def normalise(text: str, *, commas_separate: bool = False) -> str:
+    """Spelling differences that never change a math answer's value: Unicode forms, spaces, delimiters, thousands, mixed numbers.
+
+    With `commas_separate` a plain comma is never read as one of thousands: `81,256` is two values.
+    """
+    text = _MIXED.sub(" ", _SUPERSCRIPTS.sub(_raise, text.translate(_BEFORE_NFKC)))
+    text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
+    text = text.strip().rstrip(".。").strip()
+    for opening, closing in _DELIMITERS:
+        if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing):
+            text = text[len(opening) : len(text) - len(closing)].strip()
+    boxes = boxed_texts(text)
+    if len(boxes) == 1 and boxes[0] is not None and _BOX.match(text) and text.endswith("}"):
+        text = boxes[0]
+    text = _FRACTION.sub(r"\\frac", _SIZING.sub("", text))
+    text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", join_thousands(text, in_lists=not commas_separate))
+    for pattern, command in _SYNONYMS:
+        text = pattern.sub(command, text)
+    text = _LONE_BRACES.sub(r"\1", _ORDINAL.sub("", text))
+    text = _SPACES.sub(" ", brace_short_fractions(text)).strip().rstrip(".").strip()
+    return read_mixed_numbers(re.sub(" +", " ", text))
+
+
+def _raise(match: re.Match[str]) -> str:
+    return f"^{{{unicodedata.normalize('NFKC', match.group())}}}"
+
+
+def same_text_or_integers(gold: str, answer: str) -> bool | None:
+    """What two normalised answers say without algebra: equal text, or two plain integers; None if neither."""
+    if _IDLE_SPACES.sub("", gold) == _IDLE_SPACES.sub("", answer):
+        return True
+    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
+        return int(gold) == int(answer)
+    return None
+
+
+def is_balanced(text: str) -> bool:
+    """Whether every brace is closed (escaped ones are text)."""
+    depth = 0
+    for match in _BRACES.finditer(text):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def nesting(text: str) -> int:
+    """The greatest depth of any brackets."""
+    depth = deepest = 0
+    for char in text:
+        if char in "{([":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "})]":
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _prose_answer(window: str, cfg: MathConfig) -> Answer | NoAnswer:
+    if cfg.box == "required":
+        return NoAnswer(reason=r"no \boxed{}")
+    text = window.strip()
+    if not text:
+        return NoAnswer(reason="nothing after </think>")
+    statement = stated_answer(text[-cfg.max_prose_chars :])
+    if statement is None:
+        return NoAnswer(reason="no box, and no finished sentence at the end that states an answer")
+    return Answer(texts=(statement,), is_prose=True)
+
+
+def _closing_brace(text: str, opening: int) -> int | None:
+    depth = 0
+    for match in _BRACES.finditer(text, opening):
+        if match.group() == "{":
+            depth += 1
+        elif match.group() == "}":
+            depth -= 1
+            if depth == 0:
+                return match.start()
+    return None

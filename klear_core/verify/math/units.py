@@ -1,0 +1,253 @@
+"""Units behind a number: a table of known ones, with powers, products and quotients. What is not in it is no unit."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+
+from klear_core.verify.math.numbers import SCALES, is_numeric, spoken_number
+from klear_core.verify.math.unit_names import (
+    ADJECTIVES,
+    COUNTED_NOUNS,
+    GENERIC_NOUNS,
+    LONG_PREFIXES,
+    METRIC_UNITS,
+    OTHER_UNITS,
+    POWERS_AFTER,
+    POWERS_BEFORE,
+    PREFIXES,
+)
+
+Dimensions = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """What follows a value: its dimensions, its size in base units, what is counted, and the factor that a number word adds."""
+
+    dimensions: Dimensions = ()
+    size: Fraction = Fraction(1)
+    noun: str = ""
+    scale: int = 1
+
+
+NO_UNIT = Unit()
+
+
+def _known_units() -> dict[str, tuple[Fraction, dict[str, int]]]:
+    known: dict[str, tuple[Fraction, dict[str, int]]] = {}
+    for names, (size, dimensions) in OTHER_UNITS.items():
+        known |= dict.fromkeys(names.split(), (Fraction(size), dimensions))
+    for symbols, names, size, dimensions in METRIC_UNITS.values():
+        for base, prefixes in ((symbols, PREFIXES), (names, LONG_PREFIXES)):
+            for name in base.split():
+                known[name] = (Fraction(size), dimensions)
+                scaled = {prefix + name: (Fraction(size) * Fraction(10) ** power, dimensions) for prefix, power in prefixes.items()}
+                known |= {key: value for key, value in scaled.items() if key not in known}
+    return known
+
+
+_KNOWN = _known_units()
+
+_WRAPPER = re.compile(r"\\(?:text|mathrm|textrm|mbox|operatorname|textit|mathit|mathsf|rm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
+_TOKEN = re.compile(r"(?P<word>[^\W\d_]+\.?|¢)|\^\{?(?P<power>-?\d)\}?|(?P<per>/)|(?P<blank>\\cdot(?![a-zA-Z])|[\s*·⋅\-~()]|\\,)")
+
+
+def read_unit(text: str) -> Unit | None:
+    """The unit that a text is as a whole (`square feet`, `m/s^2`, `\\text{ million dollars}`, `different ways`); None if it is none."""
+    if len(text) > 120:
+        return None
+    text = _WRAPPER.sub(r" \1 ", text.replace(r"\mu", "µ"))
+    return _Parser().parse(_FRACTION.sub(r" \1/\2 ", text))
+
+
+class _Parser:
+    """The state of one reading: what has been multiplied so far."""
+
+    def __init__(self) -> None:
+        self._dimensions: Counter[str] = Counter()
+        self._size = Fraction(1)
+        self._noun = ""
+        self._scale = 1
+        self._last: tuple[Fraction, dict[str, int], int] | None = None
+        self._sign = 1
+        self._power = 1
+        self._num_words = 0
+
+    def parse(self, text: str) -> Unit | None:
+        position = 0
+        text = text.strip()
+        while position < len(text):
+            match = _TOKEN.match(text, position)
+            if match is None or not self._take(match):
+                return None
+            position = match.end()
+        if self._num_words == 0 or self._power != 1 or self._sign != 1:
+            return None
+        dimensions = tuple(sorted((name, power) for name, power in self._dimensions.items() if power))
+        return Unit(dimensions=dimensions, size=self._size, noun=self._noun, scale=self._scale)
+
+    def _take(self, match: re.Match[str]) -> bool:
+        if match["word"] is not None:
+            self._num_words += 1
+            return self._take_word(match["word"].rstrip("."))
+        if match["per"] is not None:
+            self._sign = -1
+            return True
+        return match["power"] is None or self._raise_last(int(match["power"]))
+
+    def _take_word(self, word: str) -> bool:
+        lower = word.lower()
+        if lower in SCALES or lower.removesuffix("s") in SCALES:
+            is_first = not self._dimensions and not self._noun
+            self._scale *= SCALES.get(lower) or SCALES[lower.removesuffix("s")]
+            return is_first
+        if lower in POWERS_BEFORE and self._power == 1 and lower != "square":
+            self._power = POWERS_BEFORE[lower]
+            return True
+        if lower in POWERS_AFTER:
+            return self._raise_last(POWERS_AFTER[lower])
+        if lower == "per":
+            self._sign = -1
+            return True
+        found = _lookup(word)
+        if found is not None:
+            size, dimensions = found
+            self._multiply(size, dimensions, self._sign * self._power)
+            self._last = (size, dimensions, self._sign * self._power)
+            self._sign = self._power = 1
+            return True
+        if lower == "square" and self._power == 1:
+            self._power = 2
+            return True
+        return self._take_counted(lower)
+
+    def _take_counted(self, word: str) -> bool:
+        if word in ("a", "an") and self._last is not None:
+            self._sign = -1  # 60 miles an hour
+            return True
+        if word in ADJECTIVES:
+            return True
+        noun = _singular(word)
+        if noun is None or self._power != 1:
+            return False
+        self._last, self._sign = None, 1
+        if noun in COUNTED_NOUNS and not self._noun:
+            self._noun = noun
+        return True
+
+    def _multiply(self, size: Fraction, dimensions: dict[str, int], power: int) -> None:
+        self._size *= size**power
+        for name, exponent in dimensions.items():
+            self._dimensions[name] += exponent * power
+
+    def _raise_last(self, power: int) -> bool:
+        if self._last is None or power == 0:
+            return False
+        size, dimensions, sign = self._last
+        self._multiply(size, dimensions, sign * (power - 1))
+        self._last = None
+        return True
+
+
+def _lookup(word: str) -> tuple[Fraction, dict[str, int]] | None:
+    if word in _KNOWN:
+        return _KNOWN[word]
+    if len(word) == 1:
+        return None  # `M` is molar, and `x` is a variable
+    lower = word.lower()
+    return _KNOWN.get(lower) or (_KNOWN.get(lower[:-1]) if lower.endswith("s") and len(lower) > 2 else None)
+
+
+def _singular(word: str) -> str | None:
+    for form in (word, word.removesuffix("s"), word.removesuffix("es")):
+        if form in GENERIC_NOUNS or form in COUNTED_NOUNS:
+            return form
+    return None
+
+
+def same_unit(gold: Unit, answer: Unit) -> bool:
+    """Whether both are measured in the same unit, or neither in any."""
+    return (gold.dimensions, gold.size, gold.noun) == (answer.dimensions, answer.size, answer.noun)
+
+
+def units_fit(gold: Unit, answer: Unit) -> bool:
+    """Whether a value in one unit can be one in the other: 5 apples are 5, and not 5 oranges or 5 cm."""
+    if gold.noun and answer.noun and gold.noun != answer.noun:
+        return False
+    if gold.dimensions and answer.dimensions:
+        return gold.dimensions == answer.dimensions or _are_both_degrees(gold.dimensions, answer.dimensions)
+    counted, measured = (gold, answer) if answer.dimensions else (answer, gold)
+    return not (counted.noun and measured.dimensions)
+
+
+def _are_both_degrees(gold: Dimensions, answer: Dimensions) -> bool:
+    """`20^\\circ` may stand for 20 degrees Celsius as well as Fahrenheit."""
+    names = {*gold, *answer}
+    return ("degree", 1) in names and names <= {("degree", 1), ("celsius", 1), ("fahrenheit", 1)}
+
+
+_CURRENCY = {"$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen"}
+_CURRENCY_BEFORE = re.compile(r"^([-+]?)\s*\\?([$€£¥])\s*(?=[-+\d.\\(])")
+_CURRENCY_AFTER = re.compile(r"(?<=\d)\s*\\?([$€£¥])$")
+_DEGREES = re.compile(r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*(?:\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}|([CF]))?$")
+_TAIL_TOKEN = re.compile(
+    r"(?P<wrapped>\\(?:text|mathrm|textrm|mbox|operatorname|textit|mathit|mathsf|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\})"
+    r"|(?P<unit>\\frac\{\\(?:text|mathrm)\{[^{}]*\}\}\{\\(?:text|mathrm)\{[^{}]*\}\})"
+    r"|(?P<other>\\(?!mu(?![a-zA-Z])|cdot(?![a-zA-Z]))[a-zA-Z]+)|(?P<bare>(?:\\mu\s*)?[^\W\d_]+\.?|¢)|(?P<per>/)"
+    r"|(?P<glue>\\cdot|\^\{?-?\d\}?(?!\d)|[\s*·⋅\-~()])|."
+)
+_MAX_UNIT_TOKENS = 24
+_OPERATORS = "+-*/^=<>,([{:_|&!"
+
+
+def split_unit(text: str) -> tuple[str, Unit]:
+    """The value and its unit; the whole text and NO_UNIT where what follows the value is no known unit."""
+    before = _CURRENCY_BEFORE.match(text)
+    if before is not None:
+        value, unit = split_unit(before[1] + text[before.end() :].strip())
+        is_money = unit.dimensions == () or unit.dimensions == ((_CURRENCY[before[2]], 1),)
+        return (value, _money(before[2], unit.scale)) if is_money else (text, NO_UNIT)
+    after = _CURRENCY_AFTER.search(text)
+    if after is not None:
+        return text[: after.start()].strip(), _money(after[1], 1)
+    degrees = _DEGREES.search(text)
+    if degrees is not None and degrees.start() > 0:
+        name = {"C": "celsius", "F": "fahrenheit", None: "degree"}[degrees[1] or degrees[2]]
+        return text[: degrees.start()].strip(), Unit(dimensions=((name, 1),))
+    return _split_tail(text)
+
+
+def _money(sign: str, scale: int) -> Unit:
+    return Unit(dimensions=((_CURRENCY[sign], 1),), scale=scale)
+
+
+def _split_tail(text: str) -> tuple[str, Unit]:
+    starts: list[tuple[int, bool]] = []
+    for match in _TAIL_TOKEN.finditer(text):
+        if match["wrapped"] or match["unit"] or match["bare"] or match["per"]:
+            starts.append((match.start(), match["bare"] is not None))
+        elif not match["glue"]:
+            starts.clear()  # the tail begins behind this
+    for start, is_bare in starts[-_MAX_UNIT_TOKENS:]:
+        value = text[:start].strip()
+        is_value = value != "" and value[-1] not in _OPERATORS and (not is_bare or _takes_bare_unit(value))
+        unit = read_unit(text[start:]) if is_value else None
+        if unit is not None:
+            return value, unit
+    return text, NO_UNIT
+
+
+def _takes_bare_unit(value: str) -> bool:
+    """Whether letters behind a value can be a unit: behind a number or its name, not behind a sum or a product of variables."""
+    number = value.rpartition("=")[2].strip()
+    is_sum = re.search(r"[^\s(^{][+-]", number.replace(" ", "")) is not None
+    return (is_numeric(number) and not is_sum) or spoken_number(number) is not None
+
+
+def is_glued_letter(text: str, value: str) -> bool:
+    """Whether the unit is one bare letter written against the number: `2m` may be twice m."""
+    return len(text) == len(value) + 1 and text[-1].isalpha()

@@ -1,0 +1,235 @@
+"""One jail as the host sees it: start it, send frames, get frames within a deadline, kill all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import marshal
+import os
+import select
+import struct
+import subprocess
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from klear_core.config.verify import SandboxConfig
+from klear_core.errors import SandboxError
+from klear_core.verify.sandbox import orphans
+from klear_core.verify.sandbox.jail_command import Account, Backend, account_for, clean_environment, jail_command
+
+_HEAD = struct.Struct(">BiIII")
+_MARSHAL_VERSION = 4  # read by every interpreter from 3.4 on, whatever runs on this side
+_SUPERVISOR_MODULES = ("kernel", "programs", "frames", "processes", "child")  # each imports only from those before it
+_CHILD_MODULES = ("values", "tester", "service")  # likewise
+_START_S = 20.0
+_END_S = 2.0
+_STARVED_FACTOR = 6  # the supervisor does not count the time a program waited for a core; the host bounds even that
+_GRACE_S = 15.0  # beyond the supervisor's own limits: it answers, or the jail is broken
+
+
+class Status(IntEnum):
+    """How a test ended, as the supervisor saw it; the numbers are those of guest/processes.py."""
+
+    OK = 0
+    EXITED = 1
+    SIGNALLED = 2
+    CPU_LIMIT = 3
+    WALL_LIMIT = 4
+    MEMORY_LIMIT = 5
+    OUTPUT_LIMIT = 6
+    NO_FORK = 7
+    REPLIED = 8
+    NOT_PYTHON = 9
+    READY = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestLimits:
+    """What one test's process may use."""
+
+    cpu_s: float
+    wall_s: float
+    memory_mb: int
+    output_bytes: int
+    recursion_limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JailReply:
+    """One answer of a supervisor. `code` is an exit status or a signal; `text` explains; `data` is the program's output."""
+
+    status: Status
+    code: int
+    cpu_ms: int
+    wall_ms: int
+    text: str
+    data: bytes
+
+
+class JailBrokenError(Exception):
+    """The jail did not start, died, or answered nonsense: nothing is known about the program."""
+
+
+class Jail:
+    """A running supervisor. Not thread-safe. After JailBrokenError only `kill` is of use."""
+
+    def __init__(self, backend: Backend, cfg: SandboxConfig) -> None:
+        self.backend = backend
+        self._cfg = cfg
+        account = account_for(cfg)
+        command = jail_command(backend, cfg, account)
+        self._process = _start(command, account)
+        orphans.LIVE_GUARDS.add(self._process.pid)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._to, False)
+        os.set_blocking(self._from, False)
+        try:
+            self.facts = self._greet()
+        except JailBrokenError as e:
+            self.kill()
+            raise JailBrokenError(f"{backend} did not start its interpreter: {e}") from e
+
+    def load(self, source: bytes, limits: TestLimits) -> JailReply:
+        """Compile the program that the next tests run."""
+        return self._call({"op": "program", "source": source, "memory_mb": limits.memory_mb}, 10.0)
+
+    def run(self, given: bytes, limits: TestLimits) -> JailReply:
+        """One run of the program on a standard input."""
+        return self._call({"op": "test", "input": given, **_as_dict(limits)}, limits.wall_s * _STARVED_FACTOR)
+
+    def open(self, role: Literal["program", "tester"], limits: TestLimits) -> JailReply:
+        """Begin a session: a process of the program (or of our test code) that answers `ask` until `close`."""
+        return self._call({"op": "open", "role": role, **_as_dict(limits)}, 1.0)
+
+    def ask(self, payload: bytes, limits: TestLimits) -> JailReply:
+        """One question to the session's process: REPLIED with its answer, or how it ended."""
+        return self._call({"op": "ask", "payload": payload}, limits.wall_s * _STARVED_FACTOR)
+
+    def close_session(self) -> JailReply:
+        """End the session's process and everything it started."""
+        return self._call({"op": "close"}, 1.0)
+
+    def kill(self) -> None:
+        """End the jail and everything in it: the supervisor sees its pipe close; if it does not end at once, it is killed.
+
+        A firejail that is killed leaves a small file of root's in /run/firejail behind; where we are root it is removed.
+        """
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            orphans.kill_tree(self._process)
+            orphans.forget_dead_jails()
+        orphans.LIVE_GUARDS.discard(self._process.pid)
+        orphans.reap_orphans()
+
+    def _greet(self) -> dict[str, str]:
+        supervisor = _supervisor_source()
+        self._write(struct.pack(">I", len(supervisor)) + supervisor, time.monotonic() + _START_S)
+        hello = {
+            "host_pid_ns": os.readlink("/proc/self/ns/pid"),
+            "is_jailed": self.backend != "rlimits-only",
+            "guest": list(_guest_modules(_CHILD_MODULES).items()),
+            "open_files": self._cfg.open_files,
+            "processes": self._cfg.processes,
+            "total_memory_mb": self._cfg.total_memory_mb,
+        }
+        reply = self._call(hello, _START_S)
+        if reply.status is not Status.READY:
+            raise JailBrokenError(f"unexpected greeting {reply.status.name}")
+        return dict(line.split("=", 1) for line in reply.text.splitlines())
+
+    def _call(self, request: dict[str, object], allowed_s: float) -> JailReply:
+        deadline = time.monotonic() + allowed_s + _GRACE_S
+        frame = marshal.dumps(request, _MARSHAL_VERSION)
+        self._write(struct.pack(">I", len(frame)) + frame, deadline)
+        size = struct.unpack(">I", self._read(4, deadline))[0]
+        if size < _HEAD.size or size > (self._cfg.output_mb << 20) + (1 << 20):
+            raise JailBrokenError(f"a frame of {size} bytes")
+        frame = self._read(size, deadline)
+        status, code, cpu_ms, wall_ms, text_size = _HEAD.unpack_from(frame)
+        text = frame[_HEAD.size : _HEAD.size + text_size].decode("utf-8", "replace")
+        return JailReply(status=Status(status), code=code, cpu_ms=cpu_ms, wall_ms=wall_ms, text=text, data=frame[_HEAD.size + text_size :])
+
+    def _write(self, data: bytes, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._to, view) :]
+            except BlockingIOError:
+                self._wait(self._to, select.POLLOUT, deadline)
+            except BrokenPipeError as e:
+                raise JailBrokenError(self._how_it_ended()) from e
+
+    def _read(self, count: int, deadline: float) -> bytes:
+        buffer = bytearray()
+        while len(buffer) < count:
+            try:
+                part = os.read(self._from, min(count - len(buffer), 1 << 20))
+            except BlockingIOError:
+                self._wait(self._from, select.POLLIN, deadline)
+                continue
+            if not part:
+                raise JailBrokenError(self._how_it_ended())
+            buffer += part
+        return bytes(buffer)
+
+    def _wait(self, fd: int, event: int, deadline: float) -> None:
+        left_ms = (deadline - time.monotonic()) * 1000
+        poller = select.poll()
+        poller.register(fd, event)
+        if left_ms <= 0 or not poller.poll(left_ms):
+            raise JailBrokenError("the supervisor did not answer in time")
+
+    def _how_it_ended(self) -> str:
+        try:
+            status = self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            return "the supervisor closed its pipe"
+        return f"the jail ended with status {status}"
+
+
+def _as_dict(limits: TestLimits) -> dict[str, object]:
+    return dataclasses.asdict(limits)
+
+
+def _start(command: list[str], account: Account) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env=clean_environment(account),
+            bufsize=0,
+        )
+    except OSError as e:
+        raise SandboxError(f"cannot start {command[0]}: {e}") from e
+
+
+@cache
+def guest_source(name: str) -> bytes:
+    """The text of a file of `klear_core.verify.sandbox.guest`."""
+    return (resources.files("klear_core.verify.sandbox.guest") / name).read_bytes()
+
+
+def _guest_modules(names: tuple[str, ...]) -> dict[str, bytes]:
+    return {f"klear_{name}": guest_source(f"{name}.py") for name in names}
+
+
+@cache
+def _supervisor_source() -> bytes:
+    """The supervisor and the modules that it imports, as one program."""
+    modules = _guest_modules(_SUPERVISOR_MODULES)
+    each = "m=sys.modules[n]=types.ModuleType(n)\n exec(compile(s,n,'exec'),m.__dict__)"
+    define = f"import sys,types\nfor n,s in {modules!r}.items():\n {each}\n"
+    run = f"exec(compile({guest_source('supervisor.py')!r},'<klear supervisor>','exec'))\n"
+    return (define + run).encode()

@@ -1,0 +1,67 @@
+import pytest
+
+from klear_core.artifacts.records import read_shard, read_shards, shard_name, write_shard
+from klear_core.errors import ArtifactError
+from klear_core.types import (
+    CallCase,
+    CallTests,
+    CodeReference,
+    Difficulty,
+    Domain,
+    MathReference,
+    Problem,
+    SftExample,
+    problem_id_of,
+)
+
+
+def problem(question: str, reference: MathReference | CodeReference) -> Problem:
+    domain = Domain.MATH if isinstance(reference, MathReference) else Domain.CODE
+    return Problem(
+        problem_id=problem_id_of(question, domain),
+        source="s",
+        domain=domain,
+        question=question,
+        reference=reference,
+        difficulty=Difficulty.HARD,
+    )
+
+
+def test_records_come_back_as_they_went(tmp_path):
+    problems = [
+        problem("1+1", MathReference(answers=("2", "two"))),
+        problem("add", CodeReference(tests=CallTests(fn_name="f", cases=(CallCase(args_json="[1]", expected_json="2"),)))),
+    ]
+    assert write_shard(tmp_path / "a.parquet", problems) == 2
+    assert read_shard(tmp_path / "a.parquet", Problem) == problems
+
+
+def test_an_empty_shard_is_a_shard(tmp_path):
+    write_shard(tmp_path / "a.parquet", [])
+    assert list(read_shards(tmp_path, Problem)) == []
+
+
+def test_shards_are_read_in_order_of_their_index(tmp_path):
+    rows = [SftExample(problem_id=str(i), token_ids=(i, 2), loss_mask=(False, True)) for i in range(12)]
+    for i in reversed(range(12)):
+        write_shard(tmp_path / shard_name(i, 12), [rows[i]])
+    assert list(read_shards(tmp_path, SftExample)) == rows
+
+
+def test_a_damaged_shard_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_shard(path, [SftExample(problem_id="p", token_ids=(1,), loss_mask=(True,))])
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ArtifactError, match=r"a\.parquet"):
+        read_shard(path, SftExample)
+
+
+def test_a_shard_of_another_record_is_refused_by_row(tmp_path):
+    write_shard(tmp_path / "a.parquet", [SftExample(problem_id="p", token_ids=(1,), loss_mask=(True,))])
+    with pytest.raises(ArtifactError, match=r"row 0: not a Problem"):
+        read_shard(tmp_path / "a.parquet", Problem)
+
+
+def test_a_folder_without_shards_is_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="no Parquet shard"):
+        list(read_shards(tmp_path, Problem))

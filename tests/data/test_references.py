@@ -1,0 +1,181 @@
+"""Published test formats: each is read into what it says, a malformed one is refused with a reason."""
+
+import base64
+import json
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from klear_core.data.references import code_reference_from_row, code_reference_from_tests, reference_from_json
+from klear_core.errors import DataError
+from klear_core.types import AssertTests, CallCase, CallTests, CodeReference, MathReference, StdinCase, StdinTests
+
+SHARED = Path(__file__).parents[2].parent / "shared"
+ONE_STDIN = StdinTests(cases=(StdinCase(input="1 2\n", output="3\n"),))
+ONE_CALL = CallTests(fn_name="add", cases=(CallCase(args_json="[1, 2]", expected_json="3"),))
+
+
+def packed(cases: object) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases)))).decode()
+
+
+LCB_STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
+LCB_CALL = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
+
+ROWS: dict[str, tuple[dict[str, Any], object]] = {
+    "APPS": ({"input_output": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})}, ONE_STDIN),
+    "APPS with a function": ({"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]})}, ONE_CALL),
+    "TACO with a function": ({"input_output": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}}, ONE_CALL),
+    "lines as lists": ({"tests": {"inputs": [["1 2", ""]], "outputs": [["3", ""]]}}, ONE_STDIN),
+    "KlearReasoner": ({"reward_model": {"ground_truth": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})}}, ONE_STDIN),
+    "DeepCoder": ({"tests": json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}])}, ONE_STDIN),
+    "DeepCoder with a function": (
+        {"tests": [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}]},
+        ONE_CALL,
+    ),
+    "LiveCodeBench public": ({"public_test_cases": json.dumps(LCB_STDIN), "private_test_cases": ""}, ONE_STDIN),
+    "LiveCodeBench private": ({"public_test_cases": "[]", "private_test_cases": packed(LCB_STDIN)}, ONE_STDIN),
+    "LiveCodeBench function": ({"public_test_cases": json.dumps(LCB_CALL), "metadata": '{"func_name": "add"}'}, ONE_CALL),
+    "CodeContests": (
+        {"public_tests": {"input": ["1 2\n"], "output": ["3\n"]}, "private_tests": {"input": [], "output": []}, "generated_tests": None},
+        ONE_STDIN,
+    ),
+    "rLLM functional": ({"tests": {"functional": "assert add(1, 2) == 3"}}, AssertTests(programs=("assert add(1, 2) == 3",))),
+    "MBPP": (
+        {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "import math"},
+        AssertTests(programs=("import math\nassert add(1, 2) == 3",)),
+    ),
+    "Klear stdin": ({"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}]}}, ONE_STDIN),
+    "Klear call": ({"kind": "code", "tests": {"type": "call", "fn_name": "add", "cases": [{"args": [1, 2], "expected": 3}]}}, ONE_CALL),
+}
+
+
+@pytest.mark.parametrize("source", ROWS)
+def test_a_published_row_is_read(source: str) -> None:
+    row, tests = ROWS[source]
+    assert code_reference_from_row(row).tests == tests
+
+
+def test_limits_of_the_problem_are_kept() -> None:
+    row = {
+        "public_tests": {"input": ["1"], "output": ["1"]},
+        "time_limit": {"seconds": 2, "nanos": 500_000_000},
+        "memory_limit_bytes": 256 << 20,
+    }
+    reference = code_reference_from_row(row)
+    assert (reference.time_limit_s, reference.memory_limit_mb) == (2.5, 256)
+
+
+def test_humaneval_keeps_the_prompts_helpers_and_not_the_function_under_test() -> None:
+    prompt = 'import math\n\ndef poly(x):\n    return x + 1\n\ndef root(y):\n    """Where poly is y."""\n'
+    row = {"prompt": prompt, "entry_point": "root", "test": "def check(candidate):\n    assert poly(candidate(3)) == 3\n"}
+    tests = code_reference_from_row(row).tests
+    assert isinstance(tests, AssertTests)
+    assert "def poly" in tests.programs[0]
+    assert "def root" not in tests.programs[0]
+    assert tests.programs[0].endswith("check(root)")
+
+
+def test_plain_pytest_functions_are_called() -> None:
+    program = "from solution import add\nimport pytest\n\ndef test_add():\n    assert add(1, 2) == 3\n"
+    tests = code_reference_from_tests({"pytest": program}).tests
+    assert tests == AssertTests(programs=("def test_add():\n    assert add(1, 2) == 3\ntest_add()",))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([], "empty"),
+        ({}, "empty"),
+        ({"inputs": [], "outputs": []}, "empty"),
+        ({"inputs": ["1"], "outputs": []}, "one length"),
+        ({"inputs": "1", "outputs": "1"}, "lists"),
+        ({"inputs": [1], "outputs": [2]}, "text"),
+        ({"inputs": ["1"], "outputs": ["1"], "surprise": 1}, "surprise"),
+        ({"inputs_file": "a", "outputs_file": "b"}, "inline"),
+        ({"surprise": 1}, "surprise"),
+        ("{not json", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        (7, "int"),
+        ([{"input": "1"}], "unknown|output|object"),
+        ([{"input": "1", "output": 2}], "text"),
+        ({"functional": ""}, "assertions"),
+        ({"functional": []}, "assertions"),
+        ({"functional": "assert ("}, "not Python"),
+        ({"pytest": "def test_x(tmp_path):\n    assert 1"}, "fixtures"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "list"),
+    ],
+)
+def test_malformed_tests_are_refused_with_a_reason(value: object, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        code_reference_from_tests(value)
+
+
+@pytest.mark.parametrize(
+    "payload", ["###", base64.b64encode(b"nonsense").decode(), base64.b64encode(zlib.compress(pickle.dumps(Path))).decode()]
+)
+def test_a_packed_column_that_is_no_text_is_refused(payload: str) -> None:
+    with pytest.raises(DataError, match="private_test_cases"):
+        code_reference_from_row({"public_test_cases": "[]", "private_test_cases": payload})
+
+
+def test_references_in_klears_form() -> None:
+    assert reference_from_json({"kind": "math", "answers": ["1", "one"]}) == MathReference(answers=("1", "one"))
+    full = {
+        "kind": "code",
+        "tests": ROWS["Klear stdin"][0]["tests"],
+        "time_limit_s": 1,
+        "memory_limit_mb": 64,
+        "is_order_free": True,
+        "checker": "x",
+    }
+    assert reference_from_json(full) == CodeReference(
+        tests=ONE_STDIN, time_limit_s=1.0, memory_limit_mb=64, is_order_free=True, checker="x"
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "73",
+        {},
+        {"kind": "math"},
+        {"kind": "math", "answers": []},
+        {"kind": "math", "answers": [7]},
+        {"kind": "math", "answers": ["7"], "more": 1},
+        {"kind": "code"},
+        {"kind": "code", "tests": {"type": "magic"}},
+        {"kind": "code", "tests": {"type": "stdin", "cases": []}},
+        {"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1"}]}},
+        {"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1", "output": "1"}], "more": 1}},
+        {"kind": "code", "tests": {"type": "call", "fn_name": "a b", "cases": [{"args": [], "expected": 1}]}},
+        {"kind": "code", "tests": {"type": "asserts", "code": "assert 1"}, "time_limit_s": -1},
+        {"kind": "code", "tests": {"type": "asserts", "code": "assert 1"}, "memory_limit_mb": 1.5},
+        {"kind": "code", "tests": {"type": "asserts", "code": "assert 1"}, "checker": 1},
+        {"kind": "code", "tests": {"type": "asserts", "code": "assert 1"}, "surprise": 1},
+    ],
+)
+def test_references_that_do_not_fit_are_refused(value: object) -> None:
+    with pytest.raises(DataError):
+        reference_from_json(value)
+
+
+@pytest.mark.parametrize(
+    "name", ["code-contests/code_contests.json", "code-codeforces/codeforces.json", "code-rllm-leetcode/leetcode.json"]
+)
+def test_published_files_are_read_whole(name: str) -> None:
+    path = SHARED / "data" / name
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    for row in json.loads(path.read_text()):
+        code_reference_from_row(row)
+
+
+def test_tests_given_as_a_list_are_refused_as_a_list() -> None:
+    value = {"kind": "code", "tests": [{"type": "stdin", "inputs": ["1"], "outputs": ["2"]}]}
+    with pytest.raises(DataError, match="must be one object with a type, not list"):
+        reference_from_json(value)

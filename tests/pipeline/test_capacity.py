@@ -1,0 +1,150 @@
+"""What an 8B model needs of a machine, by hand, and what is said where it is not there."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_hf_config import QWEN3, write_config
+
+from klear_core.cluster.placement import GpuPlan, check_cpu_is_meant, gpus_here
+from klear_core.config.engine import TorchEngineConfig
+from klear_core.config.load import load_profile
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
+from klear_core.errors import ResourceError
+from klear_core.hf_config import HfConfig
+from klear_core.pipeline.ahead import Work
+from klear_core.pipeline.capacity import disk_parts, disk_problem
+from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
+from klear_core.pipeline.preflight import problems_with
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QWEN3_8B = QWEN3 | {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+}
+EMBEDDINGS = 2 * 151_936 * 4096
+LAYER = 128 * (32 + 8 + 8 + 32) * 4096 + 3 * 4096 * 12_288
+NUM_PARAMS = EMBEDDINGS + 36 * LAYER
+CHECKPOINT_GB, MODEL_GB = 12 * NUM_PARAMS / 1e9, 2 * NUM_PARAMS / 1e9
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def large(root: Path, *overrides: str) -> PipelineConfig:
+    """The 8B profile on a folder that has only its config.json."""
+    folder = root / "model"
+    if not folder.exists():
+        write_config(folder, json.dumps(QWEN3_8B))
+    return load_profile(CONFIGS / "klear_8b", [f"workspace.root={root / 'ws'}", f"model.path={folder}", *overrides])
+
+
+def work_of(config: PipelineConfig, *stages: str) -> Work:
+    return Work.of(config, stages, ())
+
+
+def needed_gb(work: Work) -> float:
+    return sum(part.gb for part in disk_parts(work))
+
+
+def test_the_parameters_of_an_8b_model_are_counted_from_its_config() -> None:
+    """Published: 8.2 billion, 8,190,735,360 with the norms."""
+    assert HfConfig.model_validate(QWEN3_8B).num_params == NUM_PARAMS == 8_190_427_136
+
+
+def test_sft_of_an_8b_model_needs_three_checkpoints_and_the_model(tmp_path: Path) -> None:
+    work = work_of(large(tmp_path), "sft")
+    assert needed_gb(work) == pytest.approx(1 + 3 * CHECKPOINT_GB + MODEL_GB) == pytest.approx(312.236, abs=1e-3)
+    assert disk_problem(work, free_gb=312.3) is None
+    problem = disk_problem(work, free_gb=100)
+    assert problem is not None
+    assert "100.00 GB free there, 312.2 GB needed: everything else 1.0; sft model 16.4; 3 checkpoints of sft at 98.3 294.9." in problem
+
+
+def test_checkpoints_go_with_their_stage_and_models_stay(tmp_path: Path) -> None:
+    assert needed_gb(work_of(large(tmp_path), "sft", "rl", "rl_code")) == pytest.approx(1 + 3 * MODEL_GB + 3 * CHECKPOINT_GB)
+
+
+def test_fewer_checkpoints_and_a_kept_optimizer_are_counted(tmp_path: Path) -> None:
+    fewer = large(tmp_path, "sft.runtime.checkpoint.keep=1", "sft.dtype=float32")
+    assert needed_gb(work_of(fewer, "sft")) == pytest.approx(1 + 2 * CHECKPOINT_GB + 2 * MODEL_GB)
+    kept = large(tmp_path, "rl.keep_optimizer=true")
+    assert needed_gb(work_of(kept, "rl")) == pytest.approx(1 + 4 * CHECKPOINT_GB + MODEL_GB)
+
+
+def test_what_a_killed_attempt_left_is_not_needed_again(tmp_path: Path) -> None:
+    work = replace(work_of(large(tmp_path), "sft"), begun_gb=2 * CHECKPOINT_GB)
+    assert disk_problem(work, free_gb=CHECKPOINT_GB + MODEL_GB + 1.1) is None
+    assert "and 196.6 GB of these stages' own, 312.2 GB needed" in (disk_problem(work, free_gb=100) or "")
+
+
+def test_files_of_a_killed_attempt_are_found(tmp_path: Path) -> None:
+    config = load_profile(CONFIGS / "smoke", [f"workspace.root={tmp_path / 'ws'}"])
+    own = fingerprints_of(stages_of(config), config.workspace)["sft"]
+    scratch = open_store(config.workspace).workdir(own.kind, own.fingerprint) / "scratch"
+    scratch.mkdir(parents=True)
+    (scratch / "checkpoint").write_bytes(bytes(2_000_000))
+    assert work_of(config, "sft").begun_gb == pytest.approx(0.002)
+    assert work_of(config, "rl").begun_gb == 0
+
+
+def test_answers_are_counted_by_their_budget(tmp_path: Path) -> None:
+    """96 problems of 4 sampled answers and a greedy one, of up to 56 tokens; nothing to do needs nothing."""
+    config = load_profile(CONFIGS / "smoke", [f"workspace.root={tmp_path / 'ws'}"])
+    assert needed_gb(work_of(config, "evaluate_rl")) == pytest.approx(1 + 96 * 5 * 56 / 1e9, abs=1e-12)
+    assert disk_problem(work_of(config, "evaluate_rl"), free_gb=0.9) is not None
+    assert disk_problem(replace(work_of(config), stages=frozenset()), free_gb=0.0) is None
+
+
+# ---- a processor
+
+
+def refusals(config: PipelineConfig, *stages: str) -> list[str]:
+    return [p.split(" = ")[0] for p in problems_with(config, stages) if "'auto', and no GPU for it" in p]
+
+
+@pytest.mark.skipif(gpus_here() > 0, reason="there is a GPU")
+def test_auto_is_no_cpu_for_an_8b_model_unless_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_engines = ("evaluate.engine={kind='torch'}", "rl.rollout.engine={kind='torch'}")
+    config = large(tmp_path, *torch_engines)
+    assert refusals(config, "sft", "rl", "evaluate_rl") == ["sft.runtime.device", "evaluate.engine.runtime.device", "rl.runtime.device"]
+    learner_named = large(tmp_path, *torch_engines, "rl.runtime.device=cpu")
+    assert refusals(learner_named, "rl") == ["rl.rollout.engine.runtime.device"]
+    (problem,) = [p for p in problems_with(config, ["sft"]) if "no GPU for it" in p]
+    assert "8.19 billion parameters, and above 0.2 billion" in problem
+    assert problem.endswith('sft.runtime.device = "cpu"')
+    assert refusals(large(tmp_path, "sft.runtime.device=cpu"), "sft") == []
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # RL's GPUs may be there; SFT's are not
+    assert refusals(config, "sft", "rl") == ["sft.runtime.device"]
+
+
+@pytest.mark.skipif(gpus_here() > 0, reason="there is a GPU")
+def test_auto_is_a_cpu_for_a_small_model(tmp_path: Path) -> None:
+    auto = ("sft.runtime.device=auto", "rl.runtime.device=auto", "evaluate.engine.runtime.device=auto")
+    config = load_profile(CONFIGS / "smoke", [f"workspace.root={tmp_path / 'ws'}", *auto])
+    assert problems_with(config) == []
+
+
+def test_rl_looks_again_once_it_knows_the_cluster() -> None:
+    """As it does at RAY_ADDRESS, before a model is loaded."""
+    cfg = RlConfig(rollout=RolloutConfig(engine=TorchEngineConfig()))
+    with pytest.raises(ResourceError, match=r"rl\.runtime\.device = 'auto', and no GPU for it"):
+        check_cpu_is_meant(cfg, GpuPlan(learner=0, rollout=0), NUM_PARAMS)
+    with pytest.raises(ResourceError, match=r"rl\.rollout\.engine\.runtime\.device = 'auto'"):
+        check_cpu_is_meant(cfg, GpuPlan(learner=1, rollout=0), NUM_PARAMS)
+    check_cpu_is_meant(cfg, GpuPlan(learner=1, rollout=1), NUM_PARAMS)
+    check_cpu_is_meant(cfg, GpuPlan(learner=0, rollout=0), 200_000_000)
+    named = cfg.model_copy(update={"runtime": RlRuntime(device="cpu")})
+    with pytest.raises(ResourceError, match=r"rollout\.engine"):
+        check_cpu_is_meant(named, GpuPlan(learner=0, rollout=0), 200_000_001)

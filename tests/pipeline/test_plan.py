@@ -1,0 +1,191 @@
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from manifests import manifest
+
+from klear_core.config.base import result_settings
+from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, ProceduralSource
+from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.config.rl import RlConfig
+from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
+from klear_core.config.train import HfModelConfig
+from klear_core.errors import ConfigError
+from klear_core.pipeline.graph import (
+    CODE_VERSIONS,
+    downstream_of,
+    fingerprints_of,
+    input_records,
+    open_store,
+    select_stages,
+    stages_again,
+    stages_of,
+    with_inputs,
+)
+from klear_core.pipeline.plan import plan_stages
+
+
+def config(root: Path, **changes) -> PipelineConfig:
+    benchmarks = (BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout")),)
+    return PipelineConfig(**({"workspace": WorkspaceConfig(root=str(root)), "benchmarks": benchmarks} | changes))
+
+
+def changed(before: PipelineConfig, after: PipelineConfig) -> list[str]:
+    old, new = (fingerprints_of(stages_of(c), c.workspace) for c in (before, after))
+    return [name for name in new if old[name] != new[name]]
+
+
+def publish(cfg: PipelineConfig, *names: str) -> None:
+    """Put empty artifacts where these stages' results would be."""
+    stages = stages_of(cfg)
+    ids = fingerprints_of(stages, cfg.workspace)
+    for stage in stages:
+        if stage.name in names:
+            inputs = input_records(stage.job, {role: ids[n] for role, n in stage.inputs.items()}, cfg.workspace)
+            with open_store(cfg.workspace).create(stage.kind, ids[stage.name].fingerprint) as slot:
+                own = {"config": stage.job.model_dump(mode="json"), "result_config": result_settings(stage.job), "inputs": inputs}
+                made_by = {"stage": stage.name, "code_version": CODE_VERSIONS[stage.kind], "created_at": datetime.now(UTC)}
+                (slot.workdir / "data").write_text("1234")
+                slot.publish(manifest(stage.kind, ids[stage.name].fingerprint, **own, **made_by))
+
+
+def test_a_new_learning_rate_of_sft_changes_sft_and_what_follows_from_it(tmp_path: Path):
+    after = config(tmp_path, sft=SftConfig(optim=SftOptimConfig(lr=1e-3)))
+    assert changed(config(tmp_path), after) == ["sft", "rl", "evaluate_sft", "evaluate_rl", "report"]
+
+
+def test_a_new_seed_changes_everything(tmp_path: Path):
+    assert changed(config(tmp_path), config(tmp_path, seed=1)) == [s.name for s in stages_of(config(tmp_path))]
+
+
+def test_runtime_settings_and_the_workspace_change_nothing(tmp_path: Path):
+    after = config(tmp_path / "elsewhere", sft=SftConfig(runtime=SftRuntime(num_threads=8)))
+    assert changed(config(tmp_path), after) == []
+
+
+def test_sampling_a_benchmark_more_often_retrains_nothing(tmp_path: Path):
+    more = (BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout"), num_samples=64, expected_rows=4096),)
+    assert changed(config(tmp_path), config(tmp_path, benchmarks=more)) == ["evaluate_base", "evaluate_sft", "evaluate_rl", "report"]
+
+
+def test_new_content_of_a_source_file_changes_what_is_made_from_it(tmp_path: Path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text("{}")
+    cfg = config(tmp_path, curate=CurateConfig(sources=(FileSource(path=str(source)),)))
+    before = fingerprints_of(stages_of(cfg), cfg.workspace)
+    source.write_text("[]")
+    after = fingerprints_of(stages_of(cfg), cfg.workspace)
+    assert before["curate"] != after["curate"]
+    assert before["rl"] != after["rl"]
+    assert before["base"] == after["base"]
+
+
+def test_a_model_from_disk_does_not_depend_on_the_seed(tmp_path: Path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    cfg = config(tmp_path, model=HfModelConfig(path=str(model)))
+    assert "base" not in changed(cfg, cfg.model_copy(update={"seed": 1}))
+
+
+def test_a_missing_source_file_is_a_config_error_that_names_it(tmp_path: Path):
+    cfg = config(tmp_path, curate=CurateConfig(sources=(FileSource(path="no/such.jsonl"),)))
+    with pytest.raises(ConfigError, match=r"no/such\.jsonl: no such file"):
+        plan_stages(cfg)
+
+
+def test_code_rl_is_a_stage_of_its_own_after_math_rl(tmp_path: Path):
+    stages = {s.name: s for s in stages_of(config(tmp_path, rl_code=RlConfig(domain="code")))}
+    assert stages["rl_code"].inputs["model"] == "rl"
+    assert stages["evaluate_rl_code"].inputs["model"] == "rl_code"
+
+
+def test_the_plan_says_what_is_reused_and_which_setting_makes_a_stage_run(tmp_path: Path):
+    before = config(tmp_path)
+    publish(before, "benchmarks", "curate", "base", "distill", "sft")
+    after = config(tmp_path, sft=SftConfig(optim=SftOptimConfig(lr=1e-3)))
+    plans = {p.stage: p for p in plan_stages(after)}
+    assert [p.action for p in plans.values()] == ["reuse"] * 4 + ["run"] * 6
+    assert plans["sft"].why == "sft.optim.lr: 8e-05 -> 0.001"
+    assert plans["rl"].why == "no artifact yet"
+
+
+def test_the_plan_names_the_input_that_changed_when_no_setting_did(tmp_path: Path):
+    before = config(tmp_path)
+    publish(before, "sft", "rl")
+    after = config(tmp_path, sft=SftConfig(num_epochs=2))
+    assert {p.stage: p.why for p in plan_stages(after)}["rl"] == "input model changed"
+
+
+def test_the_plan_says_that_a_killed_stage_goes_on(tmp_path: Path):
+    cfg = config(tmp_path)
+    own = fingerprints_of(stages_of(cfg), cfg.workspace)["sft"]
+    with open_store(cfg.workspace).create(own.kind, own.fingerprint):
+        pass
+    assert {p.stage: p.why for p in plan_stages(cfg)}["sft"] == "goes on from an unfinished attempt"
+
+
+def test_a_damaged_artifact_is_planned_as_such_with_what_is_wrong(tmp_path: Path):
+    cfg = config(tmp_path)
+    publish(cfg, "benchmarks", "curate", "base", "distill")
+    ids, store = fingerprints_of(stages_of(cfg), cfg.workspace), open_store(cfg.workspace)
+    folders = {name: store.folder(own.kind, own.fingerprint) for name, own in ids.items()}
+    (folders["benchmarks"] / "data").unlink()
+    (folders["curate"] / "data").write_text("12")
+    (folders["base"] / "data").write_text("1235")
+    plans = {p.stage: (p.action, p.why.partition(";")[0]) for p in plan_stages(cfg)}
+    assert plans["benchmarks"] == ("damaged", "data: missing")
+    assert plans["curate"] == ("damaged", "data: has 2 bytes, the manifest says 4")
+    assert plans["base"] == ("reuse", "already made")  # names and sizes do not show it
+    assert plans["distill"] == ("reuse", "already made")
+    read = {p.stage: p for p in plan_stages(cfg, checked_by="content")}
+    assert read["base"].action == "damaged"
+    assert read["base"].why.startswith("data: altered (SHA-256")
+    assert read["base"].why.endswith("a run sets it aside and makes it again")
+
+
+def test_what_is_asked_again_is_planned_to_run_though_it_is_there(tmp_path: Path):
+    cfg = config(tmp_path)
+    publish(cfg, "benchmarks", "curate", "base", "distill", "sft")
+    stages = stages_of(cfg)
+    again = stages_again(stages, "sft", [s.name for s in stages])
+    plans = {p.stage: (p.action, p.why) for p in plan_stages(cfg, again=again)}
+    assert plans["distill"] == ("reuse", "already made")
+    assert plans["sft"] == ("run", "asked to be made again")
+
+
+def test_nothing_is_made_again_that_is_not_among_the_stages_to_run(tmp_path: Path):
+    stages = stages_of(config(tmp_path))
+    assert stages_again(stages, None, ["rl"]) == ()
+    with pytest.raises(ConfigError, match=r"rerun from 'curate': it is not among the stages to run, which are rl"):
+        stages_again(stages, "curate", ["rl"])
+    with pytest.raises(ConfigError, match="no stage 'train'"):
+        stages_again(stages, "train", ["rl"])
+
+
+def test_stages_are_chosen_by_name_or_kind(tmp_path: Path):
+    stages = stages_of(config(tmp_path))
+    assert select_stages(stages, only="evaluate", from_=None, until=None) == ("evaluate_base", "evaluate_sft", "evaluate_rl")
+    assert select_stages(stages, only=None, from_="distill", until="rl") == ("distill", "sft", "rl")
+    with pytest.raises(ConfigError, match="no stage 'train'; there are benchmarks, curate"):
+        select_stages(stages, only="train", from_=None, until=None)
+    with pytest.raises(ConfigError, match="comes after"):
+        select_stages(stages, only=None, from_="rl", until="sft")
+
+
+def test_what_follows_from_a_stage_is_all_that_is_made_from_it(tmp_path: Path):
+    assert downstream_of(stages_of(config(tmp_path)), "base") == (
+        "base",
+        "sft",
+        "rl",
+        "evaluate_base",
+        "evaluate_sft",
+        "evaluate_rl",
+        "report",
+    )
+
+
+def test_what_a_stage_is_made_from_goes_back_to_the_beginning(tmp_path: Path):
+    stages = stages_of(config(tmp_path))
+    assert [s.name for s in with_inputs(stages, {"curate"})] == ["benchmarks", "curate"]
+    assert [s.name for s in with_inputs(stages, {"evaluate_sft"})] == ["benchmarks", "curate", "base", "distill", "sft", "evaluate_sft"]

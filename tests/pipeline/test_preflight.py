@@ -1,0 +1,317 @@
+"""Contradictions between settings, and what the machine lacks, are found before anything is made; and only where it would be missed."""
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from manifests import manifest
+from test_hf_config import QWEN3, write_config
+
+from klear_core.artifacts.ledger import LedgerStep
+from klear_core.cluster.placement import GpuPlan, gpus_here, plan_gpus
+from klear_core.config.data import CurateConfig, FileSource
+from klear_core.config.load import load_profile
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.sft import SftConfig, SftRuntime
+from klear_core.errors import ConfigError, ResourceError
+from klear_core.pipeline.estimate import estimate
+from klear_core.pipeline.graph import fingerprints_of, open_store, select_stages, stages_of
+from klear_core.pipeline.preflight import problems_with, require_ready
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+KLEAR_8B = CONFIGS / "klear_8b"
+CODE_ROW = (
+    '{"question": "Print the sum.", "reference": {"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1", "output": "1"}]}}}'
+)
+MATH_ROW = '{"question": "1 + 1?", "reference": {"kind": "math", "answers": ["2"]}}'
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "TEACHER_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def profile(root: Path, *overrides: str, of: str = "smoke") -> PipelineConfig:
+    return load_profile(CONFIGS / of, [f"workspace.root={root / 'ws'}", *overrides])
+
+
+def chosen(config: PipelineConfig, *, only: str | None = None, until: str | None = None) -> tuple[str, ...]:
+    return select_stages(stages_of(config), only=only, from_=None, until=until)
+
+
+def put_artifacts(config: PipelineConfig, *names: str) -> None:
+    ids = fingerprints_of(stages_of(config), config.workspace)
+    for name in names:
+        own = ids[name]
+        with open_store(config.workspace).create(own.kind, own.fingerprint) as slot:
+            slot.publish(manifest(own.kind, own.fingerprint, stage=name))
+
+
+def test_a_stage_run_alone_names_the_inputs_that_are_not_there_and_the_command_line_that_makes_them(tmp_path: Path) -> None:
+    config = profile(tmp_path)
+    found = problems_with(config, chosen(config, only="rl"))
+    wanted = "stage 'rl' needs 'curate' and 'sft', not there or not whole for these settings: run up to that first, with --until sft"
+    assert found == [wanted]
+    put_artifacts(config, "curate", "sft")
+    assert problems_with(config, chosen(config, only="rl")) == []
+
+
+def test_what_follows_from_chosen_stages_needs_nothing_that_is_there(tmp_path: Path) -> None:
+    assert problems_with(profile(tmp_path), None) == []
+
+
+def test_a_context_that_the_heads_do_not_fit_is_named_with_what_is_allowed() -> None:
+    config = PipelineConfig(name="x", sft=SftConfig(runtime=SftRuntime(num_workers=3, context_parallel=3)))
+    wanted = "sft.runtime.context_parallel = 3 does not divide the 4 attention heads of the model; allowed: 1, 2, 4"
+    assert wanted in problems_with(config)
+
+
+def test_a_context_of_four_keeps_a_quarter_of_the_activations() -> None:
+    """1 GB per billion bytes: what does not shrink is 16 bytes a parameter over the workers."""
+
+    def memory_gb(context_parallel: int, tokens: int) -> float:
+        runtime = SftRuntime(num_workers=4, context_parallel=context_parallel, tokens_per_microbatch=tokens)
+        config = PipelineConfig(name="x", sft=SftConfig(runtime=runtime))
+        found = next(row.memory_gb for row in estimate(config) if row.stage == "sft")
+        assert found is not None
+        return found
+
+    assert memory_gb(4, 4000) == memory_gb(1, 1000) < memory_gb(1, 4000)
+
+
+def test_a_weight_for_a_source_that_does_not_exist_is_a_typo() -> None:
+    curate = CurateConfig.model_validate({"sources": [{"kind": "procedural", "name": "chain"}, "data/openthoughts.jsonl"]})
+    config = PipelineConfig(name="x", curate=curate, sft=SftConfig(source_weights={"openthoughts": 2, "opnthoughts": 2}))
+    wanted = "sft.source_weights: 'opnthoughts' is none of curate.sources, which are: chain, openthoughts"
+    assert wanted in problems_with(config)
+    assert not any("'openthoughts'" in problem for problem in problems_with(config))
+
+
+# ---- which stages
+
+
+@pytest.mark.parametrize("name", ["laptop", "smoke"])
+def test_profiles_for_any_machine_lack_nothing(tmp_path: Path, name: str) -> None:
+    assert problems_with(profile(tmp_path, of=name)) == []
+
+
+@pytest.mark.parametrize("name", ["laptop", "smoke"])
+def test_profiles_for_any_machine_leave_its_gpus_alone(name: str) -> None:
+    """With one GPU and `auto`, a learner and two engines would ask for three."""
+    config = load_profile(CONFIGS / name)
+    for available in (0, 1, 8):
+        assert plan_gpus(config.rl, available) == GpuPlan(learner=0, rollout=0)
+    devices = re.findall(r'"device":"(\w+)"', config.model_dump_json())
+    assert devices == ["cpu"] * 4
+
+
+def test_a_stage_alone_needs_what_it_reads_and_nothing_else(tmp_path: Path) -> None:
+    config = profile(tmp_path, of="klear_8b")
+    alone, everything = problems_with(config, chosen(config, only="curate")), problems_with(config)
+    assert {p.split(":")[0].split(" '")[0] for p in alone} == {"benchmark", "curate.sources"}
+    missed = ("curate_rl.sources", "model.path", "distill.teacher.api_key_env", "evaluate.engine.kind")
+    assert all(any(p.startswith(key) for p in everything) for key in missed)
+    base = problems_with(config, chosen(config, only="base"))
+    assert [p.split(" = ")[0] for p in base] == ["model.path"]
+
+
+def test_a_stage_that_is_there_already_needs_nothing_any_more_unless_it_is_made_again(tmp_path: Path) -> None:
+    config = profile(tmp_path, "distill.teacher.kind=http", "distill.teacher.model=m", f"distill.teacher.base_url={dead_url()}")
+    put_artifacts(config, "distill")
+    assert problems_with(config) == []
+    assert [p.split(":")[0] for p in problems_with(config, again=("distill",))] == ["distill.teacher"]
+
+
+def test_all_that_is_missing_is_one_error(tmp_path: Path) -> None:
+    config = profile(tmp_path, 'curate.sources=["no/one.jsonl", "no/two.jsonl"]')
+    with pytest.raises(ConfigError, match=r"(?s)cannot run here yet:.*no/one\.jsonl: no such file.*no/two\.jsonl: no such file"):
+        require_ready(config, ("curate",))
+    require_ready(config, ("base",))
+
+
+def test_sources_of_one_name_and_protected_questions_that_are_missing_are_found(tmp_path: Path) -> None:
+    twins = 'curate.sources=[{kind="procedural", name="a"}, {kind="procedural", name="a"}]'
+    config = profile(tmp_path, twins, 'curate.decontaminate.also=[{path="no/set.jsonl"}]')
+    assert sorted(p.split(":")[0] for p in problems_with(config, ("curate",))) == ["curate.decontaminate.also", "curate.sources"]
+
+
+def test_the_prompts_of_klear_8b_may_come_in_any_schema_as_its_readme_says() -> None:
+    assert "in any schema that `curate` reads" in (KLEAR_8B / "README.md").read_text()
+    for source in load_profile(KLEAR_8B).curate.sources:
+        assert isinstance(source, FileSource)
+        assert source.row_schema == "auto"
+
+
+def test_benchmarks_that_are_there_are_counted_like_new_ones(tmp_path: Path) -> None:
+    """Expecting another count makes no other artifact, so that these are found and would be scored on."""
+    config = profile(tmp_path)
+    own = fingerprints_of(stages_of(config), config.workspace)["benchmarks"]
+    ledger = (LedgerStep(step="read_heldout", unit="problem", num_in=96, num_out=96),)
+    with open_store(config.workspace).create(own.kind, own.fingerprint) as slot:
+        ref = slot.publish(manifest(own.kind, own.fingerprint, ledger=ledger))
+    put_artifacts(config, "base")
+    (heldout,) = config.benchmarks
+
+    def expecting(num_rows: int) -> PipelineConfig:
+        return config.model_copy(update={"benchmarks": (heldout.model_copy(update={"expected_rows": num_rows}),)})
+
+    assert problems_with(expecting(96)) == []
+    wanted = [f"benchmark 'heldout': expected_rows = 97, but it has 96 rows in {ref.path}"]
+    assert problems_with(expecting(97)) == problems_with(expecting(97), ("evaluate_base",)) == wanted
+    assert problems_with(expecting(97), ("base",)) == problems_with(expecting(97), again=("benchmarks",)) == []
+
+
+# ---- the model and its window
+
+
+def length_problems(config: PipelineConfig, names: Collection[str] | None = None) -> list[str]:
+    return [p for p in problems_with(config, names) if " is more than " in p]
+
+
+def test_an_engine_wider_than_the_models_is_found_for_base_too(tmp_path: Path) -> None:
+    """The folder has 512 positions and the trained models 1024; a max_model_len of 1025 fits neither."""
+    folder = write_config(tmp_path / "model", json.dumps(QWEN3))
+    model = ("model.kind=hf", f"model.path={folder}", "model.max_position_embeddings=1024", "evaluate.engine.kind=vllm")
+    assert length_problems(profile(tmp_path, *model, "evaluate.engine.max_model_len=1024")) == []
+    (problem,) = length_problems(profile(tmp_path, *model, "evaluate.engine.max_model_len=1025"))
+    assert problem == "evaluate.engine.max_model_len = 1025 is more than model.max_position_embeddings = 1024"
+    (problem,) = length_problems(profile(tmp_path, *model, "evaluate.engine.max_model_len=32"))
+    assert problem == "evaluate.sampling.max_new_tokens = 56 is more than evaluate.engine.max_model_len = 32"
+
+
+def test_the_documented_64k_evaluation_of_klear_8b_fits_its_stretched_window(tmp_path: Path) -> None:
+    sets = re.findall(r"--set (\S+)", (KLEAR_8B / "evaluate.toml").read_text())
+    assert [s.partition("=")[0] for s in sets] == [
+        "evaluate.engine.yarn_factor",
+        "evaluate.engine.max_model_len",
+        "evaluate.sampling.max_new_tokens",
+    ]
+    assert length_problems(profile(tmp_path, of="klear_8b")) == []
+    assert length_problems(profile(tmp_path, *sets, of="klear_8b")) == []
+    (unstretched,) = length_problems(profile(tmp_path, sets[2], of="klear_8b"))
+    assert unstretched == "evaluate.sampling.max_new_tokens = 65536 is more than evaluate.engine.max_model_len = 36864"
+
+
+def test_a_model_that_the_torch_engine_does_not_run_is_found_at_once(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", json.dumps(QWEN3 | {"model_type": "llama"}))
+    problems = problems_with(profile(tmp_path, "model.kind=hf", f"model.path={folder}"))
+    assert [p.split(":")[0] for p in problems if 'set engine.kind = "vllm"' in p] == ["evaluate.engine", "rl.rollout.engine"]
+
+
+# ---- the machine
+
+
+def test_klear_8b_takes_the_gpus_that_its_readme_says() -> None:
+    readme = (KLEAR_8B / "README.md").read_text()
+    assert "16 GPUs" in readme
+    fewer = re.findall(r"--set ([\w.=]+)", readme)
+    for rl in (load_profile(KLEAR_8B).rl, load_profile(KLEAR_8B).rl_code):
+        assert rl is not None
+        assert (plan_gpus(rl, 16).learner, plan_gpus(rl, 16).rollout) == (1, 2)
+        with pytest.raises(ResourceError, match="need 16 GPUs; Ray has 15"):
+            plan_gpus(rl, 15)
+    one_node = load_profile(KLEAR_8B, fewer)
+    assert one_node.rl_code is not None
+    assert plan_gpus(one_node.rl, 8) == plan_gpus(one_node.rl_code, 8)
+
+
+@pytest.mark.skipif(gpus_here() > 0, reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("sft.runtime.device=cuda", "sft.runtime: device 'cuda' was asked for, but torch sees no CUDA device"),
+        ("rl.runtime.device=cuda", "rl.runtime: device 'cuda'"),
+        ("rl.rollout.engine.runtime.device=cuda", "rl.rollout.engine.runtime: device 'cuda'"),
+        ("evaluate.engine.runtime.device=cuda", "evaluate.engine.runtime: device 'cuda'"),
+        ("rl.runtime.learner_gpus=1", "rl.runtime: 1 learner ranks with 1 GPUs and 2 rollout actors with 0 need 1 GPUs; Ray has 0"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_missed_at_once(tmp_path: Path, override: str, told: str) -> None:
+    (problem,) = problems_with(profile(tmp_path, override))
+    assert problem.startswith(told)
+
+
+def test_what_a_ray_cluster_elsewhere_has_is_its_own_business(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert problems_with(profile(tmp_path, "rl.runtime.learner_gpus=1", "rl.runtime.device=cuda")) == []
+
+
+def test_code_is_judged_in_a_sandbox_that_must_prove_itself_where_there_is_code(tmp_path: Path) -> None:
+    for name, row in (("code", CODE_ROW), ("math", MATH_ROW)):
+        (tmp_path / f"{name}.jsonl").write_text(row + "\n")
+    broken = 'verify.limits.python="/no/such/python"'
+
+    def stages(*overrides: str) -> list[str]:
+        found = problems_with(profile(tmp_path, broken, *overrides))
+        return [p.split(":")[0] for p in found if p.startswith("verify.sandbox")]
+
+    code, math = (f'source={{kind="file", path="{tmp_path / name}.jsonl", row_schema="problem"}}' for name in ("code", "math"))
+    assert stages(f'benchmarks=[{{name="a", {math}}}]') == []
+    assert stages(f'benchmarks=[{{name="a", {code}}}]') == ["verify.sandbox, for the code problems of evaluate"]
+    assert stages(f'curate.sources=["{tmp_path}/code.jsonl"]') == ["verify.sandbox, for the code problems of distill"]
+    in_code_rl = ("rl_code.domain=code", "rl_code.rollout.sampling.max_new_tokens=56")
+    assert stages(*in_code_rl) == ["verify.sandbox, for the code problems of rl_code"]
+
+
+# ---- the teacher
+
+
+def dead_url() -> str:
+    """Of a port that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{s.getsockname()[1]}/v1"
+
+
+@contextmanager
+def endpoint(status: int) -> Iterator[tuple[str, list[str]]]:
+    """Its address, and what it was asked for so far; it answers everything with this status."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def with_teacher(root: Path, url: str) -> PipelineConfig:
+    return profile(root, "distill.teacher.kind=http", "distill.teacher.model=m", f"distill.teacher.base_url={url}")
+
+
+def test_a_teacher_that_nobody_serves_is_missed_with_the_address_that_was_tried(tmp_path: Path) -> None:
+    url = dead_url()
+    (problem,) = problems_with(with_teacher(tmp_path, url))
+    assert problem.startswith(f"distill.teacher: nobody answers at distill.teacher.base_url = '{url}': tried GET {url}/models")
+
+
+@pytest.mark.parametrize(("status", "is_fit"), [(200, True), (404, True), (500, True), (401, False), (403, False)])
+def test_a_teacher_that_answers_is_asked_once_and_may_refuse_our_key(tmp_path: Path, status: int, is_fit: bool) -> None:
+    with endpoint(status) as (url, asked):
+        config = with_teacher(tmp_path, url)
+        problems = problems_with(config)
+        assert asked == ["/v1/models"]
+        assert problems_with(config, chosen(config, until="base")) == []
+        assert asked == ["/v1/models"]
+    assert [f"HTTP {status}" in p for p in problems] == ([] if is_fit else [True])
