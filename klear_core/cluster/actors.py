@@ -14,7 +14,7 @@ import numpy as np
 
 from klear_core.cluster.placement import num_engine_ranks
 from klear_core.generate.engine import SamplingParams, SleepingEngine, WeightOffer
-from klear_core.rl.workers import Counters, RlRun
+from klear_core.rl.workers import Counters, RlSetup
 from klear_core.types import Completion, TrainSample
 
 if TYPE_CHECKING:
@@ -50,16 +50,16 @@ def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
 class LearnerActor:
     """One learner rank."""
 
-    def start(self, job: RlRun, rank: int, init_method: str) -> None:
+    def start(self, setup: RlSetup, rank: int, init_method: str) -> None:
         """Join the other ranks and load the initial model."""
         from klear_core.rl.learner import Learner
         from klear_core.train.parallel import join_world
 
         self._exit = ExitStack()
-        joining = join_world(job.cfg.runtime, rank=rank, init_method=init_method, sees_only_its_gpu=True)
+        joining = join_world(setup.cfg.runtime, rank=rank, init_method=init_method, sees_only_its_gpu=True)
         world = self._exit.enter_context(joining)
-        self._learner = Learner(job.cfg, job.model, seed=job.seed, workdir=job.workdir, world=world)
-        self._job, self._world = job, world
+        self._learner = Learner(setup.cfg, setup.model, seed=setup.seed, workdir=setup.workdir, world=world)
+        self._setup, self._world = setup, world
         self._host = urlsplit(init_method).hostname or ""  # where rank 0 is
         self._server: WeightServer | None = None
 
@@ -81,7 +81,7 @@ class LearnerActor:
             return None
         from klear_core.generate.transfer import WeightServer
 
-        cfg = self._job.cfg
+        cfg = self._setup.cfg
         if self._server is None:
             self._server = WeightServer(self._host, timeout_s=min(_MEET_S, cfg.runtime.stall_timeout_s))
         return self._server.offer(
@@ -131,14 +131,14 @@ class Answer:
 class RolloutActor:
     """One sampling engine."""
 
-    async def start(self, job: RlRun, arrays: Arrays | None, version: int) -> None:
+    async def start(self, setup: RlSetup, arrays: Arrays | None, version: int) -> None:
         """Build the engine with the initial weights, which are version 0, and then load these if there are any, which are `version`."""
         from klear_core.generate.factory import build_trainable_engine
         from klear_core.train.base import model_folder
 
-        cfg, folder = job.cfg, model_folder(job.model)
+        cfg, folder = setup.cfg, model_folder(setup.model)
         threads = cfg.runtime.rollout_threads
-        self._engine = await build_trainable_engine(cfg.rollout.engine, folder, num_threads=threads, seed=job.seed)
+        self._engine = await build_trainable_engine(cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed)
         self._running: dict[asyncio.Task[Answer], int] = {}
         if arrays is not None:
             await self.load_weights(arrays, version)
@@ -159,11 +159,11 @@ class RolloutActor:
         """As `SleepingEngine.wake`."""
         await self._sleeper().wake()
 
-    async def exchange(self, requests: Sequence[Request], unwanted: Sequence[int]) -> list[Answer]:
+    async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Answer]:
         """Take requests in and give finished answers out, waiting a little for the first of them."""
         for request in requests:
             self._running[asyncio.create_task(self._answer(request))] = request.request_id
-        for task in [t for t, i in self._running.items() if i in unwanted]:
+        for task in [t for t, i in self._running.items() if i in cancelled]:
             task.cancel()
             del self._running[task]
         await self._wait(_POLL_S, asyncio.FIRST_COMPLETED)

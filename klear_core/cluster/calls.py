@@ -41,7 +41,7 @@ class StoredWeights(Mapping[str, "Tensor"]):
         return len(ray.get(self.ref))
 
 
-class NotGiven(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
+class WeightsNotReceived(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
     """An engine got none or not all of the learner's weights."""
 
 

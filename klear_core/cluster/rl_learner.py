@@ -15,17 +15,17 @@ import ray
 from klear_core.cluster.actors import LearnerActor
 from klear_core.cluster.calls import LOST, START_S, Restarts, StoredWeights, rollout_name, within
 from klear_core.generate.engine import WeightOffer, WeightSource
-from klear_core.rl.workers import Counters, LearnerLost, RlRun
+from klear_core.rl.workers import Counters, LearnerLost, RlSetup
 from klear_core.types import TrainSample
 
 
 class RayLearner:
     """A `LearnerHandle` over one actor a rank. If one dies all are made anew, for a world does not survive the loss of a rank."""
 
-    def __init__(self, job: RlRun, restarts: Restarts, num_gpus: float, *, is_direct: bool) -> None:
+    def __init__(self, setup: RlSetup, restarts: Restarts, num_gpus: float, *, is_direct: bool) -> None:
         """`is_direct`: weights leave it through `give`, not through the object store."""
         self.is_direct = is_direct
-        self._job = job
+        self._setup = setup
         self._restarts = restarts
         self._turn = asyncio.Lock()
         """One call at a time: engines are given weights while the loop makes its own calls."""
@@ -46,10 +46,10 @@ class RayLearner:
                 return
 
     async def _make(self) -> None:
-        self._ranks = [self._actor_type.remote() for _ in range(self._job.cfg.runtime.num_workers)]
-        timeout_s = max(START_S, self._job.cfg.runtime.stall_timeout_s)
+        self._ranks = [self._actor_type.remote() for _ in range(self._setup.cfg.runtime.num_workers)]
+        timeout_s = max(START_S, self._setup.cfg.runtime.stall_timeout_s)
         place = await within(self._ranks[0].__ray_call__.remote(_meeting_place), timeout_s, "the learner", "start its process")
-        starts = [actor.start.remote(self._job, rank, place) for rank, actor in enumerate(self._ranks)]
+        starts = [actor.start.remote(self._setup, rank, place) for rank, actor in enumerate(self._ranks)]
         await within(asyncio.gather(*starts), timeout_s, "the learner", "load the model")
 
     async def restore(self) -> Counters | None:
@@ -76,7 +76,7 @@ class RayLearner:
 
     async def give(self, engines: Mapping[int, Any]) -> dict[int, BaseException]:
         """Let these actors fetch the present weights; why, for each that did not get them. LearnerLost if the learner dies."""
-        wait = partial(within, timeout_s=self._job.cfg.runtime.stall_timeout_s)
+        wait = partial(within, timeout_s=self._setup.cfg.runtime.stall_timeout_s)
         async with self._turn:
             failed = await _failures({i: wait(e.__ray_ready__.remote(), who=rollout_name(i), what="answer") for i, e in engines.items()})
             offer: WeightOffer = (await self._call("offer_weights"))[0]
@@ -111,7 +111,7 @@ class RayLearner:
 
     def _limit(self, what: str) -> tuple[float, str, str]:
         """Seconds for a call, who makes it and what it is. An RL step is all of its updates, for which a stall's limit is no measure."""
-        runtime = self._job.cfg.runtime
+        runtime = self._setup.cfg.runtime
         if what == "step":
             return runtime.step_timeout_s, "the learner", "do the updates of an RL step (runtime.step_timeout_s)"
         return runtime.stall_timeout_s, "the learner", what

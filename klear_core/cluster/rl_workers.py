@@ -13,7 +13,7 @@ from klear_core.cluster.rollout_engines import RayPolicy
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import TrainableEngine
 from klear_core.hf_config import read_hf_config
-from klear_core.rl.workers import LearnerHandle, RlRun
+from klear_core.rl.workers import LearnerHandle, RlSetup
 from klear_core.train.base import model_folder
 
 
@@ -24,15 +24,15 @@ class RayWorkers:
         self._learner: RayLearner | None = None
         self._policy: RayPolicy | None = None
 
-    async def start(self, job: RlRun) -> tuple[LearnerHandle, TrainableEngine]:
+    async def start(self, setup: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
         """Learner ranks and rollout actors, started side by side. ResourceError if Ray is not there or has too few GPUs."""
         if not ray.is_initialized():
             raise ResourceError("Ray is not running in this process: call ray.init first")
-        gpus = plan_gpus(job.cfg, ray.cluster_resources().get("GPU", 0.0))
-        check_cpu_is_meant(job.cfg, gpus, read_hf_config(model_folder(job.model)).num_params)
-        restarts = Restarts(job.cfg.runtime.max_restarts)
-        self._learner = RayLearner(job, restarts, gpus.learner, is_direct=is_direct(job.cfg, gpus))
-        self._policy = RayPolicy(job, restarts, gpus.rollout, self._learner)
+        gpus = plan_gpus(setup.cfg, ray.cluster_resources().get("GPU", 0.0))
+        check_cpu_is_meant(setup.cfg, gpus, read_hf_config(model_folder(setup.model)).num_params)
+        restarts = Restarts(setup.cfg.runtime.max_restarts)
+        self._learner = RayLearner(setup, restarts, gpus.learner, is_direct=is_direct(setup.cfg, gpus))
+        self._policy = RayPolicy(setup, restarts, gpus.rollout, self._learner)
         await asyncio.gather(self._learner.start(), self._policy.start())
         return self._learner, self._policy
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from klear_core.cluster.actors import Answer, Request, RolloutActor, to_arrays
-from klear_core.cluster.calls import LOST, START_S, NotGiven, Restarts, StoredWeights, cause_of, rollout_name, within
+from klear_core.cluster.calls import LOST, START_S, Restarts, StoredWeights, WeightsNotReceived, cause_of, rollout_name, within
 from klear_core.cluster.rl_learner import RayLearner
 from klear_core.generate.engine import SamplingParams, WeightOffer, WeightSource
-from klear_core.rl.workers import LearnerLost, RlRun
+from klear_core.rl.workers import LearnerLost, RlSetup
 from klear_core.types import Completion
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _CLOSE_S = 5.0
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
+class ActorSlot:
     """A place for a rollout actor: the actor may be another one tomorrow, the requests stay."""
 
     index: int
@@ -37,7 +37,7 @@ class Seat:
     waiting: dict[int, tuple[Request, asyncio.Future[list[Completion]]]] = field(default_factory=dict)
     """By id: all requests without an answer."""
     unsent: list[Request] = field(default_factory=list)
-    unwanted: list[int] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
     has_work: asyncio.Event = field(default_factory=asyncio.Event)
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the actor is replaced or given weights, so that none serves with old ones."""
@@ -48,190 +48,190 @@ class Seat:
 class RayPolicy:
     """A `TrainableEngine` over several rollout actors: requests go to the least busy, and survive the death of their actor."""
 
-    def __init__(self, job: RlRun, restarts: Restarts, num_gpus: float, learner: RayLearner) -> None:
+    def __init__(self, setup: RlSetup, restarts: Restarts, num_gpus: float, learner: RayLearner) -> None:
         self.version = 0
-        self._job = job
+        self._setup = setup
         self._learner = learner
         self._restarts = restarts
         self._actor_type = ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0)(RolloutActor)
         self._weights: ray.ObjectRef | None = None
         self._is_given = False
         """New actors get the learner's present weights from itself."""
-        self._seats: list[Seat] = []
-        self._conversations: list[asyncio.Task[None]] = []
+        self._slots: list[ActorSlot] = []
+        self._serving: list[asyncio.Task[None]] = []
         self._num_requests = 0
 
     async def start(self) -> None:
         """Make all actors, with the initial model."""
-        self._seats = [Seat(index=i, actor=self._actor_type.remote()) for i in range(self._job.cfg.runtime.num_rollout_actors)]
-        await asyncio.gather(*(self._settle(seat) for seat in self._seats))
-        for seat in self._seats:
-            conversation = asyncio.create_task(self._converse(seat))
-            conversation.add_done_callback(partial(_tell_waiting, seat))
-            self._conversations.append(conversation)
+        self._slots = [ActorSlot(index=i, actor=self._actor_type.remote()) for i in range(self._setup.cfg.runtime.num_rollout_actors)]
+        await asyncio.gather(*(self._start_actor(slot) for slot in self._slots))
+        for slot in self._slots:
+            serving = asyncio.create_task(self._serve(slot))
+            serving.add_done_callback(partial(_fail_waiting, slot))
+            self._serving.append(serving)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """As `InferenceEngine.generate`."""
         self._num_requests += 1
         request = Request(request_id=self._num_requests, prompt_ids=tuple(prompt_ids), params=params)
         reply: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-        seat = min(self._seats, key=lambda s: (len(s.waiting), s.index))
-        if seat.trouble is not None:
-            raise seat.trouble
-        seat.waiting[request.request_id] = (request, reply)
-        seat.unsent.append(request)
-        seat.has_work.set()
+        slot = min(self._slots, key=lambda s: (len(s.waiting), s.index))
+        if slot.trouble is not None:
+            raise slot.trouble
+        slot.waiting[request.request_id] = (request, reply)
+        slot.unsent.append(request)
+        slot.has_work.set()
         try:
             return await reply
         finally:
-            if seat.waiting.pop(request.request_id, None) is not None:  # given up by the caller
-                seat.unwanted.append(request.request_id)
-                seat.unsent = [r for r in seat.unsent if r.request_id != request.request_id]
+            if slot.waiting.pop(request.request_id, None) is not None:  # given up by the caller
+                slot.cancelled.append(request.request_id)
+                slot.unsent = [r for r in slot.unsent if r.request_id != request.request_id]
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
         """As `TrainableEngine.load_weights`; the weights travel through the object store once for all actors, or straight to them."""
         self.version = version
         if isinstance(weights, WeightOffer):
-            await self._give_all()
+            await self._send_weights_to_all()
             return
         self._weights = weights.ref if isinstance(weights, StoredWeights) else ray.put(to_arrays(_tensors(weights)))
-        await self._tell_all("load_weights", self._weights, version, what=f"take the weights of version {version}")
+        await self._call_all("load_weights", self._weights, version, what=f"take the weights of version {version}")
 
     async def sleep(self) -> None:
         """As `SleepingEngine.sleep`. A dead actor has no memory left to give: it is replaced when the others wake."""
-        lost = await asyncio.gather(*(self._tell(seat, "sleep", what="give its memory away") for seat in self._seats))
-        for seat, found in zip(self._seats, lost, strict=True):
+        lost = await asyncio.gather(*(self._call(slot, "sleep", what="give its memory away") for slot in self._slots))
+        for slot, found in zip(self._slots, lost, strict=True):
             if found is not None:
-                log.warning("rollout actor %d died before it slept (%s)", seat.index, type(found[1]).__name__)
+                log.warning("rollout actor %d died before it slept (%s)", slot.index, type(found[1]).__name__)
 
     async def wake(self) -> None:
         """As `SleepingEngine.wake`. Who died asleep is replaced now, when the learner has left room for a new engine."""
-        await self._tell_all("wake", what="take its memory back")
+        await self._call_all("wake", what="take its memory back")
 
     async def close(self) -> None:
         """End all actors; waiting requests are cancelled."""
-        for task in self._conversations:
+        for task in self._serving:
             task.cancel()
-        for seat in self._seats:
-            for _, reply in seat.waiting.values():
+        for slot in self._slots:
+            for _, reply in slot.waiting.values():
                 reply.cancel()
-        closing = [asyncio.wrap_future(seat.actor.close.remote().future()) for seat in self._seats]
+        closing = [asyncio.wrap_future(slot.actor.close.remote().future()) for slot in self._slots]
         if closing:
             await asyncio.wait(closing, timeout=_CLOSE_S)
-        for seat in self._seats:
-            ray.kill(seat.actor, no_restart=True)
+        for slot in self._slots:
+            ray.kill(slot.actor, no_restart=True)
 
     def status(self) -> str:
         """Who has how many requests."""
-        return ", ".join(f"rollout actor {s.index} ({len(s.waiting)} requests)" for s in self._seats)
+        return ", ".join(f"rollout actor {s.index} ({len(s.waiting)} requests)" for s in self._slots)
 
-    async def _converse(self, seat: Seat) -> None:
-        """Carry requests to the seat's actor and answers back, for ever."""
+    async def _serve(self, slot: ActorSlot) -> None:
+        """Carry requests to the slot's actor and answers back, for ever."""
         while True:
-            await seat.has_work.wait()
-            async with seat.changing:  # an actor that is not ready yet must not be asked
-                actor = seat.actor
-                requests, seat.unsent = seat.unsent, []
-                unwanted, seat.unwanted = seat.unwanted, []
-                exchange = actor.exchange.remote(requests, unwanted)
+            await slot.has_work.wait()
+            async with slot.changing:  # an actor that is not ready yet must not be asked
+                actor = slot.actor
+                requests, slot.unsent = slot.unsent, []
+                cancelled, slot.cancelled = slot.cancelled, []
+                exchange = actor.exchange.remote(requests, cancelled)
             try:
                 answers = await exchange
             except LOST as error:
-                await self._replace(seat, actor, error)
+                await self._replace(slot, actor, error)
                 continue
             for answer in answers:
-                _deliver(seat, answer)
-            if not seat.waiting and not seat.unwanted:
-                seat.has_work.clear()
+                _deliver(slot, answer)
+            if not slot.waiting and not slot.cancelled:
+                slot.has_work.clear()
 
-    async def _settle(self, seat: Seat) -> None:
-        actor = seat.actor
+    async def _start_actor(self, slot: ActorSlot) -> None:
+        actor = slot.actor
         try:
-            await self._equip(seat)
+            await self._load_actor(slot)
         except LOST as error:
-            await self._replace(seat, actor, error)
+            await self._replace(slot, actor, error)
 
-    async def _tell(self, seat: Seat, method: str, *args: object, what: str) -> tuple[Any, BaseException] | None:
+    async def _call(self, slot: ActorSlot, method: str, *args: object, what: str) -> tuple[Any, BaseException] | None:
         """The actor that was lost over it, and how. Its successor is not told: it is awake and has the present weights."""
-        actor = seat.actor
+        actor = slot.actor
         try:
-            async with seat.changing:
-                if seat.actor is actor:
+            async with slot.changing:
+                if slot.actor is actor:
                     call = getattr(actor, method).remote(*args)
-                    await within(call, self._job.cfg.runtime.stall_timeout_s, rollout_name(seat.index), what)
+                    await within(call, self._setup.cfg.runtime.stall_timeout_s, rollout_name(slot.index), what)
         except LOST as error:
             return actor, error
         return None
 
-    async def _tell_all(self, method: str, *args: object, what: str) -> None:
-        """All seats at once; lost actors are replaced."""
+    async def _call_all(self, method: str, *args: object, what: str) -> None:
+        """All slots at once; lost actors are replaced."""
 
-        async def tell(seat: Seat) -> None:
-            lost = await self._tell(seat, method, *args, what=what)
+        async def tell(slot: ActorSlot) -> None:
+            lost = await self._call(slot, method, *args, what=what)
             if lost is not None:
-                await self._replace(seat, *lost)
+                await self._replace(slot, *lost)
 
-        await asyncio.gather(*(tell(seat) for seat in self._seats))
+        await asyncio.gather(*(tell(slot) for slot in self._slots))
 
-    async def _give_all(self) -> None:
+    async def _send_weights_to_all(self) -> None:
         """Straight from the learner. Who did not get everything is replaced."""
         self._is_given = True
         async with AsyncExitStack() as held:
-            for seat in self._seats:
-                await held.enter_async_context(seat.changing)
-            actors = {seat.index: seat.actor for seat in self._seats}
+            for slot in self._slots:
+                await held.enter_async_context(slot.changing)
+            actors = {slot.index: slot.actor for slot in self._slots}
             try:
                 failed = await self._learner.give(actors)
             except LearnerLost as lost:
                 failed = dict.fromkeys(actors, lost)
-        await asyncio.gather(*(self._replace(self._seats[i], actors[i], error) for i, error in failed.items()))
+        await asyncio.gather(*(self._replace(self._slots[i], actors[i], error) for i, error in failed.items()))
         for error in failed.values():
             if isinstance(error, LearnerLost):
                 raise error
 
-    async def _replace(self, seat: Seat, dead: Any, error: BaseException) -> None:
+    async def _replace(self, slot: ActorSlot, dead: Any, error: BaseException) -> None:
         """A new actor with the present weights, which is then asked all that the dead one had not answered."""
-        async with seat.changing:
-            if seat.actor is not dead:
+        async with slot.changing:
+            if slot.actor is not dead:
                 return  # whoever noticed first has replaced it, and it may be at work already
-            while seat.actor is dead:
+            while slot.actor is dead:
                 if not isinstance(error, LearnerLost):  # which was counted
-                    self._restarts.count(rollout_name(seat.index), error)
+                    self._restarts.count(rollout_name(slot.index), error)
                 ray.kill(dead, no_restart=True)  # it may live, with some old weights and some new ones
-                seat.actor = self._actor_type.remote()
+                slot.actor = self._actor_type.remote()
                 try:
-                    await self._equip(seat)
-                except (*LOST, NotGiven) as another:
-                    dead, error = seat.actor, another
-            seat.unsent = [request for request, _ in seat.waiting.values()]
+                    await self._load_actor(slot)
+                except (*LOST, WeightsNotReceived) as another:
+                    dead, error = slot.actor, another
+            slot.unsent = [request for request, _ in slot.waiting.values()]
 
-    async def _equip(self, seat: Seat) -> None:
-        start = seat.actor.start.remote(self._job, self._weights, self.version)
-        await within(start, max(START_S, self._job.cfg.runtime.stall_timeout_s), rollout_name(seat.index), "start its engine")
+    async def _load_actor(self, slot: ActorSlot) -> None:
+        start = slot.actor.start.remote(self._setup, self._weights, self.version)
+        await within(start, max(START_S, self._setup.cfg.runtime.stall_timeout_s), rollout_name(slot.index), "start its engine")
         if not self._is_given:
             return
         try:
-            failed = await self._learner.give({seat.index: seat.actor})
+            failed = await self._learner.give({slot.index: slot.actor})
         except LearnerLost as lost:  # the loop is told as well: it restores the learner, and gives its weights to all
-            log.warning("rollout actor %d has the initial weights for now: %s", seat.index, lost)
+            log.warning("rollout actor %d has the initial weights for now: %s", slot.index, lost)
         else:
             if failed:
-                raise NotGiven(f"rollout actor {seat.index} did not get its weights") from failed[seat.index]
+                raise WeightsNotReceived(f"rollout actor {slot.index} did not get its weights") from failed[slot.index]
 
 
-def _tell_waiting(seat: Seat, conversation: asyncio.Task[None]) -> None:
-    """Nobody awaits a conversation: if it fails, those who wait for its answers must hear of it."""
-    if conversation.cancelled():
+def _fail_waiting(slot: ActorSlot, serving: asyncio.Task[None]) -> None:
+    """Nothing awaits a slot's serving task: if it fails, the requests that wait for its answers must fail with it."""
+    if serving.cancelled():
         return
-    seat.trouble = cause_of(conversation.exception() or AssertionError("a conversation has no end"))
-    for _, reply in seat.waiting.values():
+    slot.trouble = cause_of(serving.exception() or AssertionError("a serving has no end"))
+    for _, reply in slot.waiting.values():
         if not reply.done():
-            reply.set_exception(seat.trouble)
+            reply.set_exception(slot.trouble)
 
 
-def _deliver(seat: Seat, answer: Answer) -> None:
+def _deliver(slot: ActorSlot, answer: Answer) -> None:
     """Settle the request once; an answer that nobody waits for any more is dropped."""
-    _, reply = seat.waiting.pop(answer.request_id, (None, None))
+    _, reply = slot.waiting.pop(answer.request_id, (None, None))
     if reply is None or reply.done():
         return
     if answer.refusal:

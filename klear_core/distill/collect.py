@@ -21,9 +21,9 @@ from klear_core.artifacts.records import read_shard, read_shards, write_shard
 from klear_core.artifacts.shards import Shard, plan_shards, work_shards
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, ProceduralTeacherConfig, TeacherConfig
 from klear_core.config.verify import VerifyConfig
-from klear_core.distill.books import Books, FailureBudget, failures_of
 from klear_core.distill.select import drop_reason, dropped, why_incomplete
 from klear_core.distill.teacher import Teacher, TeacherFailure, TeacherResult
+from klear_core.distill.trace_counts import FailureBudget, TraceCounts, failures_of
 from klear_core.errors import DataError, JudgeError, TeacherError
 from klear_core.metrics import Telemetry
 from klear_core.prompts import render_response
@@ -148,7 +148,7 @@ class _Collection:
         self.seed = seed
         self.telemetry = telemetry
         self.num_problems = num_problems
-        self.books = Books()
+        self.trace_counts = TraceCounts()
         self.budget = FailureBudget(cfg.max_failure_rate)
         self.num_shards_done = 0
         self.num_problems_done = 0
@@ -206,18 +206,18 @@ class _Collection:
         write_shard(shard.path, traces)
         self.failures.pop(shard.path, None)
         retries = {f"distill/retry/{reason}": float(count) for reason, count in self.teacher.retries.items()}
-        self.telemetry.log(self.books.metrics() | retries, step=self.num_shards_done)
+        self.telemetry.log(self.trace_counts.metrics() | retries, step=self.num_shards_done)
 
     def _settle(self, shard: Shard[Problem], traces: Sequence[TeacherTrace], drops: Sequence[Dropped]) -> None:
         self.num_shards_done += 1
-        self.books.add(traces, drops)
+        self.trace_counts.add(traces, drops)
         self.budget.settle(num_asked=self._num_asked(shard), num_failed=len(failures_of([*traces, *drops])))
 
     def _require_whole(self) -> None:
         """DataError, before the newest shard counts as done, if too few answers are whole for the result to be enough."""
-        is_last = self.books.num_asked == self.num_problems * self.cfg.samples_per_problem
-        if is_last or self.books.num_asked >= _LOOK_FROM:
-            _floor_warnings(self.books, self.cfg.runtime, with_selected=is_last)
+        is_last = self.trace_counts.num_asked == self.num_problems * self.cfg.samples_per_problem
+        if is_last or self.trace_counts.num_asked >= _LOOK_FROM:
+            _floor_warnings(self.trace_counts, self.cfg.runtime, with_selected=is_last)
 
     def _num_asked(self, shard: Shard[Problem]) -> int:
         return len(shard.items) * self.cfg.samples_per_problem
@@ -230,35 +230,39 @@ class _Collection:
 
     def summary(self) -> StageSummary:
         """The stage's counts and its ledger."""
-        books = self.books
-        counts: dict[str, int | float] = {"problems": self.num_problems, "traces": books.num_traces, "tokens": books.num_tokens}
-        if books.num_judged:
-            counts["teacher_accuracy"] = round(books.num_correct.total() / books.num_judged.total(), 4)
-        warnings = _floor_warnings(books, self.cfg.runtime)
-        if books.num_judged and not books.num_correct:
-            warnings += (f"not one of {books.num_judged.total():,} judged answers of the teacher is right: are the references?",)
-        return StageSummary(counts=counts, ledger=books.ledger(), seeds={"distill": self.seed}, notes=warnings)
+        trace_counts = self.trace_counts
+        counts: dict[str, int | float] = {
+            "problems": self.num_problems,
+            "traces": trace_counts.num_traces,
+            "tokens": trace_counts.num_tokens,
+        }
+        if trace_counts.num_judged:
+            counts["teacher_accuracy"] = round(trace_counts.num_correct.total() / trace_counts.num_judged.total(), 4)
+        warnings = _floor_warnings(trace_counts, self.cfg.runtime)
+        if trace_counts.num_judged and not trace_counts.num_correct:
+            warnings += (f"not one of {trace_counts.num_judged.total():,} judged answers of the teacher is right: are the references?",)
+        return StageSummary(counts=counts, ledger=trace_counts.ledger(), seeds={"distill": self.seed}, notes=warnings)
 
 
-def _floor_warnings(books: Books, runtime: DistillRuntime, *, with_selected: bool = True) -> tuple[str, ...]:
+def _floor_warnings(trace_counts: TraceCounts, runtime: DistillRuntime, *, with_selected: bool = True) -> tuple[str, ...]:
     """Return warnings about shares that are low; DataError about one that is too low."""
-    whole = books.whole()
+    whole = trace_counts.whole()
     commonest = max(whole.lost, key=whole.lost.__getitem__, default="")
     remedy = _REMEDIES.get(commonest, "See to that reason first; what was lost is asked again")
     warnings = check_floor(whole, runtime.whole, key="distill.runtime.whole", remedy=remedy)
     if with_selected:
         remedy = "Check the references, or let distill.select keep wrong answers too"
-        warnings += check_floor(books.selected(), runtime.selected, key="distill.runtime.selected", remedy=remedy)
+        warnings += check_floor(trace_counts.selected(), runtime.selected, key="distill.runtime.selected", remedy=remedy)
     return warnings
 
 
 def _forget_spoilt(shards: Sequence[Shard[Problem]], runtime: DistillRuntime) -> None:
     """Take back finished shards that broke a floor in an earlier run, so that a teacher that was repaired is asked about them again."""
-    everything = Books()
-    books_of: dict[Path, Books] = {}
+    everything = TraceCounts()
+    books_of: dict[Path, TraceCounts] = {}
     for shard in shards:
         if shard.is_done:
-            own = books_of[shard.path] = Books()
+            own = books_of[shard.path] = TraceCounts()
             records = read_shard(shard.path, TeacherTrace), read_shard(_dropped_path(shard), Dropped)
             own.add(*records)
             everything.add(*records)
@@ -270,9 +274,9 @@ def _forget_spoilt(shards: Sequence[Shard[Problem]], runtime: DistillRuntime) ->
         path.unlink()
 
 
-def _is_enough(books: Books, runtime: DistillRuntime) -> bool:
+def _is_enough(trace_counts: TraceCounts, runtime: DistillRuntime) -> bool:
     try:
-        _floor_warnings(books, runtime)
+        _floor_warnings(trace_counts, runtime)
     except DataError:
         return False
     return True

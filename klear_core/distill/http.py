@@ -123,7 +123,7 @@ class HttpTeacher:
         return TeacherFailure(reason="rejected", detail=detail)
 
 
-def knock(cfg: HttpTeacherConfig) -> None:
+def check_endpoint(cfg: HttpTeacherConfig) -> None:
     """Ask once for the endpoint's list of models. TeacherError if nobody answers in seconds, TeacherRejectsError if our key is refused.
 
     Any other answer will do: not every endpoint has such a list, but a server that answers is there.

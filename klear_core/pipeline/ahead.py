@@ -17,7 +17,7 @@ from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of, wi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class PendingWork:
     """The stages that would run, and what they would use."""
 
     config: PipelineConfig
@@ -33,7 +33,7 @@ class Work:
     """Chosen stages, each with those of its inputs, in pipeline order, that are neither there nor chosen."""
 
     @classmethod
-    def of(cls, config: PipelineConfig, chosen: Collection[str] | None, again: Collection[str]) -> Work:
+    def of(cls, config: PipelineConfig, chosen: Collection[str] | None, again: Collection[str]) -> PendingWork:
         """Without those that are there already, unless they shall be made `again`."""
         stages = stages_of(config)
         names = frozenset(s.name for s in stages if chosen is None or s.name in chosen)

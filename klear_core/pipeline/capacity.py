@@ -14,7 +14,7 @@ from klear_core.config.engine import TorchEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
-from klear_core.pipeline.ahead import Work
+from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.estimate import ModelSize, estimate, model_size
 from klear_core.pipeline.graph import stages_of
 
@@ -35,7 +35,7 @@ class DiskPart:
     gb: float
 
 
-def device_problems(work: Work) -> Iterator[str]:
+def device_problems(work: PendingWork) -> Iterator[str]:
     """Everything whose `auto` would be a CPU for a model that no CPU should train or sample unasked.
 
     What a Ray cluster at RAY_ADDRESS has is known only once it is joined: then RL looks itself, before it loads a model.
@@ -68,7 +68,7 @@ def _has_gpu() -> bool:
     return pick_device("auto").type != "cpu"
 
 
-def disk_problem(work: Work, *, free_gb: float) -> str | None:
+def disk_problem(work: PendingWork, *, free_gb: float) -> str | None:
     """What the workspace's disk lacks for these stages, with the parts of the need; None if it has enough.
 
     What earlier attempts at these stages have left there is counted as free: it is gone on with, or written over.
@@ -87,7 +87,7 @@ def disk_problem(work: Work, *, free_gb: float) -> str | None:
     )
 
 
-def disk_parts(work: Work) -> list[DiskPart]:
+def disk_parts(work: PendingWork) -> list[DiskPart]:
     """What is on the disk when it is fullest: a stage's checkpoints go when it ends, and what it made stays."""
     kept = [DiskPart(what="everything else", gb=MIN_FREE_GB)]
     fullest = kept
@@ -98,7 +98,7 @@ def disk_parts(work: Work) -> list[DiskPart]:
     return fullest
 
 
-def _written_by(work: Work, stage: str) -> tuple[list[DiskPart], list[DiskPart]]:
+def _written_by(work: PendingWork, stage: str) -> tuple[list[DiskPart], list[DiskPart]]:
     """What stays of a stage, and what is there only while it runs."""
     config, size = work.config, model_size(work.config.model)
     trainings = {"sft": config.sft, "rl": config.rl, "rl_code": config.rl_code}
@@ -117,7 +117,7 @@ def _written_by(work: Work, stage: str) -> tuple[list[DiskPart], list[DiskPart]]
     return made, passing
 
 
-def _text_of(work: Work, stage: str) -> list[DiskPart]:
+def _text_of(work: PendingWork, stage: str) -> list[DiskPart]:
     kind = "evaluate" if stage.startswith("evaluate_") else stage
     if kind not in ("distill", "evaluate"):
         return []

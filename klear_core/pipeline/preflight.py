@@ -20,7 +20,7 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import HfModelConfig, ModelConfig, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError, KlearError, ResourceError
 from klear_core.hf_config import HfConfig, check_architecture, read_hf_config
-from klear_core.pipeline.ahead import Work
+from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.capacity import device_problems, disk_problem
 from klear_core.types import Domain
 
@@ -42,17 +42,17 @@ def problems_with(config: PipelineConfig, chosen: Collection[str] | None = None,
 
     `chosen` names the stages to run (None: all of them), `again` those to make although they are there.
     """
-    work = Work.of(config, chosen, again)
+    work = PendingWork.of(config, chosen, again)
     return list(dict.fromkeys(problem for check in _CHECKS for problem in check(work)))
 
 
-def _input_problems(work: Work) -> Iterator[str]:
+def _input_problems(work: PendingWork) -> Iterator[str]:
     for stage, missing in work.unmade_inputs:
         named = " and ".join(map(repr, missing))
         yield f"stage {stage!r} needs {named}, not there or not whole for these settings: run up to that first, with --until {missing[-1]}"
 
 
-def _file_problems(work: Work) -> Iterator[str]:
+def _file_problems(work: PendingWork) -> Iterator[str]:
     for stage, where, source in work.sources():
         if stage in work.files_of and isinstance(source, FileSource) and not Path(source.path).is_file():
             yield f"{where}: {source.path}: no such file"
@@ -62,7 +62,7 @@ def _file_problems(work: Work) -> Iterator[str]:
                 yield f"{stage}.decontaminate.also: {source.path}: no such file"
 
 
-def _source_problems(work: Work) -> Iterator[str]:
+def _source_problems(work: PendingWork) -> Iterator[str]:
     from klear_core.data.sources import check_names, check_questions, check_source
 
     for stage, where, source in work.sources():
@@ -77,7 +77,7 @@ def _source_problems(work: Work) -> Iterator[str]:
         yield "benchmarks: none, so there is nothing to evaluate on and nothing to keep out of training"
 
 
-def _benchmark_problems(work: Work) -> Iterator[str]:
+def _benchmark_problems(work: PendingWork) -> Iterator[str]:
     """Row counts are no part of a fingerprint, so that benchmarks made before one was expected are reused."""
     from klear_core.data.benchmarks import num_rows
 
@@ -93,7 +93,7 @@ def _benchmark_problems(work: Work) -> Iterator[str]:
             yield f"benchmark {benchmark.name!r}: expected_rows = {expected}, but it has {found[benchmark.name]} rows in {work.benchmarks}"
 
 
-def _weight_problems(work: Work) -> Iterator[str]:
+def _weight_problems(work: PendingWork) -> Iterator[str]:
     from klear_core.data.sources import source_name
 
     names = [source_name(source) for source in work.config.curate.sources]
@@ -102,7 +102,7 @@ def _weight_problems(work: Work) -> Iterator[str]:
             yield f"sft.source_weights: {name!r} is none of curate.sources, which are: {', '.join(names)}"
 
 
-def _model_problems(work: Work) -> Iterator[str]:
+def _model_problems(work: PendingWork) -> Iterator[str]:
     model = work.config.model
     if "base" not in work.files_of or not isinstance(model, HfModelConfig):
         return
@@ -112,19 +112,19 @@ def _model_problems(work: Work) -> Iterator[str]:
     yield from _complaints(f"model.path = {model.path!r}", check_architecture, Path(model.path))
 
 
-def _teacher_problems(work: Work) -> Iterator[str]:
+def _teacher_problems(work: PendingWork) -> Iterator[str]:
     teacher = work.config.distill.teacher
     if "distill" not in work.stages or not isinstance(teacher, HttpTeacherConfig):
         return
     if teacher.api_key_env and teacher.api_key_env not in os.environ:
         yield f"distill.teacher.api_key_env = {teacher.api_key_env!r}: this environment variable is not set"
         return
-    from klear_core.distill.http import knock
+    from klear_core.distill.http import check_endpoint
 
-    yield from _complaints("distill.teacher", knock, teacher)
+    yield from _complaints("distill.teacher", check_endpoint, teacher)
 
 
-def _length_problems(work: Work) -> Iterator[str]:
+def _length_problems(work: PendingWork) -> Iterator[str]:
     """Base and all models trained from it have one window: the one asked for, or that of the model's folder if it is wider."""
     window = _window(work.config.model)
     if window is None:
@@ -144,7 +144,7 @@ def _length_problems(work: Work) -> Iterator[str]:
             yield f"{key}.sampling.max_new_tokens = {sampling.max_new_tokens} is more than {of_what}"
 
 
-def _engine_problems(work: Work) -> Iterator[str]:
+def _engine_problems(work: PendingWork) -> Iterator[str]:
     from klear_core.generate.qwen3.shape import read_shape
 
     model = work.config.model
@@ -159,7 +159,7 @@ def _engine_problems(work: Work) -> Iterator[str]:
             yield from _complaints(f"{key}.engine", read_shape, Path(model.path))
 
 
-def _context_problems(work: Work) -> Iterator[str]:
+def _context_problems(work: PendingWork) -> Iterator[str]:
     heads = _num_heads(work.config.model)
     if heads is None:
         return
@@ -170,7 +170,7 @@ def _context_problems(work: Work) -> Iterator[str]:
             yield f"{stage}.{e}"
 
 
-def _cuda_problems(work: Work) -> Iterator[str]:
+def _cuda_problems(work: PendingWork) -> Iterator[str]:
     """What the Ray cluster at RAY_ADDRESS has is known only once it is joined: then only what runs in this process is looked at."""
     devices = {f"{stage}.runtime": runtime.device for stage, runtime in work.trainings()}
     devices |= {
@@ -183,7 +183,7 @@ def _cuda_problems(work: Work) -> Iterator[str]:
             yield from _complaints(key, pick_device, device)
 
 
-def _gpu_problems(work: Work) -> Iterator[str]:
+def _gpu_problems(work: PendingWork) -> Iterator[str]:
     from klear_core.cluster.placement import gpus_here, is_direct, plan_gpus
 
     sft = work.config.sft.runtime
@@ -196,7 +196,7 @@ def _gpu_problems(work: Work) -> Iterator[str]:
             yield f"{stage}.runtime: {e}"
 
 
-def _sandbox_problems(work: Work) -> Iterator[str]:
+def _sandbox_problems(work: PendingWork) -> Iterator[str]:
     stages = list(_stages_that_judge_code(work))
     if not stages:
         return
@@ -205,7 +205,7 @@ def _sandbox_problems(work: Work) -> Iterator[str]:
     yield from _complaints(f"verify.sandbox, for the code problems of {', '.join(stages)}", proven_backend, work.config.verify)
 
 
-def _workspace_problems(work: Work) -> Iterator[str]:
+def _workspace_problems(work: PendingWork) -> Iterator[str]:
     where = work.config.workspace.root
     root = Path(where).expanduser().absolute()
     existing = next(p for p in (root, *root.parents) if p.exists())
@@ -218,7 +218,7 @@ def _workspace_problems(work: Work) -> Iterator[str]:
         yield problem
 
 
-def _stages_that_judge_code(work: Work) -> Iterator[str]:
+def _stages_that_judge_code(work: PendingWork) -> Iterator[str]:
     if "distill" in work.stages and any(map(_has_code, work.config.curate.sources)):
         yield "distill"
     yield from (stage for stage, rl in work.rl_stages() if rl.domain == "code")

@@ -23,25 +23,25 @@ SURPLUS = "surplus"
 
 
 @dataclass(slots=True)
-class Fates:
+class DropCounts:
     """What became of every prompt asked and every answer sampled, as plain counts (`group/trained`, `rollout/overlong`)."""
 
     counts: Counter[str] = field(default_factory=Counter)
 
-    def group(self, fate: str, count: int = 1) -> None:
+    def group(self, reason: str, count: int = 1) -> None:
         """Count prompts by what became of their group: `trained` or why not."""
-        self.counts[f"group/{fate}"] += count
+        self.counts[f"group/{reason}"] += count
 
-    def rollout(self, fate: str, count: int = 1) -> None:
+    def rollout(self, reason: str, count: int = 1) -> None:
         """Count answers by what became of them: `trained` or why not."""
-        self.counts[f"rollout/{fate}"] += count
+        self.counts[f"rollout/{reason}"] += count
 
-    def add(self, other: Fates) -> None:
+    def add(self, other: DropCounts) -> None:
         """Add another count to this one."""
         self.counts.update(other.counts)
 
     def of(self, unit: str) -> dict[str, int]:
-        """Counts by fate of one unit, in name order."""
+        """Counts by reason of one unit, in name order."""
         return {name.removeprefix(f"{unit}/"): n for name, n in sorted(self.counts.items()) if name.startswith(f"{unit}/") and n}
 
     def ledger(self) -> tuple[LedgerStep, ...]:
@@ -49,33 +49,33 @@ class Fates:
         return tuple(_ledger_step(unit, self.of(unit)) for unit in ("group", "rollout"))
 
 
-def _ledger_step(unit: str, fates: Mapping[str, int]) -> LedgerStep:
-    dropped = {fate: n for fate, n in fates.items() if fate != TRAINED}
-    return LedgerStep(step=f"{unit}_filter", unit=unit, num_in=sum(fates.values()), num_out=fates.get(TRAINED, 0), dropped=dropped)
+def _ledger_step(unit: str, drops: Mapping[str, int]) -> LedgerStep:
+    dropped = {reason: n for reason, n in drops.items() if reason != TRAINED}
+    return LedgerStep(step=f"{unit}_filter", unit=unit, num_in=sum(drops.values()), num_out=drops.get(TRAINED, 0), dropped=dropped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Groups worth a gradient, with what could not be used taken out of them, and the fates of all the rest."""
+    """Groups worth a gradient, with what could not be used taken out of them, and counts of all the rest by reason."""
 
     groups: tuple[RolloutGroup, ...]
-    fates: Fates
+    drops: DropCounts
 
 
 def keep_informative(groups: Sequence[RolloutGroup], cfg: GroupFilterConfig, overlong: OverlongConfig) -> Kept:
-    """Drop answers that say nothing about the model, then groups without a contrast. What is kept has no fate yet."""
-    kept, fates = [], Fates()
+    """Drop answers that say nothing about the model, then groups without a contrast. What is kept is not counted yet."""
+    kept, drops = [], DropCounts()
     for group in groups:
         usable, lost = _split_usable(group, overlong)
         for reason, count in lost.items():
-            fates.rollout(reason, count)
+            drops.rollout(reason, count)
         trouble = _too_few(usable, lost) or _trouble(usable, cfg)
         if trouble is None:
             kept.append(RolloutGroup(problem=group.problem, rollouts=usable))
         else:
-            fates.group(trouble)
-            fates.rollout(f"group_{trouble}", len(usable))
-    return Kept(groups=tuple(kept), fates=fates)
+            drops.group(trouble)
+            drops.rollout(f"group_{trouble}", len(usable))
+    return Kept(groups=tuple(kept), drops=drops)
 
 
 def _split_usable(group: RolloutGroup, overlong: OverlongConfig) -> tuple[tuple[Rollout, ...], Counter[str]]:
@@ -123,26 +123,26 @@ def _trouble(usable: Sequence[Rollout], cfg: GroupFilterConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Rows to learn from, and the fates of the groups and answers that they came from."""
+    """Rows to learn from, and counts of the groups and answers that they came from."""
 
     rows: tuple[TrainSample, ...]
-    fates: Fates
+    drops: DropCounts
 
 
 def to_samples(groups: Sequence[RolloutGroup], cfg: AdvantageConfig, overlong: OverlongConfig, *, oldest_allowed: int) -> Samples:
     """Advantages within each group, then one row per answer; not for masked over-long ones, nor for versions before `oldest_allowed`."""
-    rows, fates = [], Fates()
+    rows, drops = [], DropCounts()
     advantages_PG = advantages([[r.reward for r in g.rollouts] for g in groups], cfg)
     for group, advantages_G in zip(groups, advantages_PG, strict=True):
         group_rows = []
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True):
-            fate = _fate(rollout, overlong, oldest_allowed)
-            fates.rollout(fate)
-            if fate == TRAINED:
+            reason = _trained_or_reason(rollout, overlong, oldest_allowed)
+            drops.rollout(reason)
+            if reason == TRAINED:
                 group_rows.append(_sample(group.problem.problem_id, rollout, advantage))
-        fates.group(TRAINED if group_rows else "all_masked")
+        drops.group(TRAINED if group_rows else "all_masked")
         rows += group_rows
-    return Samples(rows=tuple(rows), fates=fates)
+    return Samples(rows=tuple(rows), drops=drops)
 
 
 def cut_minibatches(rows: Sequence[TrainSample], count: int, *, seed: int) -> list[list[TrainSample]]:
@@ -156,7 +156,7 @@ def cut_minibatches(rows: Sequence[TrainSample], count: int, *, seed: int) -> li
     return [ordered[a:b] for a, b in pairwise(edges)]
 
 
-def _fate(rollout: Rollout, overlong: OverlongConfig, oldest_allowed: int) -> str:
+def _trained_or_reason(rollout: Rollout, overlong: OverlongConfig, oldest_allowed: int) -> str:
     if min(rollout.completion.policy_versions) < oldest_allowed:
         return "stale"
     if overlong.handling == "mask" and rollout.completion.finish_reason == "length":

@@ -78,7 +78,7 @@ class Learner:
     def weights(self) -> dict[str, torch.Tensor]:
         """The present weights under their Hugging Face names, in the training dtype on the CPU of rank 0 (others: empty)."""
         gathered = full_weights(self._policy, dtype=self.cfg.dtype)
-        self._lend_unused()
+        self._release_cached_memory()
         return gathered
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
@@ -101,7 +101,7 @@ class Learner:
     def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Up to `minibatches_per_step` updates from these samples; metrics of the step. TrainingError after too many bad updates."""
         metrics = self._learn(samples) | self._staleness(samples)
-        self._lend_unused()
+        self._release_cached_memory()
         self.version += 1
         return metrics
 
@@ -124,7 +124,7 @@ class Learner:
             torch.cuda.synchronize(self._world.device)
         return time.perf_counter()
 
-    def _lend_unused(self) -> None:
+    def _release_cached_memory(self) -> None:
         """Keep no memory that is not in use: engines that wake need what they lent."""
         if self.cfg.rollout.is_asleep_between and self._world.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ from klear_core.rl.groups import to_samples
 from klear_core.rl.metrics import describe_groups, gather_shown, last_shown, show
 from klear_core.rl.progress import Progress, all_one
 from klear_core.rl.rollout import Collected, Collector, Judge, PromptStream
-from klear_core.rl.workers import LearnerHandle, LearnerLost, RlRun, Workers
+from klear_core.rl.workers import LearnerHandle, LearnerLost, RlSetup, Workers
 from klear_core.train.base import model_folder
 from klear_core.types import Problem
 from klear_core.verify import build_verifier
@@ -44,11 +44,11 @@ def train_rl(
     domain or next to no group that teaches anything, TrainingError on a stall, too many bad updates or too many lost workers.
     """
     chosen, choice = choose_problems(problems / "problems", cfg)
-    job = RlRun(cfg=cfg, model=model, seed=seed, workdir=workdir)
+    setup = RlSetup(cfg=cfg, model=model, seed=seed, workdir=workdir)
     with build_verifier(verify) as judges:
         notes = judges.prepare(chosen)
-        progress = asyncio.run(run_rl(job, chosen, judges.judge_async, telemetry, workers))
-    warnings = check_taught(progress, job)
+        progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers))
+    warnings = check_taught(progress, setup)
     gather_shown(workdir / "scratch" / "shown", workdir / "sample_rollouts.parquet")
     summary = progress.summary(cfg, choice, seed=seed)
     return summary.model_copy(update={"notes": (*warnings, *summary.notes, *notes)})
@@ -64,19 +64,21 @@ def choose_problems(folder: Path, cfg: RlConfig) -> tuple[list[Problem], LedgerS
     return chosen, LedgerStep(step="choose_domain", unit="problem", num_in=len(everything), num_out=len(chosen), dropped=dropped)
 
 
-async def run_rl(job: RlRun, problems: list[Problem], judge: Judge, telemetry: Telemetry, workers: Workers) -> Progress:
+async def run_rl(setup: RlSetup, problems: list[Problem], judge: Judge, telemetry: Telemetry, workers: Workers) -> Progress:
     """All steps that are still to be done. A lost learner costs the steps since its last checkpoint, and nothing else."""
     try:
         # Both import for seconds: side by side.
-        (learner, policy), tokenizer = await asyncio.gather(workers.start(job), asyncio.to_thread(load_tokenizer, model_folder(job.model)))
+        (learner, policy), tokenizer = await asyncio.gather(
+            workers.start(setup), asyncio.to_thread(load_tokenizer, model_folder(setup.model))
+        )
         while True:
             try:
                 progress = Progress.of(await learner.restore())
-                stream = PromptStream(problems, seed=job.seed, position=progress.position)
-                collector = Collector(policy, judge, stream, tokenizer, job.cfg, seed=job.seed, who_is_asked=workers.status)
-                await run_steps(job, learner, policy, collector.collect, progress, telemetry)
-                if not (job.workdir / "model").exists():
-                    await learner.export(job.workdir / "model")
+                stream = PromptStream(problems, seed=setup.seed, position=progress.position)
+                collector = Collector(policy, judge, stream, tokenizer, setup.cfg, seed=setup.seed, who_is_asked=workers.status)
+                await run_steps(setup, learner, policy, collector.collect, progress, telemetry)
+                if not (setup.workdir / "model").exists():
+                    await learner.export(setup.workdir / "model")
             except LearnerLost as lost:
                 log.warning("%s; going on from its last checkpoint", lost)
             else:
@@ -86,7 +88,7 @@ async def run_rl(job: RlRun, problems: list[Problem], judge: Judge, telemetry: T
 
 
 async def run_steps(
-    job: RlRun,
+    setup: RlSetup,
     learner: LearnerHandle,
     policy: TrainableEngine,
     collect: Callable[[], Awaitable[Collected]],
@@ -94,7 +96,7 @@ async def run_steps(
     telemetry: Telemetry,
 ) -> None:
     """The loop. With `max_staleness` above 0, groups for the next steps are sampled while the learner is at this one."""
-    cfg = job.cfg
+    cfg = setup.cfg
     sleeper = _sleeper(policy, cfg)
     await hand_over(learner, policy, sleeper, version=progress.step)
     async with Lookahead(collect, depth=cfg.max_staleness, num_batches=cfg.num_steps - progress.step) as ahead:
@@ -111,28 +113,28 @@ async def run_steps(
             synced = time.monotonic()
             ahead.allow_another()
 
-            collected.fates.add(samples.fates)
-            update |= describe_groups(collected.groups, collected.fates)
+            collected.drops.add(samples.drops)
+            update |= describe_groups(collected.groups, collected.drops)
             update |= speed(collected, update, wait_s=sampled - start, train_s=trained - sampled, sync_s=synced - trained)
             sampled_tokens = sum(len(r.completion.token_ids) for g in collected.groups for r in g.rollouts)
-            progress.after(update, collected.fates, position=collected.position, sampled_tokens=sampled_tokens)
+            progress.after(update, collected.drops, position=collected.position, sampled_tokens=sampled_tokens)
             if progress.has_all_one() and progress.step == progress.steps_without_update + 1:  # the first step with an update
                 log.warning("step %d: %s", progress.step, all_one(cfg))
             telemetry.log(update, step=progress.step)
             telemetry.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
             if step % max(1, cfg.num_steps // _NUM_SHOWN) == 0 or progress.step == cfg.num_steps:
-                show(job.workdir / "scratch" / "shown", collected.groups, step=progress.step)
+                show(setup.workdir / "scratch" / "shown", collected.groups, step=progress.step)
             if progress.step % cfg.runtime.checkpoint.every_steps == 0 or progress.step == cfg.num_steps:
                 await learner.save(progress.counters())
             if progress.step >= _LOOK_FROM:
-                check_taught(progress, job)
+                check_taught(progress, setup)
 
 
-def check_taught(progress: Progress, job: RlRun) -> tuple[str, ...]:
+def check_taught(progress: Progress, setup: RlSetup) -> tuple[str, ...]:
     """Return the warning about groups that taught nothing, if they are many; DataError if they are nearly all."""
-    share = progress.taught(example=last_shown(job.workdir / "scratch" / "shown"))
+    share = progress.taught(example=last_shown(setup.workdir / "scratch" / "shown"))
     remedy = "Give it problems of another difficulty, a better model to start from, or more samples_per_group"
-    return check_floor(share, job.cfg.runtime.taught, key="rl.runtime.taught", remedy=remedy)
+    return check_floor(share, setup.cfg.runtime.taught, key="rl.runtime.taught", remedy=remedy)
 
 
 async def hand_over(learner: LearnerHandle, policy: TrainableEngine, sleeper: SleepingEngine | None, *, version: int) -> None:

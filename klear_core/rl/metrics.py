@@ -12,7 +12,7 @@ from torch import Tensor
 
 from klear_core.artifacts.records import read_shard, read_shards, write_shard
 from klear_core.config.rl import LossConfig
-from klear_core.rl.groups import TRAINED, Fates
+from klear_core.rl.groups import TRAINED, DropCounts
 from klear_core.rl.losses import TokenLoss, TrainBatch
 from klear_core.train.parallel import World
 from klear_core.types import FinishReason, Outcome, Rollout, RolloutGroup
@@ -108,13 +108,13 @@ class ShownRollout:
     reward: float
 
 
-def describe_groups(groups: Sequence[RolloutGroup], fates: Fates) -> dict[str, float]:
-    """Means over all answers that could be judged, and the fates of all groups and answers of the step.
+def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[str, float]:
+    """Means over all answers that could be judged, and counts of all groups and answers of the step by what became of them.
 
     `rl/pass/rate` is of answers that the verifier calls right, as in evaluation; for positive ones the reward's tags must be there too.
     """
     rollouts = [r for g in groups for r in g.rollouts]
-    by_group, by_rollout = fates.of("group"), fates.of("rollout")
+    by_group, by_rollout = drops.of("group"), drops.of("rollout")
     metrics = {
         "rl/groups/asked": float(sum(by_group.values())),
         "rl/groups/kept": float(by_group.pop(TRAINED, 0)),

@@ -10,9 +10,9 @@ from klear_core.artifacts.floors import Share
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.config.rl import RlConfig
 from klear_core.metrics import skipped_note
-from klear_core.rl.groups import SURPLUS, TRAINED, Fates
+from klear_core.rl.groups import SURPLUS, TRAINED, DropCounts
 
-_FATE = "fate/"
+_DROPS = "fate/"
 ALL_ONE = 1e-4
 """Ratios nearer to 1 than this do nothing that rounding does not do."""
 
@@ -24,7 +24,7 @@ class Progress:
     step: int = 0
     position: int = 0
     """Of the prompt stream, behind the last prompt that was used."""
-    fates: Fates = field(default_factory=Fates)
+    drops: DropCounts = field(default_factory=DropCounts)
     sampled_tokens: int = 0
     trained_tokens: int = 0
     steps_without_update: int = 0
@@ -35,11 +35,11 @@ class Progress:
     pass_rate: float = 0.0
     """Of the last step with a judged answer."""
 
-    def after(self, metrics: Mapping[str, float], fates: Fates, *, position: int, sampled_tokens: int) -> None:
+    def after(self, metrics: Mapping[str, float], drops: DropCounts, *, position: int, sampled_tokens: int) -> None:
         """Count one finished step."""
         self.step += 1
         self.position = position
-        self.fates.add(fates)
+        self.drops.add(drops)
         self.sampled_tokens += sampled_tokens
         self.trained_tokens += int(metrics.get("rl/batch/tokens", 0))
         self.steps_without_update += metrics["rl/optim/updates"] == 0
@@ -54,24 +54,24 @@ class Progress:
 
     def counters(self) -> dict[str, int | float]:
         """All of it, flat."""
-        plain = {name: getattr(self, name) for name in self.__slots__ if name != "fates"}
-        return plain | {_FATE + name: n for name, n in self.fates.counts.items()}
+        plain = {name: getattr(self, name) for name in self.__slots__ if name != "drops"}
+        return plain | {_DROPS + name: n for name, n in self.drops.counts.items()}
 
     @classmethod
     def of(cls, counters: Mapping[str, int | float] | None) -> Progress:
         """The inverse of `counters`; None is the very beginning."""
         if counters is None:
             return cls()
-        fates = {k.removeprefix(_FATE): int(v) for k, v in counters.items() if k.startswith(_FATE)}
-        plain = {k: v for k, v in counters.items() if not k.startswith(_FATE)}
-        return cls(**plain, fates=Fates(Counter(fates)))  # type: ignore[arg-type]
+        drops = {k.removeprefix(_DROPS): int(v) for k, v in counters.items() if k.startswith(_DROPS)}
+        plain = {k: v for k, v in counters.items() if not k.startswith(_DROPS)}
+        return cls(**plain, drops=DropCounts(Counter(drops)))  # type: ignore[arg-type]
 
     def taught(self, *, example: str) -> Share:
         """The prompts whose group was trained on, of all but those that were asked to be on the safe side."""
-        fates = self.fates.of("group")
-        lost = {fate: n for fate, n in fates.items() if fate not in (TRAINED, SURPLUS)}
+        drops = self.drops.of("group")
+        lost = {reason: n for reason, n in drops.items() if reason not in (TRAINED, SURPLUS)}
         what = f"prompts taught something in {self.step} steps (last pass rate {self.pass_rate:.2f})"
-        return Share(what=what, num_in=fates.get(TRAINED, 0) + sum(lost.values()), lost=lost, example=example)
+        return Share(what=what, num_in=drops.get(TRAINED, 0) + sum(lost.values()), lost=lost, example=example)
 
     def summary(self, cfg: RlConfig, choice: LedgerStep, *, seed: int) -> StageSummary:
         """What the stage says of its result."""
@@ -82,13 +82,13 @@ class Progress:
             notes.append(skipped_note(self.skipped_updates))
         counts: dict[str, int | float] = {
             "steps": self.step,
-            "prompts": sum(self.fates.of("group").values()),
-            "rollouts": sum(self.fates.of("rollout").values()),
+            "prompts": sum(self.drops.of("group").values()),
+            "rollouts": sum(self.drops.of("rollout").values()),
             "sampled_tokens": self.sampled_tokens,
             "trained_tokens": self.trained_tokens,
             "last_pass_rate": self.pass_rate,
         }
-        return StageSummary(counts=counts, ledger=(choice, *self.fates.ledger()), seeds={"rl": seed}, notes=tuple(notes))
+        return StageSummary(counts=counts, ledger=(choice, *self.drops.ledger()), seeds={"rl": seed}, notes=tuple(notes))
 
 
 def all_one(cfg: RlConfig) -> str:

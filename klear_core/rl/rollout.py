@@ -13,7 +13,7 @@ from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.prompts import render_prompt
-from klear_core.rl.groups import SURPLUS, Fates, keep_informative
+from klear_core.rl.groups import SURPLUS, DropCounts, keep_informative
 from klear_core.rl.rewards import is_positive, overlong_penalty, reward_of
 from klear_core.seeding import seed_for
 from klear_core.types import Problem, Rollout, RolloutGroup, Verdict
@@ -66,7 +66,7 @@ class Collected:
     """All that were sampled."""
     kept: tuple[RolloutGroup, ...]
     """Those to train on, at most `groups_per_step`, with unusable answers taken out."""
-    fates: Fates
+    drops: DropCounts
     """Of all prompts and answers that are not in `kept`."""
     position: int
     """Of the prompt stream, once these were taken from it."""
@@ -105,34 +105,34 @@ class Collector:
         rollout = self._cfg.rollout
         groups: list[RolloutGroup] = []
         kept: list[RolloutGroup] = []
-        fates = Fates()
+        drops = DropCounts()
         for _ in range(rollout.max_rounds):
             prompts = self._stream.take(round(rollout.groups_per_step * rollout.oversample))
-            sampled = await self._groups(prompts, fates)
+            sampled = await self._groups(prompts, drops)
             informative = keep_informative(sampled, self._cfg.group_filter, self._cfg.overlong)
-            fates.add(informative.fates)
+            drops.add(informative.drops)
             groups += sampled
             kept += informative.groups
             if len(kept) >= rollout.groups_per_step:
                 break
         for surplus in kept[rollout.groups_per_step :]:
-            fates.group(SURPLUS)
-            fates.rollout(f"group_{SURPLUS}", len(surplus.rollouts))
+            drops.group(SURPLUS)
+            drops.rollout(f"group_{SURPLUS}", len(surplus.rollouts))
         return Collected(
             groups=tuple(groups),
             kept=tuple(kept[: rollout.groups_per_step]),
-            fates=fates,
+            drops=drops,
             position=self._stream.position,
             seconds=time.monotonic() - started,
         )
 
-    async def _groups(self, prompts: Sequence[Prompt], fates: Fates) -> list[RolloutGroup]:
+    async def _groups(self, prompts: Sequence[Prompt], drops: DropCounts) -> list[RolloutGroup]:
         """One group for each prompt that is not too long, in the order of the prompts."""
         tasks: dict[int, list[asyncio.Task[Rollout]]] = {}
         for prompt in prompts:
             prompt_ids = render_prompt(self._tokenizer, prompt.problem.question)
             if len(prompt_ids) > self._cfg.rollout.max_prompt_tokens:
-                fates.group("prompt_too_long")
+                drops.group("prompt_too_long")
                 continue
             samples = range(self._cfg.rollout.samples_per_group)
             tasks[prompt.position] = [asyncio.create_task(self._rollout(prompt, prompt_ids, i)) for i in samples]

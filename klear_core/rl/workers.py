@@ -27,7 +27,7 @@ class LearnerLost(TrainingError):  # noqa: N818  # it is an event to recover fro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RlRun:
+class RlSetup:
     """What learner and engines are made from."""
 
     cfg: RlConfig
@@ -64,7 +64,7 @@ class LearnerHandle(Protocol):
 class Workers(Protocol):
     """Makes and ends the processes of one RL stage."""
 
-    async def start(self, job: RlRun) -> tuple[LearnerHandle, TrainableEngine]:
+    async def start(self, setup: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
         """The learner with the initial model, and the policy that samples with it as version 0."""
         ...
 
@@ -85,7 +85,7 @@ class LocalWorkers:
         self._engine = engine
         self._learner: LocalLearner | None = None
 
-    async def start(self, job: RlRun) -> tuple[LearnerHandle, TrainableEngine]:
+    async def start(self, setup: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
         """One learner rank, whatever `runtime.num_workers` says."""
         from klear_core.generate.factory import build_trainable_engine
         from klear_core.rl.learner import Learner
@@ -93,13 +93,13 @@ class LocalWorkers:
         from klear_core.train.model import pick_device
         from klear_core.train.parallel import World
 
-        runtime = job.cfg.runtime
+        runtime = setup.cfg.runtime
         world = World(rank=0, size=1, device=pick_device(runtime.device))
-        learner = Learner(job.cfg, job.model, seed=job.seed, workdir=job.workdir, world=world)
+        learner = Learner(setup.cfg, setup.model, seed=setup.seed, workdir=setup.workdir, world=world)
         if self._engine is None:
-            folder = model_folder(job.model)
+            folder = model_folder(setup.model)
             threads = runtime.rollout_threads
-            self._engine = await build_trainable_engine(job.cfg.rollout.engine, folder, num_threads=threads, seed=job.seed)
+            self._engine = await build_trainable_engine(setup.cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed)
         self._learner = LocalLearner(learner, num_threads=runtime.num_threads)
         return self._learner, self._engine
 

@@ -14,7 +14,7 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
 from klear_core.errors import ResourceError
 from klear_core.hf_config import HfConfig
-from klear_core.pipeline.ahead import Work
+from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.capacity import disk_parts, disk_problem
 from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 from klear_core.pipeline.preflight import problems_with
@@ -50,11 +50,11 @@ def large(root: Path, *overrides: str) -> PipelineConfig:
     return load_profile(CONFIGS / "klear_8b", [f"workspace.root={root / 'ws'}", f"model.path={folder}", *overrides])
 
 
-def work_of(config: PipelineConfig, *stages: str) -> Work:
-    return Work.of(config, stages, ())
+def work_of(config: PipelineConfig, *stages: str) -> PendingWork:
+    return PendingWork.of(config, stages, ())
 
 
-def needed_gb(work: Work) -> float:
+def needed_gb(work: PendingWork) -> float:
     return sum(part.gb for part in disk_parts(work))
 
 

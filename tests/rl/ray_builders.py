@@ -15,7 +15,7 @@ from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, Rollou
 from klear_core.rl.loop import run_rl
 from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import Judge
-from klear_core.rl.workers import RlRun, Workers
+from klear_core.rl.workers import RlSetup, Workers
 from klear_core.types import Problem, Verdict
 
 pytest.importorskip("ray")
@@ -43,7 +43,7 @@ def run(
     workers: Workers | None = None,
     telemetry: Recorder | None = None,
 ) -> Progress:
-    job = RlRun(cfg=cfg, model=base, seed=0, workdir=workdir)
+    job = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir)
     return asyncio.run(run_rl(job, PROBLEMS, judge, telemetry or Recorder(), workers or RayWorkers()))
 
 

@@ -26,7 +26,7 @@ from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightOf
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.loop import run_rl
 from klear_core.rl.progress import Progress
-from klear_core.rl.workers import LearnerHandle, LearnerLost, LocalWorkers, RlRun
+from klear_core.rl.workers import LearnerHandle, LearnerLost, LocalWorkers, RlSetup
 from klear_core.types import Completion
 
 ray = pytest.importorskip("ray")
@@ -200,7 +200,7 @@ def test_an_engine_that_finds_no_learner_calls_its_initial_weights_version_0(ses
     params = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
 
     async def drive() -> list[Completion]:
-        job = RlRun(cfg=config(num_rollout_actors=1), model=base, seed=0, workdir=tmp_path)
+        job = RlSetup(cfg=config(num_rollout_actors=1), model=base, seed=0, workdir=tmp_path)
         policy = RayPolicy(job, Restarts(allowed=1), 0, _DeadLearner())
         await policy.start()
         try:
@@ -235,7 +235,7 @@ class _KillsTheLearner:
 def test_a_learner_that_dies_while_it_gives_weights_is_lost_to_all_until_it_is_restored(session: None, base: Path, tmp_path: Path) -> None:
     async def drive() -> None:
         workers = RayWorkers()
-        learner, _ = await workers.start(RlRun(cfg=config(weight_sync="direct"), model=base, seed=0, workdir=tmp_path))
+        learner, _ = await workers.start(RlSetup(cfg=config(weight_sync="direct"), model=base, seed=0, workdir=tmp_path))
         try:
             assert isinstance(learner, RayLearner)
             with pytest.raises(LearnerLost, match="send_weights"):
@@ -293,7 +293,7 @@ class _FrozenWithFirstUpdate:
 
 
 class _FreezingWorkers(RayWorkers):
-    async def start(self, job: RlRun) -> tuple[LearnerHandle, TrainableEngine]:
+    async def start(self, job: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
         learner, policy = await super().start(job)
         return learner, _FrozenWithFirstUpdate(policy)
 
@@ -314,13 +314,13 @@ def test_a_frozen_actor_is_a_stall_that_names_it(session: None, base: Path, tmp_
 def test_a_broken_engine_ends_the_step_with_its_own_error(session: None, base: Path, tmp_path: Path) -> None:
     async def drive() -> None:
         workers = RayWorkers()
-        _, policy = await workers.start(RlRun(cfg=config(), model=base, seed=0, workdir=tmp_path))
+        _, policy = await workers.start(RlSetup(cfg=config(), model=base, seed=0, workdir=tmp_path))
         params = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
         try:
             with pytest.raises(ValueError, match="vocabulary"):
                 await policy.generate([10**6], params)
             assert isinstance(policy, RayPolicy)
-            await policy._seats[0].actor.close.remote()
+            await policy._slots[0].actor.close.remote()
             with pytest.raises(ResourceError, match="engine"):
                 await policy.generate([1], params)
             with pytest.raises(ResourceError, match="engine"):
@@ -378,5 +378,5 @@ class _SaysWhenToKill(NullTelemetry):
 
 if __name__ == "__main__":
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100 << 20)
-    job = RlRun(cfg=config(), model=Path(sys.argv[1]), seed=0, workdir=Path(sys.argv[2]))
+    job = RlSetup(cfg=config(), model=Path(sys.argv[1]), seed=0, workdir=Path(sys.argv[2]))
     asyncio.run(run_rl(job, PROBLEMS, low_byte_judge, _SaysWhenToKill(), RayWorkers()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rl_builders import problem
 
-from klear_core.rl.groups import Fates
+from klear_core.rl.groups import DropCounts
 from klear_core.rl.loop import speed
 from klear_core.rl.metrics import describe_groups
 from klear_core.rl.rollout import Collected
@@ -29,13 +29,13 @@ GROUPS = (
 
 def test_means_are_of_judged_answers_and_lengths_of_all() -> None:
     """The third answer is right without its tags: it passes, and its reward is that of its form."""
-    fates = Fates()
-    fates.group("trained")
-    fates.group("judge_failed")
-    fates.rollout("trained", 2)
-    fates.rollout("judge_failed")
-    fates.rollout("group_judge_failed")
-    assert describe_groups(GROUPS, fates) == pytest.approx(
+    drops = DropCounts()
+    drops.group("trained")
+    drops.group("judge_failed")
+    drops.rollout("trained", 2)
+    drops.rollout("judge_failed")
+    drops.rollout("group_judge_failed")
+    assert describe_groups(GROUPS, drops) == pytest.approx(
         {
             "rl/groups/asked": 2,
             "rl/groups/kept": 1,
@@ -55,13 +55,13 @@ def test_means_are_of_judged_answers_and_lengths_of_all() -> None:
 
 
 def test_when_no_answer_could_be_judged_that_is_what_is_said() -> None:
-    metrics = describe_groups([RolloutGroup(problem=problem("a"), rollouts=(FAILED, FAILED))], Fates())
+    metrics = describe_groups([RolloutGroup(problem=problem("a"), rollouts=(FAILED, FAILED))], DropCounts())
     assert metrics["rl/judge/failed_frac"] == 1
     assert "rl/reward/mean" not in metrics
 
 
 def test_speed_is_tokens_over_the_seconds_of_their_phase() -> None:
-    collected = Collected(groups=GROUPS, kept=(), fates=Fates(), position=0, seconds=4.0)
+    collected = Collected(groups=GROUPS, kept=(), drops=DropCounts(), position=0, seconds=4.0)
     assert speed(collected, {"rl/batch/tokens": 30.0}, wait_s=1.0, train_s=5.0, sync_s=0.5) == {
         "rl/time/rollout_s": 4,
         "rl/time/wait_s": 1,

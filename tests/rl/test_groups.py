@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from klear_core.config.rl import GroupFilterConfig, OverlongConfig
-from klear_core.rl.groups import Fates, keep_informative
+from klear_core.rl.groups import DropCounts, keep_informative
 from klear_core.types import (
     Completion,
     Difficulty,
@@ -53,13 +53,13 @@ def soft_group(*pass_rates: float) -> RolloutGroup:
 
 def kept_of(groups: list[RolloutGroup], cfg: GroupFilterConfig | None = None, overlong: OverlongConfig = KEEP) -> tuple[int, Counter[str]]:
     kept = keep_informative(groups, cfg or GroupFilterConfig(), overlong)
-    return len(kept.groups), kept.fates.counts
+    return len(kept.groups), kept.drops.counts
 
 
 def test_groups_of_equal_rewards_are_dropped_and_counted() -> None:
-    num_kept, fates = kept_of([group(1, 1), group(-1, -1), group(1, -1)])
+    num_kept, drops = kept_of([group(1, 1), group(-1, -1), group(1, -1)])
     assert num_kept == 1
-    assert fates == {"group/zero_advantage": 2, "rollout/group_zero_advantage": 4}
+    assert drops == {"group/zero_advantage": 2, "rollout/group_zero_advantage": 4}
 
 
 def test_the_filter_can_be_off() -> None:
@@ -85,9 +85,9 @@ def test_a_right_answer_without_its_tags_is_no_accurate_one() -> None:
 @pytest.mark.parametrize(("accuracy", "fate"), [(1, "group/too_hard"), (2, None), (3, "group/too_easy")])
 def test_mean_band_keeps_its_edges(accuracy: int, fate: str | None) -> None:
     cfg = GroupFilterConfig(min_accuracy=0.5, max_accuracy=0.5)
-    num_kept, fates = kept_of([group(*[1] * accuracy, *[-1] * (4 - accuracy))], cfg)
+    num_kept, drops = kept_of([group(*[1] * accuracy, *[-1] * (4 - accuracy))], cfg)
     assert (num_kept == 1) == (fate is None)
-    assert fate is None or fates[fate] == 1
+    assert fate is None or drops[fate] == 1
 
 
 @pytest.mark.parametrize("outcome", [o for o in Outcome if not o.is_models_doing])
@@ -96,14 +96,14 @@ def test_what_is_not_the_models_fault_leaves_the_group(outcome: Outcome) -> None
     judged = group(1, -1).rollouts
     kept = keep_informative([RolloutGroup(problem=problem("p"), rollouts=(*judged, broken))], GroupFilterConfig(), KEEP)
     assert kept.groups[0].rollouts == judged
-    assert kept.fates.counts == {f"rollout/{outcome}": 1}
+    assert kept.drops.counts == {f"rollout/{outcome}": 1}
 
 
 def test_a_group_whose_judges_failed_is_dropped_for_that_reason() -> None:
     broken = tuple(rollout(-1, outcome=Outcome.SANDBOX_FAILED) for _ in range(3))
-    num_kept, fates = kept_of([RolloutGroup(problem=problem("p"), rollouts=(*group(1).rollouts, *broken))])
+    num_kept, drops = kept_of([RolloutGroup(problem=problem("p"), rollouts=(*group(1).rollouts, *broken))])
     assert num_kept == 0
-    assert fates == {"rollout/sandbox_failed": 3, "group/sandbox_failed": 1, "rollout/group_sandbox_failed": 1}
+    assert drops == {"rollout/sandbox_failed": 3, "group/sandbox_failed": 1, "rollout/group_sandbox_failed": 1}
 
 
 def test_overlong_answers_leave_the_group_only_if_asked() -> None:
@@ -112,7 +112,7 @@ def test_overlong_answers_leave_the_group_only_if_asked() -> None:
     assert len(keep_informative([mixed], GroupFilterConfig(), KEEP).groups[0].rollouts) == 3
     dropped = keep_informative([mixed], GroupFilterConfig(), DROP)
     assert len(dropped.groups[0].rollouts) == 2
-    assert dropped.fates.counts == {"rollout/overlong": 1}
+    assert dropped.drops.counts == {"rollout/overlong": 1}
 
 
 def test_aborted_answers_never_count() -> None:
@@ -126,12 +126,12 @@ def test_no_survivor_is_a_result() -> None:
 
 
 def test_ledger_adds_up_by_unit() -> None:
-    fates = Fates()
-    fates.group("trained", 3)
-    fates.group("zero_advantage")
-    fates.rollout("trained", 24)
-    fates.rollout("group_zero_advantage", 7)
-    fates.rollout("judge_failed")
-    groups, rollouts = fates.ledger()
+    drops = DropCounts()
+    drops.group("trained", 3)
+    drops.group("zero_advantage")
+    drops.rollout("trained", 24)
+    drops.rollout("group_zero_advantage", 7)
+    drops.rollout("judge_failed")
+    groups, rollouts = drops.ledger()
     assert (groups.num_in, groups.num_out, groups.dropped) == (4, 3, {"zero_advantage": 1})
     assert (rollouts.num_in, rollouts.num_out, rollouts.dropped) == (32, 24, {"group_zero_advantage": 7, "judge_failed": 1})

@@ -17,7 +17,7 @@ from klear_core.cluster.actors import Answer, Arrays, Request, RolloutActor, to_
 from klear_core.config.rl import RlCheckpointConfig
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.generate.engine import SamplingParams
-from klear_core.rl.workers import RlRun
+from klear_core.rl.workers import RlSetup
 from klear_core.train.base import model_folder
 from klear_core.types import Completion
 
@@ -26,7 +26,7 @@ from ray.exceptions import OutOfMemoryError  # noqa: E402
 
 from klear_core.cluster.calls import Restarts, within  # noqa: E402
 from klear_core.cluster.rl_learner import RayLearner  # noqa: E402
-from klear_core.cluster.rollout_engines import RayPolicy, Seat  # noqa: E402
+from klear_core.cluster.rollout_engines import ActorSlot, RayPolicy  # noqa: E402
 
 PARAMS = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
 ANSWER = Completion(text="x", token_ids=(1,), logps=(-1.0,), finish_reason="stop", policy_versions=(0,))
@@ -71,11 +71,11 @@ class SlowCall:
         return "done"
 
 
-def policy_over(actor: object, base: Path) -> tuple[RayPolicy, Seat]:
-    policy = RayPolicy(RlRun(cfg=config(), model=base, seed=0, workdir=base), Restarts(0), 0, None)  # type: ignore[arg-type]
-    seat = Seat(index=0, actor=actor)
-    policy._seats = [seat]
-    return policy, seat
+def policy_over(actor: object, base: Path) -> tuple[RayPolicy, ActorSlot]:
+    policy = RayPolicy(RlSetup(cfg=config(), model=base, seed=0, workdir=base), Restarts(0), 0, None)  # type: ignore[arg-type]
+    slot = ActorSlot(index=0, actor=actor)
+    policy._slots = [slot]
+    return policy, slot
 
 
 async def settle() -> None:
@@ -88,14 +88,14 @@ def test_an_actor_is_asked_nothing_while_it_starts_or_takes_weights(base: Path) 
     calls: list[str] = []
 
     async def drive() -> list[Completion]:
-        policy, seat = policy_over(FakeActor(calls), base)
-        conversation = asyncio.create_task(policy._converse(seat))
-        async with seat.changing:
+        policy, slot = policy_over(FakeActor(calls), base)
+        serving = asyncio.create_task(policy._serve(slot))
+        async with slot.changing:
             asked = asyncio.create_task(policy.generate([1], PARAMS))
             await settle()
             assert calls == []
         answers = await asked
-        conversation.cancel()
+        serving.cancel()
         return answers
 
     assert asyncio.run(drive()) == [ANSWER]
@@ -108,7 +108,7 @@ def test_an_engine_is_at_version_0_until_it_has_the_weights_of_another(base: Pat
     async def drive() -> int:
         actor = RolloutActor()
         with pytest.raises(ConfigError):
-            await actor.start(RlRun(cfg=config(), model=base, seed=0, workdir=tmp_path), to_arrays({"no such": torch.ones(1)}), 7)
+            await actor.start(RlSetup(cfg=config(), model=base, seed=0, workdir=tmp_path), to_arrays({"no such": torch.ones(1)}), 7)
         version = actor._engine.version
         await actor.close()
         return version
@@ -131,9 +131,9 @@ def test_an_actor_is_told_nothing_while_it_changes(base: Path, method: str) -> N
     setattr(actor, method, Method(method, calls))
 
     async def drive() -> None:
-        policy, seat = policy_over(actor, base)
-        async with seat.changing:
-            told = asyncio.create_task(policy._tell(seat, method, what="change"))
+        policy, slot = policy_over(actor, base)
+        async with slot.changing:
+            told = asyncio.create_task(policy._call(slot, method, what="change"))
             await settle()
             assert calls == []
         assert await told is None
@@ -160,9 +160,9 @@ def sleepy_actor() -> type[RolloutActor]:
             assert not self.is_asleep
             await super().load_weights(arrays, version)
 
-        async def exchange(self, requests: Sequence[Request], unwanted: Sequence[int]) -> list[Answer]:
+        async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Answer]:
             assert not self.is_asleep
-            return await super().exchange(requests, unwanted)
+            return await super().exchange(requests, cancelled)
 
     return SleepyActor
 
@@ -174,7 +174,7 @@ def test_engines_that_die_asleep_or_falling_asleep_are_replaced_when_the_others_
     restarts = Restarts(allowed=2)
 
     async def drive() -> list[Completion]:
-        policy = RayPolicy(RlRun(cfg=config(), model=base, seed=0, workdir=tmp_path), restarts, 0, None)  # type: ignore[arg-type]
+        policy = RayPolicy(RlSetup(cfg=config(), model=base, seed=0, workdir=tmp_path), restarts, 0, None)  # type: ignore[arg-type]
         policy._actor_type = ray.remote(num_cpus=0, max_restarts=0)(sleepy_actor())
         await policy.start()
         try:
@@ -197,15 +197,15 @@ def short_of_memory_once() -> type[RolloutActor]:
     """As if Ray had killed the first of them to save its node."""
 
     class ShortOfMemoryOnce(RolloutActor):
-        async def start(self, job: RlRun, arrays: Arrays | None, version: int) -> None:
+        async def start(self, job: RlSetup, arrays: Arrays | None, version: int) -> None:
             self.marker = job.workdir / "killed"
             await super().start(job, arrays, version)
 
-        async def exchange(self, requests: Sequence[Request], unwanted: Sequence[int]) -> list[Answer]:
+        async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Answer]:
             if not self.marker.exists():
                 self.marker.touch()
                 raise OutOfMemoryError("the node is low on memory")
-            return await super().exchange(requests, unwanted)
+            return await super().exchange(requests, cancelled)
 
     return ShortOfMemoryOnce
 
@@ -215,7 +215,7 @@ def test_an_actor_that_ray_kills_for_its_memory_is_replaced_as_any_other(session
     restarts = Restarts(allowed=1)
 
     async def drive() -> list[Completion]:
-        job = RlRun(cfg=config(num_rollout_actors=1), model=base, seed=0, workdir=tmp_path)
+        job = RlSetup(cfg=config(num_rollout_actors=1), model=base, seed=0, workdir=tmp_path)
         policy = RayPolicy(job, restarts, 0, None)  # type: ignore[arg-type]
         policy._actor_type = ray.remote(num_cpus=0, max_restarts=0)(short_of_memory_once())
         await policy.start()
@@ -240,8 +240,8 @@ def test_asynchronous_rl_survives_a_kill_within_its_bound_and_its_books_add_up(
     progress = run(cfg, base, tmp_path, judge, telemetry=telemetry)
     assert telemetry.steps == [1, 2, 3]
     assert judge.num_seen == 32 * 3
-    assert sum(progress.fates.of("group").values()) == 4 * 3
-    assert sum(progress.fates.of("rollout").values()) == 32 * 3
+    assert sum(progress.drops.of("group").values()) == 4 * 3
+    assert sum(progress.drops.of("rollout").values()) == 32 * 3
     assert {row["rl/staleness/max"] for row in telemetry.rows if row["rl/rollouts/trained"]} <= {0, 1}
 
 
@@ -276,7 +276,7 @@ def test_a_step_of_the_learner_has_a_limit_of_its_own(base: Path) -> None:
     """Longer than a stall may last: an RL step is many updates, and nothing is heard of it before the last."""
 
     async def drive() -> None:
-        job = RlRun(cfg=config(stall_timeout_s=0.05, step_timeout_s=600), model=base, seed=0, workdir=base)
+        job = RlSetup(cfg=config(stall_timeout_s=0.05, step_timeout_s=600), model=base, seed=0, workdir=base)
         learner = RayLearner(job, Restarts(0), 0, is_direct=False)
         learner._ranks = [SlowRank()]
         assert await learner._all("step") == ["done"]

@@ -23,12 +23,12 @@ from klear_core.errors import DataError
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
 from klear_core.generate.qwen3.engine import TorchEngine
 from klear_core.metrics import NullTelemetry
-from klear_core.rl.groups import Fates
+from klear_core.rl.groups import DropCounts
 from klear_core.rl.loop import Lookahead, check_taught, choose_problems, run_rl, train_rl
 from klear_core.rl.metrics import ShownRollout
 from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import Collected, Judge
-from klear_core.rl.workers import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlRun, Workers
+from klear_core.rl.workers import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlSetup, Workers
 from klear_core.train.base import model_folder
 from klear_core.types import Completion, Domain, Outcome, Problem, TrainSample, Verdict
 
@@ -45,7 +45,7 @@ def run(
     workers: Workers | None = None,
 ) -> tuple[Progress, Recorder]:
     telemetry = telemetry or Recorder()
-    job = RlRun(cfg=cfg, model=base, seed=0, workdir=workdir)
+    job = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir)
     return asyncio.run(run_rl(job, PROBLEMS, judge, telemetry, workers or LocalWorkers())), telemetry
 
 
@@ -97,7 +97,7 @@ class DyingLearner(LocalLearner):
 
 
 class DyingWorkers(LocalWorkers):
-    async def start(self, job: RlRun) -> tuple[LearnerHandle, TrainableEngine]:
+    async def start(self, job: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
         learner, engine = await super().start(job)
         assert isinstance(learner, LocalLearner)
         return DyingLearner(learner._learner, num_threads=1), engine
@@ -164,7 +164,7 @@ class WatchedWorkers(LocalWorkers):
         super().__init__(engine)
         self._told, self._dies = engine.told, dies
 
-    async def start(self, job: RlRun) -> tuple[LearnerHandle, TrainableEngine]:
+    async def start(self, job: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
         learner, engine = await super().start(job)
         assert isinstance(learner, LocalLearner)
         return ToldLearner(learner, self._told, dies=self._dies), engine
@@ -222,7 +222,7 @@ def test_an_answer_sampled_across_an_update_trains_and_is_as_old_as_its_oldest_t
     async def main() -> Recorder:
         telemetry = Recorder()
         engine = HalfAndHalf(TorchEngine(model_folder(base), TorchEngineConfig(), num_threads=1), answers_per_batch=16)
-        job = RlRun(cfg=rl_config(num_steps=4, max_staleness=1), model=base, seed=0, workdir=tmp_path)
+        job = RlSetup(cfg=rl_config(num_steps=4, max_staleness=1), model=base, seed=0, workdir=tmp_path)
         await run_rl(job, PROBLEMS, low_byte_judge, telemetry, LocalWorkers(engine))
         return telemetry
 
@@ -237,7 +237,7 @@ def test_an_answer_sampled_across_an_update_trains_and_is_as_old_as_its_oldest_t
 def test_staleness_reaches_its_bound_and_stays_there(base: Path, tmp_path: Path, bound: int) -> None:
     progress, telemetry = run(rl_config(num_steps=6, max_staleness=bound), base, tmp_path)
     assert max(row["rl/staleness/max"] for row in telemetry.rows if row["rl/rollouts/trained"]) == bound
-    assert "stale" not in progress.fates.of("rollout")
+    assert "stale" not in progress.drops.of("rollout")
 
 
 def notes_of(progress: Progress, cfg: RlConfig) -> tuple[str, ...]:
@@ -279,14 +279,14 @@ def test_steps_without_a_survivor_change_nothing_and_end_cleanly(base: Path, tmp
 
 def test_progress_survives_as_plain_numbers() -> None:
     progress = Progress(step=3, position=12, largest_ratio_gap=0.25)
-    progress.fates.group("trained", 5)
+    progress.drops.group("trained", 5)
     assert Progress.of(progress.counters()) == progress
 
 
 def test_skipped_updates_are_counted_over_all_steps_and_noted() -> None:
     progress = Progress()
     for updates, skipped in ((3, 1), (4, 0), (0, 4)):
-        progress.after({"rl/optim/updates": updates, "rl/optim/skipped": skipped}, Fates(), position=0, sampled_tokens=0)
+        progress.after({"rl/optim/updates": updates, "rl/optim/skipped": skipped}, DropCounts(), position=0, sampled_tokens=0)
     choice = LedgerStep(step="choose_domain", unit="problem", num_in=0, num_out=0)
     notes = progress.summary(rl_config(), choice, seed=0).notes
     assert any(note.startswith("5 updates were skipped") for note in notes)
@@ -331,12 +331,12 @@ def test_a_long_run_that_teaches_nothing_stops_early(base: Path, tmp_path: Path)
 @pytest.mark.parametrize(("num_taught", "num_warnings"), [(100, 0), (99, 1), (10, 1)])
 def test_groups_that_seldom_teach_are_a_warning_and_surplus_is_no_loss(tmp_path: Path, num_taught: int, num_warnings: int) -> None:
     progress = Progress(step=3)
-    progress.fates.group("trained", num_taught)
-    progress.fates.group("zero_advantage", 1000 - num_taught)
-    progress.fates.group("surplus", 5000)
-    job = RlRun(cfg=rl_config(), model=tmp_path, seed=0, workdir=tmp_path)
+    progress.drops.group("trained", num_taught)
+    progress.drops.group("zero_advantage", 1000 - num_taught)
+    progress.drops.group("surplus", 5000)
+    job = RlSetup(cfg=rl_config(), model=tmp_path, seed=0, workdir=tmp_path)
     assert len(check_taught(progress, job)) == num_warnings
-    progress.fates.group("too_hard", 1000 * num_taught)
+    progress.drops.group("too_hard", 1000 * num_taught)
     with pytest.raises(DataError, match="too_hard"):
         check_taught(progress, job)
 

@@ -24,7 +24,7 @@ from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSo
 from klear_core.generate.factory import build_trainable_engine
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.loop import run_rl
-from klear_core.rl.workers import LocalWorkers, RlRun, Workers
+from klear_core.rl.workers import LocalWorkers, RlSetup, Workers
 from klear_core.train.base import model_folder, prepare_base
 from klear_core.types import Completion
 
@@ -116,7 +116,7 @@ def test_after_every_step_the_engine_answers_with_the_learners_new_weights(base:
 
     async def main() -> Probed:
         engine = Probed(await build_trainable_engine(ENGINE, model_folder(base), num_threads=1, seed=0))
-        job = RlRun(cfg=config(), model=base, seed=0, workdir=tmp_path)
+        job = RlSetup(cfg=config(), model=base, seed=0, workdir=tmp_path)
         await run_rl(job, PROBLEMS, low_byte_judge, recorder, LocalWorkers(engine))
         return engine
 
@@ -138,7 +138,7 @@ def test_a_vllm_engine_in_a_ray_actor_gets_its_weights_straight_from_the_learner
 
     recorder = Recorder()
     workers: Workers = RayWorkers()
-    job = RlRun(cfg=config(weight_sync="direct"), model=base, seed=0, workdir=tmp_path)
+    job = RlSetup(cfg=config(weight_sync="direct"), model=base, seed=0, workdir=tmp_path)
     asyncio.run(run_rl(job, PROBLEMS, low_byte_judge, recorder, workers))
     assert_sampler_and_learner_agree(recorder)
     before, after = (load_file(artifact / "model" / "model.safetensors") for artifact in (base, tmp_path))

@@ -174,15 +174,15 @@ class JailSlot:
         self._jail: Jail | None = None
         self._num_programs = 0
         self._must_load = False
-        self._is_tired = False
+        self._needs_restart = False
 
     def jail(self) -> Jail:
         """The jail, started if need be."""
-        if self._jail is not None and self._is_tired:
+        if self._jail is not None and self._needs_restart:
             self.discard()
         if self._jail is None:
             self._jail = Jail(self._backend, self._cfg.limits)
-            self._is_tired = False
+            self._needs_restart = False
             self._num_programs = 0
             self._must_load = True
         return self._jail
@@ -209,7 +209,7 @@ class JailSlot:
         """Look at how a process ended; after anything but a plain exit the next test gets a fresh jail."""
         if reply.status is Status.NO_FORK:
             raise JailBrokenError(f"the jail could not start a process: {reply.text}")
-        self._is_tired |= reply.status not in _HARMLESS and reply.status is not Status.REPLIED
+        self._needs_restart |= reply.status not in _HARMLESS and reply.status is not Status.REPLIED
 
     def discard(self) -> None:
         """End the jail, if there is one."""

@@ -26,7 +26,7 @@ from klear_core.metrics import NullTelemetry
 from klear_core.rl.loop import run_rl
 from klear_core.rl.metrics import TokenStats
 from klear_core.rl.objective import Denominators, OldPolicy, head_of, make_targets
-from klear_core.rl.workers import LocalWorkers, RlRun
+from klear_core.rl.workers import LocalWorkers, RlSetup
 from klear_core.train.base import model_folder, prepare_base
 from klear_core.train.model import load_model
 from klear_core.train.optim import grad_norm
@@ -216,7 +216,7 @@ def _klear_rate(base: Path, workdir: Path, num_prompts: int) -> float:
         return Verdict(outcome=Outcome.SCORED, score=_digit_share(response))
 
     clock = _Clock(num_prompts)
-    job = RlRun(cfg=_config(num_prompts=num_prompts), model=base, seed=0, workdir=workdir)
+    job = RlSetup(cfg=_config(num_prompts=num_prompts), model=base, seed=0, workdir=workdir)
     asyncio.run(run_rl(job, problems, judge, clock, LocalWorkers()))
     return clock.rate()
 

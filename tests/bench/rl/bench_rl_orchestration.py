@@ -25,7 +25,7 @@ from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.rl.loop import run_rl
-from klear_core.rl.workers import RlRun
+from klear_core.rl.workers import RlSetup
 from klear_core.train.base import prepare_base
 from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem, Verdict
 from tasks import tracking
@@ -90,7 +90,7 @@ def measure() -> list[dict[str, object]]:
         base = Path(folder) / "base"
         base.mkdir()
         prepare_base(TinyModelConfig(), seed=0, workdir=base, telemetry=NullTelemetry())
-        job = RlRun(cfg=cfg, model=base, seed=0, workdir=Path(folder) / "rl")
+        job = RlSetup(cfg=cfg, model=base, seed=0, workdir=Path(folder) / "rl")
         asyncio.run(run_rl(job, problems, _all_wrong, clock, RayWorkers()))
     ray.shutdown()
     step_s = (clock.wall[-1] - clock.wall[0]) / (STEPS - 1)

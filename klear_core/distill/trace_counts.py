@@ -1,4 +1,4 @@
-"""The books of distillation: every sample that was asked for is found again, as a trace or under a reason."""
+"""The trace_counts of distillation: every sample that was asked for is found again, as a trace or under a reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = ("ask", "complete", "judge", "select")
 """What a sample goes through: the teacher replies, the reply is whole, it is judged, the policy keeps it."""
 
 
-class Books:
+class TraceCounts:
     """Counts of what finished shards hold; the same after a resume, for they are made from the shards' own records."""
 
     def __init__(self) -> None:
