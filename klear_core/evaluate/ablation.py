@@ -1,6 +1,7 @@
-"""What an ablation found: each variant's score over seeds, its difference from the reference, and what became of its tokens.
+"""Compute an ablation's table: per variant the score over seeds, the difference from the reference, and token shares.
 
-The unit of every interval is the seed: a whole run, from data and SFT to the score. Variants of one seed share all but RL.
+The unit of every interval is the seed: one complete run, from data and SFT to the score. Variants of one seed share
+everything but RL.
 """
 
 from __future__ import annotations
@@ -24,66 +25,74 @@ TOKEN_SHARES = {
     "A<0, r high": "rl/outside/negative_above_frac",
     "dual clip": "rl/clip/dual_frac",
 }
-"""Shares of all trained tokens whose ratio left the clip range, by advantage and side; the first two are those that clipping is about."""
+"""Metrics with the share of trained tokens whose ratio r left the clip range, by sign of the advantage A and side of
+the range. PPO's clip drops the gradient of the first two kinds."""
 
 _LARGEST, _ENTROPY = "rl/ratio/max", "rl/entropy/mean"
 
 
 class RunResult(Settings):
-    """One run, from its RL stage and its two evaluations."""
+    """The result of one run, from its RL stage and the evaluations before and after it."""
 
     before: float
-    """avg@n of the model that RL started from, in the mean over benchmarks."""
+    """avg@n of the model that RL started from, averaged over benchmarks."""
     after: float
+    """avg@n after RL, averaged over benchmarks."""
     token_shares: dict[str, float]
-    """By the names of `TOKEN_SHARES`, in the mean over RL steps that trained."""
+    """Shares by the names of `TOKEN_SHARES`, averaged over the RL steps that trained."""
     max_ratio: float
-    """New over old, the largest of any token."""
+    """Largest ratio of new to old probability over all tokens and steps."""
     entropy: float
-    """Nats per token, at the last step that trained."""
+    """Mean entropy in nats per token, at the last step that trained."""
     num_steps: int = 0
-    """RL steps that trained."""
+    """Number of RL steps that trained."""
     num_lacking: int = 0
-    """RL steps among them that have no number for some of this, as where earlier versions skipped an update: the others stand for them."""
+    """Number of those steps that lack one of the metrics above (an update skipped, in files of earlier versions).
+    Means are over the steps that have the metric."""
     greedy: float | None = None
-    """Share of right greedy answers after RL, in the mean over benchmarks; None where none were asked for."""
+    """Share of right greedy answers after RL, averaged over benchmarks; None if none were asked for."""
     commit: str | None = None
-    """Of the code that trained; None outside a git checkout."""
+    """Git commit of the code that trained; None outside a git checkout."""
 
     @property
     def has_collapsed(self) -> bool:
-        """RL lost more than half of the score that it started from."""
+        """Whether RL lost more than half of the score that it started from."""
         return self.after < self.before / 2
 
 
 Runs = Mapping[int, RunResult]
-"""By seed."""
+"""Results of one variant at one learning rate, by seed."""
 
 
 class Row(Settings):
-    """One line of the table."""
+    """One row of the table: a variant at one learning rate, or at its own rates."""
 
     variant: str
     learning_rate: float | None
-    """None: on each seed the rate that was best on the others, so that no seed has a say in the choice that it is scored with."""
+    """None: each seed uses the rate that scored best on the other seeds, so no seed helps to choose its rate."""
     score: Interval
-    """Mean avg@n over seeds."""
+    """avg@n after RL, mean over seeds."""
     difference: Interval | None
-    """From the reference at the same rate, or at its own if this is, by seed; None for the reference itself."""
+    """Difference from the reference, paired by seed, at the same rate (at the reference's own rates if `learning_rate`
+    is None); None for the reference itself."""
     runs: dict[int, RunResult]
 
 
 class AblationTable(Settings):
-    """All that was found, and what is missing."""
+    """The table's rows, and the runs that gave no result."""
 
     reference: str
     rows: tuple[Row, ...]
     failures: dict[str, str]
-    """Runs without a result, and why."""
+    """Reasons by run, for the runs without a result."""
 
 
 def read_run(*, rl: Path, before: Path, after: Path, commit: str | None = None) -> RunResult:
-    """From the artifact folders of the RL stage and of the evaluations before and after it. ArtifactError if RL trained on nothing."""
+    """Read a run's result from the artifact folders of its RL stage and of the evaluations before and after it.
+
+    Raise ArtifactError if RL trained on no token.
+    """
+    # only rows of steps that trained have the entropy
     steps = [row for row in read_metrics(rl / METRICS_FILE) if _ENTROPY in row]
     columns = {name: _numbers(steps, name) for name in (*TOKEN_SHARES.values(), _LARGEST, _ENTROPY)}
     if not all(columns.values()):
@@ -104,12 +113,15 @@ def read_run(*, rl: Path, before: Path, after: Path, commit: str | None = None) 
 
 
 def _numbers(steps: Sequence[Mapping[str, float | None]], name: str) -> list[float]:
-    """The metric at the steps that have it."""
+    """Return the metric's values at the steps that have one."""
     return [value for row in steps if (value := row.get(name)) is not None]
 
 
 def rows_of(runs: Mapping[str, Mapping[float, Runs]], reference: str) -> tuple[Row, ...]:
-    """From all runs by variant and rate: a row for each rate, and for own rates if there are several. Rows need two paired seeds."""
+    """Return a row per variant and learning rate, plus one at the variant's own rates if there are several rates.
+
+    `runs` maps variant and rate to runs. A row needs two seeds that the reference has as well, else it is left out.
+    """
     by_rate: dict[float | None, dict[str, Runs]] = {rate: {} for found in runs.values() for rate in found}
     for variant, found in runs.items():
         for rate, own in found.items():
@@ -121,10 +133,14 @@ def rows_of(runs: Mapping[str, Mapping[float, Runs]], reference: str) -> tuple[R
 
 
 def at_own_rate(found: Mapping[float, Runs]) -> Runs:
-    """Each seed's run at the rate with the best mean score on all other seeds, of equals the smaller; seeds that have every rate."""
+    """Return each seed's run at the rate with the best mean score on all other seeds; a tie goes to the smaller rate.
+
+    Seeds that lack a run at some rate are left out.
+    """
     seeds = sorted(set.intersection(*(set(own) for own in found.values())))
     chosen = {}
     for seed in seeds:
+        # with a single seed there are no others: all means are 0, and the smallest rate is chosen
         means = {rate: fmean([own[s].after for s in seeds if s != seed] or [0.0]) for rate, own in found.items()}
         chosen[seed] = found[min(means, key=lambda rate: (-means[rate], rate))][seed]
     return chosen
@@ -140,7 +156,7 @@ def _row(variant: str, rate: float | None, runs: Runs, reference: Runs, is_refer
 
 
 def as_markdown(table: AblationTable) -> str:
-    """Scores in per cent, differences in points, shares of tokens in per cent."""
+    """Format the table as Markdown: scores and token shares in per cent, differences in percentage points."""
     head = ["variant", "lr", "avg@n (95 %)", f"minus {table.reference} (95 %)", "collapsed", *TOKEN_SHARES, "max r", "entropy"]
     lines = [_line(head), _line(["---"] * len(head)), *(_line(_cells(row)) for row in table.rows), ""]
     lines += [line for row in table.rows if row.learning_rate is not None for line in _lacking(row)]
@@ -149,7 +165,7 @@ def as_markdown(table: AblationTable) -> str:
 
 
 def _lacking(row: Row) -> list[str]:
-    """A line for each run with steps that lack numbers."""
+    """Return a line for each run with steps that lack metrics."""
     return [
         f"- numbers are missing at {run.num_lacking} of {run.num_steps} steps: {row.variant}, lr {row.learning_rate:g}, seed {seed}"
         for seed, run in row.runs.items()

@@ -1,4 +1,4 @@
-"""Single runs of a grid, one a line: what a table of an ablation is computed from, kept so that it can be computed again."""
+"""Store the single runs of an ablation grid, one JSON line each, so that its table can be computed again."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from klear_core.evaluate.ablation import AblationTable, RunResult, rows_of
 
 
 class CellRecord(Settings):
-    """One run of a grid: its place, the settings that readers ask for first, and its result."""
+    """One run of a grid: its variant, rate and seed, the main settings, and its result."""
 
     variant: str
     learning_rate: float
     seed: int
     minibatches_per_step: int
-    """Optimizer updates of one RL step."""
+    """Optimizer updates per RL step."""
     steps: int
-    """RL steps that were asked for."""
+    """RL steps that the config asked for."""
     collapsed: bool
-    """Less than half of the score before RL is left."""
+    """Whether less than half of the score before RL was left."""
     result: RunResult
 
 
 def write_cells(cells: Sequence[CellRecord], file: Path) -> None:
-    """Write one JSON object a line."""
+    """Write the cells to `file`, one JSON object per line."""
     file.write_text("".join(cell.model_dump_json() + "\n" for cell in cells))
 
 
 def read_cells(file: Path) -> list[CellRecord]:
-    """Return the cells of a file of `write_cells`. ArtifactError names the first line that is none."""
+    """Read a file that `write_cells` wrote. Raise ArtifactError with the number of the first invalid line."""
     cells = []
     for number, line in enumerate(file.read_text().splitlines(), start=1):
         try:
@@ -44,7 +44,7 @@ def read_cells(file: Path) -> list[CellRecord]:
 
 
 def table_of(cells: Sequence[CellRecord], reference: str) -> AblationTable:
-    """Compute the table anew from its cells, as `klear ablate` does from its runs."""
+    """Compute the table from its cells, as `klear ablate` does from its runs."""
     runs: dict[str, dict[float, dict[int, RunResult]]] = {}
     for cell in cells:
         runs.setdefault(cell.variant, {}).setdefault(cell.learning_rate, {})[cell.seed] = cell.result

@@ -1,4 +1,4 @@
-"""Was the model after better than the one before? Two evaluations on the same problems, compared problem by problem."""
+"""Compare two models' evaluations problem by problem, to decide whether the later model is better."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from klear_core.types import EvalSample
 
 
 class Comparison(Settings):
-    """The difference of two models' scores on one benchmark: after minus before, over the problems that both have scored."""
+    """Difference of two models' scores on one benchmark: after minus before, over the problems scored for both."""
 
     benchmark: str
     decoding: Literal["sampled", "greedy"]
     num_problems: int = Field(ge=1)
     num_unpaired: int = Field(ge=0)
-    """Problems that only one of the two has a score for; they are left out."""
+    """Problems scored for only one of the two models; they are left out."""
     before: float = Field(ge=0, le=1)
     after: float = Field(ge=0, le=1)
     difference: float = Field(ge=-1, le=1)
@@ -32,28 +32,29 @@ class Comparison(Settings):
     high: float = Field(ge=-1, le=1)
     confidence: float = Field(gt=0, lt=1)
     is_same_decoding: bool
-    """Whether both were decoded by the same profile; if not, the difference is not the models' alone."""
+    """Whether both models were decoded with the same settings; if not, these may explain part of the difference."""
 
     @property
     def is_better(self) -> bool:
-        """The whole interval is above zero."""
+        """Whether the entire interval is above zero."""
         return self.low > 0
 
     @property
     def is_worse(self) -> bool:
-        """The whole interval is below zero."""
+        """Whether the entire interval is below zero."""
         return self.high < 0
 
     @property
     def is_clear(self) -> bool:
-        """The interval does not hold zero."""
+        """Whether the interval excludes zero."""
         return self.is_better or self.is_worse
 
 
 def compare(before: Path, after: Path) -> tuple[Comparison, ...]:
-    """Pair two evaluations' artifact folders by problem: a comparison for each benchmark and decoding that they have.
+    """Compare two evaluations' artifact folders, for each benchmark and each decoding that both have.
 
-    The confidence is that of `after`. DataError if the benchmarks differ or a benchmark has no problem in common.
+    The confidence level is that of `after`. Raise DataError if the benchmarks differ or one has no scored problem in
+    common.
     """
     reports_before = {r.benchmark: r for r in read_reports(before)}
     reports_after = {r.benchmark: r for r in read_reports(after)}
@@ -78,7 +79,7 @@ _Means = Mapping[str, float]
 def _compare_one(
     before: _Means, after: _Means, report_before: EvalReport, report_after: EvalReport, *, decoding: Literal["sampled", "greedy"]
 ) -> Comparison:
-    shared = sorted(before.keys() & after.keys())
+    shared = sorted(before.keys() & after.keys())  # sorted, so that float sums do not depend on the order of a set
     if not shared:
         raise DataError(f"benchmark {report_after.benchmark!r}: the two evaluations have no scored problem in common")
     means_before, means_after = [before[i] for i in shared], [after[i] for i in shared]
@@ -99,7 +100,7 @@ def _compare_one(
 
 
 def _problem_means(folder: Path) -> dict[tuple[str, Literal["sampled", "greedy"]], dict[str, float]]:
-    """By benchmark and decoding: the share of right answers of every problem that has a scored one."""
+    """Return the share of right answers of every problem with a scored answer, by benchmark and decoding."""
     num_scored: Counter[tuple[str, Literal["sampled", "greedy"], str]] = Counter()
     num_correct: Counter[tuple[str, Literal["sampled", "greedy"], str]] = Counter()
     for sample in read_shards(folder / "samples", EvalSample):

@@ -1,4 +1,4 @@
-"""Judges a file of answers: what `klear judge` does. Verdicts stream: the first is there before the last row is read."""
+"""Judge a file of answers, for `klear judge`. Rows are streamed: judging starts before the last row is read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from klear_core.errors import DataError
 from klear_core.types import CodeReference, Difficulty, Domain, MathReference, Outcome, Problem, Reference, Verdict
 from klear_core.verify.pool import JudgePool, build_verifier
 
-_IN_FLIGHT = 512
+_IN_FLIGHT = 512  # answers submitted at a time: bounds how many responses are in memory
 _ROW_KEYS = {"id", "response", "reference"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
-    """A row that does not fit; `line` counts from 1."""
+    """An invalid row; `line` counts from 1."""
 
     line: int
     reason: str
@@ -29,13 +29,13 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeSummary:
-    """What became of a file's rows: `num_rows` is the sum of `outcomes` and the bad rows."""
+    """Counts of a file's rows by outcome; `num_rows` is the sum of `outcomes` and the bad rows."""
 
     num_rows: int
     outcomes: dict[Outcome, int]
     num_full_score: int
     mean_score: float | None
-    """Over the verdicts that are the model's doing; None if there is none."""
+    """Mean over the verdicts with `is_models_doing`; None if there is none."""
     bad_rows: tuple[BadRow, ...]
     notes: tuple[str, ...]
 
@@ -55,10 +55,11 @@ def judge_file(
     bare_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> JudgeSummary:
-    """Judge the rows of a JSONL or Parquet file (`id`, `response`, `reference`); with `out`, write a row an answer there.
+    """Judge the rows of a JSONL or Parquet file (`id`, `response`, `reference`); with `out`, write a row per answer.
 
     `bare_code`: a code row's `response` is the program itself. `progress(judged, read)` is called after each verdict.
-    DataError if the file cannot be read; rows that do not fit are counted. JudgeError and SandboxError: as JudgePool.judge.
+    Raise DataError if the file cannot be read (invalid rows are only counted); JudgeError and SandboxError as
+    `JudgePool.judge` does.
     """
     bad_rows: list[BadRow] = []
     verdicts: list[tuple[str, Verdict]] = []
@@ -82,6 +83,7 @@ def judge_file(
                 bad_rows.append(answer)
                 continue
             waiting.append((answer.answer_id, _submit(pool, answer, bare_code=bare_code)))
+            # take from the front only, so that verdicts keep the order of the file
             while waiting and (len(waiting) >= _IN_FLIGHT or waiting[0][1].done()):
                 take_oldest()
         while waiting:
@@ -108,11 +110,12 @@ def _submit(pool: JudgePool, answer: _Answer, *, bare_code: bool) -> Future[Verd
 
 
 def _rows(path: Path) -> Iterator[tuple[int, object]]:
-    """(line from 1, parsed value); a line that is no JSON comes as the error that says so."""
+    """Yield (line number from 1, parsed value); for a line that is not JSON the value is a DataError."""
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
         return
     try:
+        # surrogateescape: bytes that are not UTF-8 spoil their own line at most, not the reading of the file
         with path.open(encoding="utf-8", errors="surrogateescape") as f:
             for line, text in enumerate(f, start=1):
                 if text.strip():
@@ -164,7 +167,7 @@ def _answer_of(value: object, line: int) -> _Answer | BadRow:
 
 
 def _plain(reference: object) -> object:
-    """Parquet keeps a reference as JSON text, or as a struct whose absent keys are null."""
+    """Return the reference as JSON values. Parquet holds it as JSON text, or as a struct whose absent keys are null."""
     if isinstance(reference, str):
         parsed = _parse(reference)
         if isinstance(parsed, DataError):
@@ -191,7 +194,7 @@ def _write(out: Path, verdicts: list[tuple[str, Verdict]]) -> None:
 
 
 def _written(answer_id: str, verdict: Verdict) -> dict[str, object]:
-    """A row of the output; `score` is null where the outcome says nothing about the model."""
+    """Return an output row; `score` is null if the outcome says nothing about the model."""
     score = verdict.score if verdict.outcome.is_models_doing else None
     return {"id": answer_id, "outcome": verdict.outcome.value, "score": score, "detail": verdict.detail}
 

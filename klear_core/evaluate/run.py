@@ -1,7 +1,7 @@
-"""Evaluation: every benchmark problem is answered n times and once greedily, judged while others are sampled, and scored.
+"""Evaluate a model: sample n answers and a greedy one per benchmark problem, judge them meanwhile, and score them.
 
-A shard of answers is the unit of resume. An answer that could not be judged is never wrong: it is kept, counted, and
-judged again, without being sampled again, by the next run.
+The unit of resume is a shard of answers. An answer that could not be judged does not count as wrong: it is kept and
+counted, and the next run judges it again without sampling it again.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from klear_core.types import EvalSample, Outcome, Problem, Verdict
 log = logging.getLogger(__name__)
 
 Judge = Callable[[Problem, str], Awaitable[Verdict]]
-"""The verdict on a whole model output: `JudgePool.judge_async`."""
+"""Returns the verdict on a complete model output, like `JudgePool.judge_async`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What answers and what judges: the three seams of an evaluation."""
+    """The engine, prompt renderer and judge of an evaluation; tests pass fakes for them."""
 
     engine: InferenceEngine
     render: Callable[[str], tuple[int, ...]]
-    """A question as prompt token ids."""
+    """Turns a question into prompt token ids."""
     judge: Judge
 
 
@@ -59,10 +59,10 @@ def evaluate(
     workdir: Path,
     telemetry: Telemetry,
 ) -> StageSummary:
-    """Write `workdir/samples` and `workdir/report.json` for a model's and the benchmarks' artifact folders.
+    """Evaluate the model in the artifact folder `model`, and write `workdir/samples` and `workdir/report.json`.
 
-    JudgeError if more than `cfg.max_unscored_rate` of a benchmark's answers cannot be judged, DataError if a problem does
-    not fit the model; finished shards are kept for the rerun.
+    Raise JudgeError if more than `cfg.max_unscored_rate` of a benchmark's answers cannot be judged, DataError if a
+    problem does not fit the model. Finished shards are kept for a rerun.
     """
     from klear_core.generate.factory import build_engine
     from klear_core.prompts import load_tokenizer, render_prompt
@@ -83,6 +83,7 @@ def evaluate(
             await engine.close()
 
     with build_verifier(verify) as judges:
+        # tests the sandbox, if there are code problems, before the model is loaded
         notes = judges.prepare(problem for benchmark in suite for problem in benchmark.problems)
         asyncio.run(run(judges.judge_async))
     summary = report_scores(cfg, suite, seed=seed, workdir=workdir, telemetry=telemetry)
@@ -92,7 +93,7 @@ def evaluate(
 async def answer_benchmarks(
     cfg: EvaluateConfig, suite: Sequence[Benchmark], exam: Examination, *, seed: int, workdir: Path, telemetry: Telemetry
 ) -> None:
-    """Have every answer that is not there yet, judge it, and write it with its shard."""
+    """Sample and judge every answer whose shard is missing, and write each shard when it is complete."""
     run = _Run(cfg, suite, exam, seed=seed, telemetry=telemetry)
     shards = [shard for benchmark in suite for shard in plan_answers(cfg, benchmark, workdir)]
     todo = [shard for shard in shards if not shard.is_done]
@@ -101,13 +102,14 @@ async def answer_benchmarks(
     for shard in shards:
         if shard.is_done:
             await run.reopen(shard)
+    # aclosing: an error in this loop also cancels the requests in flight
     async with aclosing(work_shards(todo, run.work, limit=cfg.runtime.max_in_flight)) as finished:
         async for shard, samples in finished:
             write_shard(shard.path, samples)
 
 
 class _Run:
-    """One run of the stage: how an answer is had, and what could not be judged so far."""
+    """Samples and judges single answers in one run of the stage, and counts those that could not be judged."""
 
     def __init__(self, cfg: EvaluateConfig, suite: Sequence[Benchmark], exam: Examination, *, seed: int, telemetry: Telemetry) -> None:
         self.cfg = cfg
@@ -119,7 +121,8 @@ class _Run:
         self.num_done = 0
 
     async def reopen(self, shard: Shard[Ask]) -> None:
-        """Count a shard that an earlier run finished, and judge again what could not be judged then."""
+        """Count the answers of a shard from an earlier run, and judge again those that could not be judged then."""
+        # a shard belongs to one benchmark, where problem ids are unique
         problems = {ask.problem.problem_id: ask.problem for ask in shard.items}
         earlier = read_shard(shard.path, EvalSample)
         samples = await asyncio.gather(*(self._judge_again(s, problems[s.problem_id]) for s in earlier))
@@ -139,7 +142,7 @@ class _Run:
         params = sampling_params(self.cfg.sampling, ask, seed=self.seed)
         try:
             (completion,) = await self.exam.engine.generate(self.exam.render(problem.question), params)
-        except KlearError:
+        except KlearError:  # before ValueError: DataError and ConfigError are ValueErrors with a message of their own
             raise
         except ValueError as e:
             raise DataError(f"benchmark {ask.benchmark!r}, problem {problem.problem_id}: the engine cannot answer it: {e}") from e
@@ -161,7 +164,7 @@ class _Run:
         return sample
 
     def _settle(self, sample: EvalSample) -> None:
-        """Count a judged answer. JudgeError once more are unscored than the whole benchmark may have."""
+        """Count an answer; raise JudgeError once the benchmark's unscored answers exceed `max_unscored_rate`."""
         self.num_done += 1
         self.telemetry.progress(self.num_done, sum(self.num_asked.values()), f"answers, {sample.benchmark}")
         if sample.verdict.outcome.is_models_doing:
@@ -178,7 +181,7 @@ class _Run:
 
 
 def sampling_params(cfg: SamplingConfig, ask: Ask, *, seed: int) -> SamplingParams:
-    """How one answer is decoded. Every sample has a seed of its own: with a shared one, all n would be the same text."""
+    """Return how to decode one answer. Each sample has its own seed; with a shared one all n would be the same text."""
     is_greedy = ask.decoding == "greedy"
     return SamplingParams(
         num_samples=1,
@@ -192,7 +195,7 @@ def sampling_params(cfg: SamplingConfig, ask: Ask, *, seed: int) -> SamplingPara
 
 
 def report_scores(cfg: EvaluateConfig, suite: Sequence[Benchmark], *, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Score what the shards hold and write `report.json`, one report a benchmark."""
+    """Score the answers in the shards and write `report.json`, with one report per benchmark."""
     reports: list[EvalReport] = []
     ledger: list[LedgerStep] = []
     for benchmark in suite:

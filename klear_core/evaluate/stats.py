@@ -1,15 +1,16 @@
-"""Estimates from repeated answers to the same problems, with intervals that count problems and samples.
+"""Estimate scores from repeated answers to the same problems, with confidence intervals over problems.
 
-Samples of one problem are alike, so the unit of every interval is the problem: its mean over its samples is one
-observation in 0..1. That covers both what a re-run would change and what other problems of the same kind would.
+Samples of one problem are correlated, so the unit of every interval is the problem: its mean over its samples is one
+observation in 0..1. The interval thus covers the change from sampling again and from other problems of the same kind.
 
-The interval is Student's t on the problem means after one problem that is always solved and one that never is have been
-added; for paired differences, one that went from never to always and one the other way. With one sample a problem this
-is the adjusted Wald family (Agresti and Coull 1998; Bonett and Price 2012 for pairs). It replaces special rules for
-scores near 0 or 1, where the plain interval collapses to a point: at 0 of 30 it says 0 to 0.095.
+The interval is Student's t on the problem means, after adding one problem that is always solved and one that never is;
+for paired differences, one that went from never to always and one the other way. With one sample per problem this is
+the adjusted Wald family (Agresti and Coull 1998; Bonett and Price 2012 for pairs). It needs no special rules for scores
+near 0 or 1, where the plain interval collapses to a point: for 0 of 30 it gives 0 to 0.095.
 
-tests/evaluate/test_stats.py measures its coverage, which stays near the nominal one down to 10 problems and at scores near 0,
-where the plain t interval loses most of it. The price is width where all problems are equally hard, which benchmarks are not.
+tests/evaluate/test_stats.py measures the coverage: it stays near the nominal level down to 10 problems and at scores
+near 0, where the plain t interval loses most of it. The interval is wider than necessary only if all problems are
+equally hard, which those of benchmarks are not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A confidence interval and what it is about; `low <= value <= high`."""
+    """An estimate with its confidence interval; `low <= value <= high`."""
 
     value: float
     low: float
@@ -29,23 +30,23 @@ class Interval:
 
 
 def mean_interval(problem_means: Sequence[float], *, confidence: float) -> Interval:
-    """avg@n over problems, each weighing the same. `problem_means` are shares of right samples, in 0..1."""
+    """Return avg@n, with equal weight for every problem. `problem_means` are shares of right samples, in 0..1."""
     assert problem_means, "no problem has a scored sample"
     assert all(0 <= m <= 1 for m in problem_means), problem_means
     return _interval(problem_means, added=(0.0, 1.0), bounds=(0.0, 1.0), confidence=confidence)
 
 
 def paired_interval(before: Sequence[float], after: Sequence[float], *, confidence: float) -> Interval:
-    """The mean of after minus before over the same problems, positive if after is better."""
+    """Return the mean of after minus before over the same problems; positive if after is better."""
     assert len(before) == len(after) > 0, (len(before), len(after))
     differences = [b - a for a, b in zip(before, after, strict=True)]
     return _interval(differences, added=(-1.0, 1.0), bounds=(-1.0, 1.0), confidence=confidence)
 
 
 def seed_interval(values: Sequence[float], *, bounds: tuple[float, float], confidence: float) -> Interval:
-    """Plain Student's t, cut at what is possible, on a few whole runs: the scores of at least two seeds, or their differences.
+    """Return the plain Student's t interval, cut to `bounds`, for the scores (or differences) of at least two seeds.
 
-    Equal results give a point, which says that seeds do not differ, and nothing of other problems.
+    Equal values give a single point: seeds do not differ, which says nothing about other problems.
     """
     assert len(values) > 1, "one run has no spread"
     mean, half = _t_interval(values, confidence)
@@ -53,9 +54,9 @@ def seed_interval(values: Sequence[float], *, bounds: tuple[float, float], confi
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that k of n samples, drawn without return, hold a right one: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021).
+    """Return pass@k, the chance that one of k samples is right: 1 - C(n-c, k) / C(n, k), with c of n samples right.
 
-    Unbiased for samples that are drawn independently; the ratio is a product of c factors 1 - k/i, summed in logs.
+    Unbiased for independent samples (Chen et al. 2021). The ratio is a product of c factors 1 - k/i, computed as a sum of logs.
     """
     assert 0 <= num_correct <= num_samples, (num_correct, num_samples)
     assert 1 <= k <= num_samples, (k, num_samples)
@@ -66,18 +67,20 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def _interval(values: Sequence[float], *, added: tuple[float, float], bounds: tuple[float, float], confidence: float) -> Interval:
-    """Student's t around the mean of `values` and the two `added` ones, within `bounds`."""
+    """Return the mean of `values` with the Student's t interval of `values` and the `added` ones, cut to `bounds`."""
     value = math.fsum(values) / len(values)
     centre, half = _t_interval([*values, *added], confidence)
     low, high = max(centre - half, bounds[0]), min(centre + half, bounds[1])
-    return Interval(value=value, low=min(low, value), high=max(high, value))  # the value can lie outside below 70 % confidence
+    # min and max: below 70 % confidence the value can lie outside the interval
+    return Interval(value=value, low=min(low, value), high=max(high, value))
 
 
 def _t_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Mean and half width."""
+    """Return the mean and the half width of its Student's t interval."""
     from scipy.special import stdtrit
 
     num = len(values)
     mean = math.fsum(values) / num
     variance = math.fsum((v - mean) ** 2 for v in values) / (num - 1)
+    # two-sided: the quantile at 1/2 + confidence/2 leaves (1 - confidence)/2 on each side
     return mean, float(stdtrit(num - 1, 0.5 + confidence / 2)) * math.sqrt(variance / num)

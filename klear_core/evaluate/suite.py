@@ -1,4 +1,4 @@
-"""What is asked in an evaluation: benchmarks, their problems, and every answer to be had of each."""
+"""List the answers that an evaluation has to sample: benchmarks, their problems, and n samples of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from klear_core.types import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """A benchmark's problems, and how many samples each is given."""
+    """A benchmark's problems, and the number of samples per problem."""
 
     name: str
     problems: tuple[Problem, ...]
@@ -25,7 +25,7 @@ class Benchmark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One answer to be had."""
+    """One answer to sample."""
 
     benchmark: str
     problem: Problem
@@ -34,12 +34,12 @@ class Ask:
 
 
 def load_benchmark(folder: Path, cfg: BenchmarkConfig) -> Benchmark:
-    """One benchmark of the benchmarks' artifact folder, where none is empty and none holds a problem twice."""
+    """Read one benchmark from the benchmarks' artifact folder; its problems are unique, and there is at least one."""
     return Benchmark(name=cfg.name, problems=tuple(read_shards(folder / cfg.name, Problem)), num_samples=cfg.num_samples)
 
 
 def plan_answers(cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path) -> list[Shard[Ask]]:
-    """Every answer to be had of a benchmark, problem by problem, cut into shards."""
+    """Return all answers to sample for a benchmark, problem by problem, cut into shards."""
     asks = [ask for problem in benchmark.problems for ask in _asks(cfg, benchmark, problem)]
     return plan_shards(workdir / "samples", asks, items_per_shard=cfg.runtime.answers_per_shard, prefix=f"{benchmark.name}-")
 

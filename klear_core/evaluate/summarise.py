@@ -1,4 +1,4 @@
-"""From judged answers to a benchmark's report."""
+"""Count judged answers and compute a benchmark's report from the counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED_POLICY = "one seed a sample, from (run seed, benchmark, problem id, sample 
 
 @dataclass(slots=True)
 class ProblemTally:
-    """One problem's answers in one decoding."""
+    """Counts of one problem's answers in one decoding (sampled or greedy)."""
 
     difficulty: Difficulty
     num_scored: int = 0
@@ -27,13 +27,13 @@ class ProblemTally:
 
     @property
     def mean(self) -> float:
-        """The share of right answers among the scored."""
+        """Share of right answers among the scored ones."""
         return self.num_correct / self.num_scored
 
 
 @dataclass(slots=True)
 class Tally:
-    """All answers of one decoding, counted by problem."""
+    """Counts of all answers in one decoding, in total and by problem."""
 
     problems: dict[str, ProblemTally]
     num_samples: int = 0
@@ -43,7 +43,7 @@ class Tally:
     unscored: Counter[Outcome] = field(default_factory=Counter)
 
     def add(self, sample: EvalSample) -> None:
-        """Count one answer; one that could not be judged is neither right nor wrong."""
+        """Count one answer; an answer that could not be judged counts as neither right nor wrong."""
         self.num_samples += 1
         self.num_tokens += sample.num_tokens
         self.num_truncated += sample.finish_reason == "length"
@@ -57,16 +57,16 @@ class Tally:
 
     @property
     def scored(self) -> list[ProblemTally]:
-        """The problems that have a mean."""
+        """Problems with at least one scored answer."""
         return [p for p in self.problems.values() if p.num_scored]
 
     @property
     def truncated_frac(self) -> float:
-        """Of all answers, those that ran out of tokens."""
+        """Share of all answers that ran out of tokens."""
         return self.num_truncated / self.num_samples
 
     def score(self, *, confidence: float, difficulty: Difficulty | None = None) -> Score | None:
-        """The mean over problems, of one difficulty if asked; None if there is nothing to average."""
+        """Return the mean over problems (of one difficulty, if given); None if no problem has a scored answer."""
         problems = [p for p in self.scored if difficulty in (None, p.difficulty)]
         if not problems:
             return None
@@ -74,7 +74,7 @@ class Tally:
         return _as_score(interval, num_problems=len(problems), num_samples=sum(p.num_scored for p in problems))
 
     def pass_at(self, k: int, *, confidence: float) -> PassAtK | None:
-        """Over the problems with at least k scored samples; None if there is none."""
+        """Return pass@k over the problems with at least k scored samples; None if there is none."""
         problems = [p for p in self.scored if p.num_scored >= k]
         if not problems:
             return None
@@ -87,7 +87,7 @@ Tallies = Mapping[Literal["sampled", "greedy"], Tally]
 
 
 def tally(samples: Iterable[EvalSample], problems: Iterable[Problem]) -> Tallies:
-    """Count a benchmark's answers by decoding. Problems without a scored answer stay in, with nothing counted."""
+    """Count a benchmark's answers by decoding. Problems without a scored answer are kept, with counts of zero."""
     problems = list(problems)
     tallies: Tallies = {
         "sampled": Tally({p.problem_id: ProblemTally(p.difficulty) for p in problems}),
@@ -99,7 +99,7 @@ def tally(samples: Iterable[EvalSample], problems: Iterable[Problem]) -> Tallies
 
 
 def make_report(tallies: Tallies, cfg: EvaluateConfig, *, benchmark: str, num_samples: int, seed: int) -> EvalReport:
-    """One benchmark's scores; DataError if not one sample could be judged."""
+    """Return one benchmark's report. Raise DataError if no sample could be judged."""
     sampled, greedy = tallies["sampled"], tallies["greedy"]
     avg = sampled.score(confidence=cfg.confidence)
     if avg is None:
@@ -140,13 +140,13 @@ def _by_difficulty(tallies: Tallies, *, confidence: float) -> tuple[DifficultySc
 
 
 def powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4, ... and `limit` itself."""
+    """Return 1, 2, 4, ... up to `limit`, and `limit` itself."""
     powers = [1 << i for i in range(limit.bit_length())]
     return powers if powers[-1] == limit else [*powers, limit]
 
 
 def ledger_step(benchmark: str, tallies: Tallies) -> LedgerStep:
-    """Answers that were had, and those that could not be judged."""
+    """Return the ledger step of judging: answers sampled, and those that could not be judged, by reason."""
     both = tallies.values()
     unscored = sum((t.unscored for t in both), Counter[Outcome]())
     num_asked = sum(t.num_samples for t in both)
@@ -162,7 +162,7 @@ def ledger_step(benchmark: str, tallies: Tallies) -> LedgerStep:
 
 
 def metrics_of(report: EvalReport) -> dict[str, float]:
-    """A report's numbers under their names for tracking."""
+    """Return a report's numbers by metric name."""
     prefix, n = f"eval/{report.benchmark}", report.num_samples
     metrics = {
         f"{prefix}/avg_at_{n}": report.avg.value,
@@ -178,7 +178,7 @@ def metrics_of(report: EvalReport) -> dict[str, float]:
 
 
 def lines_of_warning(reports: Iterable[EvalReport]) -> tuple[str, ...]:
-    """A note for each benchmark whose scores leave problems out."""
+    """Return a warning for each benchmark whose scores leave problems out."""
     return tuple(
         f"{r.benchmark}: {len(r.unscored_problems)} of {r.num_problems} problems have no sampled answer that could be judged "
         f"and are missing from its scores: {', '.join(r.unscored_problems[:5])}"
