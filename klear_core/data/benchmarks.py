@@ -1,4 +1,4 @@
-"""Benchmarks as problems: whole, counted and without repeats, or refused."""
+"""Load benchmarks as problems; refuse one with an unusable row, a repeated question or a wrong number of rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from klear_core.metrics import Telemetry
 from klear_core.types import Problem
 
 _READ = "read_"
-"""Comes before a benchmark's name in the ledger."""
+"""Prefix of a benchmark's ledger step; the benchmark's name follows."""
 
 
 def prepare_benchmarks(benchmarks: Sequence[BenchmarkConfig], *, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
     """Write `<name>/00000-of-00001.parquet` for each benchmark.
 
-    DataError if a row cannot be judged, a question comes twice, or the number of rows is not the expected one: a score
-    over other problems than the published ones would still look like the published score.
+    Raise DataError if a row cannot be judged, a question is repeated, or the number of rows is not the expected one.
+    Otherwise a score over a different set of problems would look like the published score.
     """
     check_benchmarks(benchmarks)
     ledger: list[LedgerStep] = []
@@ -38,12 +38,12 @@ def prepare_benchmarks(benchmarks: Sequence[BenchmarkConfig], *, seed: int, work
 
 
 def num_rows(manifest: Manifest) -> dict[str, int]:
-    """How many problems each benchmark of an artifact has, by its name."""
+    """Return the number of problems of each benchmark in an artifact, by benchmark name."""
     return {step.step.removeprefix(_READ): step.num_out for step in manifest.ledger}
 
 
 def load_benchmark(benchmark: BenchmarkConfig, *, seed: int) -> list[Problem]:
-    """The problems of one benchmark, in the order of its source."""
+    """Return the problems of one benchmark, in source order; raise DataError as `prepare_benchmarks` does."""
     problems: dict[str, Problem] = {}
     for row in read_source(benchmark.source, seed=seed):
         if not isinstance(row, Candidate):
@@ -60,7 +60,7 @@ def load_benchmark(benchmark: BenchmarkConfig, *, seed: int) -> list[Problem]:
 
 
 def check_benchmarks(benchmarks: Sequence[BenchmarkConfig]) -> None:
-    """ConfigError if two benchmarks share a name, or a source is missing or its first rows cannot be read."""
+    """Raise ConfigError if two benchmarks share a name, or a source is missing or its first rows cannot be read."""
     names = [b.name for b in benchmarks]
     for name in names:
         if names.count(name) > 1:
@@ -70,7 +70,7 @@ def check_benchmarks(benchmarks: Sequence[BenchmarkConfig]) -> None:
 
 
 def read_benchmarks(artifact: Path) -> Iterator[tuple[str, Problem]]:
-    """All problems of a benchmarks artifact with the name of their benchmark, by name."""
+    """Yield (benchmark name, problem) for all problems of a benchmarks artifact, in order of benchmark names."""
     for shard in sorted(artifact.glob("*/*.parquet")):
         for problem in read_shards(shard.parent, Problem):
             yield shard.parent.name, problem

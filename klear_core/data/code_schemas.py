@@ -1,4 +1,7 @@
-"""The row formats of code sources and benchmarks. Their tests are read by `verify.references`; here is where the question stands."""
+"""Define the row formats of code sources and benchmarks: where question, tests and rating are.
+
+`klear_core.data.references` parses the tests.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ _TACO_LEVELS = ("easy", "medium", "medium_hard", "hard", "very_hard")
 
 
 def without_opening(prompt: str) -> str:
-    """The prompt without the opening sentence of LiveCodeBench or rLLM: the same problem has the same text in every source."""
+    """Strip the opening of LiveCodeBench or rLLM from a prompt, so that a problem has the same text in every source."""
     return _OPENING.sub("", prompt).strip()
 
 
 def code_reference(fields: Fields) -> CodeReference:
-    """The tests of a row, whatever its format; RowError if there are none or they make no sense."""
+    """Return the tests of a row in any known format; raise RowError if there are none or they are malformed."""
     tests = fields.get("tests")
     if isinstance(tests, Mapping) and "fname" in tests:
         raise RowError("no_reference", "tests", f"stand in the file {tests['fname']!r}, which is not part of the row")
@@ -42,9 +45,9 @@ def code_reference(fields: Fields) -> CodeReference:
 
 
 def with_starter(statement: str, starter: str) -> str:
-    """A statement and how to answer it: by completing the starter code, or from standard input to standard output.
+    """Append to a statement how to answer it: complete the starter code, or use standard input and output.
 
-    The added words are fewer than a decontamination gram, so that they alone can never look like a leak.
+    The added text has fewer words than a decontamination n-gram (9 by default), so it alone never counts as a leak.
     """
     if starter.strip():
         return f"{statement}\n\nComplete this code:\n```python\n{starter.rstrip()}\n```"
@@ -52,7 +55,7 @@ def with_starter(statement: str, starter: str) -> str:
 
 
 def _lcb_question(fields: Fields) -> str:
-    """LiveCodeBench's own rows, or the prompts of QwQ's evaluation without their opening."""
+    """Return the question of a LiveCodeBench row, or the prompt of a QwQ evaluation row without its opening."""
     if "question_content" not in fields:
         return without_opening(text_at(fields, "prompt"))
     starter = value_at(fields, "starter_code")
@@ -60,7 +63,10 @@ def _lcb_question(fields: Fields) -> str:
 
 
 def _leetcode_question(fields: Fields) -> str:
-    """v0.3 has the bare description and the starter code apart; v0.2 joins them in `query`, as rLLM does."""
+    """Return a LeetCodeDataset question.
+
+    v0.3 has separate fields for description and starter code; v0.2 joins them in `query`, as rLLM does.
+    """
     if "problem_description" in fields:
         return with_starter(text_at(fields, "problem_description"), text_at(fields, "starter_code"))
     return without_opening(text_at(fields, "query"))
@@ -72,7 +78,7 @@ def _leetcode_rating(fields: Fields) -> float | None:
 
 
 def _mbpp_question(fields: Fields) -> str:
-    """The statement with the first test, without which the function's name and arguments would be unknown."""
+    """Return the statement with the first test appended, which shows the function's name and arguments."""
     tests = value_at(fields, "test_list")
     if not isinstance(tests, list) or not tests:
         raise RowError("no_reference", "test_list", "no test")
@@ -85,7 +91,7 @@ def _apps_question(fields: Fields) -> str:
 
 
 def _apps_rating(fields: Fields) -> float | None:
-    """The middle of the level's part of the scale; APPS has three levels, TACO five."""
+    """Return the midpoint of the level's interval on [0, 1]; APPS has three levels, TACO five."""
     level = str(fields.get("difficulty")).lower()
     scale = next((s for s in (_APPS_LEVELS, _TACO_LEVELS) if level in s), None)
     return None if scale is None else (scale.index(level) + 0.5) / len(scale)

@@ -1,4 +1,4 @@
-"""Curation: from prompt sources to training problems. Nothing is filtered by accuracy; whatever goes is counted by reason."""
+"""Turn prompt sources into training problems. Nothing is filtered by accuracy, and drops are counted by reason."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from klear_core.types import Dropped, Problem
 T = TypeVar("T")
 
 Objection = Callable[[Candidate], Dropped | None]
-"""Why a candidate goes, or None."""
+"""A filter: returns the drop record of a candidate, or None to keep it."""
 
 _STEPS = (READ, "length", "dedup", "decontaminate")
 
 
 def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Write `problems/*.parquet` and `dropped/*.parquet`: read, too long, dedup, decontaminate, tag, shuffle.
+    """Write `problems/*.parquet` and `dropped/*.parquet`: read, limit length, dedup, decontaminate, tag, shuffle.
 
-    Sources are streamed; the problems that stay must fit into memory, where they are shuffled. DataError if a source has
+    Sources are streamed; kept problems must fit into memory, where they are shuffled. Raise DataError if a source has
     too few usable rows or no problem is left.
     """
     check_curation(cfg)
@@ -58,6 +58,7 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
                 dropped.append(why)
     if not problems:
         raise DataError(f"curation left no problem of {num_rows.total()} rows: {dict(Counter(d.reason for d in dropped))}")
+    # Sorting by a seeded hash of the id shuffles: a problem's sort key does not depend on the other problems.
     problems.sort(key=lambda p: seed_for(seed, "data/shuffle", p.problem_id))
     _write_shards(workdir / "problems", problems, cfg.runtime.rows_per_shard)
     _write_shards(workdir / "dropped", dropped, cfg.runtime.rows_per_shard)
@@ -67,7 +68,7 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
 
 
 def check_curation(cfg: CurateConfig) -> None:
-    """ConfigError if a source or a protected question set is missing or cannot be read; looks at first rows only."""
+    """Raise ConfigError if a source or a protected question set is missing or unreadable; only first rows are read."""
     check_sources(cfg.sources)
     for source in cfg.decontaminate.also:
         check_questions(source)
@@ -88,7 +89,7 @@ def _also_protected(source: FileSource) -> Iterator[Protected]:
 
 
 def _checked_rows(rows: Iterator[Candidate | Dropped], source: str, floor: ReadFloor, warnings: list[str]) -> Iterator[Candidate | Dropped]:
-    """Yield the rows as they come. At the end, DataError if too few were candidates, or an addition to `warnings`."""
+    """Yield the rows unchanged; after the last one, append to `warnings` or raise DataError if too few were usable."""
     lost: Counter[str] = Counter()
     num_rows = 0
     first = ""
@@ -119,7 +120,10 @@ def _first_objection(candidate: Candidate, objections: Sequence[Objection]) -> D
 
 
 def _write_shards(folder: Path, records: Sequence[T], rows_per_shard: int) -> None:
-    """One shard at least, also without records. A killed try may have left shards of another size, so it starts clean."""
+    """Write the records as Parquet shards, at least one even if there are no records.
+
+    The folder is emptied first, because a killed attempt may have left shards of another size.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     count = max(1, -(-len(records) // rows_per_shard))
     for i in range(count):

@@ -1,4 +1,4 @@
-"""Keeps benchmark questions out of training: word n-grams shared with any of them (Klear-Reasoner section 3.1, after AceReason)."""
+"""Drop prompts that share word n-grams with a benchmark question (Klear-Reasoner section 3.1, after AceReason)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from klear_core.types import Dropped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protected:
-    """A question that must not be trained on."""
+    """A benchmark question that must not be trained on."""
 
     benchmark: str
     question_id: str
@@ -24,7 +24,7 @@ class Protected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hit:
-    """The protected question that a prompt shares most with."""
+    """The protected question that overlaps most with a prompt."""
 
     index: int
     num_shared: int
@@ -32,7 +32,7 @@ class _Hit:
 
 
 class Decontaminator:
-    """All grams of all protected questions, built once; looking a prompt up costs time linear in its length."""
+    """An index of the n-grams of all protected questions; a lookup takes time linear in the prompt's length."""
 
     def __init__(self, cfg: DecontaminateConfig, protected: Iterable[Protected]) -> None:
         self._cfg = cfg
@@ -40,22 +40,25 @@ class Decontaminator:
         tokens = [tokens_of(one.question) for one in self._protected]
         asked = Counter(gram for t in tokens for gram in self._own_grams(t))
         self.common_phrases = frozenset(gram for gram, count in asked.items() if count > cfg.max_questions_per_gram)
-        """Grams of so many protected questions that they are a manner of speaking; they condemn nothing."""
+        """N-grams that occur in more than `max_questions_per_gram` protected questions; they drop no prompt."""
         self._num_grams: list[int] = []
         self._askers: dict[str, list[int]] = {}
-        """Indices of the questions that hold a gram."""
+        """Indices of the questions that contain each n-gram."""
         self._whole: dict[str, list[tuple[Sequence[str], int]]] = {}
-        """Questions without a gram of their own, by their first token. Signs count here: `3 + 4` is not `3 - 4`."""
+        """(tokens, index) of questions too short for an n-gram or with common ones only, by first token.
+
+        They are matched in full, signs included: `3 + 4` is not `3 - 4`.
+        """
         for index in range(len(self._protected)):
             self._protect(index, tokens[index])
 
     @property
     def num_protected(self) -> int:
-        """Questions that are kept out of training."""
+        """Return the number of questions that are kept out of training."""
         return len(self._protected)
 
     def leak_in(self, candidate: Candidate) -> Dropped | None:
-        """Why the candidate goes, naming the benchmark question and the shared text; None if it is clean."""
+        """Return the drop record, with the benchmark question and the shared text; None if it is clean."""
         tokens = tokens_of(candidate.question)
         hit = self._whole_hit(tokens) or self._gram_hit([t for t in tokens if is_word(t)])
         if hit is None:
@@ -83,6 +86,7 @@ class Decontaminator:
         if len(found) < self._cfg.min_overlap:
             return None
         shared = Counter(index for gram in found for index in self._askers[gram])
+        # Nearest by coverage, so that a short question fully contained beats a long one; ties go to the lower index.
         nearest = max(shared, key=lambda index: (shared[index] / self._num_grams[index], -index))
         if shared[nearest] / self._num_grams[nearest] < self._cfg.min_coverage:
             return None

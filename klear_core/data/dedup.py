@@ -1,4 +1,4 @@
-"""Exact removal of repeated questions; the first one seen stays."""
+"""Drop repeated questions by exact match after normalisation; the first one seen stays."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from klear_core.types import Dropped, MathReference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _First:
-    """What is remembered of the first of its kind."""
+    """The first candidate seen with a question, as far as later repeats are compared with it."""
 
     problem_id: str
     source: str
     answers: frozenset[str] | None
-    """None for code: two sets of tests of one problem differ without contradicting each other."""
+    """Normalised answers; None for code, where two test sets of one problem may differ without a contradiction."""
 
 
 class Deduplicator:
-    """Knows all questions so far, by 16 bytes each."""
+    """The set of questions seen so far, keyed by 16-byte hashes of their text."""
 
     def __init__(self, cfg: DedupConfig) -> None:
         self._cfg = cfg
         self._seen: dict[bytes, _First] = {}
         self.repeats: Counter[str] = Counter()
-        """Repeats by the source in which they came."""
+        """Number of repeats by the source of the later one."""
         self.num_conflicting_answers = 0
-        """Repeats whose answer differs in writing from that of the first."""
+        """Number of repeats whose answer, compared as text, differs from the first one's."""
 
     def repeat_of(self, candidate: Candidate) -> Dropped | None:
-        """Why the candidate goes: an earlier one asks the same. None if it is the first to ask."""
+        """Return the drop record if an earlier candidate has the same question, else None."""
         answers = _written_answers(candidate)
         first = _First(problem_id=candidate.problem_id, source=candidate.source, answers=answers)
         earlier = self._seen.setdefault(self._key(candidate), first)
@@ -50,7 +50,7 @@ class Deduplicator:
 
     def _key(self, candidate: Candidate) -> bytes:
         text = " ".join(tokens_of(candidate.question)) if self._cfg.normalise else ""
-        text = text or candidate.question  # a question without any word or sign stays what it is
+        text = text or candidate.question  # normalisation may leave nothing (no word or sign): compare the raw text
         return hashlib.blake2b(f"{candidate.domain}\x1f{text}".encode(errors="surrogatepass"), digest_size=16).digest()
 
 

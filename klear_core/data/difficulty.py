@@ -1,4 +1,4 @@
-"""Difficulty tags from the source's own rating."""
+"""Derive difficulty tags from the source's rating."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from klear_core.types import Difficulty, Problem
 
 
 def problem_from(candidate: Candidate, cfg: DifficultyConfig) -> Problem:
-    """The candidate as a problem, tagged."""
+    """Return the candidate as a problem with its difficulty tag."""
     return Problem(
         problem_id=candidate.problem_id,
         source=candidate.source,
@@ -20,7 +20,7 @@ def problem_from(candidate: Candidate, cfg: DifficultyConfig) -> Problem:
 
 
 def difficulty_of(rating: float | None, cfg: DifficultyConfig) -> Difficulty:
-    """The tag of a rating in [0, 1]; unknown without one."""
+    """Return the tag of a rating in [0, 1]; unknown if the rating is None."""
     if rating is None:
         return Difficulty.UNKNOWN
     if rating < cfg.easy_below:

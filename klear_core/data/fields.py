@@ -1,4 +1,4 @@
-"""What a published row format is, and reading single fields of its rows; what is missing or of the wrong type is named."""
+"""Describe published row formats and read single fields of their rows; errors name the missing or mistyped field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Fields = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """One format: how it is recognised, and what its rows say. The readers raise RowError and ignore keys that they do not know."""
+    """One row format: the keys that identify it and its field readers, which raise RowError and ignore unknown keys."""
 
     name: RowSchema
     signatures: tuple[frozenset[str], ...]
@@ -24,12 +24,15 @@ class Schema:
 
 
 def keys(*signatures: str) -> tuple[frozenset[str], ...]:
-    """Signatures written as words."""
+    """Return signatures (sets of keys), each given as a string of space-separated keys."""
     return tuple(frozenset(s.split()) for s in signatures)
 
 
 class RowError(Exception):
-    """A row cannot be used: `reason` is the slug that ledgers count by, `field` where in the row, `detail` what was found."""
+    """A row cannot be used.
+
+    `reason` is the slug that ledgers count by, `field` the place in the row, `detail` the value that was found.
+    """
 
     def __init__(self, reason: str, field: str, detail: str) -> None:
         super().__init__(f"{field}: {detail}")
@@ -39,7 +42,7 @@ class RowError(Exception):
 
 
 def value_at(fields: Fields, *path: str) -> object:
-    """The value under nested keys; RowError `missing_field` if one of them is not there."""
+    """Return the value under nested keys; raise RowError `missing_field` if one of them is absent."""
     value: object = fields
     for i, key in enumerate(path):
         if not isinstance(value, Mapping) or key not in value:
@@ -49,7 +52,7 @@ def value_at(fields: Fields, *path: str) -> object:
 
 
 def text_at(fields: Fields, *path: str) -> str:
-    """The non-empty string under nested keys, stripped."""
+    """Return the non-empty string under nested keys, stripped."""
     value = value_at(fields, *path)
     if not isinstance(value, str):
         raise RowError("wrong_type", ".".join(path), f"expected a string, found {_shown(value)}")
@@ -59,9 +62,9 @@ def text_at(fields: Fields, *path: str) -> str:
 
 
 def answer_at(fields: Fields, *path: str) -> str:
-    """The reference answer under nested keys: a string, or a number written as briefly as it can be.
+    """Return the reference answer under nested keys as text; a number in its shortest form (7.0 gives "7").
 
-    An absent one is RowError `no_reference`, for the question itself may be fine.
+    An empty answer raises RowError `no_reference`, because the question itself may be fine.
     """
     value = value_at(fields, *path)
     if value is None or (isinstance(value, str) and not value.strip()):
@@ -74,7 +77,7 @@ def answer_at(fields: Fields, *path: str) -> str:
 
 
 def bare_answer(answer: str) -> str:
-    """Without the dollar signs and the full stop that some sources set around an answer (`$3 \\sqrt{6}$.`)."""
+    """Return the answer without the dollar signs and full stop that some sources put around it (`$3 \\sqrt{6}$.`)."""
     bare = answer.strip()
     if bare.endswith("$."):
         bare = bare[:-1]
@@ -84,7 +87,7 @@ def bare_answer(answer: str) -> str:
 
 
 def number_at(fields: Fields, *path: str) -> float:
-    """The finite number under nested keys, also if it is written as a string."""
+    """Return the finite number under nested keys; it may be given as a string."""
     value = value_at(fields, *path)
     try:
         number = float(value) if isinstance(value, str | int | float) else None
@@ -96,7 +99,7 @@ def number_at(fields: Fields, *path: str) -> float:
 
 
 def rating_at(fields: Fields, key: str, *, top: float) -> float | None:
-    """A difficulty as a share of its scale's top; None where the row has none, or zero, which sources use for unknown."""
+    """Return a difficulty as a share of the scale's top; None if it is absent or zero (zero means unknown)."""
     if fields.get(key) is None:
         return None
     number = number_at(fields, key)
@@ -106,14 +109,14 @@ def rating_at(fields: Fields, key: str, *, top: float) -> float | None:
 
 
 def no_rating(_fields: Fields) -> None:
-    """For sources that do not rate their problems."""
+    """Return None: the rating reader of sources that do not rate their problems."""
 
 
 _GRADES = {"easy": 1 / 6, "medium": 1 / 2, "hard": 5 / 6}
 
 
 def grade_at(fields: Fields, *path: str) -> float | None:
-    """easy, medium or hard as the middle of its third; None where the row does not say."""
+    """Return easy, medium or hard as the midpoint of its third of [0, 1]; None if the row has no such grade."""
     try:
         grade = value_at(fields, *path)
     except RowError:
@@ -122,7 +125,7 @@ def grade_at(fields: Fields, *path: str) -> float | None:
 
 
 def user_message(fields: Fields, key: str) -> str:
-    """The text of the one user message in a chat; other roles are instructions of the source, not the question."""
+    """Return the text of the only user message in a chat; other roles hold the source's instructions."""
     messages = value_at(fields, key)
     if not isinstance(messages, list):
         raise RowError("wrong_type", key, f"expected a list of messages, found {_shown(messages)}")

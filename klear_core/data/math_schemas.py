@@ -1,4 +1,4 @@
-"""The row formats of math sources and benchmarks."""
+"""Define the row formats of math sources and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from klear_core.data.fields import (
 from klear_core.types import MathReference
 
 _TOP_OF_MATH_LEVELS = 5
-"""MATH rates 1 to 5."""
+"""Highest level in MATH, which rates problems 1 to 5."""
 _TOP_OF_AOPS_SCALE = 10
-"""DeepScaleR's AIME and DeepMath rate on the Art of Problem Solving's scale of 1 to 10."""
+"""Top of the Art of Problem Solving's scale of 1 to 10, which DeepScaleR's AIME rows and DeepMath use."""
 
 _GSM8K_ANSWER = re.compile(r"####\s*(\S.*)$", re.MULTILINE)
 _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}\b)")
@@ -32,7 +32,7 @@ def _one_answer(fields: Fields, *path: str) -> MathReference:
 
 
 def _gsm8k_reference(fields: Fields) -> MathReference:
-    """The number after `####` in the worked solution, without thousands commas."""
+    """Return the number after `####` in the worked solution, without thousands commas."""
     match = _GSM8K_ANSWER.search(text_at(fields, "answer"))
     if match is None:
         raise RowError("no_reference", "answer", "no '#### ' before a final answer")
@@ -40,7 +40,10 @@ def _gsm8k_reference(fields: Fields) -> MathReference:
 
 
 def _klear_bench_reference(fields: Fields) -> MathReference:
-    """AIME 2024 has its answer in `meta.answer`, AIME 2025 bare in `meta.solution`, HMMT in `answer`: Klear-Reasoner's files."""
+    """Return the answer from Klear-Reasoner's benchmark files.
+
+    AIME 2024 has it in `meta.answer`, AIME 2025 in `meta.solution` (the bare answer), HMMT in `answer`.
+    """
     meta = fields.get("meta")
     if not isinstance(meta, Mapping):
         return _one_answer(fields, "answer")
@@ -48,7 +51,7 @@ def _klear_bench_reference(fields: Fields) -> MathReference:
 
 
 def _deepscaler_rating(fields: Fields) -> float | None:
-    """Rows with a `type` are MATH's, the others are rated on the 10-point scale."""
+    """Return the rating; rows with a `type` come from MATH (levels 1 to 5), all others use the 10-point scale."""
     return rating_at(fields, "difficulty", top=_TOP_OF_MATH_LEVELS if "type" in fields else _TOP_OF_AOPS_SCALE)
 
 

@@ -1,4 +1,4 @@
-"""The row formats that hold math or code: RL training rows in verl's layout, and Klear's own."""
+"""Define the row formats that hold math or code: RL training rows in verl's layout, and Klear's own format."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ _INSTRUCTION = re.compile(
     r"\s*(let's think step by step|please reason step by step),? and (output|put) (the|your) final answer (with)?in \\boxed\{+\}+\.?\s*$",
     re.IGNORECASE,
 )
-"""What DeepScaleR, One-Shot RLVR and Qwen add to the question; Klear-Reasoner's prompts carry none."""
+"""Instruction that DeepScaleR, One-Shot RLVR and Qwen append to the question; Klear-Reasoner's prompts have none."""
 
 
 def _is_code(fields: Fields) -> bool:
-    """By `ability`, and where that names neither domain by `data_source`, which selects the verifier in KlearReasoner."""
+    """Return whether a row is code: by `ability`, or if that names neither domain by `data_source`.
+
+    In KlearReasoner `data_source` selects the verifier.
+    """
     ability, data_source = text_at(fields, "ability"), text_at(fields, "data_source")
     if ability in ("math", "code"):
         return ability == "code"
@@ -40,7 +43,7 @@ def _is_code(fields: Fields) -> bool:
 
 
 def _rl_question(fields: Fields) -> str:
-    """The bare `question` where a row has one, else the user's message without the source's own instructions."""
+    """Return the bare `question` if the row has one, else the user message without the source's instructions."""
     if fields.get("question"):
         return text_at(fields, "question")
     text = user_message(fields, "prompt")
@@ -56,7 +59,7 @@ def _rl_reference(fields: Fields) -> Reference:
 
 
 def _rl_rating(fields: Fields) -> float | None:
-    """SimpleRL's rows carry MATH's level of 1 to 5."""
+    """Return the rating from `level`, which SimpleRL's rows take from MATH (1 to 5)."""
     return rating_at(fields, "level", top=5)
 
 
@@ -68,7 +71,7 @@ def _own_reference(fields: Fields) -> Reference:
 
 
 def _own_rating(fields: Fields) -> float | None:
-    """A `difficulty` of easy, medium or hard, or a share in [0, 1]; may be left out."""
+    """Return the rating from an optional `difficulty`: easy, medium or hard, or a share in [0, 1]."""
     return grade_at(fields, "difficulty") if isinstance(fields.get("difficulty"), str) else rating_at(fields, "difficulty", top=1)
 
 

@@ -1,4 +1,4 @@
-"""What makes two questions the same text: words and signs, whatever their case, spacing, punctuation and LaTeX typesetting."""
+"""Normalise questions to tokens, so that case, spacing, punctuation and LaTeX typesetting do not make them differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SPACING = re.compile(
     r"(?![a-zA-Z]))|\\hspace\*?\{[^{}]*\}|\\\\|~|\{,\}(?=\d)"
 )
 _EMPTY_SCRIPT = re.compile(r"[_^]\s*\{\s*\}")
-"""AoPS writes `A_{}^{}`, for the sake of spacing."""
+"""Empty sub- and superscripts: AoPS writes `A_{}^{}` for spacing."""
 _STYLE = re.compile(
     r"\\(?:text|textnormal|mbox|hbox|textbf|textit|texttt|textrm|emph|mathrm|mathbf|mathit|mathsf|boldsymbol|operatorname)(?![a-zA-Z])\*?"
 )
@@ -39,16 +39,16 @@ _CHARACTERS = str.maketrans(
 )
 _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _SUBSCRIPT = re.compile(r"([_^][A-Za-z])(?=[A-Za-z])")
-"""`A_iA_1` is A_i A_1: without braces a subscript is one character."""
+"""A subscript without braces is one character: `A_iA_1` is A_i A_1."""
 _LONE_LETTERS = re.compile(r"(?<![^\W\d_])([^\W\d_])\s+(?=[^\W\d_](?![^\W\d_]))")
-"""Some typeset the triangle ABC as `A B C`."""
+"""Single letters separated by white space, which are joined: some sources write the triangle ABC as `A B C`."""
 _TOKEN = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|[-+*/=<>!^|()\[\]&%]")
 
 
 def tokens_of(text: str) -> list[str]:
-    """Numbers, runs of letters, and the signs that carry meaning in mathematics, lower-cased.
+    """Return the text's tokens, lower-cased: numbers, runs of letters, and signs that have a meaning in mathematics.
 
-    Folded away are white space, other punctuation, dollar signs, braces and LaTeX commands that only typeset.
+    White space, other punctuation, dollar signs, braces and LaTeX commands that only affect layout are dropped.
     """
     plain = _NAMES.sub(lambda m: _NAME_MEANS[m[0][1:]], _STYLE.sub(" ", _SPACING.sub(_spacing_means, text)))
     plain = _EMPTY_SCRIPT.sub(" ", plain)
@@ -58,10 +58,10 @@ def tokens_of(text: str) -> list[str]:
 
 
 def is_word(token: str) -> bool:
-    """Whether a token is a number or a run of letters."""
+    """Return whether a token is a number or a run of letters."""
     return token[0].isalnum()
 
 
 def _spacing_means(match: re.Match[str]) -> str:
-    """White space between words, but nothing inside a number (`10{,}000`)."""
+    """Return a space for a spacing command, but nothing for the comma inside a number (`10{,}000`)."""
     return "" if match[0] == "{,}" else " "

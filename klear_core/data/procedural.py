@@ -1,7 +1,8 @@
-"""Chain problems: a number, then + - * one after another, modulo m. Endless, checkable, with a difficulty that can be dialled.
+"""Generate chain problems: a start value and a list of + - * operations modulo m, with exact answers.
 
-`mod 10: 3,+4,*7,-2=?` starts at 3, adds 4, multiplies by 7 and subtracts 2; the commas say that there is no precedence.
-Every character is a token of the byte-level laptop model, hence the brevity.
+`mod 10: 3,+4,*7,-2=?` starts at 3, adds 4, multiplies by 7 and subtracts 2, left to right without precedence.
+The number of operations sets the difficulty.
+The text is short because every character is one token of the byte-level laptop model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Operator = Literal["+", "-", "*"]
 
 _HELD_OUT_ONE_IN = 8
 _HARDEST_LEVEL = 10
-"""Chains of this many operations, and longer ones, are rated 1."""
+"""Number of operations from which a chain is rated 1, the hardest."""
 
 _CHAIN = re.compile(r"mod (?P<modulus>\d+): (?P<start>\d+)(?P<steps>(?:,[-+*]\d+)+)=\?")
 _STEP = re.compile(r",([-+*])(\d+)")
@@ -47,9 +48,9 @@ class ChainProblem:
 
 
 def generate_chains(cfg: ProceduralSource, *, seed: int) -> Iterator[Candidate]:
-    """`cfg.num_problems` different problems of the split, the levels in turn, the order drawn from `seed`.
+    """Yield `cfg.num_problems` distinct problems of the split, cycling through the levels; `seed` determines the draws.
 
-    ConfigError if a level has fewer problems than its share.
+    Raise ConfigError if a level has fewer problems than its share.
     """
     shares = _shares(cfg)
     for share in shares.values():
@@ -68,19 +69,19 @@ def generate_chains(cfg: ProceduralSource, *, seed: int) -> Iterator[Candidate]:
 
 
 def check_procedural(cfg: ProceduralSource) -> None:
-    """ConfigError if the settings ask for levels that do not exist or for more problems than there are."""
+    """Raise ConfigError if the settings name invalid levels or ask for more problems than exist."""
     for share in _shares(cfg).values():
         share.check()
 
 
 def write_chain(chain: ChainProblem) -> str:
-    """The question's text; `parse_chain` reads it back."""
+    """Return the question's text; `parse_chain` is the inverse."""
     steps = "".join(f",{s.operator}{s.operand}" for s in chain.steps)
     return f"mod {chain.modulus}: {chain.start}{steps}=?"
 
 
 def parse_chain(question: str) -> ChainProblem:
-    """The problem that `question` states; DataError if it is not a chain problem."""
+    """Parse a question into its chain problem; raise DataError if it is not one."""
     match = _CHAIN.fullmatch(question.strip())
     if match is None:
         raise DataError(f"not a chain problem: {question[:100]!r}; one looks like 'mod 10: 3,+4,*7=?'")
@@ -89,7 +90,7 @@ def parse_chain(question: str) -> ChainProblem:
 
 
 def solve_chain(chain: ChainProblem) -> tuple[int, ...]:
-    """The running value after each step; the last one is the answer."""
+    """Return the running value after each step; the last one is the answer."""
     values: list[int] = []
     value = chain.start
     for step in chain.steps:
@@ -99,7 +100,7 @@ def solve_chain(chain: ChainProblem) -> tuple[int, ...]:
 
 
 def apply_step(value: int, step: ChainStep, modulus: int) -> int:
-    """The next running value, in 0..modulus-1."""
+    """Return the next running value, in 0..modulus-1."""
     match step.operator:
         case "+":
             return (value + step.operand) % modulus
@@ -112,20 +113,20 @@ def apply_step(value: int, step: ChainStep, modulus: int) -> int:
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question belongs to the held-out split: one in eight does, by a hash of its text alone."""
+    """Return whether a question is in the held-out split: one in eight is, by a hash of its text alone."""
     digest = hashlib.blake2b(question.encode(), digest_size=8, person=b"heldout").digest()
     return int.from_bytes(digest, "big") % _HELD_OUT_ONE_IN == 0
 
 
 def all_steps(modulus: int) -> tuple[ChainStep, ...]:
-    """The steps that problems are made of. Those that change nothing (+0, *1) or forget everything (*0) are left out."""
+    """Return all steps that a problem may contain, without those that keep (+0, -0, *1) or erase (*0) the value."""
     moves = {"+": range(1, modulus), "-": range(1, modulus), "*": range(2, modulus)}
     return tuple(ChainStep(operator=op, operand=n) for op, numbers in moves.items() for n in numbers)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """What one level contributes to a source."""
+    """The problems that one level contributes to a source."""
 
     cfg: ProceduralSource
     level: int
@@ -133,12 +134,12 @@ class _Share:
 
     @property
     def num_chains(self) -> int:
-        """All chains of this level, both splits."""
+        """Return the number of chains of this level in both splits."""
         return int(self.cfg.modulus * len(all_steps(self.cfg.modulus)) ** self.level)
 
     @property
     def is_small(self) -> bool:
-        """Few enough chains to look at all; in a larger space, drawing until one is new and in the split ends soon."""
+        """Return whether the level is small enough to enumerate; in a larger one rejection sampling ends soon."""
         return self.num_chains <= 4 * _HELD_OUT_ONE_IN * self.num_problems
 
     def check(self) -> None:
@@ -169,7 +170,7 @@ class _Share:
                 yield index
 
     def chain(self, index: int) -> ChainProblem:
-        """The `index`-th chain of the level: its digits in the mixed base (modulus, steps, steps, ...)."""
+        """Decode an index into a chain, reading its digits in the mixed base (modulus, num_steps, num_steps, ...)."""
         moves = all_steps(self.cfg.modulus)
         index, start = divmod(index, self.cfg.modulus)
         steps: list[ChainStep] = []

@@ -1,4 +1,4 @@
-"""Published test formats read into one CodeReference. DataError says what is wrong with a row; nothing is guessed.
+"""Parse published test formats into a CodeReference. A malformed row raises DataError; nothing is guessed.
 
 | source | shape |
 |---|---|
@@ -28,7 +28,10 @@ from klear_core.errors import DataError
 from klear_core.types import AssertTests, CallCase, CallTests, CodeReference, MathReference, Reference, StdinCase, StdinTests
 
 MAX_TESTS_BYTES = 256 << 20
-"""Unpacked tests of one problem; KlearReasoner-CodeSub has 278 KB a row, the largest LiveCodeBench problem some 100 MB."""
+"""Limit for the unpacked tests of one problem, in bytes.
+
+KlearReasoner-CodeSub has 278 KB a row, the largest LiveCodeBench problem about 100 MB.
+"""
 
 _KLEAR_KEYS = {"kind", "tests", "time_limit_s", "memory_limit_mb", "is_order_free", "checker"}
 _TEST_KEYS = {"stdin": {"type", "cases"}, "call": {"type", "fn_name", "cases"}, "asserts": {"type", "code"}}
@@ -38,7 +41,7 @@ _CONTEST_COLUMNS = ("public_tests", "private_tests", "generated_tests")
 
 
 def reference_from_json(value: object) -> Reference:
-    """A reference in Klear's own form: `{"kind": "math", "answers": [...]}` or `{"kind": "code", "tests": {...}}`."""
+    """Parse Klear's own format: `{"kind": "math", "answers": [...]}` or `{"kind": "code", "tests": {...}}`."""
     if isinstance(value, Mapping) and value.get("kind") == "code":
         return _klear_code(value)
     match value:
@@ -53,7 +56,10 @@ def reference_from_json(value: object) -> Reference:
 
 
 def code_reference_from_row(row: Mapping[str, object]) -> CodeReference:
-    """The tests of one row of any format above, found by its columns; DataError if none fits or one is malformed."""
+    """Parse the tests of one row, in the format above that its columns indicate.
+
+    Raise DataError if no format fits or the tests are malformed.
+    """
     if row.get("kind") == "code":
         return _klear_code(row)
     if "public_test_cases" in row or "private_test_cases" in row:
@@ -73,7 +79,7 @@ def code_reference_from_row(row: Mapping[str, object]) -> CodeReference:
 
 
 def code_reference_from_tests(value: object, *, fn_name: str = "") -> CodeReference:
-    """The tests themselves: a JSON text, a dict of lists or programs, or a list of cases."""
+    """Parse tests given as JSON text, a dict of lists or programs, or a list of cases."""
     tests = _unpack(value)
     if isinstance(tests, Mapping) and "inputs" in tests and "outputs" in tests:
         return _inputs_outputs(tests, fn_name)
@@ -156,7 +162,7 @@ def _inputs_outputs(tests: Mapping[Any, Any], fn_name: str) -> CodeReference:
     if name:
         if not isinstance(name, str):
             raise DataError(f"tests.fn_name must be a string, not {name!r:.100}")
-        is_wrapped = all(isinstance(o, list) and len(o) == 1 for o in outputs)  # APPS puts each result into a list of its own
+        is_wrapped = all(isinstance(o, list) and len(o) == 1 for o in outputs)  # APPS wraps each result in a list
         expected = [o[0] for o in outputs] if is_wrapped else outputs
         cases = tuple(_call_case(a, e, i) for i, (a, e) in enumerate(zip(inputs, expected, strict=True)))
         return CodeReference(tests=CallTests(fn_name=name, cases=cases), time_limit_s=limit)
@@ -228,7 +234,10 @@ def _mbpp(row: Mapping[str, object]) -> CodeReference:
 
 
 def _entry_point(row: Mapping[str, object]) -> CodeReference:
-    """HumanEval and LeetCodeDataset: `test` defines `check(candidate)`; the prompt's other definitions are the tests' own."""
+    """Parse HumanEval and LeetCodeDataset rows, where `test` defines `check(candidate)`.
+
+    Definitions in the prompt other than the entry point are helpers that the tests need, so they are prepended.
+    """
     test, entry_point, prompt = row["test"], row["entry_point"], row.get("prompt", "")
     if not (isinstance(test, str) and isinstance(entry_point, str) and isinstance(prompt, str)) or "def check(" not in test:
         raise DataError("prompt, test and entry_point must be strings and test must define check(candidate)")
@@ -246,7 +255,10 @@ def _definitions_besides(prompt: str, entry_point: str) -> str:
 
 
 def _imports_package(node: ast.stmt) -> bool:
-    """LeetCodeDataset's prelude imports sortedcontainers for the programs; tests need the standard library only."""
+    """Return whether a statement imports a third-party package.
+
+    LeetCodeDataset's prelude imports sortedcontainers for the programs; the tests need the standard library only.
+    """
     match node:
         case ast.Import(names=names):
             modules = [alias.name for alias in names]
@@ -270,7 +282,7 @@ def _asserts(programs: object) -> CodeReference:
 
 
 def _pytest(program: object) -> CodeReference:
-    """Plain test functions become one program that calls them; fixtures and marks would need pytest itself."""
+    """Turn plain test functions into one program that calls them; fixtures and marks need pytest and are refused."""
     if not isinstance(program, str):
         raise DataError(f"tests.pytest must be a program, not {type(program).__name__}")
     try:
@@ -296,7 +308,7 @@ def _imports_solution_or_pytest(node: ast.stmt) -> bool:
 
 
 def _lcb_call(raw_input: object, raw_output: object, i: int) -> CallCase:
-    """LiveCodeBench writes one JSON argument a line and the JSON result."""
+    """Parse a LiveCodeBench call: one JSON argument per line of input, and a JSON result."""
     if isinstance(raw_input, list):
         return _call_case(raw_input, raw_output, i)
     if not isinstance(raw_input, str) or not isinstance(raw_output, str):
@@ -324,7 +336,7 @@ def _stdin_case(given: object, output: object, i: int) -> StdinCase:
 
 
 def _lines(value: object) -> object:
-    """Some APPS and TACO rows keep a text as the list of its lines."""
+    """Join a list of lines into one text: some APPS and TACO rows store text this way."""
     return "\n".join(value) if isinstance(value, list) and all(isinstance(line, str) for line in value) else value
 
 
@@ -366,7 +378,10 @@ class _TextUnpickler(pickle.Unpickler):
 
 
 def _inflate(value: object) -> str:
-    """LiveCodeBench's packing: base64 of zlib of a pickled JSON text. Nothing but text is unpickled."""
+    """Unpack LiveCodeBench's private tests: base64 of zlib of a pickled JSON text.
+
+    The unpickler refuses all classes and functions, because the file is untrusted, and the output size is limited.
+    """
     assert isinstance(value, str)
     try:
         inflater = zlib.decompressobj()

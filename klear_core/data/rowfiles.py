@@ -1,4 +1,4 @@
-"""Rows of JSONL, JSON and Parquet files, one at a time, each with its place; a broken row is reported, never skipped."""
+"""Stream rows of JSONL, JSON and Parquet files with their positions; a broken row is reported, never skipped."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One object of a file."""
+    """One object (JSON object or Parquet row) of a file."""
 
     where: str
-    """File and line (or row of a JSON array or Parquet file, from 1), for messages."""
+    """File and line number, or row number in a JSON array or Parquet file (both from 1), for messages."""
     fields: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenRow:
-    """A row that is not an object."""
+    """A row that could not be read as an object."""
 
     where: str
     reason: str
@@ -40,9 +40,9 @@ class BrokenRow:
 
 
 def read_rows(path: Path) -> Iterator[Row | BrokenRow]:
-    """All rows of the file, in order. Nothing is held but the current rows.
+    """Yield all rows of the file, in order, without loading the file into memory.
 
-    ConfigError if the file is missing or of another kind; DataError if it cannot be read to its end.
+    Raise ConfigError if the file is missing or of an unknown kind, DataError if it cannot be read to its end.
     """
     check_file(path)
     try:
@@ -59,7 +59,7 @@ def read_rows(path: Path) -> Iterator[Row | BrokenRow]:
 
 
 def check_file(path: Path) -> None:
-    """ConfigError if `path` is not a file of a kind that can be read."""
+    """Raise ConfigError if `path` is not an existing file of a supported kind."""
     if not path.name.endswith(SUFFIXES):
         raise ConfigError(f"{path}: unknown kind of file; allowed: {', '.join('*' + s for s in SUFFIXES)}")
     if not path.is_file():
@@ -67,7 +67,7 @@ def check_file(path: Path) -> None:
 
 
 def stem_of(path: Path) -> str:
-    """The file's name without the endings that say how it is stored."""
+    """Return the file's name without its format suffix (`.jsonl.gz` is one suffix)."""
     suffix = max((s for s in SUFFIXES if path.name.endswith(s)), key=len, default="")
     return path.name.removesuffix(suffix)
 
@@ -77,7 +77,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _is_array(path: Path) -> bool:
-    """Some publish JSON lines as .json and some arrays as .jsonl, so the first character decides."""
+    """Return whether a JSON file holds one array, by its first character; published suffixes are unreliable."""
     with _open(path) as f:
         while chunk := f.read(64):
             if text := chunk.lstrip(b" \t\r\n\xef\xbb\xbf"):
@@ -105,7 +105,7 @@ def _parsed(line: bytes, *, where: str) -> Row | BrokenRow:
 
 
 def _array_rows(path: Path) -> Iterator[Row | BrokenRow]:
-    """Element by element: published arrays reach several gigabytes."""
+    """Yield the rows of a JSON array one element at a time; published arrays reach several gigabytes."""
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig") as f:
         try:
             for number, value in enumerate(_array_elements(f), 1):
@@ -124,13 +124,13 @@ def _array_elements(f: TextIO) -> Iterator[object]:
             end = _after_space(text, end)
         except json.JSONDecodeError:
             end = len(text)
-        if end < len(text) and text[end] in ",]":  # anything else may be cut: "12" could go on as "123"
+        if end < len(text) and text[end] in ",]":  # otherwise it may be cut: "12" may go on as "123"
             yield value
             at = _after_space(text, end + (text[end] == ","))
             continue
-        more = f.read(max(_CHUNK_CHARS, len(text) - at))  # doubling keeps a huge element linear
+        more = f.read(max(_CHUNK_CHARS, len(text) - at))  # doubling: linear time for a huge element
         if not more:
-            decoder.raw_decode(text, at)
+            decoder.raw_decode(text, at)  # end of file: raises the decoder's own error if the element is broken
             raise json.JSONDecodeError("an element is followed by neither a comma nor the end of the array", text, end)
         text, at = text[at:] + more, 0
     if (text[at + 1 :] + f.read(_CHUNK_CHARS)).strip():

@@ -1,4 +1,4 @@
-"""Which published row format a file has. The formats themselves are in `math_schemas.py`, `code_schemas.py` and `mixed_schemas.py`."""
+"""Detect the row format of a file. `math_schemas`, `code_schemas` and `mixed_schemas` define the formats."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ SCHEMAS: tuple[Schema, ...] = (*MATH_SCHEMAS, *CODE_SCHEMAS, *MIXED_SCHEMAS)
 
 
 def schema_for(row_schema: RowSchema, first_row: Fields, *, where: str) -> Schema:
-    """The format that the user named, or for `auto` the one that the keys of the first row tell.
+    """Return the format that the user named, or for `auto` the one that matches the keys of the first row.
 
-    Where one format's keys include another's, the more specific one is meant. ConfigError if none fits or several do.
+    If one matching format's keys include another's, the more specific format wins. Raise ConfigError if no format
+    matches or several do.
     """
     if row_schema != "auto":
         return next(s for s in SCHEMAS if s.name == row_schema)

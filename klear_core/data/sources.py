@@ -1,4 +1,4 @@
-"""From a source's settings to candidates; every row that cannot be used is reported with its place, field and reason."""
+"""Read candidates from configured sources; every unusable row is reported with its place, field and reason."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from klear_core.types import CodeReference, Domain, Dropped
 T = TypeVar("T")
 
 READ = "read"
-"""The ledger step of everything that is dropped here."""
+"""Ledger step of the rows that this module drops."""
 
 _FIRST_ROWS = 5
-"""How far `check_source` looks for a row that can be used."""
+"""Number of rows in which `check_source` looks for a usable one."""
 
 
 def read_source(source: Source, *, seed: int) -> Iterator[Candidate | Dropped]:
-    """All rows of a source in order, each as a candidate or as a drop; `seed` matters to procedural sources only.
+    """Yield all rows of a source in order, each as a candidate or a drop record; only procedural sources use `seed`.
 
-    ConfigError or DataError where the source as a whole cannot be read.
+    Raise ConfigError or DataError if the source as a whole cannot be read.
     """
     match source:
         case ProceduralSource():
@@ -41,19 +41,19 @@ def read_source(source: Source, *, seed: int) -> Iterator[Candidate | Dropped]:
 
 
 def read_questions(source: FileSource) -> Iterator[str | Dropped]:
-    """The questions alone, of rows with and without references."""
+    """Yield the questions alone; rows need no reference."""
     return _parse_rows(source, lambda fields, schema: schema.question(fields))
 
 
 def check_sources(sources: Sequence[Source]) -> None:
-    """`check_names`, and `check_source` for each."""
+    """Run `check_names`, and `check_source` for each source."""
     check_names(sources)
     for source in sources:
         check_source(source)
 
 
 def check_names(sources: Iterable[Source]) -> None:
-    """ConfigError if two sources share a name, for drops and repeats are counted by it."""
+    """Raise ConfigError if two sources share a name, because drops and repeats are counted by name."""
     names: dict[str, Source] = {}
     for source in sources:
         name = source_name(source)
@@ -65,7 +65,7 @@ def check_names(sources: Iterable[Source]) -> None:
 
 
 def check_source(source: Source) -> None:
-    """Look at a source briefly: ConfigError if its file is missing or none of its first rows can be used."""
+    """Raise ConfigError if a source's file is missing or none of its first rows can be used."""
     match source:
         case ProceduralSource():
             check_procedural(source)
@@ -76,12 +76,12 @@ def check_source(source: Source) -> None:
 
 
 def check_questions(source: FileSource) -> None:
-    """As `check_source`, for a set of which only the questions are read."""
+    """Raise ConfigError as `check_source` does, for a source of which only the questions are read."""
     _refuse_unusable(source, list(islice(read_questions(source), _FIRST_ROWS)))
 
 
 def domains_of(source: Source) -> frozenset[Domain]:
-    """What the first rows of a source are about."""
+    """Return the domains that occur in the first rows of a source."""
     match source:
         case ProceduralSource():
             return frozenset({Domain.MATH})
@@ -93,7 +93,7 @@ def domains_of(source: Source) -> frozenset[Domain]:
 
 
 def source_name(source: Source) -> str:
-    """The name by which rows of this source are counted."""
+    """Return the name by which rows of this source are counted; by default the file's stem."""
     return source.name or (stem_of(Path(source.path)) if isinstance(source, FileSource) else "")
 
 
@@ -108,7 +108,7 @@ def _refuse_unusable(source: FileSource, head: list[Candidate | Dropped] | list[
 
 
 def _parse_rows(source: FileSource, parse: Callable[[Fields, Schema], T]) -> Iterator[T | Dropped]:
-    """What `parse` makes of each row up to the limit; the format is decided on the first whole row."""
+    """Yield the result of `parse` for each row up to the limit; the first intact row determines the format."""
     schema: Schema | None = None
     for row in islice(read_rows(Path(source.path)), source.limit):
         if isinstance(row, BrokenRow):
