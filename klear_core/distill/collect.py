@@ -1,7 +1,7 @@
-"""Distillation: every problem is put to the teacher, every reply is judged, and the policy says which traces are learnt from.
+"""Run distillation: request teacher replies for every problem, judge them, and select the traces to train on.
 
-Wrong traces stay with their verdict (no accuracy filter, Klear-Reasoner section 3.1). A shard of problems is the unit of
-resume: what is finished is never asked again.
+Wrong traces are kept with their verdict by default (no accuracy filter, Klear-Reasoner section 3.1). A shard of
+problems is the unit of resume: a finished shard is not requested again unless it is below a floor.
 """
 
 from __future__ import annotations
@@ -33,24 +33,27 @@ from klear_core.types import Dropped, Problem, TeacherTrace, Verdict
 log = logging.getLogger(__name__)
 
 _LOOK_FROM = 200
-"""Answers from which on their share says enough to stop early: at a true share of 0.6 one run in 500 would be below 0.5."""
+"""Number of answers from which their share may stop the stage early.
+
+At a true share of 0.6, one run in 500 would be below 0.5 by chance.
+"""
 
 _REMEDIES = {
     "no_reasoning": "The teacher must return its reasoning, as reasoning_content or in <think> tags: serve it with a reasoning parser",
     "no_answer": "The teacher must answer after its reasoning: see what it returns to one request",
     "truncated": "Raise distill.teacher.max_tokens, or set distill.select.keep_truncated = true",
 }
-"""By the commonest reason of loss."""
+"""Remedy to name in the message, by the most common reason of loss."""
 
 Judge = Callable[[Problem, str], Awaitable[Verdict]]
-"""The verdict on a whole model output: `JudgePool.judge_async`."""
+"""Returns the verdict on a complete model output; see `JudgePool.judge_async`."""
 
 
 def distill(cfg: DistillConfig, verify: VerifyConfig, *, problems: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Write `workdir/traces` and `workdir/dropped`, from the problems of a curation's artifact folder.
+    """Write `workdir/traces` and `workdir/dropped` for the problems in a curation artifact folder.
 
-    TeacherError or JudgeError if more than `cfg.max_failure_rate` fails, DataError if too few answers are whole or kept; finished
-    shards are kept for the rerun, but those that hold too little.
+    Raise TeacherError or JudgeError if more than `cfg.max_failure_rate` of the samples fail, DataError if too few
+    answers are complete or selected. A rerun reuses finished shards, except those below the floors.
     """
     from klear_core.verify import build_verifier
 
@@ -70,7 +73,7 @@ def distill(cfg: DistillConfig, verify: VerifyConfig, *, problems: Path, seed: i
 
 
 def choose_problems(problems: Sequence[Problem], *, max_problems: int | None, seed: int) -> list[Problem]:
-    """All problems, or `max_problems` of them drawn by seed, in their own order."""
+    """Return all problems, or `max_problems` of them drawn by seed, in their original order."""
     if max_problems is None or len(problems) <= max_problems:
         return list(problems)
     drawn = sorted(problems, key=lambda p: seed_for(seed, "distill/problems", p.problem_id))[:max_problems]
@@ -89,7 +92,7 @@ async def _with_teacher(
 
 
 def build_teacher(cfg: TeacherConfig) -> Teacher:
-    """The teacher that the settings name; ConfigError if its API key is missing."""
+    """Build the teacher that the settings name; raise ConfigError if its API key is missing."""
     match cfg:
         case ProceduralTeacherConfig():
             from klear_core.distill.procedural import ProceduralTeacher
@@ -113,7 +116,7 @@ async def collect_traces(
     workdir: Path,
     telemetry: Telemetry,
 ) -> StageSummary:
-    """Ask for what is not there yet, judge it while the teacher goes on, and write it shard by shard."""
+    """Collect traces for the unfinished shards; requests and judging overlap, and results are written per shard."""
     problems_per_shard = max(1, cfg.runtime.traces_per_shard // cfg.samples_per_problem)
     shards = plan_shards(workdir / "traces", problems, items_per_shard=problems_per_shard)
     run = _Collection(cfg, teacher, judge, seed=seed, telemetry=telemetry, num_problems=len(problems))
@@ -124,6 +127,7 @@ async def collect_traces(
             run.reopen(shard)
     if len(todo) < len(shards):
         log.info("distill: %d of %d shards are there already", len(shards) - len(todo), len(shards))
+    # aclosing: if `finish` raises, the generator's cleanup cancels the requests that are still running.
     async with aclosing(work_shards(todo, run.work, limit=cfg.runtime.max_in_flight)) as finished:
         async for shard, results in finished:
             run.finish(shard, results)
@@ -132,14 +136,14 @@ async def collect_traces(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Solved:
-    """What came of one problem."""
+    """The traces and drops of one problem."""
 
     traces: tuple[TeacherTrace, ...]
     dropped: tuple[Dropped, ...]
 
 
 class _Collection:
-    """One run of the stage: how problems become traces, and what has been counted so far."""
+    """One run of the stage: turns problems into traces and keeps the counts so far."""
 
     def __init__(self, cfg: DistillConfig, teacher: Teacher, judge: Judge, *, seed: int, telemetry: Telemetry, num_problems: int) -> None:
         self.cfg = cfg
@@ -153,7 +157,7 @@ class _Collection:
         self.num_shards_done = 0
         self.num_problems_done = 0
         self.failures: dict[Path, list[Dropped]] = {}
-        """Of the shards being worked on."""
+        """Failures in the shards in progress, by shard path."""
 
     def reopen(self, shard: Shard[Problem]) -> None:
         """Count a shard that an earlier run finished."""
@@ -161,7 +165,7 @@ class _Collection:
         self._settle(shard, read_shard(shard.path, TeacherTrace), read_shard(_dropped_path(shard), Dropped))
 
     async def work(self, shard: Shard[Problem], problem: Problem) -> _Solved:
-        """Put one problem to the teacher and judge its replies. Raises once too much has failed."""
+        """Request the teacher's replies to one problem and judge them; raise if the failure rate is above its limit."""
         replies = await self.teacher.solve(problem, num_samples=self.cfg.samples_per_problem, seed=self.seed)
         assert len(replies) == self.cfg.samples_per_problem, (len(replies), self.cfg.samples_per_problem)
         outcomes = await asyncio.gather(*(self._judge(problem, i, reply) for i, reply in enumerate(replies)))
@@ -197,11 +201,12 @@ class _Collection:
         return drop_reason(trace, self.cfg.select) or trace
 
     def finish(self, shard: Shard[Problem], results: Sequence[_Solved]) -> None:
-        """Write a shard. Its traces come last, for they say that it is done."""
+        """Count and write a finished shard."""
         traces = [trace for solved in results for trace in solved.traces]
         drops = [drop for solved in results for drop in solved.dropped]
         self._settle(shard, traces, drops)
         self._require_whole()
+        # Traces are written last: their file marks the shard as done, so the drops must already be on disk.
         write_shard(_dropped_path(shard), drops)
         write_shard(shard.path, traces)
         self.failures.pop(shard.path, None)
@@ -214,7 +219,7 @@ class _Collection:
         self.budget.settle(num_asked=self._num_asked(shard), num_failed=len(failures_of([*traces, *drops])))
 
     def _require_whole(self) -> None:
-        """DataError, before the newest shard counts as done, if too few answers are whole for the result to be enough."""
+        """Raise DataError if too few answers are complete; called before the newest shard is written as done."""
         is_last = self.trace_counts.num_asked == self.num_problems * self.cfg.samples_per_problem
         if is_last or self.trace_counts.num_asked >= _LOOK_FROM:
             _floor_warnings(self.trace_counts, self.cfg.runtime, with_selected=is_last)
@@ -229,7 +234,7 @@ class _Collection:
             raise _too_many_failures(failures, num_asked=self._num_asked(shard), max_failure_rate=self.cfg.max_failure_rate)
 
     def summary(self) -> StageSummary:
-        """The stage's counts and its ledger."""
+        """Return the stage's counts, ledger and warnings; raise DataError if a share is below its floor."""
         trace_counts = self.trace_counts
         counts: dict[str, int | float] = {
             "problems": self.num_problems,
@@ -245,7 +250,7 @@ class _Collection:
 
 
 def _floor_warnings(trace_counts: TraceCounts, runtime: DistillRuntime, *, with_selected: bool = True) -> tuple[str, ...]:
-    """Return warnings about shares that are low; DataError about one that is too low."""
+    """Return warnings about shares below `warn_below`; raise DataError for one below `stop_below` or empty."""
     whole = trace_counts.whole()
     commonest = max(whole.lost, key=whole.lost.__getitem__, default="")
     remedy = _REMEDIES.get(commonest, "See to that reason first; what was lost is asked again")
@@ -257,7 +262,10 @@ def _floor_warnings(trace_counts: TraceCounts, runtime: DistillRuntime, *, with_
 
 
 def _forget_spoilt(shards: Sequence[Shard[Problem]], runtime: DistillRuntime) -> None:
-    """Take back finished shards that broke a floor in an earlier run, so that a teacher that was repaired is asked about them again."""
+    """Delete the finished shards below a floor if all finished ones together are below it.
+
+    Their problems are then requested again: the teacher may have been repaired since.
+    """
     everything = TraceCounts()
     books_of: dict[Path, TraceCounts] = {}
     for shard in shards:

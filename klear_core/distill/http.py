@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible chat endpoint: DeepSeek's API, or R1 served by vLLM or SGLang."""
+"""Request teacher samples from an OpenAI-compatible chat endpoint: DeepSeek's API, or R1 served by vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from klear_core.types import Domain, FinishReason, Problem, TeacherReply
 _MAX_BACKOFF_S = 60.0
 _CONNECT_TIMEOUT_S = 30.0
 _KNOCK_TIMEOUT_S = 5.0
-_SEED_BITS = 31  # endpoints differ in how wide a seed they take
-_BUSY = (408, 425, 429)  # and every 5xx: worth another try
+_SEED_BITS = 31  # endpoints accept integers of different widths; 31 bits fit a signed 32-bit one
+_BUSY = (408, 425, 429)  # retried, as is every 5xx
 _HOPELESS = {
     401: "the API key is missing or wrong; check distill.teacher.api_key_env and that variable",
     402: "the account has no balance left",
@@ -37,10 +37,13 @@ _HOPELESS = {
 
 
 class HttpTeacher:
-    """Asks one request a sample, `max_concurrency` at a time, again after backoff where that can help."""
+    """Sends one request per sample, `max_concurrency` at a time, with backoff and retries for transient errors."""
 
     def __init__(self, cfg: HttpTeacherConfig, *, backoff_s: float = 1.0) -> None:
-        """`backoff_s` is the wait before the second try; it doubles. ConfigError if the key's variable is not set."""
+        """Set the wait before the second try to about `backoff_s`; it doubles each time.
+
+        Raise ConfigError if the environment variable of the API key is not set.
+        """
         self.cfg = cfg
         self.name = cfg.model
         instructions = f"{cfg.math_instruction}\x1f{cfg.code_instruction}".encode()
@@ -56,7 +59,10 @@ class HttpTeacher:
         )
 
     async def solve(self, problem: Problem, *, num_samples: int, seed: int) -> Sequence[TeacherResult]:
-        """One request a sample. TeacherError if the endpoint cannot be reached, TeacherRejectsError if it refuses us."""
+        """Send one request per sample and return the results in sample order.
+
+        Raise TeacherError if the endpoint cannot be reached, TeacherRejectsError if it rejects key, address or model.
+        """
         return await asyncio.gather(*(self._sample(problem, i, seed) for i in range(num_samples)))
 
     async def close(self) -> None:
@@ -103,7 +109,7 @@ class HttpTeacher:
     async def _post(self, body: dict[str, object]) -> TeacherResult | _Trouble:
         timeout_s = self.cfg.runtime.timeout_s
         try:
-            async with asyncio.timeout(timeout_s):  # of the whole request: servers send blank lines to keep a connection alive
+            async with asyncio.timeout(timeout_s):  # httpx's read timeout restarts at every keep-alive line
                 response = await self._client.post(self._url, json=body)
         except TimeoutError:
             return _Trouble(reason="timeout", detail=f"no reply within {timeout_s:g} s")
@@ -124,9 +130,10 @@ class HttpTeacher:
 
 
 def check_endpoint(cfg: HttpTeacherConfig) -> None:
-    """Ask once for the endpoint's list of models. TeacherError if nobody answers in seconds, TeacherRejectsError if our key is refused.
+    """Request the endpoint's list of models once.
 
-    Any other answer will do: not every endpoint has such a list, but a server that answers is there.
+    Raise TeacherError if no response comes within seconds, TeacherRejectsError if the API key is rejected. Any other
+    response passes, because not every endpoint has such a list.
     """
     url = cfg.base_url.rstrip("/") + "/models"
     try:
@@ -142,21 +149,21 @@ def check_endpoint(cfg: HttpTeacherConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trouble:
-    """A try that failed in a way that another try may not."""
+    """A failed attempt that may succeed when retried."""
 
     reason: str
     detail: str
     wait_s: float = 0.0
-    """As the server asked for."""
+    """Minimum wait before the next attempt, in seconds, from the server's `Retry-After`."""
     is_unreachable: bool = False
 
 
 class _Message(BaseModel):
     content: str | None = None
     reasoning_content: str | None = None
-    """DeepSeek's field for the thinking; vLLM and SGLang had it first too."""
+    """DeepSeek's field for the reasoning; vLLM and SGLang used it at first too."""
     reasoning: str | None = None
-    """vLLM's newer name for the same."""
+    """vLLM's newer name for the same field."""
 
 
 class _Choice(BaseModel):
@@ -177,10 +184,10 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 def read_reply(payload: bytes) -> TeacherResult:
-    """A chat completion as its two parts: thinking in a field of its own, or between tags in the content.
+    """Split a chat completion into reasoning (a separate field, or in think tags in the content) and answer.
 
     Content without tags is all answer. Failures: `malformed` (not a chat completion with a finish reason and a token
-    count), `content_filter` and `interrupted` (the server stopped for reasons of its own).
+    count), `content_filter` and `interrupted` (the server stopped for any other reason).
     """
     try:
         reply = _ChatReply.model_validate_json(payload)
@@ -215,7 +222,7 @@ def _headers(api_key_env: str) -> dict[str, str]:
 
 
 def _retry_after_s(response: httpx.Response) -> float:
-    """The `Retry-After` header in either of its forms, seconds or a date; 0 without one that can be read."""
+    """Return the seconds to wait from `Retry-After`, given as seconds or a date; 0 if absent or unreadable."""
     value = response.headers.get("Retry-After", "").strip()
     if value.isdecimal():
         return float(value)

@@ -1,4 +1,4 @@
-"""A teacher that needs no network: it solves chain problems step by step, and errs as it is told to."""
+"""Solve chain problems step by step without a network, with configurable errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from klear_core.types import Problem, TeacherReply
 
 
 class ProceduralTeacher:
-    """Writes `3+4=7`, `7*7=9`, ... and boxes the last value. A wrong step is carried on honestly to a wrong answer."""
+    """Writes `3+4=7`, `7*7=9`, ... and boxes the last value; later steps continue from the result of a wrong one."""
 
     name = "procedural"
     prompt_version = "chain-1"
@@ -24,7 +24,7 @@ class ProceduralTeacher:
         self.cfg = cfg
 
     async def solve(self, problem: Problem, *, num_samples: int, seed: int) -> Sequence[TeacherResult]:
-        """Samples that differ in their slips alone; a question that is no chain problem is `unsupported`."""
+        """Return samples that differ only in their random errors; other than chain problems are `unsupported`."""
         try:
             chain = parse_chain(problem.question)
         except DataError as e:
@@ -32,7 +32,7 @@ class ProceduralTeacher:
         return [self._write(chain, Random(seed_for(seed, "distill/teacher", problem.problem_id, i))) for i in range(num_samples)]  # noqa: S311
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; this teacher has no connections."""
 
     def _write(self, chain: ChainProblem, rng: Random) -> TeacherReply:
         lines: list[str] = []
@@ -46,7 +46,11 @@ class ProceduralTeacher:
         return TeacherReply(reasoning=reasoning, answer=answer, finish_reason="stop", num_tokens=num_words)
 
     def _result(self, value: int, step: ChainStep, modulus: int, rng: Random) -> int:
-        """The right value; now and then any other (a slip), or, in the blind spot, mostly one more than is right (a false belief)."""
+        """Return the correct value, or with `slip_rate` any other one.
+
+        For multiplications in the blind spot, return the correct value plus one with `blind_spot_rate`: a systematic
+        error that SFT imitates, unlike a slip.
+        """
         right = apply_step(value, step, modulus)
         if step.operator == "*" and step.operand in self.cfg.blind_spot_factors:
             return (right + 1) % modulus if rng.random() < self.cfg.blind_spot_rate else right

@@ -1,4 +1,4 @@
-"""Which traces are learnt from. Wrong ones stay unless a difficulty's policy says otherwise (Klear-Reasoner section 3.1)."""
+"""Select the traces to train on; wrong ones stay unless a policy drops them (Klear-Reasoner section 3.1)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from klear_core.types import Dropped, TeacherReply, TeacherTrace
 
 
 def why_incomplete(reply: TeacherReply, cfg: SelectConfig) -> str:
-    """Why a reply is no whole trace: `truncated`, `no_reasoning` or `no_answer`; empty if it is one or is kept by setting."""
+    """Return why a reply is incomplete: `truncated`, `no_reasoning` or `no_answer`.
+
+    Return an empty string if it is complete, or truncated and kept by setting.
+    """
     if reply.finish_reason != "stop":
         return "" if cfg.keep_truncated else "truncated"
     if not reply.reasoning:
@@ -16,7 +19,7 @@ def why_incomplete(reply: TeacherReply, cfg: SelectConfig) -> str:
 
 
 def drop_reason(trace: TeacherTrace, cfg: SelectConfig) -> Dropped | None:
-    """Why a judged trace is left out, or None if it is kept."""
+    """Return the drop record of a judged trace, or None if it is kept."""
     outcome = trace.verdict.outcome
     if not outcome.is_models_doing and not cfg.keep_unjudged:
         return unjudged(trace)
@@ -27,10 +30,10 @@ def drop_reason(trace: TeacherTrace, cfg: SelectConfig) -> Dropped | None:
 
 
 def unjudged(trace: TeacherTrace) -> Dropped:
-    """The record of a trace whose judge failed, by its outcome."""
+    """Return the drop record of a trace whose judge failed; the reason is the verdict's outcome."""
     return dropped(trace.problem_id, trace.sample_idx, step="judge", reason=trace.verdict.outcome, detail=trace.verdict.detail)
 
 
 def dropped(problem_id: str, sample_idx: int, *, step: str, reason: str, detail: str) -> Dropped:
-    """The record of one left-out sample."""
+    """Return the drop record of one sample."""
     return Dropped(problem_id=problem_id, step=step, reason=reason, detail=f"sample {sample_idx}: {detail}")

@@ -1,4 +1,4 @@
-"""What a teacher is: it is asked for samples of one problem and gives each back, or says why not."""
+"""Define the interface of teachers: they return samples for a problem, or the reason why a sample is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from klear_core.types import Problem, TeacherReply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherFailure:
-    """One sample that was not had. `reason` is a slug to count by, `detail` says more to a person."""
+    """One sample that could not be obtained. `reason` is the slug to count by, `detail` the text for people."""
 
     reason: str
     detail: str
@@ -22,25 +22,28 @@ TeacherResult = TeacherReply | TeacherFailure
 
 
 class TeacherRejectsError(TeacherError):
-    """The teacher refuses to work with these settings (key, address, model); asking again cannot help."""
+    """The teacher rejects these settings (key, address, model), so retrying cannot help."""
 
     is_permanent = True
 
 
 class Teacher(Protocol):
-    """Solves problems. Calls overlap freely: bounding its requests is the teacher's own business."""
+    """Solves problems. `solve` may be called concurrently without limit; the teacher bounds its requests itself."""
 
     name: str
     prompt_version: str
-    """Changes whenever a problem is put to the teacher in other words."""
+    """Version of the prompt; it changes whenever the wording sent with a problem changes."""
 
     @property
     def retries(self) -> Mapping[str, int]:
-        """Requests that were asked again so far, by reason."""
+        """Return the number of retried requests so far, by reason."""
         ...
 
     async def solve(self, problem: Problem, *, num_samples: int, seed: int) -> Sequence[TeacherResult]:
-        """`num_samples` results in sample order; `seed` is the run's. TeacherError if nobody can be asked at all."""
+        """Return `num_samples` results in sample order; `seed` is the run's.
+
+        Raise TeacherError if the teacher cannot be reached at all.
+        """
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The trace_counts of distillation: every sample that was asked for is found again, as a trace or under a reason."""
+"""Count the samples of distillation: every requested sample is a trace or is dropped for a counted reason."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from klear_core.distill.select import unjudged
 from klear_core.types import Dropped, TeacherTrace
 
 STEPS = ("ask", "complete", "judge", "select")
-"""What a sample goes through: the teacher replies, the reply is whole, it is judged, the policy keeps it."""
+"""Steps that a sample passes: the teacher replies, the reply is complete, it is judged, the policy keeps it."""
 
 
 class TraceCounts:
-    """Counts of what finished shards hold; the same after a resume, for they are made from the shards' own records."""
+    """Counts over finished shards; a resumed run gets the same ones, because it recounts the records in the shards."""
 
     def __init__(self) -> None:
         self.num_traces = 0
         self.num_tokens = 0
         self.num_correct: Counter[str] = Counter()
-        """Right answers by difficulty."""
+        """Number of correct answers by difficulty."""
         self.num_judged: Counter[str] = Counter()
-        """Answers that were right or wrong, by difficulty, kept or not."""
+        """Number of answers judged correct or wrong by difficulty, kept or not."""
         self._first_lost: dict[str, str] = {}
-        """By step: the first sample that went no further, with its id."""
+        """First dropped sample of each step, as text with its problem id."""
         self._dropped: dict[str, Counter[str]] = {step: Counter() for step in STEPS}
         self._noted: dict[str, Counter[str]] = {step: Counter() for step in STEPS}
 
     def add(self, traces: Iterable[TeacherTrace], dropped: Iterable[Dropped]) -> None:
-        """Enter one shard."""
+        """Count the records of one shard."""
         for trace in traces:
             self._enter(trace)
         for drop in dropped:
             self._dropped[drop.step][drop.reason] += 1
             self._first_lost.setdefault(drop.step, f"problem {drop.problem_id}, {drop.reason}, {drop.detail}")
+            # Wrong answers that the policy drops were judged too; their reason is `wrong_<difficulty>`.
             kind, _, difficulty = drop.reason.partition("_")
             if drop.step == "select" and kind == "wrong":
                 self.num_judged[difficulty] += 1
@@ -57,27 +58,27 @@ class TraceCounts:
 
     @property
     def num_asked(self) -> int:
-        """Samples, whatever became of them."""
+        """Return the number of requested samples in the counted shards."""
         return self.num_traces + sum(dropped.total() for dropped in self._dropped.values())
 
     def whole(self) -> Share:
-        """The samples with a whole, judged answer."""
+        """Return the share of samples with a complete, judged answer."""
         steps = [step for step in STEPS if step != "select"]
         lost = sum((self._dropped[step] for step in steps), Counter[str]())
         example = next((self._first_lost[step] for step in steps if step in self._first_lost), "")
         return Share(what="answers of the teacher are whole and judged", num_in=self.num_asked, lost=lost, example=example)
 
     def selected(self) -> Share:
-        """Of these, the samples that the policy keeps."""
+        """Return the share of complete, judged answers that the policy keeps."""
         example = self._first_lost.get("select", "")
         what = "whole answers are kept by distill.select"
         return Share(what=what, num_in=self.whole().num_out, lost=self._dropped["select"], example=example)
 
     def ledger(self) -> tuple[LedgerStep, ...]:
-        """One entry a step, in order; what left one entered the next."""
+        """Return one entry per step, in order; each step's output count is the next one's input count."""
         num_out = self.num_traces
         entries: list[LedgerStep] = []
-        for step in reversed(STEPS):
+        for step in reversed(STEPS):  # backwards: only the last step's output, the traces, is known
             dropped, noted = self._dropped[step], self._noted[step]
             num_in = num_out + dropped.total()
             counts = {"dropped": dict(sorted(dropped.items())), "noted": dict(sorted(noted.items()))}
@@ -86,7 +87,7 @@ class TraceCounts:
         return tuple(reversed(entries))
 
     def metrics(self) -> dict[str, float]:
-        """Counts and rates so far, under their names for tracking."""
+        """Return counts and rates so far, by metric name."""
         metrics: dict[str, float] = {
             "distill/trace/count": self.num_traces,
             "distill/trace/tokens_mean": self.num_tokens / max(self.num_traces, 1),
@@ -100,7 +101,7 @@ class TraceCounts:
 
 
 class FailureBudget:
-    """Decides when too much has failed. Failures of unfinished shards are forgiven: they will be asked again."""
+    """Checks the failure rate. Failures in unfinished shards do not persist: a rerun requests those samples again."""
 
     def __init__(self, max_failure_rate: float) -> None:
         self.max_failure_rate = max_failure_rate
@@ -108,20 +109,21 @@ class FailureBudget:
         self._num_failed = 0
 
     def settle(self, *, num_asked: int, num_failed: int) -> None:
-        """Enter a finished shard."""
+        """Count a finished shard."""
         self._num_asked += num_asked
         self._num_failed += num_failed
 
     def is_exceeded(self, *, num_asked: int, num_failed: int) -> bool:
-        """Whether a shard that asks `num_asked` times and already failed `num_failed` times breaks the limit for good.
+        """Return whether a shard of `num_asked` requests, `num_failed` of them failed, puts the total above the limit.
 
-        A shard is only finished within the limit, so that a rerun after the fix can finish what was left.
+        The shard's remaining requests count as successes. A shard finishes only within the limit, so that a rerun can
+        finish the rest once the cause is fixed.
         """
         return self._num_failed + num_failed > self.max_failure_rate * (self._num_asked + num_asked)
 
 
 def failures_of(outcomes: Iterable[TeacherTrace | Dropped]) -> list[Dropped]:
-    """The samples that met trouble with the teacher or the judge, also those that a setting keeps all the same."""
+    """Return the samples that failed at the teacher or the judge, including those that a setting keeps."""
     found: list[Dropped] = []
     for outcome in outcomes:
         match outcome:
