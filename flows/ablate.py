@@ -1,6 +1,6 @@
-"""`klear ablate`: the runs of a grid, one after another, each as `klear run` would run it; then one table.
+"""`klear ablate`: run every cell of a grid in turn, as `klear run` would run it, and compare the results in one table.
 
-Nothing is kept but artifacts: a grid that was interrupted, or has grown, runs only what is missing.
+All state is in the artifacts: a grid that was interrupted or extended runs only the cells that are missing.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class Cell:
 
 
 def cells_of(cfg: AblationConfig) -> list[Cell]:
-    """Seed by seed, so that an unfinished grid has all variants of some seeds."""
+    """Return the cells by learning rate, seed, then variant: an unfinished grid has all variants of some seeds."""
     grid = product(cfg.learning_rates, cfg.seeds, cfg.variants)
     return [Cell(variant=variant, rate=rate, seed=seed) for rate, seed, variant in grid]
 
 
 def config_of(cfg: AblationConfig, cell: Cell, overrides: Sequence[str]) -> PipelineConfig:
-    """`overrides` go over those of the grid. ConfigError if that is not a valid config."""
+    """Return the config of one cell; `overrides` take precedence over the grid's. ConfigError if it is not valid."""
     own = (*cfg.overrides, *cfg.variants[cell.variant], f"rl.optim.lr={cell.rate}", f"seed={cell.seed}")
     return resolve(cfg.profile, [*own, *overrides], None)
 
 
 def require_ready_cells(configs: Mapping[Cell, PipelineConfig]) -> None:
-    """ConfigError that names the first run which cannot go through, before any is begun."""
+    """Check every run before the first one starts; ConfigError names the first run that cannot succeed."""
     for cell, config in configs.items():
         try:
             require_ready(config, select_stages(stages_of(config), only=None, from_=None, until=_LAST))
@@ -61,7 +61,7 @@ def require_ready_cells(configs: Mapping[Cell, PipelineConfig]) -> None:
 
 
 def run_grid(cfg: AblationConfig, run: Callable[[Cell], RunResult]) -> AblationTable:
-    """All runs, then the table. A run that ends in a KlearError is left out and named."""
+    """Run all cells and return the table. A run that ends in a KlearError is left out and listed under `failures`."""
     runs: dict[str, dict[float, dict[int, RunResult]]] = {v: {rate: {} for rate in cfg.learning_rates} for v in cfg.variants}
     failures: dict[str, str] = {}
     for cell in cells_of(cfg):
@@ -73,7 +73,7 @@ def run_grid(cfg: AblationConfig, run: Callable[[Cell], RunResult]) -> AblationT
 
 
 def run_in_pipeline(config: PipelineConfig) -> RunResult:
-    """The whole pipeline up to the score after math RL; what exists is reused."""
+    """Run the pipeline up to the evaluation after math RL, reusing existing artifacts, and return its scores."""
     from flows.pipeline import run_pipeline
 
     refs = run_pipeline(config, until=_LAST).refs
@@ -86,7 +86,7 @@ def records_of(table: AblationTable, configs: Mapping[Cell, PipelineConfig]) -> 
     return [
         _record_of(Cell(variant=row.variant, rate=row.learning_rate, seed=seed), run, configs)
         for row in table.rows
-        if row.learning_rate is not None  # those rows repeat runs of the others
+        if row.learning_rate is not None  # a row without a rate repeats runs of other rows
         for seed, run in row.runs.items()
     ]
 
@@ -116,13 +116,13 @@ def write_table(table: AblationTable, cells: Sequence[CellRecord], folder: Path,
 
 
 def require_complete(table: AblationTable, *, num_runs: int) -> None:
-    """KlearError if runs are missing, so that a script that waits for the grid does not take it for whole."""
+    """Raise KlearError if a run failed, so that a script waiting for the grid sees that the table is incomplete."""
     if table.failures:
         raise KlearError(f"{len(table.failures)} of {num_runs} runs failed; the table names them, and the same command runs only these")
 
 
 def show_work(configs: Collection[PipelineConfig]) -> None:
-    """How many artifacts these runs need and how many of them are still to be made."""
+    """Print the number of runs and, by kind, how many of the artifacts they need are still to be made."""
     needed: dict[tuple[str, str], bool] = {}
     for config in configs:
         stages, store = stages_of(config), open_store(config.workspace)

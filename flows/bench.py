@@ -1,4 +1,4 @@
-"""`klear bench NAME`: runs one benchmark file of the checkout and prints what it measured."""
+"""`klear bench NAME`: run one benchmark file of the checkout and print its measurements."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FOLDER = Path(__file__).parents[1] / "tests" / "bench"
 
 
 def run_bench(name: str) -> None:
-    """Run `measure()` of tests/bench/**/bench_NAME.py: a table, then one JSON line a measure.
+    """Run `measure()` of tests/bench/**/bench_NAME.py and print a table, then one JSON line per measurement.
 
-    A measure is a mapping with name, value, unit, target, ok and versions.
+    A measurement is a mapping with name, value, unit, target, ok and versions.
     """
     if not _FOLDER.is_dir():
         raise ConfigError(f"klear bench needs a checkout of the repository: there is no {_FOLDER}")

@@ -1,4 +1,4 @@
-"""`klear chat`: a model that a run made answers the reader's own question."""
+"""`klear chat`: ask a model that a run made a question of your own."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ENGINES: dict[str, LocalEngineConfig] = {"torch": TorchEngineConfig(), "vllm": 
 
 
 def chat(which: str, question: str | None, asking: Asking, *, root: Path, engine: Literal["torch", "vllm"]) -> None:
-    """Print the answers to the question, or to every line of standard input.
+    """Print the answers to the question or, without one, to every line of standard input.
 
-    DataError at the end if a line of the input could not be asked; the others are answered all the same.
+    A line that the model cannot take does not stop the others; DataError at the end if there was one.
     """
     if asking.num_samples > 1 and asking.temperature == 0:
         raise ConfigError(f"--samples {asking.num_samples} at --temperature 0: greedy answers are all the same; raise the temperature")
@@ -46,7 +46,7 @@ def chat(which: str, question: str | None, asking: Asking, *, root: Path, engine
 
 
 def _find_model(which: str, root: Path) -> tuple[Path, int | None]:
-    """The Hugging Face folder that `which` names, and the window it was trained for if its config states less."""
+    """Return the Hugging Face folder that `which` names, and its training window if the model's config states less."""
     if (Path(which) / "config.json").is_file():
         return Path(which), None
     artifact = find_artifact(which, root)
@@ -69,7 +69,7 @@ def _answer_lines(runner: asyncio.Runner, model: ChatModel, asking: Asking, cons
 
 
 def _lines() -> Iterator[str]:
-    """Lines with something on them until the input ends; a terminal is prompted for each."""
+    """Yield the non-empty lines of standard input; on a terminal, prompt for each."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
@@ -83,7 +83,7 @@ def _lines() -> Iterator[str]:
 
 
 def _show(console: Console, completions: list[Completion]) -> None:
-    """Print the text as the model wrote it: the thinking dimmed, the answer after it, a rule between samples."""
+    """Print the model's text: thinking dimmed, the answer bold, a ruler line above each of several samples."""
     for index, completion in enumerate(completions, 1):
         if len(completions) > 1:
             console.print(Text(f"── {index} of {len(completions)}", style="dim"))

@@ -1,4 +1,4 @@
-"""The `klear` command. Each subcommand imports what it needs when it runs, so that `klear --help` is instant."""
+"""The `klear` command. Each subcommand imports its modules when it runs, so that `klear --help` is fast."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Overrides = Annotated[
 
 @app.callback()
 def klear() -> None:
-    """Turns a base language model into a reasoning model, and proves every score it reports."""
+    """Turn a base language model into a reasoning model, and prove every score it reports."""
 
 
 @app.command()
@@ -50,7 +50,7 @@ def run(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and stop.")] = False,
 ) -> None:
-    """Run the pipeline; what is already there is reused, what was killed goes on where it was.
+    """Run the pipeline. Existing artifacts are reused, and a stage that was killed resumes where it stopped.
 
     klear run configs/laptop
 
@@ -70,7 +70,7 @@ def run(
     if dry_run:
         console.show_plan(config, chosen, again=again)
         return
-    require_ready(config, chosen, again=again)  # known now, not in seconds
+    require_ready(config, chosen, again=again)  # the flow checks again, but only after seconds of imports
     reused = None if again else reuse_all(config, chosen)
     if reused is not None:
         console.show_result(config, reused, num_made=0)
@@ -90,7 +90,7 @@ def ablate(
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would run, and stop.")] = False,
 ) -> None:
-    """Run a profile in variants, at several learning rates, over seeds, and compare them in a table with intervals.
+    """Run a profile in variants, at several learning rates and seeds, and compare them in a table with intervals.
 
     klear ablate configs/ablations/losses_hot.toml
 
@@ -116,7 +116,7 @@ def ablate(
             try:
                 return grid.run_in_pipeline(configs[cell])
             except KlearError as e:
-                watcher.console.print(f"[red]error:[/] {_escaped(str(e))}", soft_wrap=True)  # the others go on
+                watcher.console.print(f"[red]error:[/] {_escaped(str(e))}", soft_wrap=True)  # run_grid continues
                 raise
 
         table = grid.run_grid(cfg, run_cell)
@@ -131,7 +131,7 @@ def plan(
     with_config: Annotated[bool, typer.Option("--config", help="Print all settings below, defaults included.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Read artifacts byte by byte; without, names and sizes are compared.")] = False,
 ) -> None:
-    """Validate a profile and show what a run would do: stages, reuse, damage, tokens, memory. Runs nothing.
+    """Validate a profile and show what a run would do: stages, reuse, damaged artifacts, tokens, memory. Run nothing.
 
     klear plan configs/klear_8b
 
@@ -145,7 +145,7 @@ def plan(
 
 @app.command()
 def doctor() -> None:
-    """Check this machine: Python, torch, C compiler, Ray, vLLM, firejail, GPU, memory, disk; each with what to do about it."""
+    """Check Python, torch, C compiler, Ray, vLLM, firejail, GPU, memory and disk, and say how to fix what is wrong."""
     from flows.doctor import check_machine, show_checks
 
     checks = check_machine()
@@ -160,7 +160,7 @@ def show(
     root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
     num_records: Annotated[int, typer.Option("--records", min=0, help="Records to print of each table.")] = 2,
 ) -> None:
-    """Show an artifact: manifest, ledger, first records.
+    """Show an artifact: its manifest, its ledger and its first records.
 
     klear show evaluate_sft --root /data/klear
 
@@ -182,7 +182,7 @@ def chat(
     seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
     engine: Annotated[Literal["torch", "vllm"], typer.Option(help="torch runs Qwen3 models.")] = "torch",
 ) -> None:
-    """Ask a model that was made here a question of your own.
+    """Ask a model of this workspace, or any model folder, a question of your own.
 
     klear chat rl 'mod 10: 3,+4,*7,-2,+5=?'
 
@@ -201,7 +201,7 @@ def ui(
     prefect_port: Annotated[int, typer.Option(min=1, max=65535)] = 4200,
     mlflow_port: Annotated[int, typer.Option(min=1, max=65535)] = 5000,
 ) -> None:
-    """Open the Prefect and MLflow UIs on what was run here, until Ctrl-C.
+    """Serve the Prefect and MLflow UIs of a workspace, until Ctrl-C.
 
     klear ui
 
@@ -216,7 +216,7 @@ def ui(
 def sweep(
     pool: Annotated[str, typer.Option(help="Work pool whose runs to look after.")] = "klear",
 ) -> None:
-    """Bring back the runs of a work pool that died, until Ctrl-C; runs beside the worker, on the server at PREFECT_API_URL.
+    """Restart crashed runs of a work pool, until Ctrl-C. Runs beside the worker, on the server at PREFECT_API_URL.
 
     klear sweep --pool klear
     """
@@ -232,7 +232,7 @@ def judge(
     out: Annotated[Path | None, typer.Option(help="Write a row an answer here: id, outcome, score, detail.")] = None,
     bare_code: Annotated[bool, typer.Option("--bare-code", help="Responses are programs, without a fence around them.")] = False,
 ) -> None:
-    """Judge answers in a file and print a table.
+    """Judge the answers in a file and print a table of outcomes.
 
     klear judge answers.jsonl --out verdicts.jsonl
 
@@ -247,7 +247,7 @@ def judge(
 
 @app.command()
 def bench(name: Annotated[str, typer.Argument(help="Subject: a file bench_NAME.py under tests/bench.")]) -> None:
-    """Run one benchmark of this checkout: both sides in one call, a table, and a JSON line a measure.
+    """Run one benchmark of this checkout and print a table, then a JSON line per measurement.
 
     klear bench sampler
     """
@@ -257,7 +257,7 @@ def bench(name: Annotated[str, typer.Argument(help="Subject: a file bench_NAME.p
 
 
 def main() -> None:
-    """Entry point: what users did wrong ends in one clear message and a status that is not zero."""
+    """Run the command line; a KlearError ends in one message and exit status 2 if it is permanent, else 1."""
     spare_own_machine()
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
@@ -270,7 +270,10 @@ def main() -> None:
 
 @contextmanager
 def _watched(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunConsole]:
-    """Prefect ready for pipelines in this process, and their stages on the terminal. An interrupt ends the command."""
+    """Prepare Prefect in this process and show the stages on the terminal; an interrupt exits with status 130.
+
+    Order matters: the environment is set before Prefect is imported, and the server starts while the imports run.
+    """
     from flows import console
     from flows.launch import own_server, prepare_environment
     from flows.local_runs import close_killed_runs
@@ -282,7 +285,7 @@ def _watched(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunCons
         check_ray()
     prepare_environment(workspace)
     server = own_server(workspace)
-    import flows.pipeline  # noqa: F401  takes seconds, in which the server starts
+    import flows.pipeline  # noqa: F401  takes seconds; the server starts meanwhile
     from tasks.progress import set_console
 
     if server is not None:

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees: the plan, the stages as they run, and what came of it."""
+"""Terminal output: the plan, the stages as they run, the result, and the table of `klear judge`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_BAD_ROWS = 5
 
 
 class _Warnings(logging.Handler):
-    """Shows what a person should know, as a line of its own."""
+    """Prints each warning of our loggers on a line of its own."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -46,7 +46,7 @@ class _Warnings(logging.Handler):
 
 
 class RunConsole:
-    """A line a finished stage, warnings, and a progress bar for the running stage. Ends with `close`."""
+    """Shows one line per finished stage, warnings, and a progress bar for the running stage, until `close`."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False)
@@ -66,7 +66,7 @@ class RunConsole:
             logging.getLogger(name).addHandler(self._warnings)
 
     def stage_started(self, stage: str, *, attempt: int) -> None:
-        """Open a bar."""
+        """Start a progress bar; print a line where the output is not a terminal."""
         self._end_bar()
         again = f" (attempt {attempt}, goes on)" if attempt > 1 else ""
         if not self.console.is_terminal:  # a log file: lines, no bars
@@ -76,12 +76,12 @@ class RunConsole:
         self._task = self._progress.add_task(f"{stage}{again}", total=None, note="")
 
     def stage_progress(self, stage: str, done: int, total: int, note: str) -> None:  # noqa: ARG002  one stage at a time
-        """Move the bar."""
+        """Update the bar."""
         if self._task is not None:
             self._progress.update(self._task, completed=done, total=total, note=escape(note))
 
     def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
-        """One line: what was made, or that it was there."""
+        """Print one line: the artifact and its counts, and whether it was made or reused."""
         self._end_bar()
         self.num_made += not was_reused
         mark, when = ("[dim]=[/]", "reused") if was_reused else ("[green]✓[/]", f"{wall_s:.1f} s")
@@ -97,7 +97,7 @@ class RunConsole:
         return f"  {mark} {stage:<17}{when:>9}  [dim]{ref.fingerprint[:8]}[/]  {escape(', '.join(counts))}"
 
     def stage_failed(self, stage: str, error: BaseException, attempt: Attempt) -> None:
-        """One line: the reason where there are several tries, and when the next one comes. The last error follows in full."""
+        """Print one line; with several attempts, also the reason and the next delay. The CLI prints the final error."""
         self._end_bar()
         line = f"  [red]✗[/] {stage}"
         if attempt.of > 1 and not is_interrupt(error):
@@ -107,7 +107,7 @@ class RunConsole:
         self.console.print(line, soft_wrap=True)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Remove the bar and stop printing warnings."""
         self._end_bar()
         for name in LOGGERS:
             logging.getLogger(name).removeHandler(self._warnings)
@@ -120,7 +120,7 @@ class RunConsole:
 
 
 def _first_line(error: BaseException) -> str:
-    """The start of an error's message, with its type if it is none of ours."""
+    """Return the first line of an error's message, with its type unless it is a KlearError."""
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if isinstance(error, KlearError) else f"{type(error).__name__}: {lines[0]}"
 
@@ -133,9 +133,9 @@ def show_plan(
     checked_by: CheckedBy = "size",
     with_config: bool = False,
 ) -> None:
-    """Print which of the chosen stages (None: all) would run or be reused and why, what they cost, and what is missing.
+    """Print which of the chosen stages (None: all) would run or be reused and why, their cost, and what is missing.
 
-    `checked_by` says how closely artifacts are looked at; `with_config` adds all settings, defaults included.
+    `checked_by` says how artifacts are compared with their manifests; `with_config` adds all settings, with defaults.
     """
     from klear_core.config.base import config_digest
     from klear_core.pipeline.estimate import estimate
@@ -175,7 +175,7 @@ def _plan_table(plans: Sequence[StagePlan]) -> Table:
 
 
 def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int) -> None:
-    """Print the scores that there are, warnings, the report's path, and how to look closer."""
+    """Print the scores, warnings, the report's path, and commands to inspect the run and ask its model."""
     from flows.find import name_of
     from klear_core.report.product import product_of
     from klear_core.report.read import read_facts
@@ -203,7 +203,7 @@ def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int
 
 
 def _short(path: Path) -> Path:
-    """As seen from here, if it lies below."""
+    """Return the path relative to the working directory if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -219,7 +219,7 @@ def _report_inputs(config: PipelineConfig, result: PipelineResult) -> ReportInpu
 
 
 def _refs_to_show(config: PipelineConfig, result: PipelineResult) -> Mapping[str, ArtifactRef]:
-    """The run's stages but the report, in order; where models were scored, also the scores of the others that exist."""
+    """Return the run's artifacts in stage order, without the report; if it scored a model, add the others' scores."""
     from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
     from tasks.report_inputs import EVALUATION
 
@@ -239,7 +239,7 @@ def _refs_to_show(config: PipelineConfig, result: PipelineResult) -> Mapping[str
 
 
 def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool) -> None:
-    """Judge a file of answers and print what came of it. DataError, once the rest is judged, if some of its rows do not fit."""
+    """Judge a file of answers and print the outcomes; DataError afterwards if rows are malformed or none was judged."""
     from klear_core.config.load import apply_override, validate
     from klear_core.evaluate.judge_file import judge_file
 

@@ -1,4 +1,4 @@
-"""`klear doctor`: what this machine has, what is missing, and what to do about it."""
+"""`klear doctor`: report what this machine has, what is missing, and how to fix it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIN_MEMORY_GB = 6  # the laptop profile: Ray, three torch processes and Prefect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line of the doctor's report. `fix` is empty where nothing needs doing."""
+    """One line of the report. `fix` is empty if nothing needs doing."""
 
     name: str
     found: str
@@ -32,7 +32,7 @@ class Check:
 
 
 def check_machine() -> list[Check]:
-    """All checks, in the order in which a newcomer would meet their lack."""
+    """Run all checks, in the order in which a new user would run into the problems."""
     return [
         _python(),
         *(_library(name, fix="pip install -e .") for name in ("prefect", "mlflow", "transformers", "math-verify", "pebble")),
@@ -48,7 +48,7 @@ def check_machine() -> list[Check]:
 
 
 def show_checks(checks: list[Check]) -> None:
-    """A table on the terminal."""
+    """Print the checks as a table."""
     table = Table(box=None, pad_edge=False)
     for column in ("", "what", "found", "what to do"):
         table.add_column(column, overflow="fold")

@@ -1,4 +1,4 @@
-"""Runs the stages of a config inside the current Prefect flow run: reuse, run, track, and go on after Retry."""
+"""Run the stages of a config inside the current Prefect flow run: reuse, run, track, and resume after Retry."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ from tasks.task import in_workspace
 
 log = logging.getLogger(__name__)
 
-# At exit the interpreter looks for garbage among all objects of torch, Ray and Prefect: over a second of CPU for which a cancelled run
-# waits, and many seconds on a busy machine. Frozen objects are left out.
+# At exit the interpreter garbage-collects all objects of torch, Ray and Prefect. That delays a cancelled run by over a
+# second of CPU, and by many seconds on a busy machine. Frozen objects are skipped.
 atexit.register(gc.freeze)
 
 
 def run_stages(
     config: PipelineConfig, *, only: str | None = None, from_: str | None = None, until: str | None = None, rerun_from: str | None = None
 ) -> PipelineResult:
-    """Run the chosen stages in order, each as a Prefect task. What exists and is intact is reused.
+    """Run the chosen stages in order, each as a Prefect task, and reuse artifacts that exist and are intact.
 
-    ConfigError, before anything is begun, if something that they need is known to be missing or contradictory.
-    Stages that are not chosen are neither run nor needed, but for inputs of chosen ones: ArtifactError if such an input is
-    missing. `rerun_from` makes a stage and all that follows from it again, once a flow run, also if that is retried. A stage that
-    fails ends the run with its error; a report in the workspace's `failed` folder then says what there is.
+    ConfigError before the first stage starts if a requirement is known to be missing or contradictory.
+    A stage that is not chosen is needed only as the input of a chosen one: ArtifactError if such an input is missing.
+    `rerun_from` makes a stage and all stages that depend on it again, once per flow run even if that is retried.
+    A stage that fails ends the run with its error; a report of what exists is then in the workspace's `failed` folder.
     """
     show_core_logs()
     choice = {"only": only, "from_": from_, "until": until, "rerun_from": rerun_from}
@@ -74,7 +74,7 @@ def run_stages(
 
 
 def _on_a_server(config: PipelineConfig, **choice: str | None) -> PipelineResult:
-    """Run the chosen stages so that the run lives through outages of its server, and can be cancelled after one."""
+    """Run the chosen stages so that the run survives outages of its server and can still be cancelled after one."""
     run = _this_flow_run()
     watch = CancelWatch(lambda: is_cancelling(run.id))
     try:
@@ -83,7 +83,8 @@ def _on_a_server(config: PipelineConfig, **choice: str | None) -> PipelineResult
     except TerminationSignal:
         if not watch.has_fired:
             raise
-        return cast("PipelineResult", Cancelled(message="cancelled; the run ended itself"))  # a returned state becomes the run's
+        # Prefect makes a state that a flow returns the final state of the run.
+        return cast("PipelineResult", Cancelled(message="cancelled; the run ended itself"))
 
 
 def _run_chosen(
@@ -101,6 +102,7 @@ def _run_chosen(
     with _tracked(info), failure_reported(info, config, chosen, refs):
         for stage in stages:
             if stage.name in chosen:
+                # Inputs from stages that are not chosen must exist already.
                 missing = {name for name in stage.inputs.values() if name not in refs}
                 refs |= {name: _existing(config.workspace, ids[name], name, needed_by=stage.name) for name in sorted(missing)}
                 refs[stage.name] = _run_one(stage, refs, info.model_copy(update={"stage": stage.name}))
@@ -114,32 +116,35 @@ def _run_chosen(
 
 
 def run_label() -> str:
-    """Return a name that tells runs apart in a list: `laptop-seed0-gppo`, with the stage in front where it runs alone."""
+    """Return a name that tells runs apart, such as `laptop-seed0-gppo`; a stage's flow puts the stage in front."""
     return label_of(given_config, flow=str(flow_run.flow_name))
 
 
 def given_config() -> PipelineConfig:
-    """Return the config that the current flow run's parameters ask for."""
+    """Resolve the config from the current flow run's parameters."""
     given: dict[str, Any] = flow_run.parameters
     return resolve(given.get("profile"), given.get("overrides") or [], given.get("settings"))
 
 
 def label_of(config: Callable[[], PipelineConfig], *, flow: str) -> str:
-    """Return the flow's name without `klear-`, followed by what tells its runs apart. Never raises.
+    """Return the flow's name without `klear-`, followed by profile, seed and loss. Never raises.
 
-    Prefect asks for the name before the run is Running: an error there would crash the process, and the run would be started again.
-    The flow itself resolves the same parameters next, and fails once with the reason.
+    Prefect asks for the name before the run is Running: an error here would crash the process, and the run would be
+    restarted. The flow itself resolves the same parameters next, and fails once with the reason.
     """
     prefix = flow.split("-")[1:]
     try:
         resolved = config()
-    except Exception:  # noqa: BLE001  whatever it is, the flow raises it again where it is shown
+    except Exception:  # noqa: BLE001  the flow raises it again, where the user sees it
         return "-".join([*prefix, "unresolved"])
     return "-".join([*prefix, resolved.name, f"seed{resolved.seed}", resolved.rl.loss.kind])
 
 
 def _run_one(stage: Stage, refs: Mapping[str, ArtifactRef], info: RunInfo) -> ArtifactRef:
-    """Call the stage's task. What Prefect remembers is a reference: if the artifact is gone or damaged, the task runs again."""
+    """Call the stage's task and return its artifact.
+
+    Prefect caches only the reference, so a cached artifact is verified; if it is missing or damaged, the task reruns.
+    """
     stage_task = in_workspace(TASKS[stage.kind], info.workspace)
     inputs = {role: refs[name] for role, name in stage.inputs.items()}
     state = stage_task(info, stage.job, inputs, return_state=True)
@@ -168,7 +173,7 @@ def _existing(workspace: WorkspaceConfig, own: ArtifactId, name: str, *, needed_
 
 
 def _forget_once(workspace: WorkspaceConfig, ids: Sequence[ArtifactId], *, run_id: str) -> None:
-    """Set artifacts aside, so that they are made again; but not again when the same flow run is retried."""
+    """Move artifacts aside so that they are made again, only once: not when the same flow run is retried."""
     marker = workspace_root(workspace) / "forced" / run_id
     if marker.exists():
         return
@@ -206,33 +211,33 @@ def _run_info(config: PipelineConfig, run: FlowRun) -> RunInfo:
 
 
 def _has_server() -> bool:
-    """Return whether the run is on a server that goes on without it."""
+    """Return whether the run is recorded on a server that outlives this process."""
     api_url = settings.PREFECT_API_URL.value()
     return bool(api_url) and not is_own(api_url)
 
 
 @contextmanager
 def failure_reported(info: RunInfo, config: PipelineConfig, chosen: Sequence[str], refs: Mapping[str, ArtifactRef]) -> Iterator[None]:
-    """A block that fails leaves a report of the `refs` that it has made, and of those chosen stages that it has not. Its error goes on."""
+    """Write a report if the block fails, of the artifacts in `refs` and the chosen stages without one, and re-raise."""
     try:
         yield
     except Exception as e:
         if not is_interrupt(e):
             _report_failure(info, config, chosen, refs, e)
         raise
-    failed_report(info).unlink(missing_ok=True)  # of an attempt before Retry
+    failed_report(info).unlink(missing_ok=True)  # an earlier attempt of this flow run may have failed
 
 
 def _report_failure(
     info: RunInfo, config: PipelineConfig, chosen: Sequence[str], refs: Mapping[str, ArtifactRef], error: Exception
 ) -> None:
-    """Stages run in order, so the first of those without an artifact is the one that failed."""
+    """Write the report. Stages run in order, so the first one without an artifact is the one that failed."""
     failed, *not_reached = [name for name in chosen if name not in refs]
     unfinished = {failed: f"{type(error).__name__}: {error}"} | {name: "" for name in not_reached if name != "report"}
     done = {stage.name: refs[stage.name] for stage in stages_of(config) if stage.name in refs}
     try:
         log.warning("a report of this failed run: %s", report_failure(info, config, done, unfinished))
-    except Exception as e:  # noqa: BLE001  whatever it is, it must not take the place of the run's own error
+    except Exception as e:  # noqa: BLE001  an error of the report must not replace the run's error
         log.warning("there is no report of this failed run: %s: %s", type(e).__name__, e)
 
 

@@ -1,4 +1,4 @@
-"""From what a user types to the folder of an artifact."""
+"""Find the artifact that a name typed by the user means."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from klear_core.errors import ArtifactError
 
 
 def find_artifact(which: str, root: Path) -> Path:
-    """The folder of an artifact: `which` is that folder, a stage or a kind (its newest), or the first digits of a fingerprint.
+    """Return an artifact's folder: `which` is that folder, a stage or kind (its newest), or the start of a fingerprint.
 
-    ArtifactError lists the stages that have one.
+    ArtifactError lists the stages that have an artifact.
     """
     if (Path(which) / MANIFEST).is_file():
         return Path(which)
@@ -33,16 +33,16 @@ def find_artifact(which: str, root: Path) -> Path:
 
 
 def name_of(folder: Path, stage: str, root: Path) -> str:
-    """Return a short name by which `find_artifact` finds this artifact: its stage's if it is the newest, else its fingerprint's start.
+    """Return a short name by which `find_artifact` finds this artifact: its stage, or the start of its fingerprint.
 
-    Another run, of other settings, may have made a newer one.
+    The stage is used only if this artifact is the stage's newest: a run with other settings may have made a newer one.
     """
     is_newest = find_artifact(stage, root.absolute()) == folder
     return stage if is_newest else folder.name[:8]
 
 
 def _stage_of(folder: Path) -> str:
-    """The name of the stage that made an artifact; its kind if the manifest is damaged, which whoever opens it will say."""
+    """Return the stage that made an artifact, or its kind if the manifest is damaged (opening it reports that)."""
     try:
         return read_manifest(folder).stage
     except ArtifactError:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: both end a command as KeyboardInterrupt, wherever in the code they find it."""
+"""Handle Ctrl-C and SIGTERM: both end a command with KeyboardInterrupt, wherever in the code they arrive."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _AGAIN_AFTER_S = 0.05
 
 @contextmanager
 def heeded_interrupts() -> Iterator[None]:
-    """In here SIGTERM is as Ctrl-C, and neither is lost to a finaliser.
+    """Turn SIGTERM into KeyboardInterrupt while the block runs, and raise again an interrupt that Python would discard.
 
-    What is raised in `__del__` or in a callback of a weak reference Python reports and forgets, and a run would go on to its end. Such an
-    interrupt is asked for again a moment later.
+    Python only reports an exception raised in `__del__` or in a weak reference's callback, so the run would continue.
+    The hook for such exceptions sends the signal again a moment later.
     """
     before = sys.unraisablehook
 

@@ -1,6 +1,6 @@
-"""Runs without a server of the user's: each leaves a record while it runs, so that the next one can close those that were killed.
+"""Mark killed runs as Crashed where the user has no Prefect server: each run locks a record, which the next one checks.
 
-A killed run tells nobody, and Prefect's database in the workspace would show it as Running for ever.
+A killed run cannot report its end, so Prefect's database in the workspace would show it as Running for ever.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _records: dict[Path, ExitStack] = {}
 
 
 def record_run(run_id: UUID) -> None:
-    """Leave a record of a run of this process, locked until the process ends, and taken away if that is not by a kill."""
+    """Write a record of a run of this process; it is locked until the process ends, and removed unless it is killed."""
     record = _folder() / str(run_id)
     if record in _records:
         return
     held = _records[record] = ExitStack()
     held.enter_context(file_lock(record, on_wait=lambda who: log.info("waiting for %s, which runs the same flow run", who)))
     held.callback(record.unlink, missing_ok=True)
-    atexit.register(held.close)  # not at the run's end: Prefect has yet to be told then how it ended
+    atexit.register(held.close)  # not when the run ends: Prefect does not have its final state yet
 
 
 def close_killed_runs() -> None:
-    """Set runs to Crashed whose record is there and whose process is not. Needs the server that has their database."""
+    """Set runs to Crashed whose record exists but whose process does not. Needs a server on the same database."""
     killed = killed_runs(_folder())
     if not killed:
         return
@@ -56,7 +56,7 @@ def close_killed_runs() -> None:
 
 
 def killed_runs(folder: Path) -> list[tuple[UUID, Path]]:
-    """Return runs whose process is gone, each with its record."""
+    """Return the runs whose process is gone, each with its record."""
     records = sorted(folder.iterdir()) if folder.is_dir() else []
     return [(UUID(record.name), record) for record in records if not _is_held(record)]
 
@@ -65,10 +65,10 @@ def _is_held(record: Path) -> bool:
     try:
         fd = os.open(record, os.O_RDWR)
     except FileNotFoundError:
-        return True  # its process has just ended well
+        return True  # the process has just ended normally and removed it
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(fd).st_size == 0  # made, and about to be locked
+        return os.fstat(fd).st_size == 0  # an empty file is about to be locked: `file_lock` creates, locks, then writes
     except BlockingIOError:
         return True
     finally:

@@ -1,4 +1,4 @@
-"""Lets a flow run live through an outage of its Prefect server: at its end it waits for the server, and it can still be cancelled."""
+"""Let a flow run survive an outage of its Prefect server: it waits for the server at its end and can be cancelled."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 5.0
 CANCEL_GRACE_S = 60.0
-"""Prefect's own cancellation ends a process within about 45 s: it may need 10 to notice, and kills after 30."""
+"""Longer than Prefect's own cancellation, which takes about 45 s: up to 10 s to notice, then a kill after 30 s."""
 PATIENCE_S = 3600.0
 _TIMEOUT_S = 5.0
 
 
 class CancelWatch:
-    """Ends this process with SIGTERM if its flow run stays Cancelling: after an outage the worker no longer notices (Prefect 3.8)."""
+    """Sends SIGTERM to this process if its run stays Cancelling: after an outage Prefect 3.8's worker misses that."""
 
     def __init__(self, is_cancelling: Callable[[], bool], *, grace_s: float = CANCEL_GRACE_S, every_s: float = CHECK_EVERY_S) -> None:
         self.has_fired = False
@@ -36,7 +36,7 @@ class CancelWatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch while the block runs, from a thread of its own."""
+        """Watch from a separate thread while the block runs."""
         thread = threading.Thread(target=self._watch, name="cancel-watch", daemon=True)
         thread.start()
         try:
@@ -54,16 +54,17 @@ class CancelWatch:
             elif time.monotonic() - since_s >= self._grace_s:
                 log.warning("the run was cancelled %.0f s ago and its worker has not ended it: ending it here", self._grace_s)
                 self.has_fired = True
-                os.kill(os.getpid(), signal.SIGTERM)  # Prefect's handler raises in the main thread, as when a worker cancels
+                # Prefect's handler raises TerminationSignal in the main thread, as when a worker cancels the run.
+                os.kill(os.getpid(), signal.SIGTERM)
                 return
 
 
 def is_cancelling(run_id: UUID) -> bool:
-    """Return whether the server says that this flow run is being cancelled. While it is away, nobody can cancel."""
+    """Return whether the server says that this flow run is being cancelled; False if it does not answer."""
     try:
         with impatient_client(timeout_s=_TIMEOUT_S) as client:
             state = client.read_flow_run(run_id).state
-    except Exception as e:  # noqa: BLE001  the next look may succeed
+    except Exception as e:  # noqa: BLE001  the next request may succeed
         log.debug("the state of this run could not be read: %s: %s", type(e).__name__, e)
         return False
     return state is not None and state.is_cancelling()
@@ -71,7 +72,7 @@ def is_cancelling(run_id: UUID) -> bool:
 
 @contextmanager
 def server_awaited() -> Iterator[None]:
-    """Wait for the server when the block ends, also with an error; not when the run is being ended from outside."""
+    """Wait for the server when the block returns or raises an Exception, but not after an interrupt or termination."""
     try:
         yield
     except Exception:
@@ -86,9 +87,9 @@ def _catch_up() -> None:
 
 
 def await_server(ask: Callable[[], Exception | None], *, patience_s: float = PATIENCE_S, every_s: float = CHECK_EVERY_S) -> None:
-    """Return once the server answers, so that the run's final state reaches it at once; or after `patience_s`, with a warning.
+    """Wait until the server answers, so that it gets the run's final state at once; after `patience_s` warn and return.
 
-    Prefect's own client sleeps longer after every try: after minutes of outage a run that has ended would look dead for minutes more.
+    Prefect's client backs off exponentially: after minutes of outage, an ended run would look dead for minutes more.
     """
     error = ask()
     if error is None:
@@ -103,7 +104,7 @@ def await_server(ask: Callable[[], Exception | None], *, patience_s: float = PAT
 
 
 def ask_health() -> Exception | None:
-    """Return the error that a request to Prefect's API meets; None if it answers."""
+    """Return the error of a health check of Prefect's API, or None if it answers."""
     try:
         with impatient_client(timeout_s=_TIMEOUT_S) as client:
             return client.api_healthcheck()

@@ -1,7 +1,7 @@
-"""A Prefect server for runs that have none. It starts while the caller still imports, and ends when the caller does, however it ends.
+"""Start a Prefect server for a run that has none. It starts during the caller's imports and ends with its process.
 
-Prefect's temporary server does neither: Ctrl-C in a terminal ends it before the run can say how it ended, and a killed run
-leaves it behind for ever.
+Prefect's temporary server does not: Ctrl-C in a terminal ends it before the run can report its final state, and a
+killed run leaves it running for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from klear_core.artifacts.files import file_lock
 from klear_core.errors import ResourceError
 
-_START_TIMEOUT_S = 600.0  # a first start makes the database; seconds, but for a busy machine
+_START_TIMEOUT_S = 600.0  # the first start creates the database: seconds, but more on a busy machine
 _STOP_S = 5.0
 _LOOK_FOR_CALLER_S = 0.5
 _TEMPORARY = {
@@ -29,18 +29,18 @@ _TEMPORARY = {
     "PREFECT__SERVER_EPHEMERAL": "1",
     "PREFECT__SERVER_FINAL": "1",
     "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
-    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",  # into the log file
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",  # the server's console is the log file
 }
 _IS_OURS = "KLEAR_OWN_PREFECT_SERVER"
 
 
 class OwnServer:
-    """The process and its address."""
+    """A server process and its address."""
 
     def __init__(self, log: Path) -> None:
-        """Start it, and point PREFECT_API_URL to it. The socket listens at once: what comes early waits in its queue."""
+        """Start the server and set PREFECT_API_URL. The socket listens at once, so early requests wait in its queue."""
         self._log = log
-        self._starting = ExitStack()  # two servers must not make or migrate a database at once
+        self._starting = ExitStack()  # two servers must not create or migrate the same database at once
         self._starting.enter_context(file_lock(log.with_suffix(".lock"), on_wait=_say_who))
         listener = socket.create_server(("127.0.0.1", 0))
         with listener, log.open("ab") as out:
@@ -54,16 +54,17 @@ class OwnServer:
                 stdout=out,
                 stderr=out,
                 env=os.environ | _TEMPORARY,
-                start_new_session=True,  # Ctrl-C is for the run, which then still has something to tell the server
+                start_new_session=True,  # Ctrl-C must not reach the server: the run still has to report its final state
             )
-        atexit.register(self.stop)  # before Prefect is imported, so that it comes after what Prefect does at exit
+        # Exit handlers run last in, first out: registered before Prefect is imported, this one runs after Prefect's.
+        atexit.register(self.stop)
         os.environ |= {"PREFECT_API_URL": self.api_url, _IS_OURS: self.api_url}
 
     def wait_until_ready(self) -> None:
-        """Return once it answers; ResourceError if it ends before, or does not answer in ten minutes."""
+        """Return once the server answers; ResourceError if it exits first or does not answer within ten minutes."""
         import httpx
 
-        try:
+        try:  # one request is enough: it waits in the socket's queue until the server accepts it
             httpx.get(f"{self.api_url}/health", timeout=_START_TIMEOUT_S, trust_env=False).raise_for_status()
         except httpx.HTTPError as e:
             raise ResourceError(f"Prefect's server did not start: {e}; {self._log} says why") from e
@@ -71,7 +72,7 @@ class OwnServer:
             self._starting.close()
 
     def stop(self) -> None:
-        """End it."""
+        """Terminate the server; kill it if it has not exited after 5 s."""
         self._process.terminate()
         try:
             self._process.wait(timeout=_STOP_S)
@@ -81,7 +82,7 @@ class OwnServer:
 
 
 def is_own(api_url: str) -> bool:
-    """Whether this is the address of a server that ends with the run, so that links to it are of no use."""
+    """Return whether the address is that of this process's server: it ends with the run, so links to it are useless."""
     return api_url == os.environ.get(_IS_OURS)
 
 
@@ -99,6 +100,7 @@ def _serve(fd: int, caller: int) -> None:
 
 
 def _end_with(caller: int) -> None:
+    # The kernel gives an orphan another parent. A killed caller cannot stop the server itself.
     while os.getppid() == caller:
         time.sleep(_LOOK_FOR_CALLER_S)
     os.kill(os.getpid(), signal.SIGTERM)

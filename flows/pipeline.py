@@ -1,11 +1,4 @@
-"""The whole story:
-
-    benchmarks ─► curate ─► distill ─► sft ─► rl (math) ─► rl_code ─► report
-                            base ──────┘
-                    └────── evaluate each model: base, sft, rl, rl_code ──┘
-
-Each stage is a task in `tasks/`, and each task calls one function of `klear_core`. The graph is `klear_core.pipeline.graph.stages_of`.
-"""
+"""The `klear` flow: run the stages of `klear_core.pipeline.graph.stages_of`, each as a task that calls `klear_core`."""
 
 from __future__ import annotations
 
@@ -28,16 +21,16 @@ def pipeline(
     until: str | None = None,
     rerun_from: str | None = None,
 ) -> PipelineResult:
-    """Make a reasoning model out of a base model; reuse all that exists already.
+    """Make a reasoning model out of a base model, and reuse artifacts that exist.
 
     Args:
         profile: A folder under configs/, or a path to one.
-        settings: Settings that replace the profile's, only those that are given.
+        settings: Settings that replace the profile's; those that are not given keep the profile's values.
         overrides: Single settings that replace both, such as rl.loss.eps_high=0.28.
         only: Run this stage alone, on the artifacts that exist.
-        from_: Start at this stage; what comes before must exist.
+        from_: Start at this stage; the artifacts of earlier stages must exist.
         until: Stop after this stage.
-        rerun_from: Make this stage and all that follows from it again, though nothing has changed.
+        rerun_from: Make this stage and all that depend on it again, even if nothing has changed.
     """
     config = resolve(profile, overrides, settings)
     return run_stages(config, only=only, from_=from_, until=until, rerun_from=rerun_from)
@@ -46,6 +39,6 @@ def pipeline(
 def run_pipeline(
     config: PipelineConfig, *, only: str | None = None, from_: str | None = None, until: str | None = None, rerun_from: str | None = None
 ) -> PipelineResult:
-    """Run the pipeline here and now, in this process. Raises the error of the stage that failed."""
+    """Run the pipeline in this process and raise the error of a stage that fails."""
     with no_orphans():
         return pipeline(profile=None, settings=config, only=only, from_=from_, until=until, rerun_from=rerun_from)

@@ -1,4 +1,4 @@
-"""Proxies, and the servers that are not to be sought behind them."""
+"""Exempt this machine's own servers from HTTP proxies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def spare_own_machine() -> None:
-    """Ask no proxy for this machine's own servers, whatever HTTP_PROXY says: it would look for them on its own machine."""
+    """Add loopback addresses to NO_PROXY: a proxy would look for these servers on its own machine."""
     listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = dict.fromkeys([*filter(None, listed.split(",")), "127.0.0.1", "localhost"])
-    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)  # some programs read the one, some the other
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)  # programs read one or the other

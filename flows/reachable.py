@@ -1,6 +1,6 @@
-"""Checks, in a command's first second, that the servers named by the environment answer.
+"""Check at the start of a command that the servers named by the environment answer.
 
-Without them a wrong address is told after minutes of retries, or with pages of traceback.
+Without these checks a wrong address shows only after minutes of retries, or as pages of traceback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 TOLD_AFTER_S = 1.0
 GIVE_UP_AFTER_S = 5.0
-"""A healthy server on a busy machine may need more than a second."""
+"""Seconds before a check fails; a healthy server on a busy machine may need more than one."""
 
 
 def check_prefect() -> None:
@@ -34,12 +34,13 @@ def check_prefect() -> None:
         return
     remedy = "start that server, or unset PREFECT_API_URL to run with a server of its own"
     reply = check_endpoint(url, "PREFECT_API_URL", path="/health", remedy=remedy)
-    if reply.is_success and "html" in reply.headers.get("content-type", ""):  # the UI answers every path outside /api with its page
+    # Prefect's UI answers every path outside /api with its page.
+    if reply.is_success and "html" in reply.headers.get("content-type", ""):
         raise ConfigError(f"PREFECT_API_URL: {_host_of(url)} answers with a web page; the API's address usually ends in /api")
 
 
 def check_tracking(workspace: WorkspaceConfig) -> None:
-    """Raise ConfigError unless MLflow can be told of runs: by a server that answers, or in a database that is whole."""
+    """Raise ConfigError if MLflow's server does not answer, or if its database is damaged and holds runs."""
     from tasks.mlflow_database import database_file, refuse_broken_with_runs
     from tasks.tracking import tracking_uri
 
@@ -60,10 +61,10 @@ def check_ray() -> None:
 
 
 def check_endpoint(url: str, what: str, *, path: str, remedy: str) -> httpx.Response:
-    """Return the reply to a GET of `path` below `url`; ConfigError in `what`'s name if there is none soon, or one of another service.
+    """Return the reply to a GET of `path` below `url`; ConfigError, prefixed with `what`, on a timeout, a 404 or a 5xx.
 
-    Neither passwords nor keys are sent, so the certificate is not verified either: both are left to the server's real client, which
-    has its own settings for them. "Not authorized" therefore counts as an answer. Messages name the host only.
+    No password or key is sent and the certificate is not verified: the server's real client does both, with its own
+    settings. "Not authorized" therefore counts as an answer. Messages name only the host.
     """
     import httpx
 
@@ -89,7 +90,7 @@ def check_endpoint(url: str, what: str, *, path: str, remedy: str) -> httpx.Resp
 
 
 def check_port(host: str, port: int, what: str, *, remedy: str) -> None:
-    """Raise ConfigError in `what`'s name unless a TCP connection can be made soon."""
+    """Raise ConfigError, prefixed with `what`, unless a TCP connection succeeds within 5 s."""
 
     def connect() -> None:
         socket.create_connection((host, port), timeout=GIVE_UP_AFTER_S).close()
@@ -101,7 +102,7 @@ def check_port(host: str, port: int, what: str, *, remedy: str) -> None:
 
 
 def _soon(ask: Callable[[], T], who: str) -> T:
-    """Return what `ask` returns, or TimeoutError. In a thread, because no timeout of a socket bounds a name look-up."""
+    """Return the result of `ask`, or raise TimeoutError after 5 s. A thread, for socket timeouts do not cover DNS."""
     answers: list[T] = []
     errors: list[Exception] = []
 
@@ -125,7 +126,7 @@ def _soon(ask: Callable[[], T], who: str) -> T:
 
 
 def _host_of(url: str) -> str:
-    """Return host and port, without the user name and password that an address may hold."""
+    """Return host and port of an address, without user name and password."""
     import httpx
 
     address = httpx.URL(url)
@@ -133,7 +134,7 @@ def _host_of(url: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error's text where it cannot hold the address, its type otherwise."""
+    """Return the error's text if it cannot contain the address with its password, else the error's type."""
     import httpx
 
     if isinstance(error, (OSError, httpx.ConnectError)):

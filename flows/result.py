@@ -1,4 +1,4 @@
-"""What a run leaves, for whoever started it."""
+"""The result that a pipeline run returns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from klear_core.artifacts.manifest import ArtifactRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
-    """What a run leaves."""
+    """Artifacts and ids of a finished run."""
 
     refs: Mapping[str, ArtifactRef]
-    """By stage name, those of the stages that ran or were reused."""
+    """Artifacts of the stages that ran or were reused, by stage name."""
     mlflow_run_id: str | None
-    """The parent run; None if every stage was reused, for then nothing is tracked."""
+    """MLflow's parent run; None if every stage was reused, because then nothing is tracked."""
     report: Path | None
-    """The HTML file, if the report was among the stages."""
+    """The HTML file; None if the report stage was not chosen."""
     flow_run_id: str
-    """Empty if every stage was reused without Prefect."""
+    """Prefect's flow run id; empty if every stage was reused without Prefect."""

@@ -1,4 +1,4 @@
-"""Scheduled retraining: the pipeline, by the clock."""
+"""The `klear-retrain` flow: run the pipeline on a schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Seed = Literal["fixed", "fresh"]
 
 
 def retrain_label() -> str:
-    """Return a run's name as any flow's, with the seed that it will have."""
+    """Return the run's name; see `label_of`. Its seed is the one that the run will use."""
 
     def config() -> PipelineConfig:
         return with_seed(given_config(), flow_run.parameters.get("seed", "fixed"), run_id=str(flow_run.id))
@@ -32,19 +32,19 @@ def retrain(
     overrides: list[str] = [],  # noqa: B006  Prefect shows the default in its form
     seed: Seed = "fixed",
 ) -> PipelineResult:
-    """Run the pipeline again: with a fixed seed only what follows from changed data or settings, with a fresh one everything.
+    """Run the pipeline again: with a fixed seed only what depends on changed data or settings, with a fresh one all.
 
     Args:
         profile: A folder under configs/, or a path to one.
-        settings: Settings that replace the profile's, only those that are given.
+        settings: Settings that replace the profile's; those that are not given keep the profile's values.
         overrides: Single settings that replace both, such as rl.num_steps=200.
-        seed: `fixed` keeps the profile's; `fresh` takes one of the run's own, the same when the run is retried.
+        seed: `fixed` keeps the config's; `fresh` derives a new one for each flow run, the same if the run is retried.
     """
     return run_stages(with_seed(resolve(profile, overrides, settings), seed, run_id=str(flow_run.id)))
 
 
 def with_seed(config: PipelineConfig, seed: Seed, *, run_id: str) -> PipelineConfig:
-    """The config with its own seed, or with a fresh one that follows from it and the flow run's id."""
+    """Return the config unchanged, or with a fresh seed derived from its seed and the flow run's id."""
     if seed == "fixed":
         return config
     return config.model_copy(update={"seed": seed_for(config.seed, "retrain", run_id) % 2**31})

@@ -1,4 +1,4 @@
-"""A run in which everything is there already: decided and shown without Prefect, MLflow, Ray and torch."""
+"""Detect and show a run with nothing left to make, without importing Prefect, MLflow, Ray or torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tasks.report_inputs import REPORT_FILE
 
 
 def reuse_all(config: PipelineConfig, chosen: Sequence[str]) -> PipelineResult | None:
-    """Print and return the result of a run that has nothing to make, after the same checks of every artifact as in a run; else None.
+    """Print and return the result of a run if every artifact exists and passes the same checks as in a run, else None.
 
-    Such a run is no flow run, for nothing happens in it that Prefect could retry, cancel or show. None also where PREFECT_API_URL
-    names a server, which is up and is to list every run.
+    Such a run is no flow run, because it has nothing that Prefect could retry, cancel or show. None also if
+    PREFECT_API_URL names a server, which should list every run.
     """
     if os.environ.get("PREFECT_API_URL"):
         return None
@@ -34,14 +34,14 @@ def reuse_all(config: PipelineConfig, chosen: Sequence[str]) -> PipelineResult |
 
 
 def _intact(config: PipelineConfig, chosen: Sequence[str]) -> dict[str, ArtifactRef] | None:
-    """Return the chosen stages' artifacts; None if one of them, or of what they are directly made from, is missing or damaged."""
+    """Return the artifacts of the chosen stages and their inputs; None if one of them is missing or damaged."""
     stages = stages_of(config)
     needed = {*chosen} | {name for stage in stages if stage.name in chosen for name in stage.inputs.values()}
     ids = fingerprints_of(with_inputs(stages, needed), config.workspace)
     store = open_store(config.workspace)
     refs = {}
     try:
-        for name in needed:  # all of them first: reading every byte is for those that are all there
+        for name in needed:  # find all before verifying any, because verification may read every byte
             ref = store.find(ids[name].kind, ids[name].fingerprint)
             if ref is None:
                 return None
@@ -49,5 +49,5 @@ def _intact(config: PipelineConfig, chosen: Sequence[str]) -> dict[str, Artifact
         for ref in refs.values():
             store.verify(ref)
     except ArtifactError:
-        return None  # a run says what is wrong with it, sets it aside and makes it again
+        return None  # a full run reports the damage, moves the artifact aside and makes it again
     return refs

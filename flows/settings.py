@@ -1,4 +1,4 @@
-"""From a flow's parameters to one config: a profile, some of its settings replaced."""
+"""Resolve a flow's parameters (profile, settings, overrides) to one config."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError
 
 CONFIGS = (Path(__file__).parent / "profiles").resolve()
-"""The profiles that go by their name: configs/ of a checkout, a copy of it in an installed package."""
+"""The folder of profiles that can be given by name: configs/ of a checkout, or its copy in an installed package."""
 
 
 def resolve(profile: str | None, overrides: Sequence[str], settings: PipelineConfig | None) -> PipelineConfig:
-    """The profile's settings, over them what was given of `settings`, over these the `key.path=value` overrides.
+    """Return the profile's config with the given `settings` merged over it, then the `key.path=value` overrides.
 
-    Prefect replaces a nested parameter whole, so that a form or a command line that names one learning rate would reset all
-    others to the defaults of the code. Here only what was given counts. Without a profile, `settings` stand alone.
+    Prefect replaces a nested parameter as a unit: a form or a command line that sets one learning rate would reset all
+    other settings to the code's defaults. Here only fields that were set replace the profile's. Without a profile,
+    `settings` is the config.
     """
     if profile is None:
         if settings is None or overrides:
@@ -32,13 +33,13 @@ def resolve(profile: str | None, overrides: Sequence[str], settings: PipelineCon
 
 
 def grid_file(grid: str) -> Path:
-    """Return a grid's file: a path, or the name of one under configs/ablations."""
+    """Return a grid's file, given as a path or as a name under configs/ablations."""
     named = CONFIGS / "ablations" / f"{grid}.toml"
     return named if named.is_file() else Path(grid)
 
 
 def profile_folder(profile: str) -> Path:
-    """A folder, or the name of one under configs/. ConfigError lists the names if there is no such folder."""
+    """Return a profile's folder, given as a path or a name under configs/. ConfigError lists the names if unknown."""
     named, given = CONFIGS / profile, Path(profile)
     if named.is_dir():
         return named

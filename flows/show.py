@@ -1,4 +1,4 @@
-"""`klear show`: an artifact on the terminal: manifest, ledger, first records."""
+"""`klear show`: print an artifact's manifest, ledger and first records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_CELL_CHARS = 400
 
 
 def show_artifact(which: str, *, root: Path, num_records: int) -> None:
-    """Print the artifact that `which` names: see `find_artifact`."""
+    """Print the artifact that `which` names; see `find_artifact`."""
     folder = find_artifact(which, root)
     manifest = read_manifest(folder)
     console = Console(highlight=False)
@@ -31,7 +31,7 @@ def show_artifact(which: str, *, root: Path, num_records: int) -> None:
 
 
 def ledger_table(ledger: tuple[LedgerStep, ...]) -> Table:
-    """One row a step: what came in, what went out, and what was lost or noted, by reason."""
+    """Return a table with one row per step: counts in and out, and counts dropped and noted by reason."""
     table = Table("step", "unit", "in", "out", "dropped", "noted", box=None)
     for step in ledger:
         dropped = ", ".join(f"{reason} {n}" for reason, n in step.dropped.items())
@@ -52,7 +52,7 @@ def _facts(manifest: Manifest) -> Table:
 
 
 def _tables_in(folder: Path) -> list[Path]:
-    """Folders of shards, and single Parquet files, with `model/` left out."""
+    """Return the folders that hold Parquet shards, and Parquet files directly in the artifact's folder."""
     return sorted({f.parent if f.parent != folder else f for f in folder.rglob("*.parquet")})
 
 

@@ -1,4 +1,4 @@
-"""Each stage as its own flow, against the artifacts that exist: to run a stage on its own machine, or to run one again."""
+"""One flow per stage, on the artifacts that exist: to run a stage on a machine of its own, or to repeat one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _alone(stage: str, what: str) -> StageFlow:
 
         Args:
             profile: A folder under configs/, or a path to one.
-            settings: Settings that replace the profile's, only those that are given.
+            settings: Settings that replace the profile's; those that are not given keep the profile's values.
             overrides: Single settings that replace both, such as sft.optim.lr=1e-4.
         """
         return run_stages(resolve(profile, overrides, settings), only=stage)

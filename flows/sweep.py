@@ -1,7 +1,7 @@
-"""`klear sweep`: brings back the runs of a work pool that died, until Ctrl-C.
+"""`klear sweep`: restart the crashed runs of a work pool, until Ctrl-C.
 
-It takes the place of Prefect's automations, which crash healthy runs after a server restart and lose sight of dead ones: what they
-have seen is in the server's memory. This process keeps its own clock, and counts silence only while the server answers.
+It replaces Prefect's automations. They keep heartbeats in the server's memory, so after a server restart they crash
+healthy runs and miss dead ones. This process keeps its own clock, and counts silence only while the server answers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 
 def sweep_until_interrupted(pool: str, say: Say) -> None:
-    """Sweep a pool every few seconds. An outage of the server is told once, and waited for."""
+    """Sweep a pool every 5 s; report an outage of the server once and wait until it is over."""
     if not os.environ.get("PREFECT_API_URL"):
         raise ConfigError("PREFECT_API_URL: not set; it names the server to sweep, for example http://127.0.0.1:4200/api")
     watch = Watch()
@@ -52,7 +52,7 @@ def sweep_until_interrupted(pool: str, say: Say) -> None:
             if is_away:
                 say("the server answers again")
             is_away = False
-        except Exception as e:  # noqa: BLE001  whatever it is, the next sweep may work, and nobody else looks after the runs
+        except Exception as e:  # noqa: BLE001  the next sweep may work, and no other process restarts the runs
             watch.forget()
             if not is_away:
                 say(f"the server does not answer ({type(e).__name__}); waiting for it, and no silence counts meanwhile")
@@ -61,7 +61,7 @@ def sweep_until_interrupted(pool: str, say: Say) -> None:
 
 
 def sweep(client: SyncPrefectClient, pool: str, watch: Watch, say: Say) -> None:
-    """Look at every unfinished or crashed run of the pool once, and act on those that need it."""
+    """Check every unfinished or crashed run of the pool once, and change the state of those that need it."""
     runs = _runs_of(client, pool)
     quiet_s = watch.look(runs, now_s=time.monotonic())
     for run in runs:
@@ -73,8 +73,9 @@ def sweep(client: SyncPrefectClient, pool: str, watch: Watch, say: Say) -> None:
 def _carry_out(client: SyncPrefectClient, run: SeenRun, verdict: Verdict, say: Say) -> None:
     action = f"{run.name} {run.run_id}: {run.state} -> {verdict.state}: {verdict.why}"
     try:
+        # Without force the server rejects the change if the run has ended meanwhile. A crashed run has ended already.
         result = client.set_flow_run_state(run.run_id, _state_of(verdict), force=run.state == "CRASHED")
-    except (httpx.HTTPStatusError, PrefectException) as e:  # of this run alone; the others go on
+    except (httpx.HTTPStatusError, PrefectException) as e:  # concerns this run only; continue with the others
         say(f"{action}; not done: {type(e).__name__}: {e}")
         return
     refused = "" if result.status == "ACCEPT" else f"; not done, it has ended meanwhile (the server says {result.status})"

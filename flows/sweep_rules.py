@@ -1,4 +1,4 @@
-"""Rules of `klear sweep`: which runs are dead, and what becomes of them. Plain Python; the server is in `flows.sweep`."""
+"""Decide which runs are dead and which state `klear sweep` gives them. Plain Python; `flows.sweep` calls the server."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Literal, TypeAlias, assert_never
 from uuid import UUID
 
 SILENT_S = 90.0
-"""A run is dead after this long without a heartbeat: three times the interval that prefect.yaml sets."""
+"""Seconds without a heartbeat after which a run is dead: three times the interval that prefect.yaml sets."""
 START_S = 600.0
-"""A run must send its first heartbeat this long after its process was asked for; importing everything takes a minute at worst."""
+"""Seconds in Pending, or in Running before the first heartbeat, after which a run is dead; imports take up to 60."""
 SETTLE_S = 15.0
-"""A crashed run's process may still be ending; it is retried after this long."""
+"""Seconds between a crash and the retry, because the crashed process may still be exiting."""
 RECENT_S = 24 * 3600.0
-"""Older crashes are history: a sweeper that is started on an old server retries none of them."""
+"""Seconds after which a crash is not retried, so that a sweeper started on an old server leaves old runs alone."""
 MAX_ATTEMPTS = 10
-"""Executions of one flow run, whatever ended them."""
+"""Executions of one flow run, however they ended."""
 MAX_CRASHES = 3
-"""Crashes in a row after which a run is Failed. An attempt that ran for longer than LONG_S made progress, and begins a new row."""
+"""Crashes in a row after which a run is Failed. An attempt of more than LONG_S made progress and interrupts the row."""
 LONG_S = 3600.0
 _MAX_STEP_S = 15.0
-"""Time between two sweeps that counts as silence; a sweeper that was stopped itself has not listened."""
+"""Most seconds between two sweeps that count as silence: a sweeper that was itself suspended saw no heartbeats."""
 
 StateType: TypeAlias = Literal["PENDING", "RUNNING", "CANCELLING", "CRASHED"]
 
@@ -46,21 +46,21 @@ class SeenRun:
     state_id: UUID
     state_age_s: float
     heartbeat: UUID | None
-    """The last heartbeat's id; None if there was none."""
+    """Id of the last heartbeat event; None if there was none."""
     history: tuple[Change, ...] = ()
-    """Oldest first; read for crashed runs only."""
+    """State changes, oldest first; read for crashed runs only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The state that a run should get, and why."""
+    """The state that a run must get, and the reason."""
 
     state: Literal["CRASHED", "CANCELLED", "RETRY", "FAILED"]
     why: str
 
 
 class Watch:
-    """Measures how long each run has shown no change, counting only time in which the server answered."""
+    """Measures how long each run has not changed, counting only time in which the server answered."""
 
     def __init__(self) -> None:
         self._last_s: float | None = None
@@ -80,13 +80,13 @@ class Watch:
         return {run_id: self._heard_s - since_s for run_id, (_, since_s) in self._unchanged.items()}
 
     def forget(self) -> None:
-        """Start all measurements again, because the server did not answer and heartbeats may have been lost."""
+        """Restart all measurements, because the server did not answer and heartbeats may have been lost."""
         self._last_s = None
         self._unchanged.clear()
 
 
 def verdict_on(run: SeenRun, *, quiet_s: float) -> Verdict | None:
-    """Return what must become of a run that has shown no change for `quiet_s`; None to leave it alone."""
+    """Return the state that a run without a change for `quiet_s` must get; None to leave it as it is."""
     patience_s = START_S if run.heartbeat is None else SILENT_S
     match run.state:
         case "PENDING":
@@ -115,11 +115,11 @@ def _after_crash(history: Sequence[Change]) -> Verdict:
 
 
 def _attempts(history: Sequence[Change]) -> list[list[Change]]:
-    """Split a history at its PENDING states: each begins an attempt, also one whose process never got as far as RUNNING."""
+    """Split a history at its PENDING states: each begins an attempt, even if its process never reached RUNNING."""
     attempts: list[list[Change]] = []
     was_pending = False
     for change in history:
-        is_pending = change.state == "PENDING"  # one attempt passes through several of them: Pending, InfrastructurePending
+        is_pending = change.state == "PENDING"  # consecutive in one attempt: Pending, then InfrastructurePending
         if is_pending and not was_pending:
             attempts.append([])
         if attempts:
@@ -129,7 +129,7 @@ def _attempts(history: Sequence[Change]) -> list[list[Change]]:
 
 
 def _crashes_in_a_row(attempts: Sequence[Sequence[Change]]) -> int:
-    """Count the last attempts that crashed before they had run for long. A crash reported twice is one."""
+    """Count the last attempts in a row that crashed within LONG_S of running. A crash reported twice counts once."""
     num = 0
     for attempt in reversed(attempts):
         ended_s = next((c.at_s for c in attempt if c.state == "CRASHED"), None)

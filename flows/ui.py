@@ -1,4 +1,4 @@
-"""`klear ui`: the Prefect and MLflow web pages on the databases of one workspace, until Ctrl-C."""
+"""`klear ui`: serve the Prefect and MLflow web pages for the databases of one workspace, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from klear_core.errors import ConfigError, ResourceError
 
 _START_TIMEOUT_S = 120.0
 SURVIVES_RESTARTS = {
-    # A run under a concurrency limit renews a lease every 225 s. By default leases are in the server's memory, and after a restart
-    # every such run ends itself; with files and the repossessor on, so does one whose lease ran out while the server was away.
+    # A run under a concurrency limit renews a lease every 225 s. By default leases are in the server's memory, so after
+    # a restart every such run ends itself. With leases in files and the repossessor on, a run still ends itself if its
+    # lease ran out while the server was away.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     "PREFECT_SERVER_SERVICES_REPOSSESSOR_ENABLED": "false",
 }
-"""Of Prefect's server, unless the user has set them; for other servers see infra/prefect/README.md."""
+"""Settings of Prefect's server, unless the user has set them; for other servers see infra/prefect/README.md."""
 
 
 def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
-    """Start both servers on loopback, say where they are, and stop them on Ctrl-C or when one dies.
+    """Start both servers on loopback, print their addresses, and stop them on Ctrl-C or when one exits.
 
-    Where MLFLOW_TRACKING_URI names a server, runs are tracked there, and only Prefect's is started.
+    If MLFLOW_TRACKING_URI names a server, runs are tracked there and only Prefect's is started.
     """
     from flows.launch import prepare_environment
     from tasks.mlflow_database import database_file, ensure_database
@@ -44,7 +45,7 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
     store = tracking_uri(workspace)
     file = database_file(store)
     if file is not None:
-        ensure_database(file)  # MLflow's server would make it in place, and leave half of it where it is stopped
+        ensure_database(file)  # MLflow's server would create it in place, and leave it incomplete if stopped meanwhile
     wanted = [_prefect(prefect_port)] if store.startswith("http") else [_prefect(prefect_port), _mlflow(mlflow_port, store)]
     running: list[subprocess.Popen[bytes]] = []
     try:
@@ -65,9 +66,9 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
 
 
 def runs_page(mlflow: str, transport: httpx.BaseTransport | None = None) -> str:
-    """Where MLflow's UI lists our runs; its front page is about language model applications, of which there are none.
+    """Return the address of the page in MLflow's UI that lists our runs, or of its front page if there are none yet.
 
-    The front page if nothing was tracked here yet. `transport` stands in for the server at the address `mlflow`.
+    The front page is about language model applications, not runs. `transport` replaces the server at `mlflow` in tests.
     """
     from tasks.tracking import EXPERIMENT
 
@@ -81,7 +82,7 @@ def runs_page(mlflow: str, transport: httpx.BaseTransport | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Server:
-    """How one server is started and found."""
+    """Command, port, environment and health path of one server."""
 
     name: str
     module: str
@@ -100,9 +101,9 @@ class _Server:
 
 
 def prefect_environment(port: int) -> dict[str, str]:
-    """Return what Prefect's server needs in its environment."""
+    """Return the environment variables of Prefect's server."""
     kept = {name: os.environ.get(name, value) for name, value in SURVIVES_RESTARTS.items()}
-    return kept | {"PREFECT_SERVER_API_PORT": str(port)}  # the UI asks the API at the address that the settings name
+    return kept | {"PREFECT_SERVER_API_PORT": str(port)}  # the UI reads the API's address from the settings
 
 
 def _prefect(port: int) -> _Server:
@@ -111,13 +112,13 @@ def _prefect(port: int) -> _Server:
 
 
 def _mlflow(port: int, store: str) -> _Server:
-    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # else eight more processes and 2 GB
+    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # job execution costs eight processes and 2 GB
     options = ("--workers", "1", "--backend-store-uri", store)
     return _Server(name="MLflow", module="mlflow", port=port, options=options, environment=environment, health="/health")
 
 
 def _start(server: _Server, log: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that the whole server goes when it is stopped, and Ctrl-C reaches only us."""
+    """Start a server in its own session: all its processes can be stopped, and Ctrl-C reaches only this process."""
     address = ("--host", "127.0.0.1", "--port", str(server.port))
     command = [sys.executable, "-m", server.module, "server", *server.options, *address]
     with log.open("ab") as out:
