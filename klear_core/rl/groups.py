@@ -1,4 +1,7 @@
-"""Which groups teach something, where all others went, and the rows and mini-batches that are left."""
+"""Select the groups to train on, count every dropped one by reason, and cut the rest into rows and mini-batches.
+
+Axis letters: P prompts, G samples of one prompt.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +17,39 @@ from klear_core.rl.rewards import advantages
 from klear_core.types import Rollout, RolloutGroup, TrainSample
 
 SAME_REWARD = 1e-9
-"""Rewards closer than this are equal: they come from the same few settings."""
+"""Rewards closer than this count as equal."""
 
 TRAINED = "trained"
+"""Reason under which groups and answers that reached the learner are counted."""
 
 SURPLUS = "surplus"
-"""Informative, but more than a step has room for."""
+"""Reason for informative groups beyond `groups_per_step`."""
 
 
 @dataclass(slots=True)
 class DropCounts:
-    """What became of every prompt asked and every answer sampled, as plain counts (`group/trained`, `rollout/overlong`)."""
+    """Count every prompt and every sampled answer by what happened to it (`group/trained`, `rollout/overlong`)."""
 
     counts: Counter[str] = field(default_factory=Counter)
 
     def group(self, reason: str, count: int = 1) -> None:
-        """Count prompts by what became of their group: `trained` or why not."""
+        """Count prompts whose group was `trained`, or dropped for this reason."""
         self.counts[f"group/{reason}"] += count
 
     def rollout(self, reason: str, count: int = 1) -> None:
-        """Count answers by what became of them: `trained` or why not."""
+        """Count answers that were `trained`, or dropped for this reason."""
         self.counts[f"rollout/{reason}"] += count
 
     def add(self, other: DropCounts) -> None:
-        """Add another count to this one."""
+        """Add the counts of `other` to these."""
         self.counts.update(other.counts)
 
     def of(self, unit: str) -> dict[str, int]:
-        """Counts by reason of one unit, in name order."""
+        """Return the counts by reason of one unit (`group` or `rollout`), in name order."""
         return {name.removeprefix(f"{unit}/"): n for name, n in sorted(self.counts.items()) if name.startswith(f"{unit}/") and n}
 
     def ledger(self) -> tuple[LedgerStep, ...]:
-        """One step for prompts and one for answers, each adding up to what was asked."""
+        """Return one ledger step for prompts and one for answers; each adds up to the number asked for."""
         return tuple(_ledger_step(unit, self.of(unit)) for unit in ("group", "rollout"))
 
 
@@ -56,24 +60,26 @@ def _ledger_step(unit: str, drops: Mapping[str, int]) -> LedgerStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Groups worth a gradient, with what could not be used taken out of them, and counts of all the rest by reason."""
+    """Groups to train on, without their unusable answers, and counts of everything dropped by reason."""
 
     groups: tuple[RolloutGroup, ...]
     drops: DropCounts
 
 
 def keep_informative(groups: Sequence[RolloutGroup], cfg: GroupFilterConfig, overlong: OverlongConfig) -> Kept:
-    """Drop answers that say nothing about the model, then groups without a contrast. What is kept is not counted yet."""
+    """Drop answers that say nothing about the model, then groups without a gradient; `to_samples` counts the rest."""
     kept, drops = [], DropCounts()
     for group in groups:
         usable, lost = _split_usable(group, overlong)
         for reason, count in lost.items():
             drops.rollout(reason, count)
+        # Size first: the accuracy and reward tests need at least one usable answer.
         trouble = _too_few(usable, lost) or _trouble(usable, cfg)
         if trouble is None:
             kept.append(RolloutGroup(problem=group.problem, rollouts=usable))
         else:
             drops.group(trouble)
+            # These answers were usable by themselves; they are dropped because of their group.
             drops.rollout(f"group_{trouble}", len(usable))
     return Kept(groups=tuple(kept), drops=drops)
 
@@ -90,19 +96,22 @@ def _split_usable(group: RolloutGroup, overlong: OverlongConfig) -> tuple[tuple[
 
 
 def _why_unusable(rollout: Rollout, overlong: OverlongConfig) -> str | None:
+    # A judge or sandbox failure is not a wrong answer: it gets no reward and stays out of the group's mean.
     if not rollout.verdict.outcome.is_models_doing:
         return rollout.verdict.outcome.value
     if rollout.completion.finish_reason == "abort":
         return "aborted"
+    # "drop" removes the answer before advantages; "mask" keeps it in the group's mean (see `_trained_or_reason`).
     if overlong.handling == "drop" and rollout.completion.finish_reason == "length":
         return "overlong"
     return None
 
 
 def _too_few(usable: Sequence[Rollout], lost: Counter[str]) -> str | None:
-    """A group of one has nothing to compare with; the reason is what took most of the others."""
+    """Return the most common reason for lost answers if fewer than 2 are left to compare, else None."""
     if len(usable) >= 2:
         return None
+    # `max` keeps the first of equals, so sorting decides ties by name and not by the order of answers.
     return max(sorted(lost), key=lost.__getitem__)
 
 
@@ -113,6 +122,7 @@ def _trouble(usable: Sequence[Rollout], cfg: GroupFilterConfig) -> str | None:
         return "too_hard"
     if accuracy > cfg.max_accuracy:
         return "too_easy"
+    # Without a difference in the group every advantage is 0, and so is the gradient of the policy term.
     rewards = [r.reward for r in usable]
     if cfg.zero_advantage == "reward" and max(rewards) - min(rewards) < SAME_REWARD:
         return "zero_advantage"
@@ -123,15 +133,20 @@ def _trouble(usable: Sequence[Rollout], cfg: GroupFilterConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Rows to learn from, and counts of the groups and answers that they came from."""
+    """Training rows, and counts of the groups and answers that they came from."""
 
     rows: tuple[TrainSample, ...]
     drops: DropCounts
 
 
 def to_samples(groups: Sequence[RolloutGroup], cfg: AdvantageConfig, overlong: OverlongConfig, *, oldest_allowed: int) -> Samples:
-    """Advantages within each group, then one row per answer; not for masked over-long ones, nor for versions before `oldest_allowed`."""
+    """Compute advantages, then make one row per answer.
+
+    Over-long answers (with `handling = "mask"`) and answers with a token sampled by a version before `oldest_allowed`
+    get no row.
+    """
     rows, drops = [], DropCounts()
+    # Over all answers of the group: those without a row below still belong to its mean and standard deviation.
     advantages_PG = advantages([[r.reward for r in g.rollouts] for g in groups], cfg)
     for group, advantages_G in zip(groups, advantages_PG, strict=True):
         group_rows = []
@@ -146,17 +161,21 @@ def to_samples(groups: Sequence[RolloutGroup], cfg: AdvantageConfig, overlong: O
 
 
 def cut_minibatches(rows: Sequence[TrainSample], count: int, *, seed: int) -> list[list[TrainSample]]:
-    """At most `count` mini-batches of nearly equal size: groups in random order, the rows of a group next to each other."""
+    """Cut rows into at most `count` mini-batches whose sizes differ by at most 1.
+
+    Groups come in random order and the rows of a group stay adjacent, but a cut may fall inside a group.
+    """
     problem_ids = list(dict.fromkeys(r.problem_id for r in rows))
     random.Random(seed).shuffle(problem_ids)  # noqa: S311
     rank = {p: i for i, p in enumerate(problem_ids)}
-    ordered = sorted(rows, key=lambda r: rank[r.problem_id])
-    count = min(count, len(ordered))
+    ordered = sorted(rows, key=lambda r: rank[r.problem_id])  # stable: the order within a group is kept
+    count = min(count, len(ordered))  # no mini-batch is empty: an update needs at least one row
     edges = [i * len(ordered) // count for i in range(count + 1)] if count else [0]
     return [ordered[a:b] for a, b in pairwise(edges)]
 
 
 def _trained_or_reason(rollout: Rollout, overlong: OverlongConfig, oldest_allowed: int) -> str:
+    # The oldest token decides: weights may have changed in the middle of an answer.
     if min(rollout.completion.policy_versions) < oldest_allowed:
         return "stale"
     if overlong.handling == "mask" and rollout.completion.finish_reason == "length":
@@ -171,6 +190,7 @@ def _sample(problem_id: str, rollout: Rollout, advantage: float) -> TrainSample:
         problem_id=problem_id,
         token_ids=(*prompt_ids, *completion.token_ids),
         loss_mask=(False,) * len(prompt_ids) + (True,) * len(completion.token_ids),
+        # Zeros only align the two: the loss gathers old log-probs where `loss_mask` is True.
         old_logps=(0.0,) * len(prompt_ids) + completion.logps,
         advantage=advantage,
         is_positive=rollout.is_positive,

@@ -1,4 +1,8 @@
-"""The learner: one rank's model and optimizer, and the RL step that turns samples into updates. Every rank makes the same calls."""
+"""Hold one learner rank's model and optimizer, and turn the samples of an RL step into updates.
+
+Every rank must make the same calls in the same order, because most of them contain collective calls.
+Axis letters: N loss tokens of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ _OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MiniBatch:
-    """One optimizer step: its rows, packed, and what the loss needs of each micro-batch of this rank, in order."""
+    """One optimizer step: rows of all ranks, this rank's packed share, and the loss targets of its micro-batches."""
 
     rows: Sequence[TrainSample]
     packed: PackedBatch
@@ -43,7 +47,7 @@ class _MiniBatch:
 
 
 class Learner:
-    """`version` counts RL steps; an RL step with no samples changes nothing but the version."""
+    """Train the policy; `version` counts RL steps, and a step without samples changes only the version."""
 
     def __init__(self, cfg: RlConfig, model: Path, *, seed: int, workdir: Path, world: World) -> None:
         self.cfg = cfg
@@ -55,6 +59,7 @@ class Learner:
         cfg.runtime.check_heads(read_hf_config(model_folder(model)).num_attention_heads, model_folder(model))
         self._num_skipped = 0
         self._policy = self._load()
+        # A second, frozen copy of the initial model; `restore` changes the policy and never this one.
         self._reference = self._load().requires_grad_(False) if cfg.kl_coef > 0 else None
         self._updater = Updater(self._policy, cfg.optim, world, num_steps=cfg.num_steps)
         self._checkpoints = Checkpoints(workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
@@ -63,54 +68,61 @@ class Learner:
             self._take_over(model / _OPTIMIZER)
 
     def restore(self) -> Counters | None:
-        """Go back to the newest checkpoint, and return what was saved with it; None if there is none, and nothing is changed."""
+        """Load the newest checkpoint and return the counters saved with it; return None if there is none."""
         found = self._checkpoints.load_latest(self._policy, self._updater.optimizer)
         if found is None:
             return None
         self.version, counters = found
         self._num_skipped = int(counters["learner/skipped"])
+        # Entries under `learner/` were added by `save`; the caller gets back only its counters.
         return {k: v for k, v in counters.items() if not k.startswith("learner/")}
 
     def save(self, counters: Counters) -> None:
-        """Keep the present state and the caller's counters as a checkpoint."""
+        """Save the present state and the caller's counters as a checkpoint (collective call)."""
         self._checkpoints.save(self.version, self._policy, self._updater.optimizer, {**counters, "learner/skipped": self._num_skipped})
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The present weights under their Hugging Face names, in the training dtype on the CPU of rank 0 (others: empty)."""
+        """Return the weights by Hugging Face name, in the training dtype on rank 0's CPU (other ranks: empty)."""
         gathered = full_weights(self._policy, dtype=self.cfg.dtype)
         self._release_cached_memory()
         return gathered
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
-        """What `each_weight` gives."""
+        """Return name, dtype and shape of each weight, in the order of `each_weight`."""
         return tuple(TensorSpec(name=name, dtype=self.cfg.dtype, shape=shape) for name, shape in weight_shapes(self._policy).items())
 
     def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `weights`, one by one and on this rank's device. Every rank must iterate to the end."""
+        """Yield the same weights as `weights` one by one, on each rank's device; every rank must iterate to the end."""
         return each_weight(self._policy, dtype=self.cfg.dtype)
 
     def export(self, target: Path) -> None:
-        """Write the policy as a Hugging Face folder (rank 0), after the last asynchronous checkpoint; beside it the optimizer, if asked."""
-        self._checkpoints.wait()
+        """Write the policy as a Hugging Face folder (rank 0) and, with `keep_optimizer`, the optimizer beside it."""
+        self._checkpoints.wait()  # an asynchronous save that failed raises here, before the stage counts as done
         if self.cfg.keep_optimizer:
             self._kept(target.parent / _OPTIMIZER).save(self.version, self._policy, self._updater.optimizer, {})
-        weights = self.weights()
+        weights = self.weights()  # collective: outside the `if`
         if self._world.rank == 0:
             export_model(weights, model_folder(self._model), target, max_position_embeddings=wanted_window(self._model))
 
     def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Up to `minibatches_per_step` updates from these samples; metrics of the step. TrainingError after too many bad updates."""
+        """Make up to `minibatches_per_step` updates from these samples and return the step's metrics.
+
+        Raise TrainingError once more than `runtime.max_nonfinite_steps` updates were skipped in the run.
+        """
         metrics = self._learn(samples) | self._staleness(samples)
         self._release_cached_memory()
         self.version += 1
         return metrics
 
     def _learn(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        # With the schedule of the betas resolved for this step.
         cfg = self.cfg.model_copy(update={"loss": at_step(self.cfg.loss, self.version)})
+        # Every rank gets all samples and cuts them with the same seed; `_prepare` then takes this rank's share.
         cut = cut_minibatches(samples, cfg.minibatches_per_step, seed=seed_for(self._seed, "rl/minibatches", self.version))
-        minibatches = [self._prepare(rows, cfg) for rows in cut]  # all of them before the first update moves the policy
+        # All before the first update: old log-probs must come from the policy as it was before this RL step.
+        minibatches = [self._prepare(rows, cfg) for rows in cut]
         stats = TokenStats(self._world.device)
-        started = self._time()
+        started = self._time()  # after `_prepare`: MFU counts forward and backward of the updates alone
         results = [self._update(minibatch, cfg, stats) for minibatch in minibatches]
         metrics = self._describe(minibatches, results, stats)
         if self._peak_flops is not None:
@@ -119,13 +131,13 @@ class Learner:
         return metrics
 
     def _time(self) -> float:
-        """Seconds, when all that the device was given is done."""
+        """Return the time in seconds once the device has finished all queued work (CUDA runs asynchronously)."""
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
         return time.perf_counter()
 
     def _release_cached_memory(self) -> None:
-        """Keep no memory that is not in use: engines that wake need what they lent."""
+        """Free cached GPU memory so that sleeping engines on the same GPU can wake."""
         if self.cfg.rollout.is_asleep_between and self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -137,8 +149,9 @@ class Learner:
         return Checkpoints(folder, CheckpointConfig(keep=1), self._world)
 
     def _take_over(self, folder: Path) -> None:
-        """Moments and step counts are the earlier stage's; betas, decay and all other settings stay this one's."""
+        """Load moments, step counts and float32 weights of an earlier stage; keep this stage's optimizer settings."""
         optimizer = self._updater.optimizer
+        # Loading overwrites the settings of the parameter groups (betas, decay), so save them here and put them back.
         own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         if not folder.is_dir() or self._kept(folder).load_latest(self._policy, optimizer) is None:
             raise ConfigError(f"continue_optimizer: {folder} holds no optimizer state; set keep_optimizer in the stage that made the model")
@@ -147,7 +160,7 @@ class Learner:
 
     def _prepare(self, rows: Sequence[TrainSample], cfg: RlConfig) -> _MiniBatch:
         packed = pack_share(rows, cfg.runtime, self._world)
-        counts = Denominators.of(rows)
+        counts = Denominators.of(rows)  # from the rows of all ranks: gradients are summed over ranks, not averaged
         targets = [make_targets(micro, rows, self._ask_old(micro, rows, cfg), counts, cfg) for micro in packed.micros]
         return _MiniBatch(rows=rows, packed=packed, targets=tuple(targets))
 
@@ -156,7 +169,9 @@ class Learner:
         sampler_logp_N = micro.gather([r.old_logps for r in rows])
         nan_N = torch.full_like(sampler_logp_N, torch.nan)
         head = partial(token_logps, target_N=micro.target_N, temperature=cfg.rollout.sampling.temperature)
+        # Temperature as in sampling: the policy is the distribution that tokens were drawn from.
         ref_logp_N = self._reference(micro, head).logp_N if self._reference is not None else nan_N
+        # ERC needs the old entropy, which the sampler does not report, even where the sampler's log-probs are used.
         asks_learner = cfg.old_logps == "learner" or cfg.erc is not None
         logp_N, entropy_N = self._policy(micro, head) if asks_learner else (nan_N, nan_N)
         return OldPolicy(
@@ -167,9 +182,11 @@ class Learner:
         )
 
     def _update(self, minibatch: _MiniBatch, cfg: RlConfig, stats: TokenStats) -> StepResult:
+        # The updater passes only the micro-batch, so its targets are looked up by object identity.
         targets = {id(micro): t for micro, t in zip(minibatch.packed.micros, minibatch.targets, strict=True)}
         own = TokenStats(self._world.device)
         result = self._updater.step(minibatch.packed, lambda micro: head_of(targets[id(micro)], cfg, own), step=self.version)
+        # Statistics of a skipped update are discarded: one NaN would spoil the sums of the whole RL step.
         if result.is_applied:
             stats.merge(own)
         else:
@@ -180,14 +197,16 @@ class Learner:
         return result
 
     def _describe(self, minibatches: Sequence[_MiniBatch], results: Sequence[StepResult], stats: TokenStats) -> dict[str, float]:
-        """Metrics of the updates that were applied, without which a step has their count alone; every rank takes part in the sums."""
+        """Return metrics of the applied updates (collective call); only the update counts if none was applied."""
         of_tokens = stats.over(self._world).metrics()
         applied = [(m, r) for m, r in zip(minibatches, results, strict=True) if r.is_applied]
         metrics = {"rl/optim/updates": float(len(applied)), "rl/optim/skipped": float(len(results) - len(applied))}
+        # `is_applied` comes from sums over all ranks, so all return here or none does: `_mismatch` below is collective.
         if not applied:
             return metrics
         norms = [r.grad_norm for _, r in applied]
         metrics |= {
+            # Each loss is already the sum over ranks of terms divided by global counts: a mini-batch mean.
             "rl/loss/mean": sum(r.loss for _, r in applied) / len(applied),
             "rl/grad/norm": sum(norms) / len(norms),
             "rl/grad/max": max(norms),
@@ -198,10 +217,12 @@ class Learner:
         return metrics | of_tokens | self._mismatch(*applied[0])
 
     def _mismatch(self, first: _MiniBatch, result: StepResult) -> dict[str, float]:
-        """How far sampler and learner disagree, on the first mini-batch applied: until then the learner is as the step found it.
+        """Return how far the log-probs of sampler and learner differ on the first applied mini-batch (collective call).
 
-        With stale samples the policy's own movement since they were sampled is part of it.
+        Until that update the learner's weights are those from before the RL step. With stale samples, the change of the
+        policy since they were sampled is part of the difference.
         """
+        # Learner over sampler, in float64: `k3` is about half the square of the gap, which float32 rounds away.
         gaps = [log_ratio(o.logp_N.double(), t.sampler_logp_N.double()) for o, t in zip(result.outputs, first.targets, strict=True)]
         bound = self.cfg.max_log_ratio
         gap_N = torch.cat(gaps).clamp(-bound, bound)

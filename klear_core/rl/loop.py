@@ -1,4 +1,4 @@
-"""GPPO reinforcement learning with verifiable rewards: sample groups, judge, keep what teaches, learn, hand the weights back."""
+"""Run RL with verifiable rewards: sample groups, judge and filter them, update, send the weights to the engines."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from klear_core.verify import build_verifier
 
 log = logging.getLogger(__name__)
 
-_LOOK_FROM = 20  # steps after which a run that teaches nothing is stopped
-_NUM_SHOWN = 20  # steps of a run whose first answers are kept for the report
+_LOOK_FROM = 20  # steps after which a run whose groups give no gradient is stopped
+_NUM_SHOWN = 20  # number of steps, spread over the run, whose first answers are saved for the report
 
 
 def train_rl(
     cfg: RlConfig, verify: VerifyConfig, *, model: Path, problems: Path, seed: int, workdir: Path, telemetry: Telemetry, workers: Workers
 ) -> StageSummary:
-    """Train `model` on the problems of the configured domain; leaves `workdir/model` and `workdir/sample_rollouts.parquet`.
+    """Train `model` on problems of the configured domain; write `workdir/model` and `workdir/sample_rollouts.parquet`.
 
-    Killed and rerun with the same `workdir`, it goes on from the last checkpoint. DataError if there is no problem of that
-    domain or next to no group that teaches anything, TrainingError on a stall, too many bad updates or too many lost workers.
+    A rerun with the same `workdir` continues from the last checkpoint. Raise DataError if the domain has no problems or
+    almost no group is informative, TrainingError on a stall, too many skipped updates or too many lost workers.
     """
     chosen, choice = choose_problems(problems / "problems", cfg)
     setup = RlSetup(cfg=cfg, model=model, seed=seed, workdir=workdir)
@@ -55,7 +55,7 @@ def train_rl(
 
 
 def choose_problems(folder: Path, cfg: RlConfig) -> tuple[list[Problem], LedgerStep]:
-    """The problems of the stage's domain, and the count of the others."""
+    """Return the problems of the stage's domain, and a ledger step that counts the others."""
     everything = list(read_shards(folder, Problem))
     chosen = [p for p in everything if p.domain == cfg.domain]
     if not chosen:
@@ -65,19 +65,20 @@ def choose_problems(folder: Path, cfg: RlConfig) -> tuple[list[Problem], LedgerS
 
 
 async def run_rl(setup: RlSetup, problems: list[Problem], judge: Judge, telemetry: Telemetry, workers: Workers) -> Progress:
-    """All steps that are still to be done. A lost learner costs the steps since its last checkpoint, and nothing else."""
+    """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint."""
     try:
-        # Both import for seconds: side by side.
+        # Both spend seconds on imports, so they run concurrently.
         (learner, policy), tokenizer = await asyncio.gather(
             workers.start(setup), asyncio.to_thread(load_tokenizer, model_folder(setup.model))
         )
         while True:
             try:
                 progress = Progress.of(await learner.restore())
+                # Stream and collector are rebuilt after a loss, so that prompts continue where the checkpoint left off.
                 stream = PromptStream(problems, seed=setup.seed, position=progress.position)
                 collector = Collector(policy, judge, stream, tokenizer, setup.cfg, seed=setup.seed, who_is_asked=workers.status)
                 await run_steps(setup, learner, policy, collector.collect, progress, telemetry)
-                if not (setup.workdir / "model").exists():
+                if not (setup.workdir / "model").exists():  # a run killed after the export has only to return
                     await learner.export(setup.workdir / "model")
             except LearnerLost as lost:
                 log.warning("%s; going on from its last checkpoint", lost)
@@ -95,9 +96,10 @@ async def run_steps(
     progress: Progress,
     telemetry: Telemetry,
 ) -> None:
-    """The loop. With `max_staleness` above 0, groups for the next steps are sampled while the learner is at this one."""
+    """Run the training loop; with `max_staleness` above 0, later groups are sampled while the learner updates."""
     cfg = setup.cfg
     sleeper = _sleeper(policy, cfg)
+    # After a restore the learner has the checkpoint's weights, and the engines still have others.
     await hand_over(learner, policy, sleeper, version=progress.step)
     async with Lookahead(collect, depth=cfg.max_staleness, num_batches=cfg.num_steps - progress.step) as ahead:
         for step in range(progress.step, cfg.num_steps):
@@ -105,12 +107,14 @@ async def run_steps(
             collected = await ahead.next()
             samples = to_samples(collected.kept, cfg.advantage, cfg.overlong, oldest_allowed=step - cfg.max_staleness)
             sampled = time.monotonic()
+            # No request is running now: the config refuses sleeping engines together with `max_staleness` above 0.
             if sleeper is not None:
                 await sleeper.sleep()
             update = await learner.step(samples.rows)
             trained = time.monotonic()
             await hand_over(learner, policy, sleeper, version=step + 1)
             synced = time.monotonic()
+            # Only once the engines have the new weights: this keeps every batch within `max_staleness` versions.
             ahead.allow_another()
 
             collected.drops.add(samples.drops)
@@ -124,6 +128,7 @@ async def run_steps(
             telemetry.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
             if step % max(1, cfg.num_steps // _NUM_SHOWN) == 0 or progress.step == cfg.num_steps:
                 show(setup.workdir / "scratch" / "shown", collected.groups, step=progress.step)
+            # Last in the step: a checkpoint must include the counts of the step that it follows.
             if progress.step % cfg.runtime.checkpoint.every_steps == 0 or progress.step == cfg.num_steps:
                 await learner.save(progress.counters())
             if progress.step >= _LOOK_FROM:
@@ -131,22 +136,24 @@ async def run_steps(
 
 
 def check_taught(progress: Progress, setup: RlSetup) -> tuple[str, ...]:
-    """Return the warning about groups that taught nothing, if they are many; DataError if they are nearly all."""
+    """Return a warning if many groups were uninformative; raise DataError if nearly all were."""
     share = progress.taught(example=last_shown(setup.workdir / "scratch" / "shown"))
     remedy = "Give it problems of another difficulty, a better model to start from, or more samples_per_group"
     return check_floor(share, setup.cfg.runtime.taught, key="rl.runtime.taught", remedy=remedy)
 
 
 async def hand_over(learner: LearnerHandle, policy: TrainableEngine, sleeper: SleepingEngine | None, *, version: int) -> None:
-    """The learner's weights to the engines; a sleeping one wakes for them, also after a learner that died meanwhile."""
+    """Load the learner's weights into the engines as `version`; engines that are asleep wake first."""
     weights = await learner.weights()
+    # After `weights`: by then the learner has freed the GPU memory that a waking engine needs. Engines may be awake
+    # (first call) or asleep since a learner died in the middle of a step; `wake` is right for both.
     if sleeper is not None:
         await sleeper.wake()
     await policy.load_weights(weights, version=version)
 
 
 def _sleeper(policy: TrainableEngine, cfg: RlConfig) -> SleepingEngine | None:
-    """The policy, if its engines are to sleep while the learner works."""
+    """Return the policy if its engines sleep while the learner updates, else None."""
     if not cfg.rollout.is_asleep_between:
         return None
     assert isinstance(policy, SleepingEngine), type(policy)
@@ -154,7 +161,7 @@ def _sleeper(policy: TrainableEngine, cfg: RlConfig) -> SleepingEngine | None:
 
 
 def speed(collected: Collected, update: dict[str, float], *, wait_s: float, train_s: float, sync_s: float) -> dict[str, float]:
-    """Seconds by phase and tokens per second. `wait_s` is less than `rollout_s` where sampling overlaps with learning."""
+    """Return seconds by phase and tokens per second; `wait_s` is below `rollout_s` if sampling overlaps training."""
     sampled_tokens = sum(len(r.completion.token_ids) for g in collected.groups for r in g.rollouts)
     return {
         "rl/time/rollout_s": collected.seconds,
@@ -167,7 +174,10 @@ def speed(collected: Collected, update: dict[str, float], *, wait_s: float, trai
 
 
 class Lookahead:
-    """Collects one batch after the other, never more than `depth` ahead of the one that was last allowed."""
+    """Collect batches one after the other in the background, at most `depth` ahead of the batch in use.
+
+    Each call of `allow_another` permits one more; entering the context permits `depth + 1`.
+    """
 
     def __init__(self, collect: Callable[[], Awaitable[Collected]], *, depth: int, num_batches: int) -> None:
         self._collect = collect
@@ -183,19 +193,20 @@ class Lookahead:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for task in self._tasks:
             task.cancel()
+        # Wait for the cancellations, and collect errors that nothing else will: one error already ends the loop.
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def allow_another(self) -> None:
-        """Let one more batch be collected, once those before it are."""
+        """Permit one more batch; its collection starts when the batch before it is complete."""
         if self._num_left > 0:
             self._num_left -= 1
             self._tasks.append(asyncio.create_task(self._after(self._tasks[-1] if self._tasks else None)))
 
     async def next(self) -> Collected:
-        """The oldest batch that was not taken yet."""
+        """Return the oldest batch not yet taken, waiting until it is complete."""
         return await self._tasks.popleft()
 
     async def _after(self, previous: asyncio.Task[Collected] | None) -> Collected:
         if previous is not None:
-            await asyncio.wait([previous])
+            await asyncio.wait([previous])  # does not raise: `next` raises the error of that batch
         return await self._collect()

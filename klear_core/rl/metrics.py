@@ -1,4 +1,7 @@
-"""What an RL step looked like: sums over its tokens (N: loss tokens), counts for the curves, and a few answers for people to read."""
+"""Compute the metrics of an RL step from its tokens and groups, and save a few answers for the report.
+
+Axis letters: N loss tokens of a micro-batch, or of one chunk of it.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +33,29 @@ _SHARES = {
     "rl/mismatch/truncated_frac": "truncated",
     "rl/mismatch/masked_frac": "masked",
 }
-"""Metrics that are a column's mean over all tokens."""
+"""Metrics that are the mean of one column of `TokenStats.add` over all tokens."""
 
 _SUMS = ("tokens", *_SHARES.values(), "pull", "pull_of_clipped")
 
 
 class TokenStats:
-    """Sums and extremes over the tokens of an update or a step, on this rank until they are taken `over` all."""
+    """Sums and extremes over the tokens of an update or an RL step, of this rank or (see `over`) of all."""
 
     def __init__(self, device: torch.device) -> None:
+        # On the device, so that counting does not wait for it; float64, because a step sums millions of tokens.
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-        self._extremes = torch.full((2,), -math.inf, device=device)  # of minus the log-ratio, and of the log-ratio
+        # Maxima of minus the log-ratio and of the log-ratio: with the sign flipped, one max gives both extremes.
+        self._extremes = torch.full((2,), -math.inf, device=device)
 
     def add(
         self, token: TokenLoss, batch: TrainBatch, entropy_N: Tensor, scale_N: Tensor, cfg: LossConfig, *, truncate_at: float | None
     ) -> None:
-        """Count one chunk of tokens; `scale_N` is what each counts in the loss, `truncate_at` where its correction was cut."""
+        """Add one chunk of tokens; `scale_N` is each token's factor in the loss, `truncate_at` the correction's cap."""
         if token.loss_N.numel() == 0:
-            return
+            return  # an empty tensor has no minimum
         ratio_N = token.log_ratio_N.exp()
-        pull_N = (token.weight_N * batch.advantage_N * scale_N).abs()  # the size of the loss's gradient by the token's log-prob
+        # Absolute gradient of the loss with respect to each token's log-prob.
+        pull_N = (token.weight_N * batch.advantage_N * scale_N).abs()
         columns = {
             "tokens": torch.ones_like(ratio_N),
             "entropy": entropy_N,
@@ -59,6 +65,7 @@ class TokenStats:
             "high": token.high_N,
             "dual": token.dual_N,
             "erc": token.erc_N,
+            # Out of the range against the direction of the advantage: but for the dual clip, PPO and GPPO ignore these.
             "positive_below": (batch.advantage_N > 0) & (ratio_N < 1 - cfg.eps_low),
             "negative_above": (batch.advantage_N < 0) & (ratio_N > 1 + cfg.eps_high),
             "truncated": torch.zeros_like(token.low_N) if truncate_at is None else batch.correction_N == truncate_at,
@@ -71,22 +78,27 @@ class TokenStats:
         self._extremes = torch.maximum(self._extremes, extremes)
 
     def merge(self, other: TokenStats) -> None:
-        """Count the tokens of `other` too."""
+        """Add the tokens of `other` to these."""
         self._sums += other._sums
         self._extremes = torch.maximum(self._extremes, other._extremes)
 
     def over(self, world: World) -> TokenStats:
-        """Those of all ranks together; every rank must call."""
+        """Return the statistics of all ranks together (collective call)."""
         total = TokenStats(world.device)
         total._sums, total._extremes = world.sum(self._sums), world.max(self._extremes)
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Means over all tokens, the extremes of the ratio, and the clipped tokens' share of the pull. Empty if there was no token."""
+        """Return token means, extremes of the ratio, and the clipped tokens' share of the sum of absolute gradients.
+
+        Empty without tokens.
+        """
+        # One transfer from the device for all sums.
         sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
         if sums["tokens"] == 0:
             return {}
         return {name: sums[column] / sums["tokens"] for name, column in _SHARES.items()} | {
+            # The extremes are stored as log-ratios, the smaller one with its sign flipped.
             "rl/ratio/min": math.exp(-self._extremes[0].item()),
             "rl/ratio/max": math.exp(self._extremes[1].item()),
             "rl/clip/pull_frac": sums["pull_of_clipped"] / sums["pull"] if sums["pull"] else 0.0,
@@ -95,7 +107,7 @@ class TokenStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRollout:
-    """One answer as the policy gave it at some step, for the report."""
+    """One answer that the policy gave at some step, for the report."""
 
     step: int
     problem_id: str
@@ -109,16 +121,18 @@ class ShownRollout:
 
 
 def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[str, float]:
-    """Means over all answers that could be judged, and counts of all groups and answers of the step by what became of them.
+    """Return means over all judged answers, and counts of the step's groups and answers by what happened to them.
 
-    `rl/pass/rate` is of answers that the verifier calls right, as in evaluation; for positive ones the reward's tags must be there too.
+    `rl/pass/rate` is the share of answers that the verifier calls right, as in evaluation. Positive answers must also
+    have the tags that the reward asks for.
     """
-    rollouts = [r for g in groups for r in g.rollouts]
+    rollouts = [r for g in groups for r in g.rollouts]  # all that were sampled, also of groups that were dropped
     by_group, by_rollout = drops.of("group"), drops.of("rollout")
     metrics = {
         "rl/groups/asked": float(sum(by_group.values())),
         "rl/groups/kept": float(by_group.pop(TRAINED, 0)),
         "rl/rollouts/trained": float(by_rollout.pop(TRAINED, 0)),
+        # Present in every step, so that its curve has no gaps; other reasons appear only where they occur.
         "rl/groups/dropped_zero_advantage": float(by_group.pop("zero_advantage", 0)),
     }
     metrics |= {f"rl/groups/dropped_{reason}": float(n) for reason, n in by_group.items()}
@@ -129,6 +143,7 @@ def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[s
 def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if not rollouts:
         return {}
+    # Failures of the judge or sandbox are not wrong answers: they have their own metric and stay out of the means.
     judged = [r for r in rollouts if r.verdict.outcome.is_models_doing]
     failed = {"rl/judge/failed_frac": 1 - len(judged) / len(rollouts)}
     if not judged:
@@ -151,18 +166,18 @@ def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def show(folder: Path, groups: Sequence[RolloutGroup], *, step: int, num_groups: int = 2, num_samples: int = 2) -> None:
-    """Keep the first answers of a step in a shard of its own, so that a rerun of the step replaces it."""
+    """Save the first answers of a step in a separate shard, so that a rerun of the step replaces it."""
     shown = [_shown(step, g, r) for g in groups[:num_groups] for r in g.rollouts[:num_samples]]
     write_shard(folder / f"{step:08d}.parquet", shown)
 
 
 def gather_shown(folder: Path, target: Path) -> None:
-    """All kept answers in one file, in step order."""
+    """Write all saved answers into one file, in step order."""
     write_shard(target, list(read_shards(folder, ShownRollout)))
 
 
 def last_shown(folder: Path) -> str:
-    """The newest kept answer in a few words, with its problem's id; empty if there is none."""
+    """Describe the newest saved answer in a few words, with its problem's id; empty if there is none."""
     for shard in sorted(folder.glob("*.parquet"), reverse=True):
         for shown in read_shard(shard, ShownRollout):
             return f"step {shown.step}, problem {shown.problem_id}: {shown.outcome}, score {shown.score:g}, {shown.num_tokens} tokens"

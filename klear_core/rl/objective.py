@@ -1,6 +1,8 @@
-"""The whole RL loss of a micro-batch: policy term, language-model term on positive samples, KL and entropy. N: loss tokens.
+"""Compute the RL loss of a micro-batch: policy term, language-model term on positive samples, KL and entropy.
 
-Each term is divided by counts of the whole mini-batch, known beforehand, so that cutting it into micro-batches changes nothing.
+Each term is divided by counts of the mini-batch over all ranks, known beforehand, so that cutting the mini-batch into
+micro-batches changes nothing.
+Axis letters: N loss tokens of a micro-batch, C tokens of one chunk, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,29 +21,29 @@ from klear_core.train.model import Head
 from klear_core.train.packing import MicroBatch
 from klear_core.types import TrainSample
 
-_MIN_LOGP = -1e4  # a log-prob of minus infinity still has a finite loss
+_MIN_LOGP = -1e4  # replaces a log-prob of minus infinity, so that its loss is finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """One micro-batch laid out for its loss."""
+    """Inputs of a micro-batch's loss, one number per loss token."""
 
     target_N: Tensor
-    """Token ids, long."""
+    """Token ids, int64."""
     batch: TrainBatch
     sampler_logp_N: Tensor
-    """As the sampler reported them."""
+    """Log-probs reported by the sampler."""
     ref_logp_N: Tensor
-    """Of the frozen initial model; NaN without a KL term."""
+    """Log-probs under the frozen initial model; NaN without a KL term."""
     scale_N: Tensor
-    """What a token's policy, KL and entropy terms count in the mini-batch's mean."""
+    """Factor of a token's policy, KL and entropy terms: its weight in the mini-batch's mean."""
     lm_scale_N: Tensor
-    """Alpha over the mini-batch's tokens of positive samples on these tokens, else 0."""
+    """`lm_coef` over the mini-batch's number of positive tokens, on tokens of positive samples; 0 on others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """Counts of one mini-batch over all ranks."""
+    """Counts of one mini-batch over all ranks, of rows and loss tokens."""
 
     num_rows: int
     num_tokens: int
@@ -49,7 +51,7 @@ class Denominators:
 
     @classmethod
     def of(cls, rows: Sequence[TrainSample]) -> Denominators:
-        """Count loss tokens."""
+        """Count the rows of all ranks and their loss tokens."""
         lengths = [sum(r.loss_mask) for r in rows]
         positive = sum(n for r, n in zip(rows, lengths, strict=True) if r.is_positive)
         return cls(num_rows=len(rows), num_tokens=sum(lengths), num_positive_tokens=positive)
@@ -57,19 +59,20 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldPolicy:
-    """What the policy before the step said of a micro-batch's tokens; NaN where it was not asked."""
+    """Log-probs and entropies from before the RL step, per loss token of a micro-batch; NaN where not computed."""
 
     logp_N: Tensor
-    """The old log-probs that ratios are taken against."""
+    """Old log-probs, the denominator of the ratio: the learner's or the sampler's (`old_logps`)."""
     sampler_logp_N: Tensor
     entropy_N: Tensor
     ref_logp_N: Tensor
 
 
 def make_targets(micro: MicroBatch, rows: Sequence[TrainSample], old: OldPolicy, counts: Denominators, cfg: RlConfig) -> Targets:
-    """Lay out the rows' advantages and scales on the micro-batch's loss tokens; `rows` are those of the whole mini-batch."""
+    """Spread advantages and scales of rows over the micro-batch's loss tokens; `rows` is the complete mini-batch."""
 
     def per_row(values: Sequence[float]) -> Tensor:
+        # From one value a row to one a token; `row_N` indexes the rows of the mini-batch.
         return torch.tensor(values, dtype=torch.float32, device=micro.target_N.device)[micro.row_N]
 
     batch = TrainBatch(
@@ -81,9 +84,10 @@ def make_targets(micro: MicroBatch, rows: Sequence[TrainSample], old: OldPolicy,
         num_rows=len(rows),
         context=micro.context,
     )
+    # The sampler's log-probs as old ones already make the ratio span the mismatch; there is nothing to correct.
     if cfg.old_logps == "learner":
         batch = replace(batch, correction_N=mismatch_correction(batch, old.sampler_logp_N, cfg.mismatch, max_log_ratio=cfg.max_log_ratio))
-    lm_scale = cfg.lm_coef / max(1, counts.num_positive_tokens)
+    lm_scale = cfg.lm_coef / max(1, counts.num_positive_tokens)  # a mini-batch may have no positive sample
     return Targets(
         target_N=micro.target_N,
         batch=batch,
@@ -95,28 +99,33 @@ def make_targets(micro: MicroBatch, rows: Sequence[TrainSample], old: OldPolicy,
 
 
 def _scale(num_tokens: int, counts: Denominators, cfg: RlConfig) -> float:
+    """Return the factor of each token of a row with `num_tokens` loss tokens."""
     match cfg.normalise:
-        case "token":
+        case "token":  # mean over all tokens: long rows count more
             return 1 / counts.num_tokens
-        case "sample":
+        case "sample":  # mean of row means: every row counts the same
             return 1 / (counts.num_rows * num_tokens)
-        case "budget":
+        case "budget":  # a constant (Dr.GRPO): the length of answers has no influence
             return 1 / (counts.num_rows * cfg.rollout.sampling.max_new_tokens)
 
 
 def mismatch_correction(batch: TrainBatch, sampler_logp_N: Tensor, cfg: MismatchConfig, *, max_log_ratio: float) -> Tensor:
-    """Factor of each token: learner over sampler probability, cut at `truncate_at`; 0 for sequences too far apart on the whole."""
+    """Return each token's factor: learner over sampler probability, at most `truncate_at`.
+
+    It is 0 for sequences whose geometric mean of that ratio, or its inverse, is above `max_sequence_ratio`.
+    """
     gap_N = log_ratio(batch.old_logp_N, sampler_logp_N).clamp(-max_log_ratio, max_log_ratio)
     factor_N = torch.ones_like(gap_N) if cfg.truncate_at is None else gap_N.exp().clamp(max=cfg.truncate_at)
     if cfg.max_sequence_ratio is None:
         return factor_N
+    # The mean of log-ratios is the log of their geometric mean; `abs` covers its inverse.
     return factor_N.masked_fill(row_mean(gap_N, batch).abs().exp() > cfg.max_sequence_ratio, 0)
 
 
 def head_of(targets: Targets, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutput]:
-    """The head to run the model with: the summed loss of the micro-batch, with statistics added to `stats` on the way.
+    """Return the head to run the model with: it computes the micro-batch's summed loss and adds statistics to `stats`.
 
-    `cfg.loss` is taken as it is: betas that follow a schedule are resolved by the caller.
+    `cfg.loss` is used without its schedule: the caller resolves scheduled betas.
     """
 
     def loss_fn(logp_C: Tensor, entropy_C: Tensor, where: slice) -> Tensor:
@@ -129,13 +138,16 @@ def head_of(targets: Targets, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutp
         if cfg.kl_coef > 0:
             loss_C = loss_C + cfg.kl_coef * _kl(targets.ref_logp_N[where], logp_C, cfg.max_log_ratio)
         if cfg.entropy_coef > 0:
-            loss_C = loss_C - cfg.entropy_coef * entropy_C
+            loss_C = loss_C - cfg.entropy_coef * entropy_C  # minus: a bonus, which the optimizer is to raise
+        # The language-model term is a negative log-likelihood over positive tokens, with its own denominator.
         return loss_C * scale_C - targets.lm_scale_N[where] * logp_C
 
     def head(hidden_NH: Tensor, weight_VH: Tensor) -> HeadOutput:
         target_N, temperature = targets.target_N, cfg.rollout.sampling.temperature
+        # Token-wise losses form their gradient chunk by chunk in the forward pass, so logits are computed only once.
         if not joins_tokens(cfg.loss):
             return fused_loss(hidden_NH, weight_VH, target_N, loss_fn, temperature=temperature, need_entropy=True)
+        # A sequence ratio needs all tokens of a row first; the backward pass computes the logits once more.
         logp_N, entropy_N = token_logps(hidden_NH, weight_VH, target_N, temperature=temperature)
         loss = loss_fn(logp_N, entropy_N, slice(None)).sum()
         return HeadOutput(loss, logp_N.detach(), entropy_N.detach())
@@ -144,6 +156,7 @@ def head_of(targets: Targets, cfg: RlConfig, stats: TokenStats) -> Head[HeadOutp
 
 
 def _kl(ref_logp_N: Tensor, logp_N: Tensor, max_log_ratio: float) -> Tensor:
-    """The k3 estimate of KL(policy, reference), with r = reference over policy."""
+    """Return the k3 estimate of KL(policy, reference): r is reference over policy, for samples from the policy."""
+    # Subtract in float64: k3 is about half the square of a small gap. The result goes back to the loss's dtype.
     gap_N = (ref_logp_N.double() - logp_N.double()).clamp(-max_log_ratio, max_log_ratio)
     return k3(gap_N).to(logp_N.dtype)

@@ -1,4 +1,4 @@
-"""How far an RL stage is, as plain numbers that a checkpoint can hold."""
+"""Track the progress of an RL stage in plain numbers that a checkpoint can hold."""
 
 from __future__ import annotations
 
@@ -14,52 +14,53 @@ from klear_core.rl.groups import SURPLUS, TRAINED, DropCounts
 
 _DROPS = "fate/"
 ALL_ONE = 1e-4
-"""Ratios nearer to 1 than this do nothing that rounding does not do."""
+"""Ratios closer to 1 than this differ from it by rounding alone."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Finished steps and what they consumed; everything in it survives a kill."""
+    """Counts of finished steps and of what they consumed; saved with every checkpoint."""
 
     step: int = 0
     position: int = 0
-    """Of the prompt stream, behind the last prompt that was used."""
+    """Position of the prompt stream after the last prompt used by a finished step."""
     drops: DropCounts = field(default_factory=DropCounts)
     sampled_tokens: int = 0
     trained_tokens: int = 0
     steps_without_update: int = 0
     skipped_updates: int = 0
-    """Their loss or gradient was not finite."""
+    """Updates skipped because loss or gradient was not finite."""
     largest_ratio_gap: float = 0.0
-    """The largest |ratio - 1| seen; 0 also before any was."""
+    """Largest |ratio - 1| of any update; 0 before the first."""
     pass_rate: float = 0.0
-    """Of the last step with a judged answer."""
+    """Pass rate of the last step with a judged answer."""
 
     def after(self, metrics: Mapping[str, float], drops: DropCounts, *, position: int, sampled_tokens: int) -> None:
         """Count one finished step."""
         self.step += 1
+        # That of this step's batch: the stream itself may be further on, with prompts sampled for later steps.
         self.position = position
         self.drops.add(drops)
         self.sampled_tokens += sampled_tokens
         self.trained_tokens += int(metrics.get("rl/batch/tokens", 0))
         self.steps_without_update += metrics["rl/optim/updates"] == 0
         self.skipped_updates += int(metrics["rl/optim/skipped"])
-        if "rl/ratio/max" in metrics:
+        if "rl/ratio/max" in metrics:  # absent from a step without an applied update
             self.largest_ratio_gap = max(self.largest_ratio_gap, metrics["rl/ratio/max"] - 1, 1 - metrics["rl/ratio/min"])
         self.pass_rate = metrics.get("rl/pass/rate", self.pass_rate)
 
     def has_all_one(self) -> bool:
-        """Whether there were updates, and no ratio ever left 1."""
+        """Return whether there were updates and every ratio stayed at 1."""
         return self.step > self.steps_without_update and self.largest_ratio_gap < ALL_ONE
 
     def counters(self) -> dict[str, int | float]:
-        """All of it, flat."""
+        """Return all fields as a flat dict of numbers."""
         plain = {name: getattr(self, name) for name in self.__slots__ if name != "drops"}
         return plain | {_DROPS + name: n for name, n in self.drops.counts.items()}
 
     @classmethod
     def of(cls, counters: Mapping[str, int | float] | None) -> Progress:
-        """The inverse of `counters`; None is the very beginning."""
+        """Rebuild progress from `counters`; None means that no step is finished."""
         if counters is None:
             return cls()
         drops = {k.removeprefix(_DROPS): int(v) for k, v in counters.items() if k.startswith(_DROPS)}
@@ -67,14 +68,15 @@ class Progress:
         return cls(**plain, drops=DropCounts(Counter(drops)))  # type: ignore[arg-type]
 
     def taught(self, *, example: str) -> Share:
-        """The prompts whose group was trained on, of all but those that were asked to be on the safe side."""
+        """Return the share of prompts whose group was trained on; surplus groups do not count."""
         drops = self.drops.of("group")
+        # A surplus group was informative and only had no room, so it is neither trained on nor lost.
         lost = {reason: n for reason, n in drops.items() if reason not in (TRAINED, SURPLUS)}
         what = f"prompts taught something in {self.step} steps (last pass rate {self.pass_rate:.2f})"
         return Share(what=what, num_in=drops.get(TRAINED, 0) + sum(lost.values()), lost=lost, example=example)
 
     def summary(self, cfg: RlConfig, choice: LedgerStep, *, seed: int) -> StageSummary:
-        """What the stage says of its result."""
+        """Return counts, ledger and notes for the stage's manifest and report."""
         notes = [all_one(cfg)] if self.has_all_one() else []
         if self.steps_without_update:
             notes.append(f"{self.steps_without_update} of {self.step} steps changed nothing: no informative group, or only skipped updates")
@@ -92,7 +94,7 @@ class Progress:
 
 
 def all_one(cfg: RlConfig) -> str:
-    """What it means when no ratio has left 1, and what would change it."""
+    """Explain what it means that every ratio was 1, and which setting would change it."""
     return (
         f"every ratio was 1: nothing was ever clipped, and all clip losses are the same. "
         f"minibatches_per_step is {cfg.minibatches_per_step}; ratios move only with several, or with stale samples"

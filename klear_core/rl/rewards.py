@@ -1,4 +1,7 @@
-"""From verdicts to rewards, and from rewards to advantages. What the judge could not judge has no reward: see `groups.py`."""
+"""Turn verdicts into rewards, and rewards into advantages. Answers that could not be judged are dropped in `groups.py`.
+
+Axis letters: P prompts, G samples of one prompt.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,14 @@ from klear_core.types import Completion, Outcome, Verdict
 
 
 def reward_of(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> float:
-    """Format first, as published (`reward_config.py`): no `</think>`, then no `<think>`, then what the verifier says."""
+    """Return the reward: that of a missing `</think>`, else of a missing `<think>`, else of the verdict.
+
+    This is the order of the published code (`reward_config.py`).
+    """
     fault = _format_reward(completion, cfg)
     if fault is not None:
         return fault
+    # NO_ANSWER counts as wrong; verdicts of failed judges also come here, and `groups.py` drops them by their outcome.
     score = verdict.score if verdict.outcome is Outcome.SCORED else 0.0
     if not cfg.soft:
         score = float(score == 1.0)
@@ -23,12 +30,18 @@ def reward_of(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> fl
 
 
 def is_positive(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> bool:
-    """Right and well-formed: a total reward of 1 in the published code, here whatever the numbers and before a penalty."""
+    """Return whether an answer is right and well-formed.
+
+    The published code tests for a total reward of 1; here the configured rewards and penalties do not matter.
+    """
     return verdict.is_correct and _format_reward(completion, cfg) is None
 
 
 def overlong_penalty(num_tokens: int, max_new_tokens: int, cfg: OverlongConfig) -> float:
-    """What a response near the end of its budget loses: 0 up to the buffer, then a straight line to `penalty` (DAPO, arXiv 2503.14476)."""
+    """Return the amount taken off a response near the end of its token budget (DAPO, arXiv 2503.14476).
+
+    It is 0 up to the last `penalty_tokens` of the budget, then grows linearly to `penalty`.
+    """
     if cfg.penalty_tokens == 0:
         return 0.0
     over = num_tokens - (max_new_tokens - cfg.penalty_tokens)
@@ -36,7 +49,7 @@ def overlong_penalty(num_tokens: int, max_new_tokens: int, cfg: OverlongConfig) 
 
 
 def _format_reward(completion: Completion, cfg: RewardConfig) -> float | None:
-    """What an answer without its tags gets, whatever it says; None for a well-formed one."""
+    """Return the fixed reward of an answer without its tags; None if it is well-formed."""
     if cfg.missing_close is not None and THINK_CLOSE not in completion.text:
         return cfg.missing_close
     if cfg.missing_open is not None and THINK_OPEN not in completion.text:
@@ -45,11 +58,11 @@ def _format_reward(completion: Completion, cfg: RewardConfig) -> float | None:
 
 
 STD_FLOOR = 1e-6
-"""Added to standard deviations (the paper's code), so that equal rewards give zero and not rounding noise over zero."""
+"""Added to standard deviations (the paper's code), so that equal rewards give 0 instead of rounding noise over 0."""
 
 
 def advantages(rewards_PG: Sequence[Sequence[float]], cfg: AdvantageConfig) -> list[list[float]]:
-    """One advantage per reward, in the same order. All tokens of a response share it."""
+    """Return one advantage per reward, in the same order. All tokens of a response share it."""
     match cfg:
         case GrpoAdvantage(std="none"):
             return [_centred(rewards_G) for rewards_G in rewards_PG]
@@ -64,7 +77,10 @@ def advantages(rewards_PG: Sequence[Sequence[float]], cfg: AdvantageConfig) -> l
 
 
 def _standardised(rewards_G: Sequence[float], *, ddof: int) -> list[float]:
-    """A group of one is its own reward with the sample std (the paper's code), and 0 with the population std."""
+    """Return (r - mean) / std; `ddof` is 1 for the sample std and 0 for the population std.
+
+    A group of one gets its reward with the sample std (the paper's code), and 0 with the population std.
+    """
     if len(rewards_G) == 1:
         return list(rewards_G) if ddof else [0.0]
     centred_G = _centred(rewards_G)
@@ -73,12 +89,12 @@ def _standardised(rewards_G: Sequence[float], *, ddof: int) -> list[float]:
 
 
 def _centred(rewards_G: Sequence[float]) -> list[float]:
-    mean = math.fsum(rewards_G) / len(rewards_G)
+    mean = math.fsum(rewards_G) / len(rewards_G)  # fsum is exact, so the order of answers does not matter
     return [r - mean for r in rewards_G]
 
 
 def _leave_one_out(rewards_G: Sequence[float]) -> list[float]:
-    """r - mean of the others = G / (G - 1) * (r - mean); nothing to compare with gives 0."""
+    """Return r - mean of the others = G / (G - 1) * (r - mean of all); 0 for a group of one."""
     if len(rewards_G) == 1:
         return [0.0]
     return [c * len(rewards_G) / (len(rewards_G) - 1) for c in _centred(rewards_G)]
@@ -87,5 +103,6 @@ def _leave_one_out(rewards_G: Sequence[float]) -> list[float]:
 def _batch_standardised(rewards_PG: Sequence[Sequence[float]]) -> list[list[float]]:
     centred_PG = [_centred(rewards_G) for rewards_G in rewards_PG]
     flat = [c for centred_G in centred_PG for c in centred_G]
-    std = math.sqrt(math.fsum(c * c for c in flat) / max(1, len(flat)))  # group means are 0, so theirs is too
+    # Every group has mean 0 by now, so the batch has too and needs no centring.
+    std = math.sqrt(math.fsum(c * c for c in flat) / max(1, len(flat)))
     return [[c / (std + STD_FLOOR) for c in centred_G] for centred_G in centred_PG]

@@ -1,4 +1,4 @@
-"""From problems to judged groups of answers. Every answer is a request of its own, judged as soon as it is there."""
+"""Sample groups of answers and judge them. Every answer is a separate request, judged as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from klear_core.types import Problem, Rollout, RolloutGroup, Verdict
 if TYPE_CHECKING:
     Tokenizer = Any
 
-_LOOKS = 8  # how often a stall is looked for within its timeout
+_LOOKS = 8  # checks for a stall per stall timeout
 
 Judge = Callable[[Problem, str], Awaitable[Verdict]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One problem of the stream; `position` tells its visits in different epochs apart."""
+    """One problem of the stream; `position` distinguishes its visits in different epochs."""
 
     position: int
     problem: Problem
 
 
 class PromptStream:
-    """All problems in an order of their own for every epoch. The position is its whole state."""
+    """Endless stream of problems, shuffled anew for every epoch. Its position is its complete state."""
 
     def __init__(self, problems: Sequence[Problem], *, seed: int, position: int = 0) -> None:
         assert problems, "a stream needs a problem"
@@ -45,12 +45,13 @@ class PromptStream:
         self._order: tuple[int, list[int]] = (-1, [])
 
     def take(self, count: int) -> list[Prompt]:
-        """The next problems; positions count from 0 and never repeat."""
+        """Return the next problems; positions count from 0 and never repeat."""
         start, self.position = self.position, self.position + count
         return [Prompt(position=i, problem=self._at(i)) for i in range(start, self.position)]
 
     def _at(self, position: int) -> Problem:
         epoch, index = divmod(position, len(self._problems))
+        # The order follows from seed and epoch alone, so a restored stream needs only its position.
         if self._order[0] != epoch:
             order = list(range(len(self._problems)))
             random.Random(seed_for(self._seed, "rl/stream", epoch)).shuffle(order)  # noqa: S311
@@ -63,18 +64,19 @@ class Collected:
     """The groups of one RL step."""
 
     groups: tuple[RolloutGroup, ...]
-    """All that were sampled."""
+    """All sampled groups."""
     kept: tuple[RolloutGroup, ...]
-    """Those to train on, at most `groups_per_step`, with unusable answers taken out."""
+    """Groups to train on, at most `groups_per_step`, without their unusable answers."""
     drops: DropCounts
-    """Of all prompts and answers that are not in `kept`."""
+    """Counts of all prompts and answers that are not in `kept`."""
     position: int
-    """Of the prompt stream, once these were taken from it."""
+    """Position of the prompt stream after these prompts."""
     seconds: float
+    """Wall time from the first request to the last verdict."""
 
 
 class Collector:
-    """Asks prompts until a step has enough informative groups, or its rounds are used up."""
+    """Sample prompts in rounds until a step has enough informative groups or `max_rounds` is reached."""
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Collector:
         seed: int,
         who_is_asked: Callable[[], str],
     ) -> None:
-        """`who_is_asked` says in words what the engine is doing, for the error that ends a stall."""
+        """Take `who_is_asked`, which describes what the engine is doing, for the error message of a stall."""
         self._engine = engine
         self._judge = judge
         self._stream = stream
@@ -100,7 +102,7 @@ class Collector:
         self._num_events = 0
 
     async def collect(self) -> Collected:
-        """The groups of the next step. TrainingError if nothing at all happens for `stall_timeout_s`."""
+        """Return the groups of the next step; TrainingError if no answer is sampled or judged for `stall_timeout_s`."""
         started = time.monotonic()
         rollout = self._cfg.rollout
         groups: list[RolloutGroup] = []
@@ -115,6 +117,7 @@ class Collector:
             kept += informative.groups
             if len(kept) >= rollout.groups_per_step:
                 break
+        # The first groups in stream order are kept, never the fastest: those would be biased towards short answers.
         for surplus in kept[rollout.groups_per_step :]:
             drops.group(SURPLUS)
             drops.rollout(f"group_{SURPLUS}", len(surplus.rollouts))
@@ -127,7 +130,7 @@ class Collector:
         )
 
     async def _groups(self, prompts: Sequence[Prompt], drops: DropCounts) -> list[RolloutGroup]:
-        """One group for each prompt that is not too long, in the order of the prompts."""
+        """Return one group for each prompt that is not too long, in the order of the prompts."""
         tasks: dict[int, list[asyncio.Task[Rollout]]] = {}
         for prompt in prompts:
             prompt_ids = render_prompt(self._tokenizer, prompt.problem.question)
@@ -149,6 +152,7 @@ class Collector:
             top_k=sampling.top_k,
             repetition_penalty=sampling.repetition_penalty,
             max_new_tokens=sampling.max_new_tokens,
+            # By position and sample: a rerun draws the same, whatever the order in which requests are served.
             seed=seed_for(self._seed, "rl/rollout", prompt.position, sample_idx),
         )
         self._num_sampling += 1
@@ -159,6 +163,7 @@ class Collector:
         verdict = await self._judge(prompt.problem, completion.text)
         self._num_judging -= 1
         self._num_events += 1
+        # The penalty lowers the reward only: a right but long answer stays positive.
         reward = reward_of(completion, verdict, self._cfg.reward)
         reward -= overlong_penalty(len(completion.token_ids), sampling.max_new_tokens, self._cfg.overlong)
         return Rollout(
@@ -170,7 +175,7 @@ class Collector:
         )
 
     async def _all_or_stall(self, tasks: Sequence[asyncio.Task[Rollout]]) -> None:
-        """Wait for all; the first failure ends the wait, and so does a time without any event."""
+        """Wait for all tasks; raise the first failure, or TrainingError after `stall_timeout_s` without any event."""
         timeout_s = self._cfg.runtime.stall_timeout_s
         pending: set[asyncio.Task[Rollout]] = set(tasks)
         seen, seen_at = self._num_events, time.monotonic()
@@ -178,7 +183,7 @@ class Collector:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=timeout_s / _LOOKS, return_when=asyncio.FIRST_EXCEPTION)
                 for task in done:
-                    task.result()
+                    task.result()  # raises what the task failed with
                 if seen != self._num_events:
                     seen, seen_at = self._num_events, time.monotonic()
                 elif pending and time.monotonic() - seen_at >= timeout_s:
@@ -189,4 +194,5 @@ class Collector:
         finally:
             for task in pending:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # none outlives the step or complains later that nobody asked about it
+            # Wait for the cancelled tasks and retrieve every error, or asyncio would log it as never retrieved.
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""How the loop reaches the learner and the sampling engines, wherever they run; and both in this process."""
+"""Define the interface between the RL loop and its learner and engines, and implement it within this process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Counters = Mapping[str, int | float]
 
 
 class LearnerLost(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
-    """The learner died. It was made anew without its state: restore it and go on from its checkpoint."""
+    """The learner died and was restarted with the initial model: call `restore` and go on from its checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlSetup:
-    """What learner and engines are made from."""
+    """Inputs from which learner and engines are built."""
 
     cfg: RlConfig
     model: Path
@@ -38,22 +38,22 @@ class RlSetup:
 
 
 class LearnerHandle(Protocol):
-    """The learner as the loop sees it. Every call may raise LearnerLost."""
+    """Interface of the learner for the loop. Every call may raise LearnerLost."""
 
     async def restore(self) -> Counters | None:
-        """Load the newest checkpoint; what was saved with it, or None if there is none and the initial model is in place."""
+        """Load the newest checkpoint and return its counters; without one keep the initial model and return None."""
         ...
 
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """One RL step."""
+        """Do one RL step and return its metrics."""
         ...
 
     async def weights(self) -> WeightSource:
-        """The present weights, to be given to the policy's `load_weights`."""
+        """Return the present weights, for the policy's `load_weights`."""
         ...
 
     async def save(self, counters: Counters) -> None:
-        """Checkpoint."""
+        """Save a checkpoint with these counters."""
         ...
 
     async def export(self, target: Path) -> None:
@@ -62,31 +62,31 @@ class LearnerHandle(Protocol):
 
 
 class Workers(Protocol):
-    """Makes and ends the processes of one RL stage."""
+    """Start and stop the processes of one RL stage."""
 
     async def start(self, setup: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
-        """The learner with the initial model, and the policy that samples with it as version 0."""
+        """Start the learner with the initial model, and the policy that samples from it as version 0."""
         ...
 
     def status(self) -> str:
-        """What the sampling engines are doing, in words."""
+        """Describe what the sampling engines are doing, for messages."""
         ...
 
     async def close(self) -> None:
-        """End all that was started; nothing of it survives."""
+        """Stop every process and thread that was started."""
         ...
 
 
 class LocalWorkers:
-    """Learner and engine in this process: for tests, debugging, and machines without Ray."""
+    """Run learner and engine in this process: for tests, debugging, and machines without Ray."""
 
     def __init__(self, engine: TrainableEngine | None = None) -> None:
-        """`engine` takes the place of the configured one."""
+        """Use `engine`, if given, instead of the configured one."""
         self._engine = engine
         self._learner: LocalLearner | None = None
 
     async def start(self, setup: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
-        """One learner rank, whatever `runtime.num_workers` says."""
+        """Start one learner rank, whatever `runtime.num_workers` says."""
         from klear_core.generate.factory import build_trainable_engine
         from klear_core.rl.learner import Learner
         from klear_core.train.base import model_folder
@@ -104,11 +104,11 @@ class LocalWorkers:
         return self._learner, self._engine
 
     def status(self) -> str:
-        """One engine."""
+        """Name the engine."""
         return "the engine in this process"
 
     async def close(self) -> None:
-        """End the threads of both."""
+        """Stop the learner's thread and close the engine."""
         if self._learner is not None:
             self._learner.close()
         if self._engine is not None:
@@ -116,36 +116,37 @@ class LocalWorkers:
 
 
 class LocalLearner:
-    """A `LearnerHandle` on a thread of its own, so that sampling and judging go on beside it."""
+    """A `LearnerHandle` that runs the learner on a separate thread, so that sampling and judging can go on."""
 
     def __init__(self, learner: Learner, *, num_threads: int) -> None:
         import torch
 
         self._learner = learner
+        # One thread, so the learner's calls never overlap.
         self._thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(num_threads,))
 
     async def restore(self) -> Counters | None:
-        """As `Learner.restore`."""
+        """Restore the newest checkpoint; see `Learner.restore`."""
         return await self._run(self._learner.restore)
 
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """As `Learner.step`."""
+        """Do one RL step; see `Learner.step`."""
         return await self._run(partial(self._learner.step, samples))
 
     async def weights(self) -> WeightSource:
-        """As `Learner.weights`."""
+        """Return the present weights; see `Learner.weights`."""
         return await self._run(self._learner.weights)
 
     async def save(self, counters: Counters) -> None:
-        """As `Learner.save`."""
+        """Save a checkpoint; see `Learner.save`."""
         await self._run(partial(self._learner.save, counters))
 
     async def export(self, target: Path) -> None:
-        """As `Learner.export`."""
+        """Write the model folder; see `Learner.export`."""
         await self._run(partial(self._learner.export, target))
 
     def close(self) -> None:
-        """End the thread."""
+        """Shut the thread down without waiting for a running call."""
         self._thread.shutdown(wait=False)
 
     async def _run(self, call: Callable[[], T]) -> T:
