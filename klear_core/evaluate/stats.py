@@ -9,8 +9,8 @@ the adjusted Wald family (Agresti and Coull 1998; Bonett and Price 2012 for pair
 near 0 or 1, where the plain interval collapses to a point: for 0 of 30 it gives 0 to 0.095.
 
 tests/evaluate/test_stats.py measures the coverage: it stays near the nominal level down to 10 problems and at scores
-near 0, where the plain t interval loses most of it. The interval is wider than necessary only if all problems are
-equally hard, which those of benchmarks are not.
+near 0, where the plain t interval loses most of it. The price is a wider interval if all problems are equally hard,
+which those of benchmarks are not.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def seed_interval(values: Sequence[float], *, bounds: tuple[float, float], confi
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Return pass@k, the chance that one of k samples is right: 1 - C(n-c, k) / C(n, k), with c of n samples right.
 
-    Unbiased for independent samples (Chen et al. 2021). The ratio is a product of c factors 1 - k/i, computed as a sum of logs.
+    Unbiased for independent samples (Chen et al. 2021). The ratio is a product of c factors 1 - k/i, summed as logs.
     """
     assert 0 <= num_correct <= num_samples, (num_correct, num_samples)
     assert 1 <= k <= num_samples, (k, num_samples)
