@@ -1,1 +1,1 @@
-"""The evidence of a run, for people: one HTML file and one terminal table."""
+"""Show the results of a run to people: one HTML file and one terminal table."""

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML file that tells a stranger what a run did, with every number's origin."""
+"""Write the report: one self-contained HTML file that shows what a run did and where each number comes from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Everything that the template shows."""
+    """All data that the template shows."""
 
     facts: Facts
     headline: Headline
@@ -53,7 +53,10 @@ class Page:
 
 
 def build_report(inputs: ReportInputs, out: Path) -> StageSummary:
-    """Write the report to the file `out` (parents are made), atomically; ArtifactError if a stage's folder cannot be read."""
+    """Write the report to the file `out` atomically, creating its parents.
+
+    Raise ArtifactError if a stage's folder cannot be read.
+    """
     page = _page(read_facts(inputs))
     html = _template().render(
         page=page, started=_readable(page.facts.run.started_at), css=(HERE / "report.css").read_text(), charts=charts, lineage=lineage
@@ -87,13 +90,13 @@ def _page(facts: Facts) -> Page:
 
 
 def _readable(moment: str) -> str:
-    """An ISO 8601 time to the second, with its zone."""
+    """Format an ISO 8601 time to the second, with its time zone."""
     return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M:%S %Z}"
 
 
 def _versions(facts: Facts) -> dict[str, str]:
-    """By library; where stages differ, all versions in the order met."""
-    met: dict[str, dict[str, None]] = {}
+    """Return versions by library; if stages differ, all versions in stage order, separated by commas."""
+    met: dict[str, dict[str, None]] = {}  # the inner dict is an ordered set
     for stage in facts.stages:
         for library, version in stage.manifest.versions.items():
             met.setdefault(library, {})[version] = None

@@ -1,4 +1,7 @@
-"""Geometry of line charts, in units of their own small canvas; the template draws it, so that themes and escaping stay there."""
+"""Compute the geometry of line charts, in canvas units of WIDTH x HEIGHT.
+
+The template draws it, so that themes and escaping stay in the template.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from klear_core.report.text import MINUS, number
 WIDTH, HEIGHT = 340, 196
 LEFT, RIGHT, TOP, BOTTOM = 54, 10, 10, 24
 MAX_POINTS = 240
-"""More steps than this are averaged in equal bins: a pixel cannot show more."""
+"""Longer series are averaged in bins of equal size, because the chart has no more pixels to show them."""
 SMOOTH_FROM = 30
-"""Points from which a rolling mean may be drawn over the raw line."""
+"""Minimum number of points for a rolling mean over the raw line."""
 NOISE = 3.0
-"""It is drawn where the line's way up and down is this many times its range: a smooth line needs no help."""
+"""A rolling mean is drawn if the sum of absolute changes exceeds this many times the range: smooth lines need none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One metric by step; None where it was not a finite number."""
+    """One metric by step; None at steps where it was not a finite number."""
 
     name: str
     steps: tuple[int, ...]
@@ -29,13 +32,13 @@ class Series:
 
     @property
     def finite(self) -> tuple[float, ...]:
-        """The values that are numbers."""
+        """The values that are not None."""
         return tuple(v for v in self.values if v is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """A labelled place on an axis, in canvas units."""
+    """A labelled position on an axis, in canvas units."""
 
     at: float
     label: str
@@ -43,14 +46,14 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One drawn metric: SVG path data of every step, and of its rolling mean where there are many steps."""
+    """One drawn metric: SVG path data of the raw line, and of its rolling mean if the line is long and noisy."""
 
     label: str
     metric: str
     raw: str
     smooth: str
     dots: tuple[tuple[float, float], ...]
-    """Single points that a line cannot show."""
+    """Points without a neighbour, which a path would not show."""
     first: str
     last: str
 
@@ -67,7 +70,7 @@ class LineChart:
 
 
 def line_chart(title: str, series: Sequence[tuple[str, Series]], *, note: str = "", is_share: bool = False) -> LineChart | None:
-    """Labelled series on shared axes; shares are drawn in percent. None if no series has a finite value."""
+    """Lay out labelled series on shared axes; shares are shown in percent. Return None if no value is finite."""
     drawn = [(label, s) for label, s in series if s.finite]
     if not drawn:
         return None
@@ -78,6 +81,7 @@ def line_chart(title: str, series: Sequence[tuple[str, Series]], *, note: str = 
     steps = [t for _, s in drawn for t in s.steps]
     x_low, x_high = min(steps), max(steps)
     x_of = _axis(x_low, x_high, LEFT, WIDTH - RIGHT)
+    # SVG's y axis points down, so the lowest value lies at the bottom of the canvas
     y_of = _axis(y_marks[0], y_marks[-1], HEIGHT - BOTTOM, TOP)
     y_labels = _tick_labels(y_marks)
     y_labels[-1] += suffix
@@ -92,18 +96,19 @@ def line_chart(title: str, series: Sequence[tuple[str, Series]], *, note: str = 
 
 
 def nice_ticks(low: float, high: float, target: int = 4) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten apart) that cover low..high with about `target` gaps."""
+    """Return round numbers, 1, 2, 2.5 or 5 times a power of ten apart, that cover low..high in about `target` gaps."""
     if high <= low:
         return [low - 1, low, low + 1] if low else [0.0, 1.0]
     rough = (high - low) / target
     magnitude = 10 ** math.floor(math.log10(rough))
+    # 0.999 and 1e-9 absorb rounding errors, which would pick the next larger gap or add a tick
     gap = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
     first, last = math.floor(low / gap + 1e-9), math.ceil(high / gap - 1e-9)
     return [float(f"{i * gap:.12g}") for i in range(first, last + 1)]  # 0.3, not 0.30000000000000004
 
 
 def sparkline(series: Series, *, width: int = 96, height: int = 20) -> str:
-    """SVG path data of the metric's shape alone, scaled to its own range."""
+    """Return SVG path data of the series without axes, scaled to its range."""
     binned = _binned(series)
     finite = binned.finite
     if not finite:
@@ -113,7 +118,7 @@ def sparkline(series: Series, *, width: int = 96, height: int = 20) -> str:
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """The range to show: from zero, unless the values sit far from it; then zero would flatten what one wants to see."""
+    """Return the range to show: from zero, unless the values vary so little that this would flatten the line."""
     if low >= 0 and low < 0.6 * high:
         return 0.0, high
     if low == high:
@@ -142,7 +147,7 @@ def _line(label: str, series: Series, x_of: Callable[[float], float], y_of: Call
 
 
 def _binned(series: Series) -> Series:
-    """At most MAX_POINTS points, each the mean of its bin's finite values."""
+    """Return at most MAX_POINTS points, each the mean of the finite values in its bin."""
     if len(series.steps) <= MAX_POINTS:
         return series
     size = math.ceil(len(series.steps) / MAX_POINTS)
@@ -161,7 +166,7 @@ def _is_noisy(values: Sequence[float]) -> bool:
 
 
 def _rolling_mean(series: Series) -> Series:
-    """Centred mean over about a tenth of the line; gaps stay gaps."""
+    """Return the centred mean over about a tenth of the line; gaps stay gaps."""
     reach = max(1, len(series.steps) // 20)
 
     def mean_at(i: int) -> float | None:
@@ -174,7 +179,7 @@ def _rolling_mean(series: Series) -> Series:
 
 
 def _path(series: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
-    """`M` starts a stretch, `L` goes on; a value that is no number breaks the line."""
+    """Return SVG path data: `M` starts a segment, `L` continues it, and None ends it."""
     parts = []
     is_drawing = False
     for step, value in zip(series.steps, series.values, strict=True):
@@ -185,7 +190,7 @@ def _path(series: Series, x_of: Callable[[float], float], y_of: Callable[[float]
 
 
 def _lonely(series: Series) -> list[tuple[int, float]]:
-    """Points with no finite neighbour on either side."""
+    """Return points with no finite neighbour on either side."""
     values = (None, *series.values, None)
     return [
         (step, value)
@@ -195,9 +200,10 @@ def _lonely(series: Series) -> list[tuple[int, float]]:
 
 
 def _tick_labels(marks: Sequence[float]) -> list[str]:
-    """With as many decimals as the gap needs, or as powers of ten where that would be too many digits."""
+    """Return labels with as many decimals as the gap needs, or in exponent form if that takes too many digits."""
     gap = marks[1] - marks[0]
     if gap < 1e-4 or max(abs(m) for m in marks) >= 1e6:
+        # the fewest decimals that make all labels differ
         return next(labels for d in range(1, 13) if len(set(labels := [_power(m, d) for m in marks])) == len(marks))
     decimals = next((d for d in range(7) if abs(round(gap, d) - gap) < 1e-9), 6)
     return [f"{m:,.{decimals}f}".replace("-", MINUS) for m in marks]

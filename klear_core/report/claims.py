@@ -1,4 +1,4 @@
-"""What a run may claim. A difference whose interval touches zero is not shown, and is said to be so."""
+"""Phrase what a run may claim. If a difference's interval touches zero, the sentence says that no effect is shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Standing = Literal["better", "worse", "not_shown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One sentence about one difference, and whether the data carries it; or why there is none."""
+    """One sentence about a difference and whether the data supports it, or about why there is none to report."""
 
     standing: Standing | Literal["incomplete"]
     sentence: str
@@ -33,14 +33,14 @@ class Headline:
 
 
 def standing_of(difference: PairedDifference) -> Standing:
-    """Better or worse only if the whole interval is on that side of zero; a bound of exactly zero is not."""
+    """Return better or worse only if the entire interval is on that side of zero, and no bound is zero."""
     if difference.low > 0:
         return "better"
     return "worse" if difference.high < 0 else "not_shown"
 
 
 def headline(facts: Facts) -> Headline:
-    """What failed, if a stage did; else the first of what the scores show."""
+    """Return a headline about the stage that failed, if one did; else the first claim about the scores."""
     first, *others = _what_scores_show(facts)
     failed = next((stage.name for stage in facts.missing if stage.trouble), None)
     if failed is None:
@@ -51,7 +51,7 @@ def headline(facts: Facts) -> Headline:
 
 
 def _what_scores_show(facts: Facts) -> tuple[Claim, ...]:
-    """First the last training step's effect, on all benchmarks in one sentence if there are several."""
+    """Return the claims, last training stage first. With several benchmarks, one sentence on all of them leads."""
     if len(facts.models) < 2:
         return (Claim(standing="incomplete", sentence=_why_nothing(facts)),)
     steps = list(zip(facts.models, facts.models[1:], strict=False))
@@ -74,7 +74,7 @@ def _what_scores_show(facts: Facts) -> tuple[Claim, ...]:
 
 
 def _claim(difference: PairedDifference, facts: Facts) -> Claim:
-    """`GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points, 95 % interval 27.9 to 33.6).`"""
+    """Phrase it: `GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points, 95 % interval 27.9 to 33.6).`"""
     who = training_name(facts.config, difference.after)
     metric = _metric(facts, difference)
     what = f"{metric} on {difference.benchmark}" if len(facts.benchmarks) > 1 else f"held-out {metric}"
@@ -93,7 +93,7 @@ def _claim(difference: PairedDifference, facts: Facts) -> Claim:
 
 
 def training_name(config: PipelineConfig, label: str) -> str:
-    """What made the model `label`, by the method's name: `GPPO`, `SFT`, `Code GPPO`."""
+    """Return the name of the method that trained the model `label`: `GPPO`, `SFT`, `Code GPPO`."""
     match label:
         case "rl":
             return _loss_name(config.rl)
@@ -135,7 +135,7 @@ def _overall(differences: list[PairedDifference]) -> Standing:
 
 
 def _tally(differences: list[PairedDifference], facts: Facts) -> str:
-    """`Of 3 benchmarks, GPPO improved a (67.1 % to 97.8 %) and b (…), and has no shown effect on c (…).`"""
+    """Phrase all benchmarks: `Of 3 benchmarks, GPPO improved a (67.1 % to 97.8 %) and b (…), and has no shown …`."""
     said: dict[Standing, str] = {"better": "improved {}", "worse": "made {} worse", "not_shown": "has no shown effect on {}"}
     parts = []
     for standing, words in said.items():

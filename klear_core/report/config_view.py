@@ -1,4 +1,4 @@
-"""What a run's config says that the defaults do not."""
+"""List the settings of a run's config that differ from the defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from klear_core.report.text import NONE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting that differs: its dotted key, both values as JSON, and its help text."""
+    """One setting that differs from its default: dotted key, both values as JSON, and help text."""
 
     key: str
     default: str
@@ -23,7 +23,7 @@ class Setting:
 
 
 def changed_settings(cfg: BaseModel) -> list[Setting]:
-    """Every leaf whose value is not the default of its place (or of its class, where another class was chosen)."""
+    """Return every leaf setting that differs from its default, or from its class's if another class was chosen."""
     return list(_changes(cfg, _own_default(cfg), ""))
 
 
@@ -49,7 +49,7 @@ def _value_changes(value: object, default: object, key: str, help_text: str) -> 
 
 
 def _model_changes(value: BaseModel, default: object, key: str) -> Iterator[Setting]:
-    """Against the default if it is of the same class, else against the class's own defaults, its kind first."""
+    """Compare with `default` if the classes are equal; else yield `kind` and compare with the class's defaults."""
     if isinstance(default, BaseModel) and type(default) is type(value):
         yield from _changes(value, default, f"{key}.")
         return
@@ -65,7 +65,7 @@ def _first_line(cfg: BaseModel) -> str:
 
 
 def _own_default(cfg: BaseModel) -> BaseModel | None:
-    """An instance with every default, or None if the class has settings without one."""
+    """Return an instance with all defaults; None if the class has required settings."""
     is_complete = all(not info.is_required() for info in type(cfg).model_fields.values())
     return type(cfg)() if is_complete else None
 

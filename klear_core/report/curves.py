@@ -1,4 +1,4 @@
-"""Which metrics are drawn together, under which title. A metric that no chart names is listed all the same."""
+"""Choose which metrics share a chart, and under which title. Metrics without a chart are listed in a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from klear_core.report.text import duration, number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartSpec:
-    """One chart: its metrics (without the stage's name in front) with their labels, in drawing order."""
+    """One chart: pairs of metric name (without the stage prefix) and label, in drawing order."""
 
     title: str
     metrics: tuple[tuple[str, str], ...]
@@ -22,7 +22,7 @@ class ChartSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Time spent in one phase over the whole stage."""
+    """Total time that the stage spent in one phase."""
 
     name: str
     seconds: str
@@ -44,7 +44,7 @@ class OtherMetric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCurves:
-    """All that a training stage logged."""
+    """Charts and numbers of all metrics that a training stage logged."""
 
     stage: str
     title: str
@@ -103,12 +103,12 @@ PHASES = (("time/wait_s", "waiting for answers"), ("time/train_s", "learning"), 
 
 
 def stage_curves(stages: Sequence[StageFacts | MissingStage]) -> list[StageCurves]:
-    """The stages that logged something over steps, in pipeline order; a single row of numbers is no curve."""
+    """Return the curves of the stages that logged a metric at more than one step, in pipeline order."""
     return [_curves(s) for s in stages if any(len(series.steps) > 1 for series in s.metrics)]
 
 
 def stage_title(name: str) -> str:
-    """What a training stage does, in words."""
+    """Return a training stage's title in words."""
     return {
         "sft": "SFT: imitating the teacher's solutions",
         "rl": "RL: learning from judged answers",
@@ -143,7 +143,10 @@ def _charts_of(stage: str) -> tuple[ChartSpec, ...]:
 
 
 def _phases(by_name: dict[str, Series]) -> tuple[Phase, ...]:
-    """Wall-clock seconds summed over steps. Sampling has none of its own: it overlaps, and the wait for it is what it costs."""
+    """Return wall-clock time by phase, summed over steps.
+
+    Sampling is no phase: it overlaps with training, so only the wait for its answers costs time.
+    """
     totals = {name: sum(by_name[metric].finite) for metric, name in PHASES if metric in by_name}
     whole = sum(totals.values())
     if not whole:

@@ -1,4 +1,4 @@
-"""Which answers the report shows: by a stated rule and a seed, never by hand."""
+"""Pick the answers that the report shows, by a stated rule and a seed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from klear_core.seeding import seed_for
 from klear_core.types import EvalSample
 
 MAX_CHARS = 8_000
-"""Longer answers lose their middle, and the cut is stated: a report must stay small enough to mail."""
+"""Characters shown of a text. A note replaces the middle of longer ones, so that the report is small enough to mail."""
 FOLD_CHARS = 600
 FOLD_LINES = 16
-"""Longer answers are folded, their last line in sight."""
+"""Answers with more characters or this many line breaks are folded; their last line stays visible."""
 
 Mark = Literal["right", "wrong", "unscored"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One model's answer as shown."""
+    """One model's answer as the report shows it."""
 
     model: str
     mark: Mark
@@ -32,7 +32,7 @@ class Answer:
     text: str
     is_long: bool
     ending: str
-    """The last line that says something, at most 100 characters of it."""
+    """The end of the last line that is not blank, at most 100 characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleGroup:
-    """Problems that went the same way: how many there are, out of how many, and the few shown."""
+    """Problems with the same change of verdict: the number found, the number compared, and the few shown."""
 
     title: str
     num_found: int
@@ -58,7 +58,7 @@ class ExampleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examples:
-    """All groups, and which of a model's answers were compared."""
+    """All groups, and which answers were compared: greedy ones or first samples."""
 
     decoding: Literal["sampled", "greedy"]
     groups: tuple[ExampleGroup, ...]
@@ -69,14 +69,15 @@ _Fate = Callable[[Sequence[Mark]], bool]
 
 
 def pick_examples(facts: Facts) -> Examples | None:
-    """Up to a few problems a fate, lowest seed first; None with fewer than two evaluated models.
+    """Return a few problems per change of verdict, lowest seed first; None with fewer than two evaluated models.
 
-    Greedy answers have no luck in them, so they are compared if all models gave some and training changed any verdict.
+    Greedy answers, which involve no chance, are compared if all models have some and the last training stage changed a
+    verdict; otherwise first samples are.
     """
     if len(facts.models) < 2:
         return None
     greedy = _compared(facts, "greedy")
-    if any(group.num_found for group in greedy.groups[:2]):
+    if any(group.num_found for group in greedy.groups[:2]):  # the groups fixed and broken
         return greedy
     sampled = _compared(facts, "sampled")
     return sampled if any(group.num_compared for group in sampled.groups) else greedy
@@ -85,6 +86,7 @@ def pick_examples(facts: Facts) -> Examples | None:
 def _compared(facts: Facts, decoding: Literal["sampled", "greedy"]) -> Examples:
     answers = [_first_answers(m, decoding) for m in facts.models]
     common = [key for key in answers[-1] if all(key in of_model for of_model in answers)]
+    # a seeded order of problems, the same in every report of this config
     common.sort(key=lambda key: seed_for(facts.config.seed, "report/examples", *key))
     groups = []
     for title, limit, is_fate in _fates([m.label for m in facts.models]):
@@ -95,7 +97,7 @@ def _compared(facts: Facts, decoding: Literal["sampled", "greedy"]) -> Examples:
 
 
 def _fates(labels: Sequence[str]) -> list[tuple[str, int, _Fate]]:
-    """What can happen to a problem between the last two models, changes first, and how many examples of it to show."""
+    """Return title, number of examples and predicate per change of verdict between the last two models."""
     before, after = model_name(labels[-2]), model_name(labels[-1])
     return [
         (f"Fixed: wrong after {before}, right after {after}", 3, lambda marks: marks[-2] == "wrong" and marks[-1] == "right"),
@@ -106,7 +108,7 @@ def _fates(labels: Sequence[str]) -> list[tuple[str, int, _Fate]]:
 
 
 def model_name(label: str) -> str:
-    """A model's label in words: `rl_code` is `RL (code)`."""
+    """Return a model's label in words: `RL (code)` for `rl_code`."""
     return {"base": "Base", "sft": "SFT", "rl": "RL", "rl_code": "RL (code)"}.get(label, label)
 
 
@@ -152,7 +154,7 @@ def _last_line(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Both ends of a text that is too long, the end being where the answer is."""
+    """Cut the middle of a text that is too long. Most of what is kept is the end, where the final answer is."""
     if len(text) <= MAX_CHARS:
         return text
     head, tail = MAX_CHARS // 4, MAX_CHARS * 3 // 4

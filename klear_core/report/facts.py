@@ -1,4 +1,4 @@
-"""What the report knows of a run, read from its artifact folders. Everything shown is computed from these records."""
+"""Records that the report reads from a run's artifact folders. Everything shown is computed from them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ModelFacts:
 
     label: str
     stage: str
-    """The evaluation's stage name."""
+    """Name of the evaluation stage."""
     scores: tuple[EvalReport, ...]
     samples: tuple[EvalSample, ...]
 
     def score(self, benchmark: str) -> EvalReport | None:
-        """The score on a benchmark, or None if this model was not asked."""
+        """Return the report on a benchmark; None if this model was not evaluated on it."""
         return next((s for s in self.scores if s.benchmark == benchmark), None)
 
 
@@ -34,7 +34,7 @@ class StageFacts:
 
     name: str
     folder: Path
-    """The artifact's."""
+    """Artifact folder."""
     manifest: Manifest
     was_reused: bool
     metrics: tuple[Series, ...]
@@ -47,12 +47,12 @@ class MissingStage:
     name: str
     trouble: str
     metrics: tuple[Series, ...]
-    """Of the attempt that failed, as far as it came."""
+    """Metrics that the failed attempt logged until it stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The whole run. Stages and models are in pipeline order."""
+    """All facts of a run. Stages and models are in pipeline order."""
 
     run: RunInfo
     config: PipelineConfig
@@ -65,7 +65,7 @@ class Facts:
 
     @property
     def benchmarks(self) -> tuple[str, ...]:
-        """Names in the order of the config, then any others as met."""
+        """Names of the scored benchmarks: those of the config in its order, then any others in the order found."""
         met = [s.benchmark for m in self.models for s in m.scores]
         configured = [b.name for b in self.config.benchmarks if b.name in met]
         return tuple(dict.fromkeys([*configured, *met]))

@@ -1,4 +1,4 @@
-"""What a report is made of. The caller names the folders and the run; everything else is read from the folders."""
+"""Inputs of a report. The caller names the run and its folders; everything else is read from the folders."""
 
 from __future__ import annotations
 
@@ -12,65 +12,65 @@ from klear_core.config.pipeline import PipelineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFolder:
-    """One planned stage of the run and the artifact folder it left, if it did."""
+    """One planned stage of the run and its artifact folder, if it has one."""
 
     name: str
-    """Unique in the run: `curate`, `sft`, `rl_code`, `evaluate_base`."""
+    """Stage name, unique in the run: `curate`, `sft`, `rl_code`, `evaluate_base`."""
     folder: Path | None
-    """The artifact folder (`manifest.json` inside); None if the stage has no artifact."""
+    """Artifact folder (holds `manifest.json`); None if the stage has no artifact."""
     was_reused: bool = False
-    """Taken from an earlier run with the same fingerprint."""
+    """Whether the artifact is from an earlier run with the same fingerprint."""
     trouble: str = ""
-    """Why there is no artifact, in the words of the error; empty if it was never started."""
+    """Error message if the stage failed; empty if it was never started."""
     workdir: Path | None = None
-    """Where a failed attempt was at work: its metrics are shown too."""
+    """Work folder of a failed attempt, whose metrics are shown too."""
     scores_model: str = ""
-    """Evaluations only: the model that was scored (`base`, `sft`, `rl`, `rl_code`)."""
+    """Label of the scored model (`base`, `sft`, `rl`, `rl_code`); empty if the stage is no evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedDifference:
-    """How much better `after` is than `before` on the same problems: a difference of fractions with its interval."""
+    """Difference of two models' scores on the same problems, `after` minus `before`, with its interval."""
 
     benchmark: str
     decoding: Literal["sampled", "greedy"]
-    """Which answers: all samples (avg@n), or the one greedy answer a problem."""
+    """Answers compared: all samples (avg@n), or the greedy answer per problem."""
     before: str
-    """A `scores_model` label."""
+    """`scores_model` label of the earlier model."""
     after: str
     value: float
-    """In -1..1; positive is better."""
+    """Difference in -1..1; positive if `after` is better."""
     low: float
     high: float
     confidence: float
-    """Of the interval, 0.95 for 95 %."""
+    """Confidence level of the interval, 0.95 for 95 %."""
     num_problems: int
-    """Problems that both have a score for; the interval counts these."""
+    """Number of problems scored for both models; the interval is over these."""
     is_same_decoding: bool
-    """Whether both were decoded alike; if not, the difference is not the training's alone."""
+    """Whether both models were decoded with the same settings; if not, these may explain part of the difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What identifies the run to a person."""
+    """Names, time and commit by which a person identifies the run."""
 
     name: str
     profile: str
-    """The profile's folder name: `laptop`."""
+    """Folder name of the profile: `laptop`."""
     started_at: str
-    """ISO 8601 with a time zone."""
+    """Start time, ISO 8601 with a time zone."""
     git_commit: str
-    """Empty if unknown."""
+    """Git commit of the code; empty if unknown."""
     links: Mapping[str, str] = field(default_factory=dict)
-    """Ids of the same run elsewhere by name, e.g. `Prefect flow run`, `MLflow run`."""
+    """Ids of the run in other systems, by system: `Prefect flow run`, `MLflow run`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportInputs:
-    """A whole run. `stages` are in pipeline order and include the planned ones that never finished."""
+    """Inputs for one run. `stages` are in pipeline order and include planned stages that never finished."""
 
     run: RunInfo
     config: PipelineConfig
     stages: tuple[StageFolder, ...]
     differences: tuple[PairedDifference, ...] = ()
-    """Between consecutive evaluated models, and from the first to the last; one an entry of pair, benchmark and decoding."""
+    """Differences between consecutive evaluated models and from first to last, per benchmark and decoding."""

@@ -1,4 +1,4 @@
-"""Ledgers as shares that add up to exactly 100 %."""
+"""Turn ledgers into shares whose printed values add up to exactly 100 %."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from klear_core.report.text import NBSP, NONE, shares
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What went on (no reason) or one reason for dropping: its count, its exact and its printed share of what came in."""
+    """Items kept (empty reason) or dropped for one reason: count, exact share and printed share of the input."""
 
     reason: str
     count: int
     fraction: float
     share: str
     tone: str
-    """Colour class: `kept`, `drop1` for the commonest reason, to `drop5`."""
+    """CSS class: `kept`, or `drop1` (commonest reason) to `drop5` (all from the fifth on)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """Things counted on the way that were not dropped."""
+    """Items that were counted under a reason but not dropped for it."""
 
     reason: str
     count: int
@@ -32,7 +32,7 @@ class Noted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerRow:
-    """One ledger step; `parts` are the kept ones first, then drops from most to least."""
+    """One ledger step; `parts` are first the kept items, then drops by falling count."""
 
     step: str
     unit: str
@@ -44,14 +44,14 @@ class LedgerRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLedger:
-    """All steps of a stage."""
+    """All ledger steps of a stage."""
 
     stage: str
     rows: tuple[LedgerRow, ...]
 
 
 def stage_ledgers(stages: tuple[StageFacts, ...]) -> list[StageLedger]:
-    """Stages that keep a ledger, in pipeline order."""
+    """Return the ledgers of the stages that have one, in pipeline order."""
     return [StageLedger(stage=s.name, rows=tuple(_row(step) for step in s.manifest.ledger)) for s in stages if s.manifest.ledger]
 
 

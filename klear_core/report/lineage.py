@@ -1,4 +1,4 @@
-"""The graph of artifacts: who was made from whom, laid out in columns by distance from the sources."""
+"""Lay out the graph of artifacts and their inputs, in columns by distance from the sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARGIN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One artifact, at its top left corner."""
+    """One artifact; `x` and `y` are its top left corner."""
 
     name: str
     fingerprint: str
@@ -37,7 +37,7 @@ class Graph:
 
 
 def lineage_graph(stages: Sequence[StageFacts]) -> Graph:
-    """Inputs left of what was made from them; an input that no stage of this run made (a file) is a source."""
+    """Return the graph with inputs to the left of their outputs. An input that no stage of the run made is a source."""
     made = {s.manifest.fingerprint: s for s in stages}
     parents: dict[str, tuple[str, ...]] = {f: tuple(dict.fromkeys(i.fingerprint for i in s.manifest.inputs)) for f, s in made.items()}
     sources = {i.fingerprint: i.role for s in stages for i in s.manifest.inputs if i.fingerprint not in made}
@@ -60,7 +60,7 @@ def lineage_graph(stages: Sequence[StageFacts]) -> Graph:
 
 
 def _columns(parents: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """The length of the longest way from a source. Content addresses cannot form a cycle."""
+    """Return each artifact's column: the length of the longest path from a source. Fingerprints cannot form a cycle."""
     columns: dict[str, int] = {}
 
     def column_of(fingerprint: str) -> int:
@@ -74,16 +74,20 @@ def _columns(parents: Mapping[str, Sequence[str]]) -> dict[str, int]:
 
 
 class _Grid:
-    """Where everything stands. What is used beyond the next column has a lane through those between, so that no edge hides behind a box."""
+    """Positions of all boxes and lanes.
+
+    An artifact used beyond the next column gets a lane through the columns between, so that no edge hides behind a box.
+    """
 
     def __init__(self, parents: Mapping[str, Sequence[str]], columns: Mapping[str, int]) -> None:
         self.columns = columns
         self.num_columns = max(columns.values(), default=-1) + 1
-        last_use = dict(columns)
+        last_use = dict(columns)  # the column of the last artifact made from this one
         for child, its_parents in parents.items():
             for parent in its_parents:
                 last_use[parent] = max(last_use[parent], columns[child])
         stacks: list[list[str]] = []
+        # from left to right: the order in a column depends on the one before it
         for column in range(self.num_columns):
             here = [f for f in parents if columns[f] == column or columns[f] < column < last_use[f]]
             stacks.append(sorted(here, key=lambda f: self._pull(f, column, parents, stacks)))
@@ -91,17 +95,18 @@ class _Grid:
         self.height = max(heights, default=0)
         self.middle: dict[tuple[str, int], float] = {}
         for column, stack in enumerate(stacks):
+            # centre the column vertically
             y = MARGIN + (self.height - heights[column]) / 2
             for f in stack:
                 self.middle[f, column] = y + self._size(f, column) / 2
                 y += self._size(f, column) + GAP_Y
 
     def x(self, column: int) -> float:
-        """The left edge of a column."""
+        """Return the left edge of a column."""
         return MARGIN + column * (NODE_WIDTH + GAP_X)
 
     def edge(self, parent: str, child: str) -> str:
-        """From the parent's right side, along its lane, to the child's left side."""
+        """Return SVG path data from the parent's right side, along its lane, to the child's left side."""
         column, y = self.columns[parent], self.middle[parent, self.columns[parent]]
         path = [f"M{self.x(column) + NODE_WIDTH:g} {y:g}"]
         for step in range(column + 1, self.columns[child] + 1):
@@ -118,7 +123,7 @@ class _Grid:
         return NODE_HEIGHT if self.columns[fingerprint] == column else LANE_HEIGHT
 
     def _pull(self, fingerprint: str, column: int, parents: Mapping[str, Sequence[str]], stacks: Sequence[Sequence[str]]) -> float:
-        """The mean place, in the column before, of what leads here: sorting by it keeps edges from crossing."""
+        """Return the mean position of its edges' start in the column before; sorting by it avoids most crossings."""
         if column == 0:
             return 0.0
         before = stacks[column - 1]

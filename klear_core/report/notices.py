@@ -1,4 +1,4 @@
-"""What a reader must know before believing a number: failures, weak spots and oddities of the run."""
+"""Collect failures and warnings that a reader must know before trusting the run's numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from klear_core.report.facts import Facts, MissingStage, StageFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """One line for the top of the page; a failure takes a result away, a warning weakens it."""
+    """One line at the top of the page. A failure means a missing result, a warning a less reliable one."""
 
     level: Literal["failure", "warning"]
     where: str
@@ -19,12 +19,12 @@ class Notice:
 
 
 def notices(facts: Facts) -> list[Notice]:
-    """Failures first, then warnings, each in pipeline order."""
+    """Return failures first, then warnings, each in pipeline order."""
     return [*_missing(facts), *_stage_notes(facts), *_lacking(facts), *_code_state(facts), *_unscored(facts)]
 
 
 def _missing(facts: Facts) -> list[Notice]:
-    """A stage with an error failed; those without were not reached."""
+    """Report missing stages: those with an error failed, the others were not reached."""
     found = [Notice(level="failure", where=m.name, text=f"This stage failed: {m.trouble}") for m in facts.missing if m.trouble]
     not_run = ", ".join(m.name for m in facts.missing if not m.trouble)
     if not_run:
@@ -37,7 +37,7 @@ def _stage_notes(facts: Facts) -> list[Notice]:
 
 
 def _lacking(facts: Facts) -> list[Notice]:
-    """Steps without a number in metrics that have one elsewhere: files of earlier versions have null where an update was skipped."""
+    """Warn of steps where a metric is null: files of earlier versions have null where an update was skipped."""
     found = []
     stages: tuple[StageFacts | MissingStage, ...] = (*facts.stages, *facts.missing)
     for stage in stages:
@@ -67,7 +67,7 @@ def _code_state(facts: Facts) -> list[Notice]:
 
 
 def _unscored(facts: Facts) -> list[Notice]:
-    """Problems that no sample of could be judged are missing from a mean."""
+    """Warn of problems that are missing from a mean because none of their samples could be judged."""
     return [
         Notice(
             level="warning",

@@ -1,4 +1,4 @@
-"""What a run leaves to use: its last trained model, and a question to try it with."""
+"""Find the last trained model of a run, and a question to try it with."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from klear_core.report.examples import model_name, pick_examples
 from klear_core.report.facts import Facts
 
 _TRAINED = ("rl_code", "rl", "sft")
-"""Stages whose model is worth asking, the last first."""
+"""Stages that train a model, last first."""
 _MAX_QUESTION_CHARS = 60
-"""Longer questions do not fit on a command line that a person reads."""
+"""Longer questions do not fit on a readable command line."""
 _NO_QUESTION = "your question"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """The model that a run ends with."""
+    """The last trained model of a run."""
 
     stage: str
     fingerprint: str
     root: Path
-    """The workspace, as seen from where the run was started; so is `folder`."""
+    """Workspace folder as the config names it: if relative, then to where the run was started. `folder` likewise."""
     folder: Path
-    """In Hugging Face's format."""
+    """Model folder in Hugging Face format."""
     question: str
-    """A short held-out problem, one that the last step of training fixed if there is one; else `your question`."""
+    """A short held-out problem, if possible one that the last training stage fixed; else `your question`."""
 
     @property
     def name(self) -> str:
-        """The model's name in words: `RL (code)`."""
+        """Model name in words: `RL (code)`."""
         return model_name(self.stage)
 
     def command(self, which: str) -> str:
-        """The command that asks it, given how it is called in its workspace."""
+        """Return the shell command that asks the model the question; `which` names the model in its workspace."""
         where = "" if self.root == Path("runs") else f" --root {shlex.quote(str(self.root))}"
         return f"klear chat {which} {shlex.quote(self.question)}{where}"
 
@@ -58,7 +58,7 @@ def product_of(facts: Facts) -> Product | None:
 
 
 def _question(facts: Facts) -> str:
-    """The shortest of the first group of the report's examples that has one which fits."""
+    """Return the shortest question of the first example group that has one which fits."""
     shown = pick_examples(facts)
     for group in shown.groups if shown else ():
         fitting = [e.question for e in group.examples if len(e.question) <= _MAX_QUESTION_CHARS and e.question.isprintable()]

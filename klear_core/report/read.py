@@ -1,4 +1,4 @@
-"""From artifact folders to the facts of a run."""
+"""Read the facts of a run from its artifact folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLES_FOLDER = "samples"
 
 
 def read_facts(inputs: ReportInputs) -> Facts:
-    """Open every stage's folder. ArtifactError names the file that is missing or cannot be read."""
+    """Read every stage's folder. Raise ArtifactError with the file that is missing or cannot be read."""
     done = [(s, s.folder) for s in inputs.stages if s.folder is not None]
     return Facts(
         run=inputs.run,
@@ -47,7 +47,7 @@ def _missing(stage: StageFolder) -> MissingStage:
 
 
 def _series(path: Path) -> tuple[Series, ...]:
-    """The metrics file turned from rows to columns, metrics in the order in which they first appear."""
+    """Read a metrics file and turn its rows into one series per metric, in order of first appearance."""
     columns: dict[str, dict[int, float | None]] = {}
     for row in read_metrics(path):
         step = row.pop("step")
@@ -58,6 +58,6 @@ def _series(path: Path) -> tuple[Series, ...]:
 
 
 def _model(stage: StageFolder, folder: Path) -> ModelFacts:
-    """Only first samples and greedy answers are kept: no other text is shown, and long answers fill memory."""
+    """Read a model's scores, first samples and greedy answers: no others are shown, and long ones fill memory."""
     samples = (s for s in read_shards(folder / SAMPLES_FOLDER, EvalSample) if s.sample_idx == 0)
     return ModelFacts(label=stage.scores_model, stage=stage.name, scores=read_reports(folder), samples=tuple(samples))

@@ -1,4 +1,4 @@
-"""The path from base to final score, benchmark by benchmark, as the page and the terminal show it."""
+"""Prepare the scores from base to final model, by benchmark, for the page and the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from klear_core.scores import DecodingProfile, EvalReport, Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
-    """A score as text, and as percentages for drawing."""
+    """A score as text, and in percent for drawing."""
 
     value: str
     interval: str
@@ -27,7 +27,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """One model on one benchmark."""
+    """One model's scores on one benchmark."""
 
     label: str
     model: str
@@ -43,51 +43,51 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """The models' avg@n on one difficulty level, or on one whole benchmark; None where nothing was scored."""
+    """The models' avg@n on one difficulty level or on all of a benchmark."""
 
     label: str
     num_problems: int
     means: tuple[tuple[str, Mean | None], ...]
-    """By model label."""
+    """Pairs of model label and score; None if nothing was scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """A line from the first to the last of some round numbers."""
+    """An axis from the first to the last of its marks, which are round numbers."""
 
     marks: tuple[float, ...]
 
     def place(self, value: float) -> float:
-        """Where a value is, in percent of the axis."""
+        """Return a value's position in percent of the axis length."""
         return round(100 * (value - self.marks[0]) / (self.marks[-1] - self.marks[0]), 2)
 
     @property
     def labels(self) -> tuple[tuple[float, str], ...]:
-        """Each mark's place and its signed number."""
+        """Position and signed number of each mark."""
         return tuple((self.place(m), f"{m:+g}".replace("-", MINUS) if m else "0") for m in self.marks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferenceRow:
-    """A paired difference as text, and as places for drawing."""
+    """A paired difference as text, and as positions for drawing."""
 
     before: str
     after: str
     score: str
-    """`avg@4` or `greedy`."""
+    """Name of the score: `avg@4` or `greedy`."""
     value: str
     interval: str
     standing: Standing
     num_problems: int
     at: float
-    """Places on `BenchmarkView.difference_axis`, in percent of its length."""
+    """Position on `BenchmarkView.difference_axis` in percent of its length; `low` and `high` likewise."""
     low: float
     high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkView:
-    """All there is to say of one benchmark."""
+    """All scores and differences on one benchmark."""
 
     name: str
     num_problems: int
@@ -95,7 +95,7 @@ class BenchmarkView:
     k: int
     confidence: str
     decoding: tuple[str, ...]
-    """One profile, or several if the models were decoded differently and their scores do not compare."""
+    """Decoding profiles: one, or several if the models were decoded differently and their scores are not comparable."""
     rows: tuple[ModelRow, ...]
     difficulties: tuple[SideBySide, ...]
     differences: tuple[DifferenceRow, ...]
@@ -103,23 +103,23 @@ class BenchmarkView:
 
     @property
     def models(self) -> tuple[tuple[str, str], ...]:
-        """Label and name of every model."""
+        """Label and name of each model."""
         return tuple((row.label, row.model) for row in self.rows)
 
     def step_to(self, model: str) -> DifferenceRow | None:
-        """The change that the ladder shows beside a model: from the one evaluated before it."""
+        """Return the change of avg@n to this model from the one evaluated before it, if there is one."""
         names = [row.model for row in self.rows]
         before = names[names.index(model) - 1] if names.index(model) else ""
         return next((d for d in self.differences if (d.before, d.after) == (before, model) and d.score != "greedy"), None)
 
 
 def benchmark_views(facts: Facts) -> list[BenchmarkView]:
-    """One view a benchmark, in config order."""
+    """Return one view per benchmark, in config order."""
     return [_view(facts, name) for name in facts.benchmarks]
 
 
 def overview(facts: Facts) -> list[SideBySide]:
-    """All benchmarks at a glance; empty where there is only one."""
+    """Return all models' avg@n per benchmark; empty if there is only one benchmark."""
     if len(facts.benchmarks) < 2:
         return []
     return [_across(facts, name) for name in facts.benchmarks]
@@ -197,7 +197,7 @@ def _difficulties(scored: list[tuple[ModelFacts, EvalReport]]) -> tuple[SideBySi
 
 
 def _axis_of(differences: list[PairedDifference]) -> Axis:
-    """Zero and every interval, in points."""
+    """Return an axis in percentage points that covers zero and every interval."""
     bounds = [0.0, *(100 * b for d in differences for b in (d.low, d.high))]
     return Axis(marks=tuple(nice_ticks(min(bounds), max(bounds))))
 
@@ -218,7 +218,7 @@ def _difference(d: PairedDifference, axis: Axis, *, num_samples: int) -> Differe
 
 
 def decoding_text(profile: DecodingProfile) -> str:
-    """`temperature 0.6, top-p 0.95, top-k off, repetition penalty off, up to 32,768 new tokens; torch float32; seeds …`."""
+    """Describe a profile: `temperature 0.6, top-p 0.95, …, up to 32,768 new tokens; torch engine in float32; …`."""
     s = profile.sampling
     parts = [
         f"temperature {s.temperature:g}",

@@ -1,4 +1,4 @@
-"""The final table for the terminal, from the same facts as the page."""
+"""Build the final table for the terminal, from the same facts as the page."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _STYLES = {"better": "green", "worse": "red", "not_shown": "yellow", "incomplete
 
 
 def score_table(facts: Facts, *, with_claims: bool = True) -> RenderableType:
-    """Return scores with intervals, the change from model to model, what may be claimed, and what went wrong.
+    """Return scores with intervals, the change from model to model, the claims, and the failures and warnings.
 
-    `with_claims=False` is for a part of a run: claims are about all its models.
+    Pass `with_claims=False` for a part of a run: claims are about all its models.
     """
     parts: list[RenderableType] = []
     for bench in benchmark_views(facts):
@@ -42,7 +42,7 @@ def _table(bench: BenchmarkView) -> Table:
 
 
 def _unscored(bench: BenchmarkView) -> list[Text]:
-    """A line rather than a column: it is rare, and 80 characters are few."""
+    """Return a line per model with unscored answers; no column, because they are rare and a line has 80 characters."""
     return [
         Text(f"{row.model}: answers not judged, and in no score: {row.unscored}", style="yellow") for row in bench.rows if row.has_unscored
     ]

@@ -1,4 +1,4 @@
-"""Numbers and model output as text that a person can read and a browser cannot misread."""
+"""Format numbers for people, and spell out hidden characters of model output."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Sequence
 
 NBSP = "\u00a0"
 NONE = "\u2013"
-"""Shown where there is nothing to show."""
+"""En dash in place of a missing value."""
 MINUS = "\u2212"
-_HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn"})  # also the bidirectional overrides, which reorder what one reads
+_HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn"})  # Cf has the bidirectional overrides, which reorder text
 
 
 def percent(fraction: float, decimals: int = 1) -> str:
-    """0.671 as `67.1 %`."""
+    """Format a fraction in percent: 0.671 as `67.1 %`."""
     return f"{_signless_zero(fraction * 100, decimals)}{NBSP}%".replace("-", MINUS)
 
 
 def points(difference: float) -> str:
-    """A difference of fractions in percentage points, always signed: 0.307 as `+30.7`."""
+    """Format a difference of fractions in percentage points, always signed: 0.307 as `+30.7`."""
     value = _signless_zero(difference * 100, 1)
     return value.replace("-", MINUS) if value.startswith("-") else f"+{value}"
 
 
 def number(value: float) -> str:
-    """Counts in full with separators; other numbers with four significant digits."""
+    """Format counts in full with separators, other numbers with four significant digits."""
     if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
         return f"{int(value):,}".replace("-", MINUS)
     if not math.isfinite(value):
@@ -37,7 +37,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`0.4 s`, `48 s`, `2 min 05 s`, `3 h 12 min`."""
+    """Format seconds: `0.4 s`, `48 s`, `2 min 05 s`, `3 h 12 min`."""
     if seconds < 59.5:
         return f"{seconds:.1f}{NBSP}s" if seconds < 9.95 else f"{seconds:.0f}{NBSP}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -47,9 +47,9 @@ def duration(seconds: float) -> str:
 
 
 def shares(counts: Sequence[int]) -> list[str]:
-    """Counts as percentages of their sum, rounded so that the printed ones add up to exactly 100 (largest remainder).
+    """Format counts in percent of their sum, rounded so that they add up to exactly 100 (largest remainder method).
 
-    As many decimals (one to four) as it takes for no count above zero to be printed as zero.
+    Uses one to four decimals, as many as needed so that no count above zero is printed as zero.
     """
     total = sum(counts)
     if total == 0:
@@ -62,7 +62,7 @@ def shares(counts: Sequence[int]) -> list[str]:
 
 
 def _apportioned(counts: Sequence[int], total: int, units: int) -> list[int]:
-    """`units` dealt out in proportion to the counts: whole shares first, the rest to the largest remainders."""
+    """Distribute `units` in proportion to the counts: integer parts first, the rest to the largest remainders."""
     parts = [count * units // total for count in counts]
     by_remainder = sorted(range(len(counts)), key=lambda i: (-(counts[i] * units % total), i))
     for i in by_remainder[: units - sum(parts)]:
@@ -71,7 +71,7 @@ def _apportioned(counts: Sequence[int], total: int, units: int) -> list[int]:
 
 
 def visible(text: str) -> str:
-    """Model output with control characters spelled out (`\\u202e`), so that none can hide or reorder what was said."""
+    """Spell out control characters in model output (`\\u202e`), so that none can hide or reorder text."""
     return "".join(_spelled(c) if unicodedata.category(c) in _HIDDEN_CATEGORIES and c not in "\n\t" else c for c in text)
 
 
@@ -81,6 +81,6 @@ def _spelled(char: str) -> str:
 
 
 def _signless_zero(value: float, decimals: int) -> str:
-    """Fixed decimals without a `-0.0`."""
+    """Format with fixed decimals, and zero without a minus sign."""
     text = f"{value:.{decimals}f}"
     return text.removeprefix("-") if float(text) == 0 else text
