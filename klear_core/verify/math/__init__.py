@@ -1,1 +1,1 @@
-"""Judges math answers."""
+"""Judge math answers by text rules and by algebra."""

@@ -1,4 +1,4 @@
-"""References that are an option's letter: an answer counts only if it names exactly one."""
+"""Judge answers whose reference is the letter of an option: an answer counts only if it names exactly one option."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMMAND = re.compile(r"\\[a-zA-Z]+")
 
 
 def choice_verdict(gold: str, answer: str) -> bool | None:
-    """Whether the answer names the reference's option; None if the reference is no option's letter."""
+    """Return whether the answer names the reference's option; None if the reference is not the letter of an option."""
     letter = _unwrap(gold).strip("() .,[]")
     if _WITH_TEXT.match(_unwrap(gold)):
         chosen = _chosen(_unwrap(answer))
@@ -32,14 +32,15 @@ def choice_verdict(gold: str, answer: str) -> bool | None:
 
 
 def _chosen(text: str) -> str | None:
-    """The one option that a text names; None for none, several, or prose in place of one."""
+    """Return the one option that a text names; None if it names none or several, or is prose instead."""
     if len(text) == 1:
-        return text  # as it stands: a bare `e` or `i` is a number, not an option
+        return text  # not in upper case: a bare `e` or `i` is a number, not an option
     lead = _LEAD.match(text)
     text = _CONFIRMED.sub("", text[lead.end() :] if lead is not None else text)
     match = _LETTER.match(text)
     if match is None or (match["open"] and not match["close"]):
         return None
+    # Lower case names an option only with a mark or a lead: `(b)`, `b.`, `the answer is b`.
     letter = match["letter"].upper() if match["close"] or match["mark"] or lead else match["letter"]
     rest = text[match.end() :].strip(" .,")
     if not rest:
@@ -47,6 +48,7 @@ def _chosen(text: str) -> str | None:
     is_marked = match["close"] is not None or match["mark"] is not None
     rest_letters = re.sub(r"[^A-Za-z]", "", _COMMAND.sub("", rest))
     if not is_marked:
+        # Only the option's value may follow a bare letter: `B = 5`, `B 5`.
         is_value = rest_letters == "" and (rest[0] == "=" or rest[0].isalnum() or rest[0] in "$\\(,")
         return letter if is_value else None
     if _JOINING.match(rest) or _JUDGING.search(rest) or _OTHER_LETTER.search(_COMMAND.sub("", rest)):

@@ -1,6 +1,7 @@
-"""The one caller of math-verify. Runs in the main thread of a worker process, under a limit of CPU time.
+"""Compare answers with references by algebra. No other module calls math-verify.
 
-math-verify's own time limits turn into a silent "wrong"; they are switched off and replaced by ours, which is an outcome.
+This runs in the main thread of a worker process, under a limit of CPU time. math-verify turns its own time limits into
+a silent "wrong", so they are switched off; our limit yields an outcome of its own, `timed_out`.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="equal")
 WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="different")
 UNREADABLE = Verdict(outcome=Outcome.SCORED, score=0.0, detail="the answer cannot be read as math")
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off: ours are on
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off; ours replace them
 
 
-# Known units are gone before: what math-verify would drop as one is a variable, `n+2m` is not n+2.
+# Known units were removed before. What math-verify would drop as a unit is a variable: `n+2m` is not `n+2`.
 _WITHOUT_UNITS = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False)
 _BOXED_EXTRACTION = (LatexExtractionConfig(normalization_config=_WITHOUT_UNITS), ExprExtractionConfig())
-_BACKSTOP_CPU_S = 2  # a comparison that its own alarm cannot stop, inside one long operation of C, is killed this much later
+# CPU seconds after which a comparison is killed that its alarm could not stop, because it was inside one long C call.
+_BACKSTOP_CPU_S = 2
 
 
 class CpuLimitError(BaseException):
-    """Raised where the CPU time is spent; no Exception, so that `except Exception` in sympy lets it pass."""
+    """Raised when the CPU time is used up. It is not an Exception, so `except Exception` in sympy lets it pass."""
 
 
 def compare(task: MathTask) -> Verdict:
-    """The verdict on one answer; `timed_out` when it needs more time or memory than the settings allow."""
+    """Return the verdict on one answer; `timed_out` if it needs more time or memory than the settings allow."""
     try:
         with cpu_limit(task.cfg.cpu_s):
             return _compare(task)
@@ -80,14 +82,15 @@ def _parse_prose(text: str) -> tuple[object, ...]:
 
 
 def _are_equal(gold: tuple[object, ...], answer: tuple[object, ...], digits: int) -> bool:
-    """Numbers exactly or by significant digits, sets as sets; everything else by math-verify."""
+    """Compare numbers exactly or by significant digits, sets also as sets, and everything else by math-verify."""
     if _is_number(gold[0]) and _is_number(answer[0]):
         is_exact = not _has(sympy.Float, gold[0], answer[0])
         exact_gold, exact_answer = _exactly(gold[0]), _exactly(answer[0])
         if not is_exact:
             return _decimals_agree(exact_gold, exact_answer, digits)
+        # An unevaluated expression is a percentage from prose, which math-verify accepts in both readings.
         if exact_gold.is_Rational and exact_answer.is_Rational and not _has(sympy.UnevaluatedExpr, gold[0], answer[0]):
-            return bool(exact_gold == exact_answer)  # unevaluated is the percent of prose, which math-verify takes both ways
+            return bool(exact_gold == exact_answer)
     if verify(list(gold), list(answer), float_rounding=digits, timeout_seconds=None):
         return True
     return isinstance(gold[0], sympy.Set) and isinstance(answer[0], sympy.Set) and _same_set(gold[0], answer[0])
@@ -102,12 +105,13 @@ def _has(kind: type, *values: object) -> bool:
 
 
 def _exactly(value: object) -> sympy.Expr:
-    """The number with each decimal as the fraction that was written: a float keeps 15 digits of a longer one."""
+    """Return the number with each decimal as the fraction that was written; a float keeps 15 digits of a longer one."""
     exact = value.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e)))  # type: ignore[attr-defined]
     return exact.doit()
 
 
 def _decimals_agree(gold: sympy.Expr, answer: sympy.Expr, digits: int) -> bool:
+    # An integer equals only itself. Only against an irrational number is it compared numerically, to 25 digits.
     if gold.is_Integer or answer.is_Integer:
         return bool(gold == answer) or (not (gold.is_Rational and answer.is_Rational) and _close(gold, answer, 25))
     return _close(gold, answer, digits)
@@ -117,12 +121,13 @@ def _close(gold: sympy.Expr, answer: sympy.Expr, digits: int) -> bool:
     gold_value, answer_value = sympy.N(gold, 50), sympy.N(answer, 50)
     if not (gold_value.is_finite and answer_value.is_finite):
         return False
+    # The tolerance is relative. The factor above 1 keeps a difference that equals the limit within it.
     tolerance = sympy.Float(10, 50) ** -digits * (1 + sympy.Float("1e-9", 50))
     return bool(abs(gold_value - answer_value) <= tolerance * max(abs(gold_value), abs(answer_value)))
 
 
 def _same_set(gold: sympy.Set, answer: sympy.Set) -> bool:
-    """Sets of numbers, simplified: the reals without 4 are two intervals."""
+    """Return whether two sets of numbers are equal once simplified: the reals without 4 are two intervals."""
     if gold.free_symbols or answer.free_symbols:
         return False
     return bool(sympy.simplify(gold.doit()) == sympy.simplify(answer.doit()))
@@ -130,9 +135,9 @@ def _same_set(gold: sympy.Set, answer: sympy.Set) -> bool:
 
 @contextmanager
 def cpu_limit(cpu_s: float) -> Iterator[None]:
-    """Raise CpuLimitError in the body after so much CPU time of this process; time without a core does not count.
+    """Raise CpuLimitError in the body after `cpu_s` of this process's CPU time; time without a core does not count.
 
-    Main thread only. A body that stays inside one operation of C until `_BACKSTOP_CPU_S` later is killed with its process, by SIGXCPU.
+    Main thread only. If the body stays inside one C call for `_BACKSTOP_CPU_S` more, SIGXCPU kills the process.
     """
     is_armed = True
 
@@ -141,7 +146,7 @@ def cpu_limit(cpu_s: float) -> Iterator[None]:
             raise CpuLimitError
 
     signal.signal(signal.SIGPROF, on_alarm)
-    signal.setitimer(signal.ITIMER_PROF, cpu_s, 0.2)  # again and again: a bare `except` may swallow one
+    signal.setitimer(signal.ITIMER_PROF, cpu_s, 0.2)  # repeated, because a bare `except` may swallow one
     soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + cpu_s) + _BACKSTOP_CPU_S, hard))
     try:

@@ -1,4 +1,7 @@
-"""Plain numbers by their text alone: thousands, mixed numbers, words, bases, exact values. Linear in the text, no sympy."""
+"""Read plain numbers by their text alone: thousands separators, mixed numbers, words, bases, exact values.
+
+Linear in the length of the text; imports no sympy.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +52,14 @@ SCALES = {"hundred": 100, "dozen": 12, "thousand": 1000, "million": 10**6, "bill
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """A plain number: an exact value, and whether its text claims to be rounded (0.333, 1.6e-19) or not (3, 1/3, 73.0)."""
+    """A plain number: its exact value, and whether its text implies rounding (0.333, 1.6e-19) or not (3, 1/3, 73.0)."""
 
     value: Fraction
     is_rounded: bool
 
 
 def join_thousands(text: str, *, in_lists: bool = True) -> str:
-    """1,000 and 1\\,000 are one number. A plain comma between brackets separates: (12,102) is a pair.
+    """Join groups of digits: 1,000 and 1\\,000 are one number. A plain comma in brackets separates: (12,102) is a pair.
 
     With `in_lists` False every comma that is not `{,}` or `,\\!` separates.
     """
@@ -78,7 +81,7 @@ def join_thousands(text: str, *, in_lists: bool = True) -> str:
 
 
 def read_mixed_numbers(text: str) -> str:
-    """`1 1/2` and `1\\frac12` become `\\frac{3}{2}`; a whole number and an improper fraction stay what they were."""
+    """Rewrite `1 1/2` and `1\\frac12` as `\\frac{3}{2}`; an integer before an improper fraction stays as it is."""
 
     def convert(match: re.Match[str]) -> str:
         numerator = int(match["n1"] or match["n2"] or match["n3"])
@@ -92,7 +95,7 @@ def read_mixed_numbers(text: str) -> str:
 
 
 def brace_short_fractions(text: str) -> str:
-    """`\\frac 1 3` and `\\frac13` become `\\frac{1}{3}`."""
+    """Rewrite `\\frac 1 3` and `\\frac13` as `\\frac{1}{3}`."""
 
     def brace(match: re.Match[str]) -> str:
         if match[2] is not None:
@@ -103,12 +106,12 @@ def brace_short_fractions(text: str) -> str:
 
 
 def has_split_digits(text: str) -> bool:
-    """Whether a blank stands between two digits: `1 3` is no number, least of all 13."""
+    """Return whether a blank separates two digits: `1 3` is not a number, least of all 13."""
     return _BLANK_BETWEEN_DIGITS.search(text) is not None
 
 
 def plain_number(text: str) -> Number | None:
-    """The exact value of an integer, decimal, fraction or number in scientific notation; None for anything else."""
+    """Return the exact value of an integer, decimal, fraction or number in scientific notation, else None."""
     power_of_ten = _POWER_OF_TEN.fullmatch(text)
     if power_of_ten is not None:
         value = Fraction(10) ** int(power_of_ten[2])
@@ -136,12 +139,13 @@ def _ratio(numerator: Fraction, denominator: int) -> Fraction | None:
 
 
 def numbers_agree(gold: Number, answer: Number, digits: int) -> bool:
-    """Exactly where neither is rounded or one is an integer, else to so many significant digits."""
+    """Compare exactly if neither number is rounded or one is an integer, else to `digits` significant digits."""
     if gold.value == answer.value:
         return True
     is_exact = not (gold.is_rounded or answer.is_rounded) or _is_written_integer(gold) or _is_written_integer(answer)
     if is_exact:
         return False
+    # The tolerance is relative. The factor 1 + 1e-9 is the same as in math/compare.py.
     tolerance = Fraction(10**9 + 1, 10**9) / 10**digits
     return bool(abs(gold.value - answer.value) <= tolerance * max(abs(gold.value), abs(answer.value)))
 
@@ -151,7 +155,7 @@ def _is_written_integer(number: Number) -> bool:
 
 
 def as_text(value: Fraction) -> str:
-    """A number as LaTeX that reads back to the same value."""
+    """Return a number as LaTeX that reads back to the same value."""
     if value.denominator == 1:
         return str(value.numerator)
     sign = "-" if value < 0 else ""
@@ -159,7 +163,7 @@ def as_text(value: Fraction) -> str:
 
 
 def based_number(text: str) -> tuple[str, int] | None:
-    """The digits and the base of `25_6` or `(1A)_{16}`; base ten for an integer without one; None for anything else."""
+    """Return the digits and base of `25_6` or `(1A)_{16}`, base ten for an integer without one, else None."""
     if re.fullmatch(r"[+-]?\d{1,1000}", text, re.ASCII):
         return _digits(text), 10
     match = _BASED.fullmatch(text)
@@ -170,12 +174,12 @@ def based_number(text: str) -> tuple[str, int] | None:
 
 
 def names_a_base(text: str) -> bool:
-    """Whether a number carries its base as a subscript."""
+    """Return whether the text is a number with its base as a subscript."""
     return "_" in text and based_number(text) is not None
 
 
 def is_numeric(text: str) -> bool:
-    """Whether a text has no letters but those of commands that make numbers (`\\frac`, `\\pi`)."""
+    """Return whether the text has no letters except in commands that make up numbers (`\\frac`, `\\pi`)."""
     return _LETTERS.search(_NUMERIC_COMMANDS.sub("", text)) is None
 
 
@@ -185,7 +189,10 @@ def _digits(text: str) -> str:
 
 
 def spoken_number(text: str) -> Fraction | None:
-    """The value of `twenty-one`, `two thirds`, `three and a half` or `five hundred thousand`; None if a word does not fit."""
+    """Return the value of `twenty-one`, `two thirds`, `three and a half` or `five hundred thousand`.
+
+    Returns None if a word does not fit.
+    """
     words = re.findall(r"[a-z]+", text.lower())
     if not words or len(words) > 20 or re.fullmatch(r"[A-Za-z \-]+", text) is None:
         return None
@@ -206,7 +213,7 @@ def spoken_number(text: str) -> Fraction | None:
 
 def _spoken_integer(words: list[str]) -> Fraction | None:
     total = current = 0
-    last_small = 0  # what the last small word added: `twenty one` fits, `one twenty` and `two three` do not
+    last_small = 0  # value of the last small word: `twenty one` fits, `one twenty` and `two three` do not
     if not words or words[0] == "and":
         return None
     for i, word in enumerate(words):

@@ -1,4 +1,4 @@
-"""Finds the sentence in which a text without a box states its answer. A number that is merely mentioned is no answer."""
+"""Find the sentence in which a text without a box states its answer. A number that is only mentioned is no answer."""
 
 from __future__ import annotations
 
@@ -65,13 +65,16 @@ def _states(sentence: str) -> bool:
 
 
 def _is_whole(sentence: str) -> bool:
-    """A conclusion wants its full stop; a sentence that names the answer may end with it, but not in the middle of a phrase."""
+    """Return whether a sentence is complete.
+
+    A conclusion needs its full stop. A sentence that names the answer may end without one, but not mid-phrase.
+    """
     if _CUT_OFF.search(sentence):
         return False
     return bool(_FINISHED.search(sentence) or _NAMED.search(sentence))
 
 
 def _is_bare(text: str) -> bool:
-    """Whether the text is nothing but an expression or a word: `73`, `$x=\\frac12$`, `Yes.`"""
+    """Return whether the text is only an expression or a word: `73`, `$x=\\frac12$`, `Yes.`"""
     words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text)
     return "\n" not in text and len(words) <= 1 and not _CUT_OFF.search(text) and not _DENIES.search(text)

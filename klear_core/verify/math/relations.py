@@ -1,6 +1,6 @@
-"""Inequalities, sets and named values by their text: what kind of statement an answer is, and which pairs algebra must compare.
+"""Read inequalities, sets and named values from text, and list the pairs that algebra must compare.
 
-`x>3` says the same as `(3,\\infty)`, `x=1 or x=2` the same as `1,2`, and neither `>4` nor `\\neq 4` says 4.
+`x>3` means the same as `(3,\\infty)`, `x=1 or x=2` the same as `1,2`, but neither `>4` nor `\\neq 4` means 4.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ _MAX_PARTS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """A text as what it states. `region`: numbers between bounds, as interval texts (any reading may be meant); `named`: a value for each
-    of several names; `relation`: an inequality that is no region; `plain`: a value, a list or anything else."""
+    """The statement that a text makes.
+
+    `region`: numbers between bounds, as interval texts, one for each possible reading; `named`: a value for each of
+    several names; `relation`: an inequality that is not a region; `plain`: a value, a list or anything else.
+    """
 
     kind: Literal["plain", "region", "named", "relation"]
     texts: tuple[str, ...]
@@ -41,7 +44,7 @@ class Statement:
 
 
 def read_statement(text: str) -> Statement:
-    """The statement of a normalised text."""
+    """Return the statement that a normalised text makes."""
     builder = _SET_BUILDER.fullmatch(text.strip())
     body = builder["body"].strip() if builder is not None else text
     parts, joints = _split(body)
@@ -54,7 +57,7 @@ def read_statement(text: str) -> Statement:
 
 
 def compare_statements(gold: Statement, answer: Statement) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Alternatives of (gold, answer) texts that must all be equal; empty if the two say different kinds of things."""
+    """Return alternatives of (gold, answer) texts that must all be equal; empty if the statements differ in kind."""
     kinds = {gold.kind, answer.kind}
     if kinds == {"region"}:
         if gold.names and answer.names and gold.names != answer.names:
@@ -76,7 +79,7 @@ def compare_statements(gold: Statement, answer: Statement) -> tuple[tuple[tuple[
 
 
 def _match_in_order(gold: Statement, answer: Statement) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """`b=-3, c=0` for `-3,0`: the values in their order, or in that of their names."""
+    """Match `b=-3, c=0` with `-3,0`: the values in the order written, or in the order of their names."""
     named, plain = (gold, answer) if gold.kind == "named" else (answer, gold)
     values = split_values(plain.texts[0])
     if len(values) != len(named.names):
@@ -88,7 +91,7 @@ def _match_in_order(gold: Statement, answer: Statement) -> tuple[tuple[tuple[str
 
 
 def split_values(text: str) -> tuple[str, ...]:
-    """The values of a list, tuple or set."""
+    """Return the values of a list, tuple or set."""
     text = text.strip()
     for opening, closing in (("(", ")"), (r"\{", r"\}")):
         if text.startswith(opening) and text.endswith(closing) and len(_split(text)[0]) == 1:
@@ -98,7 +101,7 @@ def split_values(text: str) -> tuple[str, ...]:
 
 
 def _split(text: str) -> tuple[list[str], list[str]]:
-    """The parts between top-level commas, `or` and `and`, and what stands between them."""
+    """Return the parts between top-level commas, `or` and `and`, and the separators between them."""
     parts: list[str] = []
     joints: list[str] = []
     start = 0
@@ -125,7 +128,7 @@ def _joint_name(match: re.Match[str]) -> str:
 
 
 def _depths(text: str) -> list[int]:
-    """How many brackets are open before each character. Interval brackets need not match in kind: `(0,1]`."""
+    """Count the open brackets before each character. Interval brackets need not match in kind: `(0,1]`."""
     depths = [0] * (len(text) + 1)
     depth = previous = 0
     for match in _BRACKETS.finditer(text):
@@ -142,7 +145,7 @@ def _signs(text: str) -> list[re.Match[str]]:
 
 
 def _read_membership(parts: list[str]) -> Statement | None:
-    """`x \\in S` states S."""
+    """Read `x \\in S` as S."""
     text = ", ".join(parts)
     signs = _signs(text)
     if len(signs) != 1 or signs[0].group() != r"\in":
@@ -164,7 +167,7 @@ def _read_region(parts: list[str], joints: list[str]) -> Statement | None:
         return None
     readings = [r"\cup"] if "or" in joints else [r"\cap"]
     if joints and set(joints) == {","} and not any(r"\neq" in part for part in parts):
-        readings = [r"\cup", r"\cap"]  # `x<-1, x>2` and `x>-2, x<7`
+        readings = [r"\cup", r"\cap"]  # a comma may mean either: `x<-1, x>2` or `x>-2, x<7`
     if len(set(joints) & {"or", "and"}) > 1:
         return None
     joined = [join.join(f"({text})" if r"\cup" in text and join == r"\cap" else text for text in texts) for join in readings]
@@ -172,7 +175,7 @@ def _read_region(parts: list[str], joints: list[str]) -> Statement | None:
 
 
 def _interval(text: str) -> tuple[str, str] | None:
-    """The name and the interval of `x>3`, `3<x`, `-2 \\le x \\le 7`, `\\ge 4` or `x \\neq 4`."""
+    """Return the name and interval of `x>3`, `3<x`, `-2 \\le x \\le 7`, `\\ge 4` or `x \\neq 4`, else None."""
     signs = _signs(text)
     if not 1 <= len(signs) <= 2 or any(s.group() == r"\in" for s in signs):
         return None
@@ -201,7 +204,7 @@ def _interval(text: str) -> tuple[str, str] | None:
 
 
 def _around_zero(name: str, relation: str, radius: str) -> tuple[str, str] | None:
-    """`|x|<1` is `(-1,1)`."""
+    """Return the name and interval of an absolute value with a bound: `|x|<1` is `(-1,1)`."""
     intervals = {
         "<": f"(-{radius},{radius})",
         r"\le": f"[-{radius},{radius}]",
@@ -226,12 +229,12 @@ def _between(sides: list[str], relations: list[str]) -> tuple[str, str] | None:
 
 
 def is_bound(text: str) -> bool:
-    """Whether a side of an inequality is a number."""
+    """Return whether a side of an inequality is a number."""
     return text != "" and is_numeric(text) and re.search(r"\d|\\infty|\\pi", text) is not None and "=" not in text
 
 
 def _read_list(parts: list[str]) -> Statement:
-    """Values under names, or a list of values: `x=1 or x=2` is `1, 2`, and so is `x=1,2`."""
+    """Read a list of values, or of values with names: `x=1 or x=2` is `1, 2`, and so is `x=1,2`."""
     values: list[str] = []
     names: list[str] = []
     for part in parts:
@@ -240,12 +243,14 @@ def _read_list(parts: list[str]) -> Statement:
             names.append(_name(named[1]))
             values.append(named[2].strip())
         elif names or "=" not in part:
+            # In `x=1,2` the name counts for both values.
             names.append(names[-1] if names else "")
             values.append(part)
         else:
             names.append("")
             values.append(part)
     bases = {re.sub(r"_.*", "", name) for name in names}
+    # `x=1, y=2` gives each name its value, but `x_1=1, x_2=2` lists the values of one unknown.
     is_each_named = all(names) and len(set(names)) == len(names)
     if is_each_named and len(bases) > 1:
         return Statement(kind="named", texts=tuple(values), names=tuple(names))

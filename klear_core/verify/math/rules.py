@@ -1,4 +1,4 @@
-"""What is decided about a math answer by its text alone, and what is left to algebra. No sympy here."""
+"""Decide math answers by their text alone where possible, and collect what algebra must decide. Imports no sympy."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _EITHER = re.compile(r"\\(?:text|mbox|textrm)\s*\{\s*OR\s*\}")
 
 
 def usable_references(answers: tuple[str, ...], cfg: MathConfig) -> tuple[str, ...]:
-    r"""The normalised references that can be compared with; empty if there is none.
+    r"""Return the normalised references that can be compared with; empty if there is none.
 
-    A reference that can be read in two ways (`12,\ 345` as a number and as two) counts in both.
+    A reference that can be read in two ways (`12,\ 345` as one number or as two) is returned in both.
     """
     counted = answers if cfg.references == "any" else answers[:1]
     short = (a for a in counted if a.strip() and len(a) <= cfg.max_answer_chars and is_balanced(a))
@@ -43,7 +43,7 @@ def _readings(reference: str) -> list[str]:
 
 
 def _first_side(reference: str) -> str:
-    """`0.56` of `0.56 = 56\\%`: the sides of a numeric equation are one value."""
+    """Return `0.56` for `0.56 = 56\\%`: all sides of a numeric equation are the same value."""
     sides = [side.strip() for side in reference.split("=")]
     return sides[0] if _is_numeric_chain(sides) else reference
 
@@ -53,7 +53,7 @@ def _is_numeric_chain(sides: list[str]) -> bool:
 
 
 def decide(golds: tuple[str, ...], answer: Answer, cfg: MathConfig) -> bool | Question:
-    """The verdict if text rules give one for any reference, else what algebra must decide (prose always goes there)."""
+    """Return the verdict on a boxed answer if text rules give one for any reference, else the question for algebra."""
     alternatives: list[tuple[Pair, ...]] = []
     for gold in golds:
         parts = []
@@ -62,7 +62,7 @@ def decide(golds: tuple[str, ...], answer: Answer, cfg: MathConfig) -> bool | Qu
             if part is False:
                 break
             parts.append(part)
-        else:
+        else:  # no box is wrong for this reference
             if all(part is True for part in parts):
                 return True
             alternatives += _product([part for part in parts if not isinstance(part, bool)])
@@ -70,7 +70,7 @@ def decide(golds: tuple[str, ...], answer: Answer, cfg: MathConfig) -> bool | Qu
 
 
 def _normalise_for(gold: str, text: str) -> str:
-    """The normalised answer; `81,256` is two values where the reference has two."""
+    """Return the normalised answer; `81,256` is read as two values if the reference has two."""
     normalised = normalise(text)
     num_values = _count_values(gold)
     if num_values > 1 and _count_values(normalised) != num_values:
@@ -81,7 +81,7 @@ def _normalise_for(gold: str, text: str) -> str:
 
 
 def _texts_for(gold: str, answer: Answer, cfg: MathConfig) -> tuple[str, ...]:
-    """The boxes that must all be right."""
+    """Return the boxed texts that must all be right."""
     match cfg.several_boxes:
         case "agree":
             return answer.texts
@@ -90,14 +90,14 @@ def _texts_for(gold: str, answer: Answer, cfg: MathConfig) -> tuple[str, ...]:
         case "last":
             num_values = _count_values(gold)
             if num_values > 1 and len(answer.texts) == num_values and all(_count_values(t) == 1 for t in answer.texts):
-                return (", ".join(answer.texts),)  # `\boxed{2} and \boxed{3}` for a reference of two values
+                return (", ".join(answer.texts),)  # `\boxed{2} and \boxed{3}` against a reference of two values
             return answer.texts[-1:]
         case _:
             assert_never(cfg.several_boxes)
 
 
 def _count_values(text: str) -> int:
-    """How many values a bare comma list has; a tuple, set or interval is one value."""
+    """Count the values of a bare comma list; a tuple, set or interval is one value."""
     depth = commas = 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")
@@ -106,7 +106,10 @@ def _count_values(text: str) -> int:
 
 
 def prose_verdict(golds: tuple[str, ...], answer: Answer, cfg: MathConfig) -> bool | None:
-    """For text without a box: what the words after the last "answer is" settle where algebra could not, for letters and words."""
+    """Judge text without a box by what follows its last "answer is"; None leaves it to algebra.
+
+    This settles references that are letters or words, which algebra could not.
+    """
     stated = _STATED.findall(re.sub(r"[ \t]+", " ", answer.texts[0]))
     text = normalise(stated[-1].strip(" *:\n")) if stated else normalise(answer.texts[0])
     verdicts = [
@@ -125,6 +128,7 @@ def _first(*verdicts: bool | None) -> bool | None:
 def _product(parts: list[Question]) -> list[tuple[Pair, ...]]:
     combined: list[tuple[Pair, ...]] = [()]
     for part in parts:
+        # At most 16 combinations are kept, which bounds the work left to algebra.
         combined = [left + right for left in combined for right in part.alternatives][:16]
     return combined
 
@@ -140,22 +144,23 @@ def _compare_text(gold: str, answer: str, cfg: MathConfig) -> bool | Question:
     if _HEAVY.search(answer) and not _HEAVY.search(gold):
         return False  # an unevaluated sum or integral restates the question
     if has_split_digits(gold) or has_split_digits(answer):
-        return False  # `1 3` is no number, and algebra would make one of it
+        return False  # `1 3` is not a number, but algebra would read it as one
     answer = _LABEL.sub("", answer)
     if "%" in answer and _is_numeric_chain(answer.split("=")):
-        answer = _PERCENT.sub(r"\\frac{\1}{100}", answer)  # each side of `0.56 = 56\%` has its own sign
+        # Each side of `0.56 = 56\%` may have its own percent sign.
+        answer = _PERCENT.sub(r"\\frac{\1}{100}", answer)
     return compare_values(_LABEL.sub("", gold), answer, cfg)
 
 
 def _based_verdict(gold: str, answer: str) -> bool | None:
-    """`25_6` is neither 25 nor 17: a number that names its base is compared digit by digit, with one in that base."""
+    """Compare digits and base if either number names its base, else return None: `25_6` is neither 25 nor 17."""
     if not (names_a_base(gold) or names_a_base(answer)):
         return None
     return based_number(gold) == based_number(answer)
 
 
 def _word_verdict(gold: str, answer: str) -> bool | None:
-    """For references that are words or clock times, which algebra would take for products and ratios."""
+    """Judge references that are words or clock times, which algebra would read as products and ratios; else None."""
     clock = _clock_time(gold)
     if clock is not None:
         given = _CLOCK.fullmatch(_clock_text(answer))
@@ -171,7 +176,7 @@ def _word_verdict(gold: str, answer: str) -> bool | None:
 
 
 def _clock_time(text: str) -> tuple[int, int, int, str] | None:
-    """Hour, minute, second and half of the day (or "") of `4:30 p.m.` or `9 a.m.`; None if it is no time of day."""
+    """Return hour, minute, second and half of the day (or "") of `4:30 p.m.` or `9 a.m.`; None for other texts."""
     match = _CLOCK.fullmatch(_clock_text(text))
     if match is None or not (match[2] or match[4]):
         return None

@@ -1,4 +1,7 @@
-"""From a whole model output to the text that counts as its math answer. Pure string work, linear in the response."""
+"""Extract the text that counts as the math answer of a response, and normalise it.
+
+String operations only, linear in the length of the response.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _BEFORE_NFKC = str.maketrans(
     dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", "\\,") | {"\u211d": r"\mathbb{R}"}
 )
-"""Narrow and no-break spaces join digits; NFKC would make plain ones of them."""
+"""Characters to replace before NFKC: narrow and no-break spaces join digits, and NFKC would make them plain spaces."""
 _SIGNS = str.maketrans(
     {"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\u2044": "/", "\u00d7": r"\times ", "\u00f7": "/", "\u00b7": r"\cdot "}
     | {"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx "}
@@ -25,7 +28,7 @@ _SIGNS = str.maketrans(
 _SYNONYMS = (
     (re.compile(r"\\(?:leq|leqslant|leqq)(?![a-zA-Z])|<=|=<"), r"\\le "),
     (re.compile(r"\\(?:geq|geqslant|geqq)(?![a-zA-Z])|>="), r"\\ge "),
-    (re.compile(r"\\ne(?![a-zA-Z])|\\not\s*=|\\(?:neg|lnot)(?![a-zA-Z])"), r"\\neq "),  # not `!=`: 5!=120
+    (re.compile(r"\\ne(?![a-zA-Z])|\\not\s*=|\\(?:neg|lnot)(?![a-zA-Z])"), r"\\neq "),  # not `!=`: `5!=120`
     (re.compile(r"=>|-+>"), r"\\to "),
     (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
     (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
@@ -46,14 +49,14 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,1000}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a response gives as its answer: boxed texts in order, or (`is_prose`) the text to search."""
+    """The answer that a response gives: its boxed texts in order, or (`is_prose`) the text to search."""
 
     texts: tuple[str, ...]
     is_prose: bool
 
 
 def find_answer(window: str, cfg: MathConfig) -> Answer | NoAnswer:
-    """The answer in a response's window under the settings' rules of boxes and size."""
+    """Return the answer in a response's window, by the settings' rules on boxes and size, or the reason for none."""
     boxes = boxed_texts(window)
     if not boxes:
         return _prose_answer(window, cfg)
@@ -72,23 +75,24 @@ def find_answer(window: str, cfg: MathConfig) -> Answer | NoAnswer:
 
 
 def boxed_texts(text: str) -> list[str | None]:
-    """The contents of all outermost `\\boxed{}` in order; None for one that is never closed."""
+    """Return the contents of all outermost `\\boxed{}` in order, with None for one that is never closed."""
     contents: list[str | None] = []
     position = 0
     while (start := _BOX.search(text, position)) is not None:
         end = _closing_brace(text, start.end())
         if end is None:
             contents.append(None)
-            break  # everything after it is inside it
+            break  # everything after an unclosed box is inside it
         contents.append(text[start.end() + 1 : end])
         position = end
     return contents
 
 
 def normalise(text: str, *, commas_separate: bool = False) -> str:
-    """Spelling differences that never change a math answer's value: Unicode forms, spaces, delimiters, thousands, mixed numbers.
+    """Remove differences of spelling that never change a math answer's value.
 
-    With `commas_separate` a plain comma is never read as one of thousands: `81,256` is two values.
+    These are Unicode forms, spaces, delimiters, thousands separators and mixed numbers. With `commas_separate` a plain
+    comma is never read as a thousands separator: `81,256` is two values.
     """
     text = _MIXED.sub(" ", _SUPERSCRIPTS.sub(_raise, text.translate(_BEFORE_NFKC)))
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
@@ -113,7 +117,10 @@ def _raise(match: re.Match[str]) -> str:
 
 
 def same_text_or_integers(gold: str, answer: str) -> bool | None:
-    """What two normalised answers say without algebra: equal text, or two plain integers; None if neither."""
+    """Compare two normalised answers without algebra: True for equal text, else by value for two plain integers.
+
+    Returns None if neither rule applies.
+    """
     if _IDLE_SPACES.sub("", gold) == _IDLE_SPACES.sub("", answer):
         return True
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
@@ -122,7 +129,7 @@ def same_text_or_integers(gold: str, answer: str) -> bool | None:
 
 
 def is_balanced(text: str) -> bool:
-    """Whether every brace is closed (escaped ones are text)."""
+    """Return whether every brace is closed (escaped braces are text)."""
     depth = 0
     for match in _BRACES.finditer(text):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)
@@ -132,7 +139,7 @@ def is_balanced(text: str) -> bool:
 
 
 def nesting(text: str) -> int:
-    """The greatest depth of any brackets."""
+    """Return the greatest nesting depth of brackets of any kind."""
     depth = deepest = 0
     for char in text:
         if char in "{([":

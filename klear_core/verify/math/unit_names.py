@@ -1,4 +1,4 @@
-"""Tables of units and of what problems count. A word that is in none of them is no unit."""
+"""List the units, and the nouns that problems count. A word that is in none of these tables is not a unit."""
 
 PREFIXES = {"k": 3, "M": 6, "G": 9, "c": -2, "m": -3, "µ": -6, "μ": -6, "u": -6, "n": -9, "p": -12}
 LONG_PREFIXES = {"kilo": 3, "mega": 6, "giga": 9, "centi": -2, "milli": -3, "micro": -6, "nano": -9, "pico": -12}
@@ -21,7 +21,7 @@ METRIC_UNITS = {
     "cal": ("cal", "calorie", "1", {"calorie": 1}),
     "pc": ("pc", "parsec", "1", {"parsec": 1}),
 }
-"""Symbols, names, size in the base units, dimensions; each takes the prefixes."""
+"""Units that take prefixes: symbols, names, size in the base units, dimensions."""
 
 OTHER_UNITS = {
     "in inch inches": ("0.0254", {"m": 1}),
@@ -79,7 +79,7 @@ OTHER_UNITS = {
     "ly lightyear": ("1", {"light year": 1}),
     "unit": ("1", {"unit": 1}),
 }
-"""Names, size in the base units, dimensions; no prefixes."""
+"""Units without prefixes: names, then size in the base units and dimensions."""
 
 _GENERIC_NOUNS = """
     arrangement case choice combination digit divisor element factor function group individual integer item
@@ -88,7 +88,7 @@ _GENERIC_NOUNS = """
     zero
 """
 GENERIC_NOUNS = frozenset(_GENERIC_NOUNS.split())
-"""Things that are counted, in words that say nothing more: one may stand for another, or be left out."""
+"""Generic nouns for things that are counted: one may stand for another, or be left out."""
 
 _COUNTED_NOUNS = """
     acorn adult angle animal answer ant apple award bag bale ball balloon banana bar barrel basket batch batches
@@ -117,7 +117,10 @@ _COUNTED_NOUNS = """
     vote wall watch watermelon wheel window wing woman women word worker
 """
 COUNTED_NOUNS = frozenset(_COUNTED_NOUNS.split())
-"""Things that are counted: left out freely, but apples are not oranges. The nouns that problems of GSM8K and MATH ask for most."""
+"""Specific nouns for things that are counted: they may be left out, but apples are not oranges.
+
+These are the nouns that problems of GSM8K and MATH ask for most.
+"""
 
 _ADJECTIVES = """
     a all altogether an apart away big black blue complex deep different distinct each green high large left

@@ -1,4 +1,4 @@
-"""Units behind a number: a table of known ones, with powers, products and quotients. What is not in it is no unit."""
+"""Read the unit behind a number: known units with powers, products and quotients. Other words are not units."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Dimensions = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """What follows a value: its dimensions, its size in base units, what is counted, and the factor that a number word adds."""
+    """The unit of a value: dimensions, size in base units, the noun that is counted, and a number word's factor."""
 
     dimensions: Dimensions = ()
     size: Fraction = Fraction(1)
@@ -57,7 +57,10 @@ _TOKEN = re.compile(r"(?P<word>[^\W\d_]+\.?|¢)|\^\{?(?P<power>-?\d)\}?|(?P<per>
 
 
 def read_unit(text: str) -> Unit | None:
-    """The unit that a text is as a whole (`square feet`, `m/s^2`, `\\text{ million dollars}`, `different ways`); None if it is none."""
+    """Return the unit that the complete text names; None if it is not a unit.
+
+    Examples are `square feet`, `m/s^2`, `\\text{ million dollars}` and `different ways`.
+    """
     if len(text) > 120:
         return None
     text = _WRAPPER.sub(r" \1 ", text.replace(r"\mu", "µ"))
@@ -65,7 +68,7 @@ def read_unit(text: str) -> Unit | None:
 
 
 class _Parser:
-    """The state of one reading: what has been multiplied so far."""
+    """Parses one unit; its state is the product of the factors read so far."""
 
     def __init__(self) -> None:
         self._dimensions: Counter[str] = Counter()
@@ -157,7 +160,7 @@ def _lookup(word: str) -> tuple[Fraction, dict[str, int]] | None:
     if word in _KNOWN:
         return _KNOWN[word]
     if len(word) == 1:
-        return None  # `M` is molar, and `x` is a variable
+        return None  # single letters keep their case: `M` is molar, and `x` is a variable
     lower = word.lower()
     return _KNOWN.get(lower) or (_KNOWN.get(lower[:-1]) if lower.endswith("s") and len(lower) > 2 else None)
 
@@ -170,12 +173,12 @@ def _singular(word: str) -> str | None:
 
 
 def same_unit(gold: Unit, answer: Unit) -> bool:
-    """Whether both are measured in the same unit, or neither in any."""
+    """Return whether both values have the same unit, or neither has one."""
     return (gold.dimensions, gold.size, gold.noun) == (answer.dimensions, answer.size, answer.noun)
 
 
 def units_fit(gold: Unit, answer: Unit) -> bool:
-    """Whether a value in one unit can be one in the other: 5 apples are 5, and not 5 oranges or 5 cm."""
+    """Return whether a value in one unit may equal one in the other: 5 apples are 5, but not 5 oranges or 5 cm."""
     if gold.noun and answer.noun and gold.noun != answer.noun:
         return False
     if gold.dimensions and answer.dimensions:
@@ -185,7 +188,7 @@ def units_fit(gold: Unit, answer: Unit) -> bool:
 
 
 def _are_both_degrees(gold: Dimensions, answer: Dimensions) -> bool:
-    """`20^\\circ` may stand for 20 degrees Celsius as well as Fahrenheit."""
+    """Return whether one is a bare degree and the other any: `20^\\circ` may be 20 degrees Celsius or Fahrenheit."""
     names = {*gold, *answer}
     return ("degree", 1) in names and names <= {("degree", 1), ("celsius", 1), ("fahrenheit", 1)}
 
@@ -205,7 +208,7 @@ _OPERATORS = "+-*/^=<>,([{:_|&!"
 
 
 def split_unit(text: str) -> tuple[str, Unit]:
-    """The value and its unit; the whole text and NO_UNIT where what follows the value is no known unit."""
+    """Return the value and its unit; the complete text and NO_UNIT if no known unit follows the value."""
     before = _CURRENCY_BEFORE.match(text)
     if before is not None:
         value, unit = split_unit(before[1] + text[before.end() :].strip())
@@ -231,7 +234,7 @@ def _split_tail(text: str) -> tuple[str, Unit]:
         if match["wrapped"] or match["unit"] or match["bare"] or match["per"]:
             starts.append((match.start(), match["bare"] is not None))
         elif not match["glue"]:
-            starts.clear()  # the tail begins behind this
+            starts.clear()  # the unit can only begin after this token
     for start, is_bare in starts[-_MAX_UNIT_TOKENS:]:
         value = text[:start].strip()
         is_value = value != "" and value[-1] not in _OPERATORS and (not is_bare or _takes_bare_unit(value))
@@ -242,12 +245,15 @@ def _split_tail(text: str) -> tuple[str, Unit]:
 
 
 def _takes_bare_unit(value: str) -> bool:
-    """Whether letters behind a value can be a unit: behind a number or its name, not behind a sum or a product of variables."""
+    """Return whether bare letters behind a value can be a unit.
+
+    They can after a number in digits or words, but not after a sum or a product of variables.
+    """
     number = value.rpartition("=")[2].strip()
     is_sum = re.search(r"[^\s(^{][+-]", number.replace(" ", "")) is not None
     return (is_numeric(number) and not is_sum) or spoken_number(number) is not None
 
 
 def is_glued_letter(text: str, value: str) -> bool:
-    """Whether the unit is one bare letter written against the number: `2m` may be twice m."""
+    """Return whether the unit is one bare letter directly after the number: `2m` may be twice m."""
     return len(text) == len(value) + 1 and text[-1].isalpha()

@@ -1,6 +1,6 @@
-"""Two answers without their wording: units and percent taken off, statements read, and plain numbers compared by their text.
+"""Compare two answers by text: take off units and percent signs, read statements, and compare plain numbers.
 
-What is left is a question for algebra.
+What this cannot decide becomes a question for algebra.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _APPROX = re.compile(r"\\(?:approx|simeq|thickapprox)(?![a-zA-Z])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A reference and an answer that algebra has to compare."""
+    """A reference and an answer that algebra must compare."""
 
     gold: str
     answer: str
@@ -41,13 +41,13 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is left to algebra about one answer: right iff for any alternative all of its pairs are equal."""
+    """The comparisons left to algebra: an answer is right iff all pairs of at least one alternative are equal."""
 
     alternatives: tuple[tuple[Pair, ...], ...]
 
 
 def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | Question:
-    """The verdict on two normalised texts, or what algebra must decide."""
+    """Return the verdict on two normalised texts, or the question that algebra must decide."""
     gold, gold_percent = _strip_percent(gold)
     answer, answer_percent = _strip_percent(answer)
     sides = _values(gold, answer, cfg)
@@ -68,7 +68,7 @@ def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | Question:
 
 
 def _values(gold: str, answer: str, cfg: MathConfig) -> tuple[str, str] | None:
-    """The two values, the answer's in the reference's unit; None if one cannot be the other whatever they are."""
+    """Return the two values, the answer's in the reference's unit; None if their units exclude that they are equal."""
     if cfg.units == "ignore":
         gold, answer = _without_text_behind(gold), _without_text_behind(answer)
     gold_value, gold_unit = split_unit(gold)
@@ -76,7 +76,7 @@ def _values(gold: str, answer: str, cfg: MathConfig) -> tuple[str, str] | None:
     gold_is_product = is_glued_letter(gold, gold_value) and answer_unit == NO_UNIT
     answer_is_product = is_glued_letter(answer, answer_value) and gold_unit == NO_UNIT and answer[-1] in gold
     if gold_is_product or answer_is_product:
-        return gold, answer  # `2m` is twice m, and two meters only for a plain 2
+        return gold, answer  # `2m` is twice m; it is two meters only against a plain reference `2`
     if cfg.units == "strict" and not same_unit(gold_unit, answer_unit):
         return None
     if cfg.units == "compatible" and not units_fit(gold_unit, answer_unit):
@@ -103,7 +103,7 @@ def _scaled(value: str, factor: Fraction) -> str:
 
 
 def _compare_bare(gold: str, answer: str, cfg: MathConfig) -> bool | Question:
-    """What two values without their units say, by text where that is enough."""
+    """Compare two values without their units, by text where that is enough."""
     same = _same_value(gold, answer, cfg)
     if same is not None:
         return same
@@ -132,7 +132,7 @@ def _same_value(gold: str, answer: str, cfg: MathConfig) -> bool | None:
 
 
 def _extra_words(text: str) -> list[str]:
-    """Words that are no unit and change what is said: `4 \\text{ or more}` is not 4."""
+    """Return words that are not units and change the meaning: `4 \\text{ or more}` is not 4."""
     if r"\begin" in text:
         return []
     text = CONNECTIVE.sub(",", _NAME_BEFORE.sub("", text))
@@ -142,7 +142,10 @@ def _extra_words(text: str) -> list[str]:
 
 
 def _exact(text: str) -> str:
-    """`\\approx 3.1` is 3.1, `x \\approx 3.1` is x=3.1, and of `\\frac{2}{3} \\approx 0.67` the first is the exact one."""
+    """Remove approximation signs: `\\approx 3.1` becomes 3.1, and `x \\approx 3.1` becomes x=3.1.
+
+    Of `\\frac{2}{3} \\approx 0.67` the left side is kept, because it is the exact one.
+    """
     left, *right = _APPROX.split(text)
     if not right:
         return text
@@ -152,9 +155,10 @@ def _exact(text: str) -> str:
 
 
 def _chain(gold: str, answer: str) -> tuple[Pair, ...]:
-    """`2+3=5` is right for 5 only if every numeric side equals 5; algebra alone would look at the last side.
+    """Return the pairs that must be equal if the answer has equals signs.
 
-    `x=5` is 5 under a name, and two equations with one left side are compared by their right sides.
+    `2+3=5` is right for 5 only if every numeric side equals 5; algebra alone would look at the last side. `x=5` is 5
+    with a name, and two equations with the same left side are compared by their right sides.
     """
     gold_sides, answer_sides = gold.split("="), answer.split("=")
     if len(gold_sides) == len(answer_sides) == 2 and gold_sides[0].replace(" ", "") == answer_sides[0].replace(" ", ""):
@@ -180,7 +184,7 @@ def _hundredth(text: str) -> str:
 
 
 def in_digits(text: str) -> str:
-    """Number words as digits, and a number out of the one `\\text{}` around it."""
+    """Write number words as digits, and take a number or a list of letters out of the one `\\text{}` around it."""
     wrapper = ONE_WRAPPER.fullmatch(text)
     inner = wrapper[1].strip() if wrapper is not None else text
     value = spoken_number(inner)
