@@ -1,1 +1,1 @@
-"""Judges programs."""
+"""Judge programs by running them on tests."""

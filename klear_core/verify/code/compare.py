@@ -1,4 +1,4 @@
-"""Whether a program's output is the expected one. Runs on the host, on plain text and plain JSON values only."""
+"""Compare a program's output with the expected one. Runs on the host, on plain text and plain JSON values only."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from klear_core.config.verify import CodeConfig
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
 _MAX_NUMBER_CHARS = 400
-_DOUBLE_DIGITS = 17
-_FLOAT_DIGITS = 36  # of binary128, the widest float that a reference solution prints; more digits were computed to be compared
+_DOUBLE_DIGITS = 17  # significant digits of a double
+# Significant digits of binary128, the widest float that a reference solution prints. A number with more digits was
+# computed to that precision on purpose, and all its digits are compared.
+_FLOAT_DIGITS = 36
 _MAX_DEPTH = 100
 
 
 def same_output(expected: str, output: str, cfg: CodeConfig, *, is_order_free: bool = False) -> bool:
-    """Compare standard outputs by the settings' rule; lines may come in any order only where the problem says so."""
+    """Compare standard outputs by the rule in the settings. `is_order_free` allows the lines in any order."""
     if expected.strip() == output.strip():
         return True
     if cfg.compare == "exact" and not is_order_free:
@@ -34,7 +36,7 @@ def same_output(expected: str, output: str, cfg: CodeConfig, *, is_order_free: b
 
 
 def same_value(expected: object, value: object, cfg: CodeConfig, *, is_order_free: bool = False) -> bool:
-    """Compare JSON values: tuples are lists, True is 1 (as in Python and LiveCodeBench), floats within the tolerances."""
+    """Compare JSON values: tuples equal lists, True equals 1 (as in Python and LiveCodeBench), floats to tolerances."""
     if is_order_free and isinstance(expected, list) and isinstance(value, list):
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
     return _same(expected, value, cfg, _MAX_DEPTH)
@@ -66,13 +68,15 @@ def _same_token(expected: str, token: str, cfg: CodeConfig) -> bool:
     if not _is_number(expected) or not _is_number(token):
         return False
     if _INTEGER.fullmatch(expected):
-        return _INTEGER.fullmatch(token) is None and _same_decimal(expected, token)  # 1.0 is 1; two integers differ by their text
+        # `1.0` equals `1`, but two integers must be equal as text.
+        return _INTEGER.fullmatch(token) is None and _same_decimal(expected, token)
     num_digits = _significant_digits(expected)
     if num_digits <= _DOUBLE_DIGITS:
         return _close(float(expected), float(token), cfg)
     difference = abs(Fraction(expected) - Fraction(token))
     if num_digits > _FLOAT_DIGITS and not _is_printed_double(expected):
-        return difference <= Fraction(10) ** int(Decimal(expected).as_tuple().exponent)  # digit for digit, but for the last
+        # Every digit must be equal, except that the last may differ by one.
+        return difference <= Fraction(10) ** int(Decimal(expected).as_tuple().exponent)
     return difference <= max(Fraction(cfg.abs_tolerance), Fraction(cfg.rel_tolerance) * abs(Fraction(expected)))
 
 
@@ -82,7 +86,7 @@ def _significant_digits(number: str) -> int:
 
 
 def _is_printed_double(number: str) -> bool:
-    """Whether the digits are those of a double in full: `%.50f` of 0.1 has fifty, of which seventeen mean something."""
+    """Return whether the digits are a double printed in full: `%.50f` of 0.1 has fifty, of which seventeen matter."""
     places = -int(Decimal(number).as_tuple().exponent)
     return f"{float(number):.{max(places, 0)}f}" == number.lstrip("+")
 

@@ -1,7 +1,7 @@
-"""Judges one program in a jail: test by test, in lockstep, with the expected values on this side only.
+"""Judge one program in a jail, test by test, in lockstep, with the expected values on this side only.
 
-Runs in a worker process that keeps its jails from task to task. A jail that misbehaves is thrown away, and a test that it
-may have spoilt is run again in a fresh one, so that what is ours is never scored.
+This runs in a worker process that keeps its jails between tasks. A jail that misbehaves is replaced, and a test that it
+may have spoilt is run again in a fresh one, so that faults of ours are never scored.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from klear_core.verify.sandbox.jail_command import Backend
 from klear_core.verify.sandbox.wire import WireError, plain_value
 from klear_core.verify.work import CodeTask
 
-_HARMLESS = (Status.OK, Status.EXITED)  # after any other end the jail is replaced, out of caution
+_HARMLESS = (Status.OK, Status.EXITED)  # after any other end the jail is replaced, as a precaution
 _TESTER_CPU_S = 20.0
-_TESTER_RECURSION_LIMIT = 50_000  # our helpers compare linked lists and trees by recursion
+_TESTER_RECURSION_LIMIT = 50_000  # our helpers compare trees and encode linked lists by recursion
 _MAX_CALLS_PER_TEST = 100_000
 _SHOWN_CHARS = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestResult:
-    """How one test went. `is_timeout` counts towards the limit of tests that may run out of time."""
+    """The result of one test. `is_timeout` counts towards `max_timeouts`, the number of tests that may time out."""
 
     kind: Literal["passed", "failed", "broken", "timed_out"]
     detail: str = ""
@@ -37,7 +37,7 @@ class TestResult:
 
 
 class CodeJudge:
-    """One worker's jails: one for programs, one (when first needed) for assertions and checkers."""
+    """Judges programs in one worker's jails: one for programs, one (started on first use) for asserts and checkers."""
 
     def __init__(self, backend: Backend, cfg: VerifyConfig) -> None:
         self._backend: Backend = backend
@@ -46,7 +46,7 @@ class CodeJudge:
         self._tests = JailSlot(backend, cfg)
 
     def judge(self, task: CodeTask) -> Verdict:
-        """The verdict on a program; `sandbox_failed` if the jail broke twice."""
+        """Return the verdict on a program; `sandbox_failed` if the jail broke twice."""
         first_fault = ""
         for _ in range(2):
             try:
@@ -121,6 +121,7 @@ class CodeJudge:
     def _run_call(self, task: CodeTask, fn_name: str, args: list[object], expected: object, limits: TestLimits) -> TestResult:
         jail = self._programs.jail_for(task.program, limits)
         with _session(self._programs, jail, "program", limits) as session:
+            # "raw": the arguments are plain JSON, and the guest converts them to its tagged form.
             reply = session.ask(json.dumps({"entry": fn_name, "args": args, "raw": True}).encode(), limits)
             if reply.status is not Status.REPLIED:
                 return _failure(reply, limits)
@@ -135,7 +136,7 @@ class CodeJudge:
         return TestResult(kind="failed", detail=f"wrong result {_shown(repr(answer))}, expected {_shown(repr(expected))}")
 
     def _run_asserts(self, task: CodeTask, source: str, limits: TestLimits) -> TestResult:
-        """The tests run in a jail of their own; each call they make of the program goes to the program's jail and back."""
+        """Run the tests in a separate jail; each of their calls to the program goes to the program's jail and back."""
         programs = self._programs.jail_for(task.program, limits)
         tester_limits = _tester_limits(self._cfg, limits)
         tests = self._tests.jail()
@@ -166,7 +167,7 @@ class CodeJudge:
 
 
 class JailSlot:
-    """Keeps one jail alive across programs, and replaces it after its share of programs or after anything unusual."""
+    """Keeps one jail alive across programs; replaces it after `programs_per_jail` of them or after anything unusual."""
 
     def __init__(self, backend: Backend, cfg: VerifyConfig) -> None:
         self._backend: Backend = backend
@@ -177,7 +178,7 @@ class JailSlot:
         self._needs_restart = False
 
     def jail(self) -> Jail:
-        """The jail, started if need be."""
+        """Return the jail, started if necessary."""
         if self._jail is not None and self._needs_restart:
             self.discard()
         if self._jail is None:
@@ -188,16 +189,16 @@ class JailSlot:
         return self._jail
 
     def next_program(self) -> Jail:
-        """The jail for another program."""
+        """Return the jail for another program."""
         if self._num_programs >= self._cfg.limits.programs_per_jail:
             self.discard()
         jail = self.jail()
         self._num_programs += 1
-        self._must_load = False
+        self._must_load = False  # the caller loads the next program
         return jail
 
     def jail_for(self, program: bytes, limits: TestLimits) -> Jail:
-        """The jail with the program loaded, again if the jail was replaced since."""
+        """Return the jail with the program loaded, reloaded if the jail was replaced."""
         jail = self.jail()
         if self._must_load:
             if jail.load(program, limits).status is not Status.OK:
@@ -206,7 +207,7 @@ class JailSlot:
         return jail
 
     def note(self, reply: JailReply) -> None:
-        """Look at how a process ended; after anything but a plain exit the next test gets a fresh jail."""
+        """Record how a process ended; after anything but a plain exit the next test gets a fresh jail."""
         if reply.status is Status.NO_FORK:
             raise JailBrokenError(f"the jail could not start a process: {reply.text}")
         self._needs_restart |= reply.status not in _HARMLESS and reply.status is not Status.REPLIED
@@ -228,7 +229,7 @@ def _session(slot: JailSlot, jail: Jail, role: Literal["program", "tester"], lim
 
 
 def limits_for(reference: CodeReference, cfg: VerifyConfig) -> TestLimits:
-    """A test's limits: the problem's own, made fit for Python, or the settings'."""
+    """Return a test's limits: those of the problem, adapted to Python, or else those of the settings."""
     cpu_s = cfg.code.cpu_s if reference.time_limit_s is None else reference.time_limit_s * cfg.code.time_limit_scale
     memory_mb = cfg.code.memory_mb if reference.memory_limit_mb is None else max(reference.memory_limit_mb, _LEAST_MEMORY_MB)
     return TestLimits(
@@ -240,11 +241,11 @@ def limits_for(reference: CodeReference, cfg: VerifyConfig) -> TestLimits:
     )
 
 
-_LEAST_MEMORY_MB = 256  # the interpreter's own share; problems' limits are meant for C++
+_LEAST_MEMORY_MB = 256  # the interpreter itself needs this much; problems' limits are meant for C++
 
 
 def verdict_of(num_passed: int, num_tests: int, detail: str, cfg: CodeConfig) -> Verdict:
-    """The score of a program that passed so many of its tests."""
+    """Return the verdict on a program that passed `num_passed` of its tests."""
     fraction = num_passed / num_tests
     match cfg.score:
         case "soft":
@@ -259,7 +260,7 @@ def verdict_of(num_passed: int, num_tests: int, detail: str, cfg: CodeConfig) ->
 
 
 def _tester_limits(cfg: VerifyConfig, program: TestLimits | None) -> TestLimits:
-    """The tests' process waits while the program runs, so its wall clock includes the program's."""
+    """Return the limits of the tests' process: it waits while the program runs, so its time includes the program's."""
     wall_s = _TESTER_CPU_S * cfg.code.wall_factor + (program.wall_s if program else 0.0)
     return TestLimits(
         cpu_s=_TESTER_CPU_S,
@@ -293,7 +294,7 @@ def _tester_failure(reply: JailReply) -> TestResult:
 
 
 def _test_verdict(frame: bytes) -> TestResult | None:
-    """The tests' last word, or None for a call that the program must answer. Comes from the tests' jail."""
+    """Return the result in a frame from the tests' jail, or None if it is a call that the program must answer."""
     match json.loads(frame):
         case {"passed": True}:
             return TestResult(kind="passed")

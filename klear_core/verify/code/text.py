@@ -1,4 +1,4 @@
-"""The program in a response, and the tests it is judged on."""
+"""Extract the program from a response, and choose the tests it is judged on."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from klear_core.seeding import seed_for
 from klear_core.types import AssertTests, CallTests, CodeReference, StdinTests
 from klear_core.verify.window import NoAnswer
 
-_FENCE = re.compile(r"^ {0,12}(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.M)  # possessive: hostile text must not make it backtrack
+# Possessive quantifiers, so that hostile text cannot make it backtrack.
+_FENCE = re.compile(r"^ {0,12}(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.M)
 _PYTHON_TAGS = frozenset({"python", "py", "python3", ""})
 
 
 def find_program(window: str, cfg: CodeConfig) -> str | NoAnswer:
-    """The last closed fenced block that counts as Python."""
+    """Return the last closed fenced block that counts as Python, or the reason why there is none to run."""
     blocks = fenced_blocks(window)
     tags = frozenset({"python"}) if cfg.fence == "python" else _PYTHON_TAGS
     programs = [text for tag, text in blocks if (tag if cfg.fence == "python" else tag.lower()) in tags]
@@ -28,7 +29,7 @@ def find_program(window: str, cfg: CodeConfig) -> str | NoAnswer:
 
 
 def check_size(program: str, cfg: CodeConfig) -> str | NoAnswer:
-    """The program, if it may be run at all."""
+    """Return the program, or the reason why it may not be run: it is empty or too long."""
     if not program.strip():
         return NoAnswer(reason="the block of code is empty")
     if len(program.encode("utf-8", "surrogatepass")) > cfg.max_program_kb << 10:
@@ -37,7 +38,10 @@ def check_size(program: str, cfg: CodeConfig) -> str | NoAnswer:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(tag, content) of the closed Markdown fences, in order; a fence closes with as many backticks and no tag."""
+    """Return (tag, content) of the closed Markdown fences, in order.
+
+    A fence closes with at least as many backticks as it opened with and no tag.
+    """
     blocks: list[tuple[str, str]] = []
     opening: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
@@ -53,7 +57,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def reference_fault(reference: CodeReference, cfg: CodeConfig) -> str | None:
-    """Why a reference cannot be judged with, or None."""
+    """Return the reason why a reference cannot be used for judging, or None if it can."""
     sizes = _sizes(reference)
     if not sizes:
         return "the test list is empty"
@@ -65,7 +69,10 @@ def reference_fault(reference: CodeReference, cfg: CodeConfig) -> str | None:
 
 
 def chosen_tests(reference: CodeReference, problem_id: str, cfg: CodeConfig) -> CodeReference:
-    """At most `max_tests` of the tests, drawn by the problem's id: the same for each sample, in their own order."""
+    """Return the reference with at most `max_tests` of its tests, in their original order.
+
+    The draw depends only on the problem's id, so that every sample is judged on the same tests.
+    """
     num_tests = len(_sizes(reference))
     if cfg.max_tests == 0 or num_tests <= cfg.max_tests:
         return reference
