@@ -1,1 +1,1 @@
-"""Runs untrusted programs in a jail that has proven its isolation."""
+"""Run untrusted programs in a jail that has proven its isolation."""

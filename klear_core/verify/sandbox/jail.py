@@ -1,4 +1,4 @@
-"""One jail as the host sees it: start it, send frames, get frames within a deadline, kill all of it."""
+"""Control one jail from the host: start it, send frames, receive frames within a deadline, kill everything in it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from klear_core.verify.sandbox import orphans
 from klear_core.verify.sandbox.jail_command import Account, Backend, account_for, clean_environment, jail_command
 
 _HEAD = struct.Struct(">BiIII")
-_MARSHAL_VERSION = 4  # read by every interpreter from 3.4 on, whatever runs on this side
-_SUPERVISOR_MODULES = ("kernel", "programs", "frames", "processes", "child")  # each imports only from those before it
-_CHILD_MODULES = ("values", "tester", "service")  # likewise
+_MARSHAL_VERSION = 4  # readable by every interpreter from 3.4 on, whichever version the host runs
+# In both lists a module imports only from those before it.
+_SUPERVISOR_MODULES = ("kernel", "programs", "frames", "processes", "child")
+_CHILD_MODULES = ("values", "tester", "service")
 _START_S = 20.0
 _END_S = 2.0
-_STARVED_FACTOR = 6  # the supervisor does not count the time a program waited for a core; the host bounds even that
-_GRACE_S = 15.0  # beyond the supervisor's own limits: it answers, or the jail is broken
+# The supervisor does not count the time for which a program waited for a core. The host limits the total, to this many
+# times the wall-clock limit.
+_STARVED_FACTOR = 6
+_GRACE_S = 15.0  # added to the supervisor's own limits; a jail that has not answered by then is broken
 
 
 class Status(IntEnum):
-    """How a test ended, as the supervisor saw it; the numbers are those of guest/processes.py."""
+    """The way a test ended, as the supervisor reports it; the numbers are those of guest/processes.py."""
 
     OK = 0
     EXITED = 1
@@ -48,7 +51,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestLimits:
-    """What one test's process may use."""
+    """The resource limits of one test's process."""
 
     cpu_s: float
     wall_s: float
@@ -59,7 +62,7 @@ class TestLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JailReply:
-    """One answer of a supervisor. `code` is an exit status or a signal; `text` explains; `data` is the program's output."""
+    """A supervisor's answer. `code` is an exit status or signal; `text` explains it; `data` is the program's output."""
 
     status: Status
     code: int
@@ -70,11 +73,11 @@ class JailReply:
 
 
 class JailBrokenError(Exception):
-    """The jail did not start, died, or answered nonsense: nothing is known about the program."""
+    """Raised if the jail did not start, died, or sent an invalid answer; nothing is known about the program."""
 
 
 class Jail:
-    """A running supervisor. Not thread-safe. After JailBrokenError only `kill` is of use."""
+    """A running supervisor. Not thread-safe. After JailBrokenError only `kill` may be called."""
 
     def __init__(self, backend: Backend, cfg: SandboxConfig) -> None:
         self.backend = backend
@@ -86,6 +89,7 @@ class Jail:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        # Without blocking, so that a supervisor that hangs cannot hold us beyond a deadline.
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
         try:
@@ -99,15 +103,15 @@ class Jail:
         return self._call({"op": "program", "source": source, "memory_mb": limits.memory_mb}, 10.0)
 
     def run(self, given: bytes, limits: TestLimits) -> JailReply:
-        """One run of the program on a standard input."""
+        """Run the program once on a standard input."""
         return self._call({"op": "test", "input": given, **_as_dict(limits)}, limits.wall_s * _STARVED_FACTOR)
 
     def open(self, role: Literal["program", "tester"], limits: TestLimits) -> JailReply:
-        """Begin a session: a process of the program (or of our test code) that answers `ask` until `close`."""
+        """Start a session: a process of the program (or of our test code) that answers `ask` until `close_session`."""
         return self._call({"op": "open", "role": role, **_as_dict(limits)}, 1.0)
 
     def ask(self, payload: bytes, limits: TestLimits) -> JailReply:
-        """One question to the session's process: REPLIED with its answer, or how it ended."""
+        """Send a question to the session's process; return REPLIED with its answer, or how the process ended."""
         return self._call({"op": "ask", "payload": payload}, limits.wall_s * _STARVED_FACTOR)
 
     def close_session(self) -> JailReply:
@@ -115,9 +119,9 @@ class Jail:
         return self._call({"op": "close"}, 1.0)
 
     def kill(self) -> None:
-        """End the jail and everything in it: the supervisor sees its pipe close; if it does not end at once, it is killed.
+        """End the jail and everything in it: close the supervisor's pipes, and kill it if it does not exit soon.
 
-        A firejail that is killed leaves a small file of root's in /run/firejail behind; where we are root it is removed.
+        A killed firejail leaves a small file in /run/firejail that belongs to root; if we are root, it is removed.
         """
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
@@ -217,7 +221,7 @@ def _start(command: list[str], account: Account) -> subprocess.Popen[bytes]:
 
 @cache
 def guest_source(name: str) -> bytes:
-    """The text of a file of `klear_core.verify.sandbox.guest`."""
+    """Return the contents of a file of `klear_core.verify.sandbox.guest`."""
     return (resources.files("klear_core.verify.sandbox.guest") / name).read_bytes()
 
 
@@ -227,7 +231,7 @@ def _guest_modules(names: tuple[str, ...]) -> dict[str, bytes]:
 
 @cache
 def _supervisor_source() -> bytes:
-    """The supervisor and the modules that it imports, as one program."""
+    """Return the supervisor and the modules that it imports as one program."""
     modules = _guest_modules(_SUPERVISOR_MODULES)
     each = "m=sys.modules[n]=types.ModuleType(n)\n exec(compile(s,n,'exec'),m.__dict__)"
     define = f"import sys,types\nfor n,s in {modules!r}.items():\n {each}\n"

@@ -1,8 +1,8 @@
-"""How each backend starts an interpreter in isolation: the command lines, and who runs them.
+"""Build each backend's command line for an isolated interpreter, and choose the account that runs it.
 
-Each firejail flag is explained in `infra/firejail/README.md`. Three that other projects use are left out
-on purpose: `--timeout` makes every run last two seconds, `--read-only=/` silently switches the user namespace off (fork bombs
-then starve all jails of the user), and a profile needs a package that may be absent.
+Each firejail flag is explained in `infra/firejail/README.md`. Three that other projects use are left out on purpose:
+`--timeout` makes every run last two seconds, `--read-only=/` silently switches off the user namespace (fork bombs then
+starve all jails of the user), and a profile needs a package that may be missing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _BOOT = (
 _KEPT_TOP_LEVEL = frozenset(["usr", "bin", "sbin", "etc", "proc", "dev", "sys", "run", "tmp", "var", "home"])
 _WHITELISTABLE = frozenset(["opt", "srv", "mnt", "media"])
 _DENIED_CALLS = "socket,io_uring_setup,io_uring_enter,io_uring_register,memfd_secret"
-_FALLBACK_USER = "games"  # on Debian, Fedora and their kin: owns no process and no file of value
-_DEADLINE_S = 3600  # of a jail; a supervisor that lost its host ends long before
+_FALLBACK_USER = "games"  # exists on Debian, Fedora and related systems; owns no process and no valuable file
+_DEADLINE_S = 3600  # the longest a jail may live; a supervisor that lost its host ends long before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Whom the untrusted side runs as. `must_switch` if we are root."""
+    """The account that runs untrusted programs. `must_switch` is true if we are root."""
 
     uid: int
     gid: int
@@ -43,7 +43,7 @@ class Account:
 
 
 def account_for(cfg: SandboxConfig) -> Account:
-    """Ourselves, or an ordinary user if we are root; SandboxError when there is none."""
+    """Return our own account, or that of an ordinary user if we are root. Raises SandboxError if there is none."""
     if os.getuid() != 0:
         try:
             entry = pwd.getpwuid(os.getuid())
@@ -63,7 +63,7 @@ def account_for(cfg: SandboxConfig) -> Account:
 
 
 def python_for(cfg: SandboxConfig) -> Path:
-    """The interpreter inside the sandbox: the configured one, the system's, or our own without its virtual environment."""
+    """Return the sandbox's interpreter: the configured one, the system's, or ours without its virtual environment."""
     if cfg.python:
         path = Path(cfg.python)
         if not path.is_absolute() or not path.exists():
@@ -74,7 +74,7 @@ def python_for(cfg: SandboxConfig) -> Path:
 
 
 def clean_environment(account: Account) -> dict[str, str]:
-    """All of our environment that the untrusted side gets: six variables, no secret among them. Firejail adds some of its own."""
+    """Return the environment variables for untrusted programs: six, none of them secret. Firejail adds some itself."""
     return {
         "PATH": "/usr/bin:/bin",
         "HOME": account.home,
@@ -86,7 +86,10 @@ def clean_environment(account: Account) -> dict[str, str]:
 
 
 def jail_command(backend: Backend, cfg: SandboxConfig, account: Account) -> list[str]:
-    """The command that runs our supervisor in isolation, ready for Popen. SandboxError if the backend is not installed."""
+    """Return the command that runs our supervisor in isolation, for Popen.
+
+    Raises SandboxError if the backend is not installed.
+    """
     python = python_for(cfg)
     interpreter = [str(python), "-I", *([] if cfg.with_packages else ["-S"]), "-c", _BOOT]
     match backend:
@@ -98,7 +101,8 @@ def jail_command(backend: Backend, cfg: SandboxConfig, account: Account) -> list
             jail = []
         case _:
             assert_never(backend)
-    # `setpriv --pdeathsig` ends with us, `timeout` then ends its child: a signal on parent death does not survive firejail's setuid
+    # When we die, `setpriv --pdeathsig` has the kernel end `timeout`, which ends its child. A parent-death signal on
+    # firejail itself would be lost because firejail is setuid.
     guard = [_find("setpriv"), "--pdeathsig", "TERM", _find("timeout"), "-k", "0.5", str(_DEADLINE_S)]
     become = [_find("setpriv"), f"--reuid={account.uid}", f"--regid={account.gid}", "--clear-groups"] if account.must_switch else []
     return [*guard, *become, *jail, *interpreter]
@@ -122,13 +126,14 @@ def _firejail_flags(cfg: SandboxConfig, account: Account, python: Path) -> list[
 
 
 def _home_flags(account: Account, python: Path) -> list[str]:
-    """An empty home. An interpreter that lives in it is shown alone, and read-only."""
+    """Return the flags that hide the home folder. An interpreter inside it stays visible, alone and read-only."""
     home = Path(account.home)
     prefix = _prefix_of(python)
     if prefix.is_relative_to(home) and home != Path("/"):
         return [f"--whitelist={prefix}", f"--read-only={prefix}"]
     owns_home = home.is_dir() and home.stat().st_uid == account.uid
-    return ["--private"] if owns_home else []  # firejail refuses it for a home of another's; such a home is read-only anyway
+    # firejail refuses --private for a home that belongs to another user; such a home is read-only anyway.
+    return ["--private"] if owns_home else []
 
 
 def _blacklist_flags(python: Path) -> list[str]:
@@ -165,5 +170,5 @@ def _bubblewrap_flags(account: Account, python: Path) -> list[str]:
 
 
 def _prefix_of(python: Path) -> Path:
-    """The folder that holds an interpreter with its library: /usr for /usr/bin/python3."""
+    """Return the folder that holds an interpreter and its library: /usr for /usr/bin/python3."""
     return python.resolve().parent.parent

@@ -1,4 +1,4 @@
-"""What a jail's end may leave behind: processes, whose parent we become to end them, and firejail's own files."""
+"""Clean up what a jail may leave behind: processes, which we adopt in order to kill them, and files of firejail."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 LIVE_GUARDS: set[int] = set()
-"""The children that are jails in use; any other child of a process that adopts orphans is one."""
+"""Process ids of the jails in use. In a process without other children, any child not listed here is an orphan."""
 
 _FIREJAIL_RUNS = Path("/run/firejail/sandbox")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -20,9 +20,10 @@ _may_reap = False
 
 
 def adopt_orphans(*, has_other_children: bool) -> None:
-    """Make this process the parent of whatever a killed jail leaves; with other children it leaves them be until `end_orphans`.
+    """Make this process the parent of all processes that a killed jail leaves behind.
 
-    Without it orphans go to the machine's init, which in many containers reaps nothing.
+    If it has other children, `reap_orphans` does nothing, and orphans stay until `end_orphans`. Without adoption they
+    would go to the machine's init, which in many containers reaps nothing.
     """
     global _may_reap  # noqa: PLW0603  a property of the process
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -30,7 +31,7 @@ def adopt_orphans(*, has_other_children: bool) -> None:
 
 
 def reap_orphans() -> None:
-    """Kill and reap all children but jails in use, in a process that adopts orphans and has no other children."""
+    """Kill and reap all children except jails in use, if this process adopts orphans and has no other children."""
     if _may_reap:
         _reap_all_but(LIVE_GUARDS)
 
@@ -39,11 +40,15 @@ def _reap_all_but(kept: set[int]) -> None:
     for child in _children_of(os.getpid()):
         if child not in kept:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                # Do not wait for a process that we were not allowed to kill.
                 os.waitpid(child, 0 if _kill(child) else os.WNOHANG)
 
 
 def end_orphans() -> None:
-    """Kill and reap all children and what was below them: it is ours then. Those that only root may kill end by themselves."""
+    """Kill and reap all children, and their descendants, which then become our children.
+
+    Processes that only root may kill end by themselves.
+    """
     deadline = time.monotonic() + _END_S
     while _children_of(os.getpid()) and time.monotonic() < deadline:
         _reap_all_but(set())
@@ -51,7 +56,7 @@ def end_orphans() -> None:
 
 
 def kill_tree(guard: subprocess.Popen[bytes]) -> None:
-    """Kill what the guard started: firejail itself, for its death takes the whole PID namespace along. Then the guard."""
+    """Kill what the guard started, then the guard. Killing firejail itself ends everything in its PID namespace."""
     for child in _children_of(guard.pid):
         with contextlib.suppress(ProcessLookupError):
             _kill(child)
@@ -64,7 +69,7 @@ def kill_tree(guard: subprocess.Popen[bytes]) -> None:
 
 
 def forget_dead_jails() -> None:
-    """Remove the files that killed firejails left in /run: theirs, whose process is gone. Only root may; others leave them."""
+    """Remove the files in /run/firejail that killed firejails left behind. Only root may; others leave them."""
     if os.geteuid() != 0 or not _FIREJAIL_RUNS.is_dir():
         return
     for file in _FIREJAIL_RUNS.iterdir():
@@ -73,7 +78,7 @@ def forget_dead_jails() -> None:
 
 
 def _kill(pid: int) -> bool:
-    """False where only root may: the process is setuid, and its guard's end is its own."""
+    """Kill a process. Return False if only root may: such a process is setuid, and it ends when its guard does."""
     try:
         os.kill(pid, signal.SIGKILL)
     except PermissionError:

@@ -1,7 +1,7 @@
-"""Proof that a sandbox isolates, before the first untrusted program: a canary tries to get out, the host looks at what it found.
+"""Prove that a sandbox isolates before the first untrusted program runs: a canary tries to escape, the host checks.
 
-firejail in particular does not say so when it isolates nothing: inside another PID namespace (a container) it takes itself for
-already sandboxed, ignores all its options and runs the program bare with status 0.
+Firejail in particular does not report when it isolates nothing: inside another PID namespace (a container) it assumes
+that it is already sandboxed, ignores all its options and runs the program bare with status 0.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ _CANARY_MEMORY_MB = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """One way out that was open, and what closes it."""
+    """A way out of the sandbox that was open, and what closes it."""
 
     what: str
     fix: str
 
 
 def proven_backend(cfg: VerifyConfig) -> Backend:
-    """The backend to use, after it has proven itself; SandboxError says what is missing in each and how to fix it."""
+    """Return the backend to use, once it has proven that it isolates.
+
+    Raises SandboxError, which says what is missing in each backend and how to fix it.
+    """
     if cfg.sandbox == "rlimits-only":
         gaps = find_gaps("rlimits-only", cfg)
         if gaps:
@@ -70,7 +73,7 @@ def proven_backend(cfg: VerifyConfig) -> Backend:
 
 
 def find_gaps(backend: Backend, cfg: VerifyConfig) -> list[Gap]:
-    """What the canary could do that it must not; empty when the backend isolates."""
+    """Return what the canary could do but must not; empty if the backend isolates."""
     try:
         jail = Jail(backend, cfg.limits)
     except SandboxError as e:

@@ -1,4 +1,4 @@
-"""Reads the results that a program's process sends: tagged JSON, into plain JSON values and nothing else."""
+"""Decode the results that a program's process sends, from tagged JSON to plain JSON values and nothing else."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 
 
 class WireError(ValueError):
-    """The program raised, or sent something that is no result."""
+    """Raised if the program raised, or sent something that is not a result."""
 
 
 def plain_value(frame: bytes) -> object:
-    """The result of a call as lists, dicts and scalars; tuples and iterators become lists, sets stay no JSON and are refused."""
+    """Return the result of a call as lists, dicts and scalars; tuples and iterators become lists, sets are refused."""
     try:
         reply = json.loads(frame)
         match reply:
@@ -48,7 +48,7 @@ def _key(pair: list[object]) -> str:
 
 
 def _list_values(value: object, following: object) -> list[object]:
-    """A LeetCode linked list as the list of its values, which is how expected results are written."""
+    """Return the values of a LeetCode linked list as a list, which is how expected results are written."""
     values = [_plain(value)]
     while isinstance(following, list):
         match following:

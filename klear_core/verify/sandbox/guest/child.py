@@ -11,7 +11,7 @@ from klear_frames import read_frame, write_frame
 from klear_kernel import LIBC, PR_SET_DUMPABLE, restrict_system_calls
 from klear_programs import ERROR_BYTES, Program, behave_like_an_interpreter, leave, new_main, report, scan
 
-_SPARE_FD = 40  # below the supervisor's own and the least of verify.limits.open_files
+_SPARE_FD = 40  # below the supervisor's own descriptors and the smallest valid verify.limits.open_files
 _STACK_BYTES = 112 << 20  # the kernel leaves 128 MB below the stack whatever the limit was at exec
 _COMPILE_S = 10
 

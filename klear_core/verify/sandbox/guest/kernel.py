@@ -10,7 +10,8 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-# name: number on x86_64, on aarch64. All answer EPERM, but for the first group when the target is the caller itself.
+# System call: its number on x86_64, on aarch64. All fail with EPERM, except that those of the first group are allowed
+# if the target is the caller itself.
 _SELF_ONLY = {
     "kill": (62, 129),
     "tgkill": (234, 131),

@@ -8,7 +8,7 @@ from klear_kernel import LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE
 
 OK, EXITED, SIGNALLED, CPU_LIMIT, WALL_LIMIT, MEMORY_LIMIT, OUTPUT_LIMIT, NO_FORK, REPLIED, NOT_PYTHON, READY = range(11)
 
-_CPU_SLACK_S = 0.5  # of all processes of a test together, over the limit of one
+_CPU_SLACK_S = 0.5  # all processes of a test together may exceed the limit of one by this much
 
 
 class Jail:
@@ -24,7 +24,8 @@ class Jail:
             number = getattr(resource, "RLIMIT_" + kind)
             soft, hard = resource.getrlimit(number)
             if kind == "NPROC" and not self.is_own_pid_namespace:
-                value += threads_of_this_user()  # without a user namespace the kernel counts the whole machine's
+                # Without a user namespace the kernel counts all threads of this user on the machine.
+                value += threads_of_this_user()
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(number, (value, value))
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -98,7 +98,7 @@ class Program:
         self.defined = set(frame[4 : 4 + size].decode().split())
         self.code = frame[4 + size :]
         self.provided = {}
-        # No scopes are looked at: a name provided for a mere word of the text is hidden by whatever the program binds.
+        # Scopes are ignored: a name is provided for any word of the text, and the program's own bindings hide it.
         words = {word.decode() for word in source.translate(_WORD_BYTES).split()}
         for module, names in PRELUDE.items():
             for name in words & set(names.split()):

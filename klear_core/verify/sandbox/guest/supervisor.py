@@ -35,10 +35,10 @@ from klear_programs import ERROR_BYTES, Program
 
 _HEAD = struct.Struct(">BiIII")  # status, exit status or signal, cpu ms, wall ms, length of the text that explains
 _POLL_MS = 50
-_MOST_STARVED = 4  # times the wall clock that a test is given for having had no core
-_CONTROL_IN, _CONTROL_OUT = 50, 51  # below the least of verify.limits.open_files
+_MOST_STARVED = 4  # a test that waits for a core gets at most this many wall-clock limits more
+_CONTROL_IN, _CONTROL_OUT = 50, 51  # below the smallest valid verify.limits.open_files
 
-_INTERPRETERS_OWN = (sys.stdin, sys.stdout, sys.stderr)  # kept alive: their end would close descriptors 0 to 2 of a child
+_INTERPRETERS_OWN = (sys.stdin, sys.stdout, sys.stderr)  # kept alive: their deletion would close a child's fds 0 to 2
 
 
 def head(status, code=0, cpu_s=0.0, wall_s=0.0, text=b""):

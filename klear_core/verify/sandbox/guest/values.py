@@ -148,7 +148,7 @@ class Proxy:
         if name.startswith("__"):
             raise AttributeError(name)
         path = self._klear_path
-        if isinstance(path[0], int):  # of an object: its value now
+        if isinstance(path[0], int):  # the path starts at an object: ask for the attribute's current value
             return self._klear_tester.request([*path, name], (), {}, get=True)
         return Proxy(self._klear_tester, [*path, name])
 
