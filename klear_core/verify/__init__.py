@@ -1,4 +1,4 @@
-"""Judges: was the answer right, wrong, absent, or could it not be judged."""
+"""Judge model answers to math and code problems as right, wrong, absent, or impossible to judge."""
 
 from klear_core.verify.pool import JudgeHealth, JudgePool, build_verifier
 

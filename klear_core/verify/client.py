@@ -1,4 +1,4 @@
-"""The caller's end of the judging process: start it when first needed, keep futures, survive its death."""
+"""Start the judging process on first use, send it tasks, resolve their futures, and replace it if it dies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from klear_core.types import Verdict
 from klear_core.verify.work import Fault, Task
 
 _LOG = logging.getLogger(__name__)
-_STOP_GRACE_S = 20.0  # on a loaded machine ending all jails takes seconds
+_STOP_GRACE_S = 20.0  # ending all jails takes seconds on a loaded machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Link:
-    """One judging process and what it still owes."""
+    """One judging process, the connection to it, and the futures of unanswered tasks by task id."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
@@ -34,8 +34,8 @@ class _Link:
 class JudgeClient:
     """Sends tasks to one `klear_core.verify.server` and resolves their futures. Thread-safe; `close` ends the process.
 
-    Callbacks of the futures run in the thread that reads, and may submit: the process reads on whether or not its answers are read, so
-    that who waits for the lock or for room in the socket does not wait for himself.
+    Callbacks of the futures run in the reader thread and may call `submit`. The server keeps reading tasks even while
+    nobody reads its answers, so that a submitter blocked by the lock or by a full socket cannot deadlock.
     """
 
     def __init__(self, cfg: VerifyConfig) -> None:
@@ -45,22 +45,26 @@ class JudgeClient:
         self._link: _Link | None = None
 
     def submit(self, task: Task) -> Future[Verdict | Fault]:
-        """The verdict to come; `Fault` where the judging process failed or was closed. OSError if it cannot be started."""
+        """Send a task; the future resolves to its verdict, or to a `Fault` if the judging process fails or is closed.
+
+        Raises OSError if the process cannot be started.
+        """
         future: Future[Verdict | Fault] = Future()
         with self._lock:
             link = self._link = self._link or self._start()
             task_id = next(self._ids)
             link.pending[task_id] = future
-            with contextlib.suppress(OSError):  # the process is gone: the reader sees that too, and resolves all that is pending
+            # If the process is gone, the reader thread notices too and resolves all pending futures.
+            with contextlib.suppress(OSError):
                 link.connection.send((task_id, task))
         return future
 
     def close(self) -> None:
-        """End the judging process and everything below it; what was pending resolves as a fault."""
+        """End the judging process and its descendants; pending futures resolve to a `Fault`."""
         with self._lock:
             link, self._link = self._link, None
             if link is not None:
-                _shut(link.connection)  # under the lock, which the reader takes before it closes the connection
+                _shut(link.connection)  # under the lock: the reader takes it before it closes the connection
         if link is not None:
             _wait_or_kill(link.process)
 
@@ -72,6 +76,7 @@ class JudgeClient:
         process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
         theirs.close()
         link = _Link(process=process, connection=Connection(ours.detach()))
+        # The settings are the first message; see `server.main`.
         link.connection.send_bytes(self._cfg.model_dump_json().encode())
         threading.Thread(target=self._read, args=(link,), name="klear-judge-reader", daemon=True).start()
         return link
@@ -85,7 +90,7 @@ class JudgeClient:
             self._on_end(link)
 
     def _on_end(self, link: _Link) -> None:
-        with self._lock:  # from here on nothing is added to what is pending
+        with self._lock:  # once this block ends, no task can be added to link.pending
             is_closed = self._link is not link
             if not is_closed:
                 self._link = None
@@ -99,12 +104,12 @@ class JudgeClient:
 
 
 def _shut(connection: Connection) -> None:
-    """Make both sides see the end; closing alone would not wake our reader."""
+    """Shut down both directions, so that both sides see the end; closing alone would not wake our reader."""
     with socket.socket(fileno=os.dup(connection.fileno())) as sock:
         try:
             sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the other side was first
+            return  # the other side shut it down first
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""The judges behind one door: `judge` a problem's response, from any thread or event loop."""
+"""Judge a response to a math or code problem, from any thread or event loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OUR_FAULTS = (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED, Outcome.TIMED_OUT)
 
 
 class JudgeHealth:
-    """Counts outcomes, and raises once too large a share says nothing about the model."""
+    """Counts verdicts by outcome, and raises once too many of them failed for reasons that are not the model's."""
 
     def __init__(self, *, max_failed_frac: float, min_failed_count: int) -> None:
         self._max_failed_frac = max_failed_frac
@@ -36,12 +36,12 @@ class JudgeHealth:
 
     @property
     def counts(self) -> dict[Outcome, int]:
-        """Verdicts so far, by outcome."""
+        """Return the number of verdicts so far, by outcome."""
         with self._lock:
             return dict(self._counts)
 
     def record(self, verdict: Verdict) -> None:
-        """Count a verdict; JudgeError when failures of ours exceed the limit."""
+        """Count a verdict. Raises JudgeError when failures that are ours exceed the limit."""
         with self._lock:
             self._counts[verdict.outcome] += 1
             failed = sum(self._counts[o] for o in _OUR_FAULTS)
@@ -54,7 +54,7 @@ class JudgeHealth:
 
 
 class JudgePool:
-    """Judges answers. Thread-safe; worker processes start with the first answer that needs one and end with `close`."""
+    """Judges answers. Thread-safe; worker processes start with the first answer that needs one and end at `close`."""
 
     def __init__(self, cfg: VerifyConfig) -> None:
         self.cfg = cfg
@@ -73,19 +73,22 @@ class JudgePool:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the stage's artifact must know of how its answers were judged."""
+        """Return what a reader of the stage's artifact must know about how its answers were judged."""
         if self.cfg.sandbox == "rlimits-only":
             return ('untrusted programs ran with limits only, without isolation (verify.sandbox = "rlimits-only")',)
         return ()
 
     def prove_sandbox(self) -> str:
-        """The name of the sandbox, once it has proven itself: call it before spending. SandboxError says what is missing."""
+        """Prove that the sandbox isolates and return its name. Call this before spending compute.
+
+        Raises SandboxError, which says what is missing.
+        """
         return self._submit(ProveSandbox()).result().detail
 
     def prepare(self, problems: Iterable[Problem]) -> tuple[str, ...]:
-        """Prove the sandbox before anything is spent, if one of the problems is code; the notes for the stage's artifact.
+        """Prove the sandbox before compute is spent, if any problem is code; return the notes for the stage's artifact.
 
-        SandboxError says what is missing.
+        Raises SandboxError, which says what is missing.
         """
         if not any(p.domain is Domain.CODE for p in problems):
             return ()
@@ -93,20 +96,23 @@ class JudgePool:
         return self.notes
 
     def judge(self, problem: Problem, response: str) -> Verdict:
-        """The verdict on a whole model output, think tags included. Raises only JudgeError and SandboxError: our failures."""
+        """Return the verdict on a complete model output, think tags included.
+
+        Raises only JudgeError and SandboxError, which are failures of ours.
+        """
         verdict = self.submit(problem, response).result()
         self.health.record(verdict)
         return verdict
 
     async def judge_async(self, problem: Problem, response: str) -> Verdict:
-        """As `judge`, while the event loop goes on."""
+        """Return the verdict as `judge` does, without blocking the event loop."""
         future = self.submit(problem, response)
         verdict = future.result() if future.done() else await asyncio.wrap_future(future)
         self.health.record(verdict)
         return verdict
 
     def submit(self, problem: Problem, response: str) -> Future[Verdict]:
-        """The verdict to come, not yet counted in `health`."""
+        """Return a future of the verdict, which is not yet counted in `health`."""
         window = answer_window(response, self.cfg)
         if isinstance(window, NoAnswer):
             return _done(_no_answer(window, self.cfg))
@@ -120,7 +126,7 @@ class JudgePool:
                 assert_never(problem.reference)
 
     def submit_program(self, problem_id: str, reference: CodeReference, program: str) -> Future[Verdict]:
-        """The verdict to come on a bare program, without a response around it."""
+        """Return a future of the verdict on a bare program, without a response around it."""
         return self._submit(self._prepare_code(problem_id, reference, check_size(program, self.cfg.code)))
 
     def _prepare_math(self, reference: MathReference, window: str) -> Verdict | MathTask:
@@ -189,5 +195,5 @@ def _no_answer(answer: NoAnswer, cfg: VerifyConfig, *, is_code: bool = False) ->
 
 
 def build_verifier(cfg: VerifyConfig) -> JudgePool:
-    """The judges for these settings; use it as a context manager."""
+    """Build the judges for these settings; use the result as a context manager."""
     return JudgePool(cfg)

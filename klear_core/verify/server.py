@@ -1,7 +1,8 @@
-"""The judging process: a small program of its own that holds the pebble pools, so that the caller (which may hold CUDA,
-Ray and a hundred threads) is never forked and imports neither sympy nor pebble.
+"""Run the judging process, a separate program that holds the pebble pools.
 
-    python -m klear_core.verify.server FD        tasks come and verdicts go over the socket FD; it ends when FD closes
+The caller may hold CUDA, Ray and a hundred threads; this way it is never forked and imports neither sympy nor pebble.
+
+    python -m klear_core.verify.server FD        reads tasks from and sends verdicts to socket FD until it closes
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ import pebble
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome, Verdict
-from klear_core.verify.code import judge as code_judge  # before the first fork: workers get sympy for nothing
-from klear_core.verify.math import compare as math_compare  # before the first fork: workers get sympy for nothing
-from klear_core.verify.sandbox import selftest  # before the first fork: workers get sympy for nothing
+from klear_core.verify.code import judge as code_judge
+from klear_core.verify.math import compare as math_compare  # before the first fork: workers share the loaded sympy
+from klear_core.verify.sandbox import selftest
 from klear_core.verify.sandbox.jail_command import Backend
 from klear_core.verify.sandbox.orphans import adopt_orphans, end_orphans, forget_dead_jails
 from klear_core.verify.work import CodeTask, Fault, MathTask, ProveSandbox, Task
 
 _PR_SET_PDEATHSIG = 1
-_MATH_BACKSTOP_S = 10.0
-_CODE_BACKSTOP_S = 120.0  # beyond all limits of a program's tests, which the jail enforces itself
+_MATH_BACKSTOP_S = 10.0  # added to the wall-clock limit; the worker enforces its limit of CPU time itself
+_CODE_BACKSTOP_S = 120.0  # added to the limits of all tests together, which the jail enforces itself
 
 
 def main() -> None:
-    """Serve one caller until it closes its end."""
+    """Serve one caller until it closes its end of the socket."""
     connection = Connection(int(sys.argv[1]))
     gc.collect()
-    gc.freeze()  # a worker that collects would write to every object and so copy sympy's 27 MB, each for itself
+    # Without this, a garbage collection in a worker would write to every object and so copy sympy's 27 MB per worker.
+    gc.freeze()
     Server(connection, VerifyConfig.model_validate_json(connection.recv_bytes())).serve()
 
 
 class Server:
-    """Runs tasks in worker processes; answers go back as they come, in any order."""
+    """Runs tasks in worker processes and sends results back as they finish, in any order."""
 
     def __init__(self, connection: Connection, cfg: VerifyConfig) -> None:
         self._connection = connection
@@ -56,8 +58,9 @@ class Server:
         self._backend: Backend | None = None
 
     def serve(self) -> None:
-        """Until the caller closes its end or dies."""
-        adopt_orphans(has_other_children=True)  # the jails of workers that are killed, as pebble does when they take long to end them
+        """Schedule incoming tasks until the caller closes its end or dies, then stop all workers."""
+        # Pebble kills workers that take long to end their jails; such jails become children of this process.
+        adopt_orphans(has_other_children=True)
         threading.Thread(target=self._write_replies, name="klear-judge-writer", daemon=True).start()
         try:
             while True:
@@ -129,12 +132,15 @@ class Server:
         self._replies.put((task_id, outcome_of(future)))
 
     def _write_replies(self) -> None:
-        """A thread of its own: a caller that does not read must stop neither `serve`, on whose reading it may wait, nor pebble's loops."""
+        """Send results to the caller; runs in its own thread.
+
+        A caller that does not read must block neither pebble's loops nor `serve`, for which it may itself be waiting.
+        """
         while True:
             try:
                 self._connection.send(self._replies.get())
             except ConnectionError:
-                return  # the caller is gone; `serve` sees the end too
+                return  # the caller is gone; `serve` notices too
 
 
 def outcome_of(future: Future[Verdict]) -> Verdict | Fault:
@@ -156,6 +162,7 @@ def outcome_of(future: Future[Verdict]) -> Verdict | Fault:
 
 
 def _code_timeout_s(task: CodeTask, cfg: VerifyConfig) -> float:
+    # 6 is jail._STARVED_FACTOR: the jail waits that many times wall_s for a program that gets no core.
     return task.num_tests * code_judge.limits_for(task.reference, cfg).wall_s * 6 + _CODE_BACKSTOP_S
 
 
@@ -166,7 +173,7 @@ def _start_math_worker(memory_mb: int) -> None:
 
 
 _JUDGES: list[code_judge.CodeJudge] = []
-"""The one judge of a code worker: its jails outlive a task, and pebble hands nothing else from task to task."""
+"""The one judge of a code worker. It is global because its jails outlive a task and pebble keeps no state for tasks."""
 
 
 def _start_code_worker(backend: Backend, cfg: VerifyConfig) -> None:
@@ -174,7 +181,7 @@ def _start_code_worker(backend: Backend, cfg: VerifyConfig) -> None:
     adopt_orphans(has_other_children=False)
     judge = code_judge.CodeJudge(backend, cfg)
     _JUDGES[:] = [judge]
-    Finalize(judge, judge.close, exitpriority=10)  # runs however pebble ends a worker: recycled, stopped, its pipe closed
+    Finalize(judge, judge.close, exitpriority=10)  # runs however pebble ends the worker: recycled, stopped, pipe closed
 
 
 def _judge_code(task: CodeTask) -> Verdict:
@@ -182,7 +189,7 @@ def _judge_code(task: CodeTask) -> Verdict:
 
 
 def _die_with_parent() -> None:
-    """Workers must not outlive a server that was killed."""
+    """Have the kernel kill this worker when the server dies, even if it was killed; forbid core files."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

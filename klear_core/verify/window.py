@@ -1,4 +1,4 @@
-"""The part of a response in which an answer may stand."""
+"""Find the part of a response that may contain an answer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NO_OPEN_TAG = "no <think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoAnswer:
-    """Why a response has no answer that could be judged."""
+    """The reason why a response has no answer to judge."""
 
     reason: str
 
 
 def answer_window(response: str, cfg: VerifyConfig) -> str | NoAnswer:
-    """The text that is searched for an answer, or which required tag is missing."""
+    """Return the text to search for an answer, or the required tag that is missing."""
     has_close = CLOSE_TAG in response
     if cfg.tags != "none" and not has_close:
         return NoAnswer(reason=NO_CLOSE_TAG)

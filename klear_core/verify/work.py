@@ -1,4 +1,4 @@
-"""What travels between the caller and the judging processes."""
+"""Define the messages between the caller and the judging processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from klear_core.verify.math.values import Question
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathTask:
-    """Decide by algebra. `prose` is searched by math-verify's own extractors if there was no box."""
+    """Request to compare an answer with its references by algebra.
+
+    For an answer without a box `question` is None, and math-verify's own extractors search `prose`.
+    """
 
     golds: tuple[str, ...]
     question: Question | None
@@ -22,7 +25,7 @@ class MathTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTask:
-    """Run a program on the tests that were chosen for it."""
+    """Request to run a program on the tests that were chosen for it."""
 
     problem_id: str
     program: bytes
@@ -30,14 +33,14 @@ class CodeTask:
 
     @property
     def num_tests(self) -> int:
-        """How many tests there are."""
+        """Return the number of tests."""
         tests = self.reference.tests
         return len(tests.programs) if isinstance(tests, AssertTests) else len(tests.cases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProveSandbox:
-    """Show that the sandbox isolates; answered by a verdict whose detail names the backend."""
+    """Request to prove that the sandbox isolates; the detail of the verdict names the backend."""
 
 
 Task = MathTask | CodeTask | ProveSandbox
@@ -45,7 +48,10 @@ Task = MathTask | CodeTask | ProveSandbox
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A judging process gave no verdict: it was stopped at its wall clock, died, raised, was closed, or has no sandbox that isolates."""
+    """The reason why a judging process gave no verdict.
+
+    It exceeded its time limit, died, raised, was closed, or has no sandbox that isolates.
+    """
 
     kind: Literal["timed_out", "died", "raised", "closed", "no_sandbox"]
     detail: str
