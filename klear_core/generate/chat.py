@@ -1,4 +1,4 @@
-"""Questions to a finished model, one after another: the engine, chat template and window that the stages use."""
+"""Ask a trained model questions, with the engine, chat template and context window that the pipeline uses."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """How questions are answered."""
+    """Sampling settings for one question."""
 
     temperature: float = 0.0
     """0 is greedy."""
     max_tokens: int | None = None
-    """Of an answer, thinking included; None is what the window leaves."""
+    """Most tokens of one answer, thinking included; None uses all that the window leaves."""
     num_samples: int = 1
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatModel:
-    """A loaded model. End with `close`."""
+    """A loaded model with its tokenizer; call `close` when done."""
 
     engine: InferenceEngine
     tokenizer: Tokenizer
@@ -40,7 +40,7 @@ class ChatModel:
     """Positions for question and answer together."""
 
     async def ask(self, question: str, asking: Asking) -> list[Completion]:
-        """Return the answers to one question, asked in a turn of its own. DataError if it leaves no room for an answer."""
+        """Return the answers to one question, sent as one user turn. DataError if it leaves no room for an answer."""
         prompt_ids = render_prompt(self.tokenizer, question)
         room = self.window - len(prompt_ids)
         if room < 1:
@@ -51,6 +51,7 @@ class ChatModel:
         params = SamplingParams(
             num_samples=asking.num_samples,
             temperature=asking.temperature,
+            # no truncation: samples come from the model's own distribution at this temperature
             top_p=1.0,
             top_k=0,
             repetition_penalty=1.0,
@@ -65,7 +66,7 @@ class ChatModel:
 
 
 async def open_chat(folder: Path, cfg: LocalEngineConfig, *, num_threads: int, seed: int, window: int | None = None) -> ChatModel:
-    """Load a Hugging Face folder with its tokenizer. `window` raises the positions that its config states.
+    """Load the model and tokenizer of a Hugging Face folder. `window` raises the positions that its config states.
 
     ConfigError if the engine cannot run this model, ResourceError if the engine is not installed.
     """

@@ -1,4 +1,4 @@
-"""The seam between Klear and whatever samples tokens: tokens in, tokens out."""
+"""Define the interface of the engines that sample tokens: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's decoding; `seed` makes its samples reproducible on the same engine.
+    """Decoding settings of one request; `seed` makes its samples reproducible on the same engine.
 
-    Log-probs are of the distribution a token was drawn from. With top_p = 1, top_k = 0 and repetition_penalty = 1 that is
-    `log_softmax(logits / temperature)`, the learner's own; otherwise it is renormalised over what those three leave, and old
-    log-probs for a policy ratio must be recomputed. Greedy (temperature 0) reports temperature 1, untruncated.
+    Log-probs are those of the distribution that a token was drawn from. With top_p = 1, top_k = 0 and
+    repetition_penalty = 1 that is `log_softmax(logits / temperature)`, the same as the learner's. Otherwise it is
+    renormalised after those three, and old log-probs for a policy ratio must be recomputed. Greedy (temperature 0)
+    reports temperature 1, untruncated.
     """
 
     num_samples: int
@@ -39,32 +40,32 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A weight by its Hugging Face name."""
+    """Name, dtype and shape of one weight, under its Hugging Face name."""
 
     name: str
     dtype: str
-    """As torch calls it: `bfloat16`."""
+    """The dtype's name in torch: `bfloat16`."""
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOffer:
-    """Weights that wait in a learner's memory for one engine to fetch them: see `transfer.py`."""
+    """An offer of new weights that one engine can fetch from a learner's memory; see `transfer.py`."""
 
     host: str
     port: int
-    """Of the learner's store, where the two sides meet."""
+    """Port of the learner's TCPStore, through which both sides form a process group."""
     key: str
-    """Of this hand-over among all that use the store."""
+    """Identifies this transfer among all that use the store."""
     engine: int
     num_ranks: int
-    """Processes of the engine that fetch, each of them everything."""
+    """Processes of the engine; each fetches all weights."""
     backend: Literal["gloo", "nccl"]
     timeout_s: float
-    """How long either side waits for the other."""
+    """Seconds that an engine waits for the learner; the learner waits half as long."""
     version: int
     tensors: tuple[TensorSpec, ...]
-    """In the order in which they are sent."""
+    """All tensors, in the order in which they are sent."""
     chunk_bytes: int
 
 
@@ -72,49 +73,50 @@ _OFFER = TypeAdapter(WeightOffer)
 
 
 def dump_offer(offer: WeightOffer) -> str:
-    """As text, for the ways between processes that carry nothing else."""
+    """Serialise an offer as JSON, for calls between processes that carry only text."""
     return _OFFER.dump_json(offer).decode()
 
 
 def load_offer(text: str) -> WeightOffer:
-    """What `dump_offer` wrote."""
+    """Parse the output of `dump_offer`."""
     return _OFFER.validate_json(text)
 
 
 WeightSource = Path | Mapping[str, "Tensor"] | WeightOffer
-"""New weights: a Hugging Face folder, all tensors under their Hugging Face names, or a learner that has them."""
+"""New weights: a Hugging Face folder, all tensors by Hugging Face name, or an offer to fetch them from a learner."""
 
 
 class InferenceEngine(Protocol):
-    """Samples answers. Calls overlap freely: batching is the engine's own business."""
+    """Samples completions. Calls may overlap: each engine does its own batching."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """`params.num_samples` completions of one prompt, in sample order. ValueError if the prompt leaves no room."""
+        """Return `params.num_samples` completions of one prompt, in sample order. ValueError if the prompt leaves no
+        room."""
         ...
 
     async def close(self) -> None:
-        """Release what is held; waiting requests fail."""
+        """Release all resources; open requests fail."""
         ...
 
 
 class TrainableEngine(InferenceEngine, Protocol):
-    """An engine whose weights follow the policy under training."""
+    """An engine whose weights can be replaced by those of the policy under training."""
 
     version: int
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
-        """Use these weights from the next token on; cached prefixes of the old ones are forgotten."""
+        """Use these weights from the next token on, and drop all cached prefixes of the old ones."""
         ...
 
 
 @runtime_checkable
 class SleepingEngine(TrainableEngine, Protocol):
-    """An engine that can lend its GPU memory to a learner while nothing is asked of it."""
+    """An engine that can release its GPU memory to a learner while it has no requests."""
 
     async def sleep(self) -> None:
-        """Give the memory away. Nothing may run or be asked until `wake`."""
+        """Release the GPU memory. No request may run or start until `wake`."""
         ...
 
     async def wake(self) -> None:
-        """Take the memory back, with the weights from before `sleep`; nothing changes for an engine that is awake."""
+        """Take the memory back, with the weights from before `sleep`. No effect on an engine that is awake."""
         ...

@@ -1,4 +1,4 @@
-"""From a config to a running engine. Each engine's library is imported only when it is asked for."""
+"""Build the engine that a config asks for. Each engine's library is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from klear_core.generate.engine import InferenceEngine, TrainableEngine
 
 
 async def build_engine(cfg: EngineConfig, model_folder: Path, *, num_threads: int, seed: int, window: int | None = None) -> InferenceEngine:
-    """An engine that serves the model of this Hugging Face folder; an endpoint serves what it serves, and the folder is not read.
+    """Build the engine for the model of this Hugging Face folder. An HTTP endpoint ignores the folder.
 
     ConfigError if the engine cannot run this model, ResourceError if it is not installed. `seed` is the engine's own;
     samples depend on `SamplingParams.seed`. `window` raises the positions that the folder's config states.
@@ -30,11 +30,12 @@ async def build_engine(cfg: EngineConfig, model_folder: Path, *, num_threads: in
 async def build_trainable_engine(
     cfg: LocalEngineConfig, model_folder: Path, *, num_threads: int, seed: int, version: int = 0, window: int | None = None
 ) -> TrainableEngine:
-    """As `build_engine`, for engines whose weights can be set; `version` is that of the folder's weights."""
+    """Build an engine whose weights can be replaced; see `build_engine`. `version` numbers the folder's weights."""
     match cfg:
         case TorchEngineConfig():
             from klear_core.generate.qwen3.engine import TorchEngine
 
+            # loading takes seconds: keep the event loop free meanwhile
             return await asyncio.to_thread(TorchEngine, model_folder, cfg, num_threads=num_threads, version=version, window=window)
         case VllmEngineConfig():
             from klear_core.generate.vllm_engine import VllmEngine

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, for tests of whatever uses engines. No model, no threads, no clock."""
+"""Provide an engine that answers from a script, for tests of code that uses engines. No model, threads or clock."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from klear_core.generate.requests import OpenRequests
 from klear_core.types import Completion, FinishReason
 
 END_ID = 256
-"""Ends every fake answer that stops by itself. All other token ids are bytes of UTF-8."""
+"""Token id that ends every fake answer with finish reason `stop`. All other token ids are bytes of UTF-8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeAnswer:
-    """One scripted completion. With `after`, it is given only once that event is set."""
+    """One scripted completion. With `after`, it is returned only once that event is set."""
 
     text: str
     logp: float = -0.5
-    """Of every token, nats."""
+    """Log-probability of every token, in nats."""
     finish_reason: FinishReason = "stop"
     after: asyncio.Event | None = None
 
 
 Script = Callable[[tuple[int, ...], SamplingParams, int], FakeAnswer | Exception]
-"""(prompt_ids, params, sample index) -> the answer, or the exception that the request fails with."""
+"""Maps (prompt_ids, params, sample index) to the answer, or to the exception that the request fails with."""
 
 
 class FakeEngine:
-    """An `InferenceEngine` and `TrainableEngine` that answers from a script and records what it was asked and given.
+    """An `InferenceEngine` and `TrainableEngine` that answers from a script and records requests and weight loads.
 
-    Answers longer than `max_new_tokens` or `max_len` are cut and end for length, as a model's would.
+    Answers longer than `max_new_tokens` or `max_len` are cut and finish with `length`, as a model's would.
     """
 
     def __init__(self, script: Script, *, max_len: int = 1_000_000, version: int = 0) -> None:
@@ -44,18 +44,18 @@ class FakeEngine:
         self._open = OpenRequests("fake engine")
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """What the script says, in sample order."""
+        """Return the script's answers, in sample order."""
         if not 0 < len(prompt_ids) < self._max_len:
             raise ValueError(f"prompt of {len(prompt_ids)} tokens: 1 to {self._max_len - 1} leave room for an answer")
         return await self._open.run(self._answer(tuple(prompt_ids), params))
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
-        """Take note of the weights, and call further tokens by this version."""
+        """Record the weights, and label further tokens with this version."""
         self.loads.append((weights, version))
         self.version = version
 
     async def close(self) -> None:
-        """Requests that wait fail with ResourceError."""
+        """Fail all open requests with ResourceError."""
         self._open.close()
 
     async def _answer(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[Completion]:
@@ -73,7 +73,7 @@ class FakeEngine:
 
 
 def scripted(answers: dict[str, str]) -> Script:
-    """The same text for every sample of a prompt; prompts are given as text, their token ids are its UTF-8 bytes."""
+    """Return a script that gives every sample of a prompt one text. A prompt's token ids are its UTF-8 bytes."""
     return lambda prompt_ids, _params, _sample_idx: FakeAnswer(text=answers[bytes(prompt_ids).decode()])
 
 

@@ -1,7 +1,8 @@
-"""Sampling from an OpenAI-compatible completions endpoint that takes and returns token ids (vLLM: `return_token_ids`).
+"""Sample from an OpenAI-compatible completions endpoint that takes and returns token ids (vLLM: `return_token_ids`).
 
-Log-probs follow the endpoint's own setting; start vLLM with `--logprobs-mode processed_logprobs` so that they include the
-temperature, as those of the other engines do. Its default leaves the temperature out, and nothing in a reply tells the two apart.
+Log-probs follow the endpoint's own setting. Start vLLM with `--logprobs-mode processed_logprobs`, so that they include
+the temperature like those of the other engines. Its default leaves the temperature out, and no reply says which mode is
+on.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from klear_core.seeding import seed_for
 from klear_core.types import Completion, FinishReason
 
 FIRST_PAUSE_S = 0.5
-"""Before the first retry; doubles with each, up to LONGEST_PAUSE_S, unless the endpoint asks for another."""
+"""Seconds before the first retry; doubles with each, up to LONGEST_PAUSE_S, unless the endpoint sends Retry-After."""
 LONGEST_PAUSE_S = 30.0
 BUSY_STATUSES = frozenset({408, 409, 429, 500, 502, 503, 504})
-"""Worth another try; every other status above 399 is final."""
+"""Statuses that are retried; every other status above 399 is final."""
 
 
 class _Model(BaseModel):
     id: str
     max_model_len: int | None = None
-    """vLLM says it, others may not."""
+    """Sent by vLLM; other servers may leave it out."""
 
 
 class _Models(BaseModel):
@@ -53,9 +54,9 @@ class _Reply(BaseModel):
 
 
 class HttpEngine:
-    """An `InferenceEngine` over HTTP. Its weights are the endpoint's business: all tokens are of version 0.
+    """An `InferenceEngine` over HTTP. Klear does not set the endpoint's weights: all tokens have version 0.
 
-    Each sample is a request of its own with a seed of its own, so that a retry repeats no other sample.
+    Each sample is a separate request with its own seed, so that a retry repeats no other sample.
     """
 
     def __init__(
@@ -75,15 +76,15 @@ class HttpEngine:
         self._open = OpenRequests("HTTP engine")
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """`params.num_samples` completions in sample order.
+        """Return `params.num_samples` completions, in sample order.
 
-        ValueError if the endpoint finds no room for the prompt, ConfigError if it refuses us or gives no token ids,
-        ResourceError if it stays busy or out of reach through all retries.
+        ValueError if the endpoint finds no room for the prompt, ConfigError if it refuses the request or gives no token
+        ids, ResourceError if it stays busy or unreachable through all retries.
         """
         return await self._open.run(self._samples(list(prompt_ids), params))
 
     async def close(self) -> None:
-        """Close all connections; waiting requests fail."""
+        """Close all connections; open requests fail."""
         self._open.close()
         await self._client.aclose()
 
@@ -93,7 +94,7 @@ class HttpEngine:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # one failed: the others have nobody to answer
+            for task in tasks:  # if one failed, nobody reads the others
                 task.cancel()
 
     async def _budget(self, prompt_len: int, params: SamplingParams) -> int:
@@ -103,7 +104,7 @@ class HttpEngine:
         return params.max_new_tokens if max_len is None else min(params.max_new_tokens, max_len - prompt_len)
 
     async def _served_model(self) -> _Model:
-        async with self._model_lock:  # ask once, however many requests begin together
+        async with self._model_lock:  # ask the endpoint once, however many requests start together
             if self._model is None:
                 models = _Models.model_validate_json(await self._request("GET", "models", None)).data
                 found = [model for model in models if model.id == self._cfg.model]
@@ -121,10 +122,10 @@ class HttpEngine:
             "top_p": params.top_p,
             "top_k": params.top_k,
             "repetition_penalty": params.repetition_penalty,
-            "seed": seed_for(params.seed, "generate/sample", sample_idx),
-            "logprobs": 0,
-            "return_token_ids": True,
-            "skip_special_tokens": False,
+            "seed": seed_for(params.seed, "generate/sample", sample_idx),  # label and index as in the other engines
+            "logprobs": 0,  # only that of the sampled token
+            "return_token_ids": True,  # encoding the text again could give other tokens
+            "skip_special_tokens": False,  # think tags may be special tokens
             "spaces_between_special_tokens": False,
         }
         content = await self._request("POST", "completions", body)
@@ -140,12 +141,12 @@ class HttpEngine:
         )
 
     async def _request(self, method: str, path: str, body: dict[str, object] | None) -> bytes:
-        """The reply's body, after as many tries as the config allows."""
+        """Return the reply's body, after as many tries as the config allows."""
         trouble = ""
         for attempt in range(self._cfg.runtime.max_retries + 1):
             pause_s = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
             try:
-                async with self._slots:
+                async with self._slots:  # bounds the requests in flight; the pause before a retry holds no slot
                     response = await self._client.request(method, path, json=body)
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__}: {error}"
@@ -171,7 +172,7 @@ def _headers(cfg: HttpEngineConfig) -> dict[str, str]:
 
 
 def _final_error(status: int, message: str) -> ValueError:
-    if status in (400, 413, 422):  # our fields are well formed: what can be wrong is the prompt
+    if status in (400, 413, 422):  # our fields are well-formed, so the prompt is at fault
         return ValueError(message)
     return ConfigError(message)
 

@@ -1,4 +1,4 @@
-"""What engines that live on the event loop share: requests under way that a close turns into errors."""
+"""Track the open requests of an engine that runs on an event loop, and fail them when it closes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class OpenRequests:
-    """Every request of an engine, so that `close` can fail those that still wait."""
+    """The open requests of an engine; `close` cancels them and refuses new ones."""
 
     def __init__(self, engine_name: str) -> None:
         self._engine_name = engine_name
@@ -20,15 +20,16 @@ class OpenRequests:
         self._is_closed = False
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; ResourceError if the engine is closed before it is there."""
+        """Return the result of `work`; ResourceError if the engine is closed before there is one."""
         if self._is_closed:
-            work.close()
+            work.close()  # or Python warns that the coroutine was never awaited
             raise ResourceError(f"the {self._engine_name} was closed")
         task = asyncio.create_task(work)
         self._tasks.add(task)
         try:
             return await task
         except asyncio.CancelledError:
+            # a cancelled caller and a closed engine both arrive here; only the second is a ResourceError
             if self._is_closed and task.cancelled():
                 raise ResourceError(f"the {self._engine_name} was closed before it answered") from None
             raise
@@ -36,7 +37,7 @@ class OpenRequests:
             self._tasks.discard(task)
 
     def close(self) -> None:
-        """Fail all that wait, and all that come."""
+        """Fail all open requests and all later ones."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, as far as engines need it: token ids to text, and which tokens end an answer."""
+"""Decode token ids and find the end tokens of a model folder, for the engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from klear_core.types import FinishReason
 
 
 class FolderTokenizer:
-    """`tokenizer.json` of a Hugging Face folder. ConfigError if it is missing, or if no end token is declared."""
+    """The `tokenizer.json` of a Hugging Face folder. ConfigError if it is missing, or if no end token is declared."""
 
     def __init__(self, model_folder: Path) -> None:
         path = model_folder / "tokenizer.json"
@@ -24,13 +24,14 @@ class FolderTokenizer:
         self.stop_ids = self._stop_ids(model_folder)
 
     def decode(self, token_ids: Sequence[int], finish_reason: FinishReason) -> str:
-        """The text with all special tokens in sight (think tags may be some of them), except the one that ended it."""
+        """Return the text with special tokens shown (think tags may be some), except the end token that stopped it."""
         shown_ids = token_ids[:-1] if finish_reason == "stop" else token_ids
         text: str = self._tokenizer.decode(list(shown_ids), skip_special_tokens=False)
         return text
 
     def _stop_ids(self, model_folder: Path) -> tuple[int, ...]:
-        """The tokenizer's eos and all of `generation_config.json`, in rising order."""
+        """Return the tokenizer's eos and every eos of `generation_config.json`, in ascending order."""
+        # a chat model may end its turns with another token than the tokenizer's eos: any token in either file stops
         eos = _read_json(model_folder / "tokenizer_config.json").get("eos_token")
         eos_id = self._tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos) if eos else None
         listed = _read_json(model_folder / "generation_config.json").get("eos_token_id")

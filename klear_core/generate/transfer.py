@@ -1,13 +1,14 @@
-"""Weights from the learner's memory straight into the engines': over NCCL between GPUs, over gloo between CPUs, on one node or many.
+"""Send weights from the learner's memory to the engines: over NCCL between GPUs, over gloo between CPUs.
 
-For each hand-over every engine gets a process group of its own with the learner, who is rank 0 in it, and which is gone
-afterwards. So an engine that dies breaks its own group and no other, and one that takes its place needs no bookkeeping. Making
-the groups takes NCCL about a second, and an RL step minutes.
+For each transfer every engine forms its own process group with the learner, which is rank 0 in it; it is closed
+afterwards. So an engine that dies breaks no other engine's group, and its replacement needs no bookkeeping. Creating
+the groups takes NCCL about a second, and an RL step minutes. Learner and engines may be on different nodes.
 
-Time is kept here, on the CPU. NCCL's `wait` only makes the GPU wait, and its timeout ends the whole process; gloo has no abort.
+Timeouts are kept here, on the CPU. NCCL's `wait` only makes the GPU wait, and its timeout ends the process; gloo has no
+abort.
 
-vLLM has a weight transfer of its own. Not used, because its trainer side waits in NCCL for ever if an engine is gone, and
-because it knows no CPU backend, so that nothing of it could be tested without GPUs.
+vLLM's own weight transfer is not used, because its trainer side waits in NCCL for ever if an engine is gone, and
+because it has no CPU backend, so that none of it could be tested without GPUs.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from klear_core.generate.engine import TensorSpec, WeightOffer
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 << 20
-"""One message: large enough for full bandwidth, small beside a layer's activations."""
+"""Bytes of one message: large enough for full bandwidth, small next to a layer's activations."""
 _POLL_S = 0.002
 _HARMLESS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""NCCL's watchdog reports what went wrong in a group that is made under these, and leaves the process alive."""
+"""Environment in which NCCL's watchdog reports the errors of a new group, but leaves the process alive."""
 _MAKING_ONE = threading.Lock()
 
 
 class WeightServer:
-    """The learner's side, on its rank 0."""
+    """The learner's side of a transfer, on its rank 0."""
 
     def __init__(self, host: str, *, timeout_s: float) -> None:
-        """Listen at a free port; `host` is this machine's name or address for the engines."""
+        """Listen on a free port; `host` is this machine's name or address for the engines."""
         self._timeout_s = timeout_s
         self._host = host
         wait = timedelta(seconds=timeout_s)
@@ -61,7 +62,7 @@ class WeightServer:
         num_ranks: int,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> WeightOffer:
-        """An offer to engine 0 of what `send` is to send next; `replace` makes it one to another engine."""
+        """Return an offer to engine 0 of what `send` will send next; change `engine` to address another."""
         self._num_offers += 1
         return WeightOffer(
             host=self._host,
@@ -77,15 +78,17 @@ class WeightServer:
         )
 
     def send(self, offer: WeightOffer, weights: Iterable[tuple[str, Tensor]], engines: Sequence[int]) -> list[int]:
-        """Send to all these engines at once, as they fetch; those that went away meanwhile. `weights` are looked at one by one."""
+        """Send to all these engines at once, and return those that were lost. Reads `weights` one by one."""
         groups = self._join(offer, self._present(offer, engines))
         device = _device(offer)
         try:
             source = iter(weights)
             for chunk in cut(offer.tensors, offer.chunk_bytes):
+                # a chunk has one dtype; as flat bytes, one broadcast carries all its tensors
                 bytes_N = torch.cat([_checked(next(source), spec).reshape(-1) for spec in chunk]).to(device).view(torch.uint8)
                 self._with_each(groups, partial(_Group.broadcast, bytes_N=bytes_N))
             assert next(source, None) is None, "more weights than were offered"
+            # a barrier: nobody closes a group before all have received everything
             self._with_each(groups, partial(_Group.arrive, device=device))
         except BaseException:
             for group in groups.values():
@@ -96,7 +99,7 @@ class WeightServer:
         return [engine for engine in engines if engine not in groups]
 
     def _join(self, offer: WeightOffer, engines: Sequence[int]) -> dict[int, _Group]:
-        """Groups with all these engines, made side by side; without those that fail or take too long."""
+        """Create the groups with all these engines in parallel; leave out those that fail or take too long."""
         deadline = self._deadline()
         coming = {engine: _start_joining(self._store, replace(offer, engine=engine), rank=0) for engine in engines}
         groups: dict[int, _Group] = {}
@@ -106,7 +109,7 @@ class WeightServer:
         return groups
 
     def _with_each(self, groups: dict[int, _Group], start: Callable[[_Group], Any]) -> None:
-        """Start something with all engines, and wait for all; those with whom it fails are left out of `groups`."""
+        """Start an operation with all engines, then wait for all; remove those that fail from `groups`."""
         deadline = self._deadline()
         works = {}
         for engine, group in list(groups.items()):
@@ -117,11 +120,11 @@ class WeightServer:
                 _finish(work, deadline)
 
     def _deadline(self) -> float:
-        """Half the time that engines wait, so that one that is stuck does not cost the others their patience."""
+        """Return a deadline after half the engines' timeout, so that a stuck engine does not time out the others."""
         return time.monotonic() + self._timeout_s / 2
 
     def _present(self, offer: WeightOffer, engines: Sequence[int]) -> list[int]:
-        """The engines that have come by the deadline."""
+        """Return the engines that have registered by the deadline."""
         deadline = self._deadline()
         keys = {engine: [_seat(offer, engine, rank) for rank in range(1, 1 + offer.num_ranks)] for engine in engines}
         while time.monotonic() < deadline and not self._store.check([key for of_engine in keys.values() for key in of_engine]):
@@ -133,26 +136,34 @@ class WeightServer:
 
 
 def fetch(offer: WeightOffer, *, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """The offered weights, as they arrive; `rank` counts the engine's processes from 1. RuntimeError if the learner is not there."""
+    """Yield the offered weights as they arrive; `rank` counts the engine's processes from 1.
+
+    RuntimeError if the learner is unreachable.
+    """
     store = TCPStore(offer.host, offer.port, timeout=timedelta(seconds=offer.timeout_s))
+    # the learner opens a group only with engines whose ranks have all registered
     store.set(_seat(offer, offer.engine, rank), "taken")
     group = _joined(_start_joining(store, offer, rank=rank), time.monotonic() + offer.timeout_s)
     device = _device(offer)
     try:
         for chunk in cut(offer.tensors, offer.chunk_bytes):
+            # receive as bytes, read as the chunk's dtype: both are views of one buffer
             flat_N = torch.empty(sum(map(_numel, chunk)), dtype=getattr(torch, chunk[0].dtype), device=device)
             _finish(group.broadcast(flat_N.view(torch.uint8)), time.monotonic() + offer.timeout_s)
             for spec, part_N in zip(chunk, torch.split(flat_N, [_numel(spec) for spec in chunk]), strict=True):
                 yield spec.name, part_N.view(spec.shape)
         _finish(group.arrive(device), time.monotonic() + offer.timeout_s)
-    except BaseException:  # GeneratorExit is one: the engine wants no more
+    except BaseException:  # GeneratorExit is one: the engine stopped reading
         group.abandon()
         raise
     group.close()
 
 
 def cut(tensors: Sequence[TensorSpec], chunk_bytes: int) -> list[tuple[TensorSpec, ...]]:
-    """Messages: neighbours of one dtype, up to `chunk_bytes` together; a tensor above that travels alone. Both sides cut alike."""
+    """Split tensors into messages: neighbours of one dtype, up to `chunk_bytes`; a larger tensor is sent alone.
+
+    Sender and receiver both call this, so that their messages match.
+    """
     chunks: list[list[TensorSpec]] = []
     free = 0
     for spec in tensors:
@@ -166,30 +177,33 @@ def cut(tensors: Sequence[TensorSpec], chunk_bytes: int) -> list[tuple[TensorSpe
 
 
 class _Group:
-    """The group of an engine and the learner. It holds the only reference to torch's, for whoever drops that waits for its threads."""
+    """The process group of an engine and the learner.
+
+    Holds the only reference to torch's group, because dropping the last one waits for the group's threads.
+    """
 
     def __init__(self, torchs: Any) -> None:
         self._held = [torchs]
 
     def broadcast(self, bytes_N: Tensor) -> Any:
-        """The learner's bytes, to be finished."""
+        """Start a broadcast of the learner's bytes; returns the pending work."""
         return self._held[0].broadcast(bytes_N, 0)
 
     def arrive(self, device: torch.device) -> Any:
-        """To be finished when all have come this far: nobody leaves before all have everything."""
+        """Start a barrier, so that nobody leaves before all have everything; returns the pending work."""
         return self._held[0].allreduce([torch.ones(1, device=device)])
 
     def close(self) -> None:
-        """Leave, nothing being under way."""
+        """Close the group; nothing may be pending."""
         self._held.pop().shutdown()
 
     def abandon(self) -> None:
-        """Leave whatever is under way, in a thread: gloo would wait for a peer that is stuck until its own timeout."""
+        """Abort the group, in a thread: gloo would wait for a stuck peer until its own timeout."""
         threading.Thread(target=lambda: self._held.pop().abort(), daemon=True).start()
 
 
 class _Losing:
-    """Whatever fails in here costs this engine its group, and nobody else anything."""
+    """Context in which a failure removes this engine from `groups`, without effect on the other engines."""
 
     def __init__(self, groups: dict[int, _Group], engine: int) -> None:
         self._groups, self._engine = groups, engine
@@ -207,7 +221,7 @@ class _Losing:
 
 
 def _start_joining(store: Store, offer: WeightOffer, *, rank: int) -> Future[_Group]:
-    """In a thread, which is left to itself if it takes too long: no backend can be relied on to give up."""
+    """Join the group in a daemon thread, which is abandoned if it takes too long: no backend reliably times out."""
     device, joining = _device(offer), Future[_Group]()
 
     def join() -> None:
@@ -228,18 +242,18 @@ def _joined(joining: Future[_Group], deadline: float) -> _Group:
 
 
 def _finish(work: Any, deadline: float) -> None:
-    """Until torch has done it; RuntimeError if it failed, or the deadline passes."""
+    """Wait until torch has done the work; RuntimeError if it failed, or the deadline passes."""
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise RuntimeError("it did not answer in time")
         time.sleep(_POLL_S)
-    work.wait()  # does not wait any more, but raises what the work ended with
+    work.wait()  # returns at once; raises the error that the work ended with
 
 
 def _torchs_group(store: Store, offer: WeightOffer, rank: int, device: torch.device) -> Any:
-    """A bare backend (torch's stubs know none of its collectives), outside torch's global groups, of which there may be others.
+    """Return a bare backend, independent of torch's global groups, of which others may exist.
 
-    Its own timeout only cleans up behind ours.
+    The type is Any, because torch's stubs lack the collectives. Its timeout is longer than ours and only cleans up.
     """
     meeting = PrefixStore(f"{offer.key}/{offer.engine}", store)
     timeout = timedelta(seconds=2 * offer.timeout_s)
@@ -253,14 +267,15 @@ def _torchs_group(store: Store, offer: WeightOffer, rank: int, device: torch.dev
     options._timeout = timeout
     with _harmless():
         group: Any = ProcessGroupNCCL(meeting, rank, 1 + offer.num_ranks, options)
-    group.eager_connect_single_device(device)  # or the first broadcast would, where nobody looks at the clock
+    # otherwise the first broadcast would connect, without a deadline
+    group.eager_connect_single_device(device)
     return group
 
 
 @contextmanager
 def _harmless() -> Iterator[None]:
-    """NCCL groups made meanwhile never end the process; torch reads this from the environment, once for each."""
-    with _MAKING_ONE:
+    """Set the variables under which new NCCL groups never end the process; torch reads them once per group."""
+    with _MAKING_ONE:  # the environment belongs to all threads
         before = {name: os.environ.get(name) for name in _HARMLESS}
         os.environ.update(_HARMLESS)
         try:

@@ -1,6 +1,7 @@
-"""vLLM as an engine: an `AsyncLLM` whose core runs in a process of its own. The only import of vllm. Needs vLLM 0.32 or later.
+"""Run vLLM as an engine: an `AsyncLLM` whose core is a separate process. The only import of vllm; needs 0.32 or later.
 
-Log-probs are `processed_logprobs`: of the distribution each token was drawn from, temperature included, as the torch engine's.
+Log-probs are `processed_logprobs`: those of the distribution each token was drawn from, temperature included, as in the
+torch engine.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 HANDOVER_PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108
-"""Where new weights may wait for the engine process: in memory, unless the system keeps too little for that, as containers do."""
+"""Folders for new weights on their way to the engine process: memory, or disk where that is too small (containers)."""
 _HEADER_BYTES = 1 << 20
-"""More than safetensors takes to name the weights."""
+"""Upper bound on the bytes of the safetensors header."""
 
 
 class VllmEngine:
-    """A `TrainableEngine`, and a `SleepingEngine` where `sleep_mode` is set; belongs to the event loop it was started on."""
+    """A `TrainableEngine`, and a `SleepingEngine` with `sleep_mode`. Must stay on the event loop it was started on."""
 
     @classmethod
     async def start(
         cls, cfg: VllmEngineConfig, model_folder: Path, *, num_threads: int, seed: int, version: int = 0, window: int | None = None
     ) -> VllmEngine:
-        """Load the model in a new process: ResourceError without vllm, ConfigError if the window is asked for wider than it is.
+        """Load the model in a new process. ResourceError without vllm, ConfigError if `max_model_len` is too large.
 
-        `num_threads` is per tensor-parallel rank and counts on CPU only; `window` raises the positions of the folder's config.
+        `num_threads` is per tensor-parallel rank and counts on CPU only; `window` raises the positions of the folder's
+        config.
         """
         try:
             from vllm import AsyncEngineArgs
@@ -65,7 +67,7 @@ class VllmEngine:
         return engine
 
     def __init__(self, llm: AsyncLLM, tokenizer: FolderTokenizer, shapes: Shapes, *, version: int, held: contextlib.ExitStack) -> None:
-        """`held` is let go of when the engine closes."""
+        """Wrap a running `AsyncLLM`. `held` is closed with the engine."""
         self.version = version
         self._held = held
         self._llm, self._tokenizer, self._shapes = llm, tokenizer, shapes
@@ -73,18 +75,24 @@ class VllmEngine:
         self._open = OpenRequests("vLLM engine")
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """`params.num_samples` completions in sample order, each with a seed of its own. ResourceError if the engine process dies."""
+        """Return `params.num_samples` completions, in sample order, each with its own seed.
+
+        ResourceError if the engine process dies.
+        """
         if not 0 < len(prompt_ids) < self._max_len:
             raise ValueError(f"prompt of {len(prompt_ids)} tokens: 1 to {self._max_len - 1} leave room for an answer")
         return await self._open.run(self._samples(list(prompt_ids), params))
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
-        """Overwrite the weights in place, without a restart. ConfigError, with nothing changed, if a name or shape does not fit.
+        """Overwrite the weights in place, without a restart. ConfigError, with nothing changed, if one does not fit.
 
-        Running requests are frozen meanwhile and go on with the new weights, their keys and values computed anew: without this
-        reset vLLM would answer prompts it has seen from the old weights' cache, silently and off by nats.
+        Names and shapes are compared. Running requests are frozen meanwhile and continue with the new weights, on a
+        recomputed KV cache. Without this reset vLLM would answer known prompts from the old weights' cache, silently
+        and off by nats.
         """
-        check_shapes(tensor_shapes(weights), self._shapes)  # vLLM keeps old tensors for missing ones, with a mere warning
+        # vLLM keeps old tensors for missing ones, with only a warning
+        check_shapes(tensor_shapes(weights), self._shapes)
+        # mode="keep" freezes running requests instead of ending them
         if isinstance(weights, WeightOffer):
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             await self._llm.collective_rpc("fetch_weights", kwargs={"offer": dump_offer(weights)})
@@ -95,25 +103,26 @@ class VllmEngine:
         await self._llm.collective_rpc("refresh_tied_head")
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise ResourceError(f"vLLM kept its prefix cache while loading version {version}: answers would mix two policies")
+        # labels all further tokens
         await self._llm.update_weight_version(str(version))
         self.version = version
         await self._llm.resume_generation()
 
     async def sleep(self) -> None:
-        """Give the GPU's memory to someone else: weights move to host memory, cached keys and values are dropped."""
+        """Release the GPU memory: weights move to host memory, and the KV cache is dropped."""
         await self._llm.sleep(level=1)
 
     async def wake(self) -> None:
-        """Take the memory back, if it was given; the weights are those from before `sleep`."""
+        """Take the memory back, if it was released; the weights are those from before `sleep`."""
         if await self._llm.is_sleeping():
             await self._llm.wake_up()
 
     async def close(self) -> None:
-        """End the engine process; waiting requests fail."""
+        """End the engine process; open requests fail."""
         self._open.close()
         if self._llm.output_handler is not None:
-            self._llm.output_handler.cancel()  # or it takes the end of the process for a crash, and logs it as one
-        self._held.close()  # first, for a busy machine may not give it the time to end; what is connected stays so
+            self._llm.output_handler.cancel()  # or it reports the end of the process as a crash
+        self._held.close()  # first, in case shutdown is cut short; open sockets stay connected
         await asyncio.to_thread(self._llm.shutdown)
 
     async def _samples(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
@@ -121,7 +130,7 @@ class VllmEngine:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # one failed: the others have nobody to answer
+            for task in tasks:  # if one failed, nobody reads the others
                 task.cancel()
 
     async def _sample(self, prompt_ids: list[int], params: SamplingParams, *, sample_idx: int) -> Completion:
@@ -137,8 +146,8 @@ class VllmEngine:
             max_tokens=min(params.max_new_tokens, self._max_len - len(prompt_ids)),
             seed=seed_for(params.seed, "generate/sample", sample_idx),
             stop_token_ids=list(self._tokenizer.stop_ids),
-            logprobs=0,
-            detokenize=False,
+            logprobs=0,  # only that of the sampled token
+            detokenize=False,  # `FolderTokenizer` does, with special tokens
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         try:
@@ -152,6 +161,7 @@ class VllmEngine:
         token_ids = tuple(output.token_ids)
         assert output.finish_reason in ("stop", "length", "abort"), output.finish_reason
         finish_reason = cast(FinishReason, output.finish_reason)
+        # which weights sampled which tokens
         spans = output.weight_versions or []
         return Completion(
             text=self._tokenizer.decode(token_ids, finish_reason),
@@ -163,7 +173,7 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _folder_of(self, weights: Path | Mapping[str, Tensor]) -> AsyncIterator[Path]:
-        """The weights as files that the engine process can read; tensors do not survive vLLM's own calls between processes."""
+        """Yield a folder that the engine process can read; vLLM's RPC does not carry tensors."""
         if isinstance(weights, Path):
             yield weights
             return
@@ -175,24 +185,28 @@ class VllmEngine:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its workers, for `collective_rpc`."""
+    """Methods that vLLM adds to its workers, called with `collective_rpc`."""
 
     def fetch_weights(self, offer: str) -> None:
-        """Overwrite the weights in place with what a learner offers."""
+        """Overwrite the weights in place with those that a learner offers."""
         from klear_core.generate.transfer import fetch
 
+        # rank 0 is the learner
         arriving = fetch(load_offer(offer), rank=1 + self.rank)  # type: ignore[attr-defined]
         self.reload_weights(weights_iterator=arriving)  # type: ignore[attr-defined]
 
     def refresh_tied_head(self) -> None:
-        """On CPU a tied head is a packed copy of the embedding, which vLLM's reload leaves as it was (seen in 0.32)."""
+        """Rebuild a tied head: on CPU it is a packed copy of the embedding, which vLLM's reload skips (in 0.32)."""
         head = getattr(self.model_runner.get_model(), "lm_head", None)  # type: ignore[attr-defined]
         if head is not None and hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
 
 
 def engine_arguments(cfg: VllmEngineConfig, model_folder: Path, *, seed: int, window: int | None = None) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`. `window` raises the positions of the folder's config, YaRN stretches both."""
+    """Return keyword arguments of vLLM's `AsyncEngineArgs`.
+
+    `window` raises the positions of the folder's config; YaRN multiplies the result.
+    """
     model = read_hf_config(model_folder)
     own = model.window(window)
     stretched = round(own * (cfg.yarn_factor or 1))
@@ -209,9 +223,9 @@ def engine_arguments(cfg: VllmEngineConfig, model_folder: Path, *, seed: int, wi
         "max_num_seqs": cfg.runtime.max_num_seqs,
         "enforce_eager": cfg.runtime.enforce_eager,
         "enable_sleep_mode": cfg.runtime.sleep_mode,
-        "seed": seed % 2**32,  # numpy takes no more
+        "seed": seed % 2**32,  # numpy's limit
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # the folder's sampling defaults are not ours
+        "generation_config": "vllm",  # ignore the folder's sampling defaults
         "disable_log_stats": True,
         "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
     }
@@ -226,7 +240,7 @@ def engine_arguments(cfg: VllmEngineConfig, model_folder: Path, *, seed: int, wi
 
 
 def _yarn(cfg: VllmEngineConfig, model: HfConfig, *, window: int) -> dict[str, Any]:
-    """YaRN (arXiv 2309.00071) over a window; vLLM expects `max_position_embeddings` to be the stretched one."""
+    """Return YaRN settings (arXiv 2309.00071) over a window; vLLM's `max_position_embeddings` is the stretched one."""
     if model.rope_type != "default":
         raise ConfigError(f"yarn_factor = {cfg.yarn_factor}: the model already has rope_parameters {model.rope}")
     yarn: dict[str, Any] = {
@@ -239,7 +253,7 @@ def _yarn(cfg: VllmEngineConfig, model: HfConfig, *, window: int) -> dict[str, A
 
 
 def handover_place(num_bytes: int, places: Sequence[Path]) -> Path:
-    """The first place with room for so much; ResourceError if there is none."""
+    """Return the first folder with room for this many bytes; ResourceError if there is none."""
     free = {place: shutil.disk_usage(place).free for place in places if place.is_dir()}
     for place, num_free in free.items():
         if num_free > num_bytes + _HEADER_BYTES:
@@ -256,10 +270,11 @@ def _save(weights: Mapping[str, Tensor], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _environment(num_threads: int, sockets: str) -> Iterator[None]:
-    """What the engine process inherits. Measured on CPU: without the OMP settings two threads run ten times slower than one,
+    """Set the environment that the engine process inherits.
 
-    bound engines share a core, and the first request with log-probs waits half a minute for a compiler. `sockets` is a folder for
-    those between the processes, which vLLM leaves behind; their whole path must stay below 108 bytes.
+    Measured on CPU: without the OMP settings two threads run ten times slower than one, bound engines share a core, and
+    the first request with log-probs waits half a minute for a compiler. `sockets` is the folder for sockets between the
+    processes, which vLLM does not delete; their full path must stay below 108 bytes.
     """
     wanted = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

@@ -1,4 +1,4 @@
-"""Weights as engines get them: names and shapes checked before the first tensor is touched."""
+"""Read the weights that engines load, and check names and shapes before any tensor is copied."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD = "lm_head.weight"
-"""May come along with tied weights, where it is the embedding once more."""
+"""The output head. It may be present although weights are tied, and then repeats the embedding."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def tensor_shapes(weights: WeightSource) -> Shapes:
-    """The shape of every tensor, by its Hugging Face name; of a folder only the headers are read, of an offer nothing is fetched."""
+    """Return every tensor's shape by its Hugging Face name.
+
+    Reads only the headers of a folder's files, and fetches nothing of an offer.
+    """
     if isinstance(weights, WeightOffer):
         return {tensor.name: tensor.shape for tensor in weights.tensors}
     if not isinstance(weights, Path):
@@ -36,16 +39,17 @@ def tensor_shapes(weights: WeightSource) -> Shapes:
 
 
 def wanted_shapes(model_folder: Path) -> Shapes:
-    """What new weights for this folder's model must hold. A tied head need not come, also if the folder stores it."""
+    """Return the shapes that new weights must have. A tied head is optional, even if the folder stores it."""
     is_tied = read_hf_config(model_folder).tie_word_embeddings
     return {name: shape for name, shape in tensor_shapes(model_folder).items() if not (is_tied and name == HEAD)}
 
 
 def tensors(weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
-    """All tensors, one at a time. An offer can be fetched once; RuntimeError if the learner goes away meanwhile."""
+    """Yield all tensors, one at a time. An offer can be fetched once; RuntimeError if the learner disappears."""
     if isinstance(weights, WeightOffer):
         from klear_core.generate.transfer import fetch
 
+        # rank 0 is the learner; an engine that reads here has one process
         yield from fetch(weights, rank=1)
         return
     if not isinstance(weights, Path):
@@ -58,7 +62,7 @@ def tensors(weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_shapes(found: Shapes, expected: Shapes) -> None:
-    """ConfigError unless the names and shapes are those expected, give or take a tied head."""
+    """Raise ConfigError unless names and shapes are those expected; an extra head is allowed."""
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys() - {HEAD})
     if missing or unknown:

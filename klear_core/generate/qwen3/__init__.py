@@ -1,1 +1,1 @@
-"""Our own sampler for the Qwen3 family, on CPU and CUDA."""
+"""Sample from the Qwen3 family on CPU and CUDA, without vLLM."""

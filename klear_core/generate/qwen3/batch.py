@@ -1,8 +1,10 @@
-"""The running batch of the torch engine: rows join and leave between decode steps, and never influence each other.
+"""Keep the running batch of the torch engine: rows join and leave between decode steps, independent of each other.
 
-The first `num_running` cache rows are at work; when one ends, the last takes its place, so no step computes for the dead.
-Keys and values of a prompt are kept once for all rows that answer it, in a slot of a cache that rows share.
-Axis letters: R all rows there is room for, B rows at work, T positions of a row.
+The first `num_running` cache rows are active. When one ends, the last active row moves into its place, so no step
+computes for finished rows. Keys and values of a prompt are stored once for all rows that answer it, in a slot of the
+shared cache.
+
+Axis letters: R allocated rows, B active rows, T positions of a row.
 """
 
 from __future__ import annotations
@@ -22,18 +24,19 @@ from klear_core.generate.qwen3.slots import PrefixSlots
 from klear_core.generate.qwen3.state import RowState
 
 MIN_ROWS = 4
-"""Below this, matrix products take another kernel that sums in another order, and a row's bits depend on the batch size."""
+"""Fewest rows of a decode step. With fewer, matrix products use another kernel that sums in another order, and a row's
+bits depend on the batch size."""
 PREFILL_TOKENS = 16_384
-"""Padded tokens of one prefill pass; bounds its memory."""
+"""Most padded tokens of one prefill pass; bounds its memory."""
 LEAST_OWN = 64
-"""Positions of its own that a row has room for from the start, if its budget is not smaller."""
+"""Positions of its own that a row gets from the start, unless its budget is smaller."""
 
 OwnerT = TypeVar("OwnerT")
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Row(Generic[OwnerT]):
-    """One sample under way. `end` is the length, prompt included, at which its budget is spent."""
+    """One unfinished sample. `end` is the length, prompt included, at which its token budget is used up."""
 
     owner: OwnerT
     prompt_ids: tuple[int, ...]
@@ -41,14 +44,14 @@ class Row(Generic[OwnerT]):
     params: SamplingParams
     end: int
     prefix_ids: tuple[int, ...] = ()
-    """The first tokens, whose keys and values lie in a shared slot."""
+    """The first tokens, whose keys and values are in a shared slot."""
     marks: list[tuple[int, int]] = field(default_factory=list)
-    """(index of the first new token, version of the weights that sample from there on)."""
+    """Pairs (index of the first new token, version of the weights that sample from there on)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRow(Generic[OwnerT]):
-    """A finished sample: the new tokens with the end token, if there is one."""
+    """A finished sample with its new tokens, including the end token if there is one."""
 
     row: Row[OwnerT]
     token_ids: tuple[int, ...]
@@ -58,10 +61,10 @@ class EndedRow(Generic[OwnerT]):
 
 
 class Batch(Generic[OwnerT]):
-    """Static tensors of up to `max_rows` rows. Not thread-safe: one thread owns it."""
+    """Static tensors of up to `max_rows` rows. Not thread-safe: only one thread may use it."""
 
     def __init__(self, model: Qwen3, native: NativeStep | None, *, stop_ids: Sequence[int], max_rows: int, version: int) -> None:
-        """`native` is made for this very model; without it, steps run as torch operations."""
+        """Create an empty batch. `native` must be built for this model; without it, steps run as torch operations."""
         self.max_rows, self.version = max_rows, version
         self._model, self._native = model, native
         self._shared, self._own = (KvCache(model.shape, dtype=model.dtype, device=model.device) for _ in range(2))
@@ -71,13 +74,13 @@ class Batch(Generic[OwnerT]):
         self._rows: list[Row[OwnerT]] = []
         self._is_truncated = self._is_penalised = False
         self._longest = 0
-        """Index of the newest token of the longest row at work."""
+        """Index of the newest token of the longest active row."""
         self._longest_shared = self._longest_own = 0
-        """Most positions that any row at work has in a slot, and of its own."""
+        """Most positions that any active row has in a slot, and in its own cache."""
 
     @property
     def num_running(self) -> int:
-        """Rows at work."""
+        """Number of active rows."""
         return len(self._rows)
 
     def add(self, rows: Sequence[Row[OwnerT]]) -> None:
@@ -87,6 +90,7 @@ class Batch(Generic[OwnerT]):
         assert self.num_running <= self.max_rows, (self.num_running, self.max_rows)
         self._reserve(self.num_running, max(len(row.prompt_ids) for row in rows) + 1)
         new = slice(first, self.num_running)
+        # the last prompt token is not prefilled: its decode step gives the first new token's logits
         state.position_R[new] = self._ints([len(row.prompt_ids) - 1 for row in rows])
         state.end_R[new] = self._ints([row.end for row in rows])
         state.keys_R[new] = self._ints([row.key for row in rows])
@@ -102,14 +106,15 @@ class Batch(Generic[OwnerT]):
         self._note_rows()
 
     def step(self) -> list[EndedRow[OwnerT]]:
-        """One token for every row at work; the rows that ended with it, which have left the batch."""
+        """Decode one token for every active row; return the rows that ended with it, which have left the batch."""
         num_rows = max(self.num_running, MIN_ROWS)
         self._reserve(num_rows, self._longest + 2)
-        if num_rows > self.num_running:  # rows without an owner, there for the sake of MIN_ROWS
+        if num_rows > self.num_running:  # padding rows without an owner, to reach MIN_ROWS
             for tensor in (self._state.position_R, self._state.start_R, self._state.slot_R):
                 tensor[self.num_running : num_rows] = 0
-            self._state.penalty_R[self.num_running : num_rows] = 1  # 0 in room that no row has used: logits over 0 are no numbers
+            self._state.penalty_R[self.num_running : num_rows] = 1  # unused rows hold 0, and 0 / 0 is NaN
         ended, are_stops = self._advance(num_rows)
+        # every row has one token more
         self._longest += 1
         self._longest_own += 1
         if not ended:
@@ -119,22 +124,25 @@ class Batch(Generic[OwnerT]):
         return results
 
     def drop(self, is_unwanted: Callable[[OwnerT], bool]) -> None:
-        """Stop rows whose owner no longer waits."""
+        """Stop the rows whose owner is unwanted, such as a cancelled request."""
         self._remove([i for i, row in enumerate(self._rows) if is_unwanted(row.owner)])
 
     def renew(self, version: int) -> None:
-        """The weights have changed: compute all keys and values anew, in shared slots; further tokens are of this version."""
+        """Recompute all keys and values after a weight update, in shared slots; further tokens are of this version."""
         self.version = version
         for i, (row, position) in enumerate(zip(self._rows, self._state.position_R.tolist(), strict=False)):
+            # tokens up to the newest keep their version; the next one has this index among the new tokens
             row.marks.append((position + 1 - len(row.prompt_ids), version))
+            # without the newest token, whose key and value the next step computes
             row.prefix_ids = tuple(self._state.tokens_RT[i, :position].tolist())
         self._slots = PrefixSlots()
         self._share(0)
         self._note_rows()
 
     def _share(self, first: int) -> None:
-        """Give rows from `first` on the slots that hold their prefixes, and compute what no slot holds yet."""
+        """Assign shared slots to rows from `first` on, and prefill the prefixes that no slot holds yet."""
         prefixes = [row.prefix_ids for row in self._rows[first:]]
+        # before `take`, after which a slot is assigned to every prefix
         missing = {ids for ids in prefixes if ids not in self._slots}
         slots = [self._slots.take(ids) for ids in prefixes]
         slot_of = dict(zip(prefixes, slots, strict=True))
@@ -145,13 +153,18 @@ class Batch(Generic[OwnerT]):
             _grown(self._shared.num_rows, self._slots.num_slots, most=self.max_rows),
             _grown(self._shared.length, max(lengths, default=0), most=self._model.shape.max_len),
         )
+        # sorted for a fixed order, shortest first for little padding; an empty prefix needs no prefill
         for chunk in _chunks(sorted(missing - {()}, key=lambda ids: (len(ids), ids))):
             width = round_up(len(chunk[-1]))
+            # padded on the right with token 0, whose keys and values are never attended to
             tokens_BT = self._ints([ids + (0,) * (width - len(ids)) for ids in chunk])
             self._model.prefill(tokens_BT, self._shared, self._ints([slot_of[ids] for ids in chunk]))
 
     def _advance(self, num_rows: int) -> tuple[list[int], list[int]]:
-        """Append a token to each row; which rows at work are done, and of those 1 where an end token did it."""
+        """Append a token to each row.
+
+        Returns the active rows that are done, and for each of them 1 if an end token ended it, else 0.
+        """
         state, native = self._state, self._native
         if native is None:
             index_B, positions_B = torch.arange(num_rows, device=self._model.device), state.position_R[:num_rows]
@@ -165,6 +178,7 @@ class Batch(Generic[OwnerT]):
             logits_BV = penalise(logits_BV, seen_BL, state.penalty_R[:num_rows])
         if native is None:
             return self._draw(logits_BV, num_rows)
+        # the C code samples from all finite logits, so truncate first; torch's `draw` truncates by itself
         if self._is_truncated:
             logits_BV = cut(logits_BV, state.decoding(num_rows))
         return native.draw(logits_BV, state, self._stop_ids, num_running=self.num_running)
@@ -173,16 +187,18 @@ class Batch(Generic[OwnerT]):
         state = self._state
         positions_B, index_B = state.position_R[:num_rows], torch.arange(num_rows, device=self._model.device)
         tokens_B, logps_B = draw(logits_BV, positions_B, state.decoding(num_rows), is_truncated=self._is_truncated)
+        # in place on a view of the row state: advances the rows themselves
         positions_B += 1
         state.tokens_RT[index_B, positions_B] = tokens_B
         state.logps_RT[index_B, positions_B] = logps_B
         is_stop_B = torch.isin(tokens_B, self._stop_ids)
+        # position + 1 is the row's length
         has_ended_B = is_stop_B | (positions_B + 1 >= state.end_R[:num_rows])
         ended = has_ended_B[: self.num_running].nonzero()[:, 0]
         return ended.tolist(), is_stop_B[ended].tolist()
 
     def _seen(self, positions_B: Tensor, length: int) -> Tensor:
-        """Token ids that each row already holds, padded with its own first."""
+        """Return the token ids that each row already holds, padded with the row's first, which is there anyway."""
         tokens_BT = self._state.tokens_RT[: len(positions_B), :length]
         is_past_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) <= positions_B[:, None]
         return torch.where(is_past_BT, tokens_BT, tokens_BT[:, :1])
@@ -191,6 +207,7 @@ class Batch(Generic[OwnerT]):
         row = self._rows[index]
         new = slice(len(row.prompt_ids), int(self._state.position_R[index]) + 1)
         token_ids = tuple(self._state.tokens_RT[index, new].tolist())
+        # a version holds until the next mark, the last one until the end
         starts = [start for start, _ in row.marks[1:]] + [len(token_ids)]
         versions = [v for (start, v), end in zip(row.marks, starts, strict=True) for _ in range(start, end)]
         return EndedRow(
@@ -208,6 +225,7 @@ class Batch(Generic[OwnerT]):
         gone = set(indices)
         for i in indices:
             self._slots.release(self._rows[i].prefix_ids)
+        # move the last active rows into the holes, so that active rows stay first and without gaps
         holes = [i for i in indices if i < num_left]
         movers = [i for i in range(num_left, self.num_running) if i not in gone]
         if holes:
@@ -226,6 +244,7 @@ class Batch(Generic[OwnerT]):
             self._state.move(source_R, target_R)
 
     def _note_rows(self) -> None:
+        # read back from the device, so only when rows change; `step` counts up in between
         positions_B, starts_B = self._state.position_R[: self.num_running], self._state.start_R[: self.num_running]
         counts = (positions_B, starts_B, positions_B - starts_B)
         self._longest, self._longest_shared, self._longest_own = (int(count_B.max()) if self._rows else 0 for count_B in counts)
@@ -233,10 +252,11 @@ class Batch(Generic[OwnerT]):
         self._is_penalised = any(row.params.repetition_penalty != 1 for row in self._rows)
 
     def _reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Room for rows of so many tokens, and for one more position of their own."""
+        """Make room for rows of this many tokens, and for one more position in each row's own cache."""
         num_rows = _grown(self._own.num_rows, max(num_rows, MIN_ROWS), most=max(self.max_rows, MIN_ROWS))
         num_own = self._own.length
         if self._longest_own >= num_own:
+            # the most positions of its own that any row can come to need
             budget = max(row.end - len(row.prefix_ids) for row in self._rows)
             num_own = _grown(num_own, max(self._longest_own + 1, min(budget, LEAST_OWN)), most=budget)
         self._own.reserve(num_rows, num_own)
@@ -250,12 +270,12 @@ class Batch(Generic[OwnerT]):
 
 
 def _grown(room: int, needed: int, *, most: int) -> int:
-    """Double what is too small, up to what can ever be needed: growing copies."""
+    """Return the size to grow to: at least double, because growing copies, but no more than can ever be needed."""
     return room if needed <= room else max(needed, min(most, 2 * room))
 
 
 def _chunks(prefixes: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Prefixes, shortest first, in lots of at most PREFILL_TOKENS after padding."""
+    """Yield prefixes, shortest first, in chunks of at most PREFILL_TOKENS after padding."""
     chunk: list[tuple[int, ...]] = []
     for ids in prefixes:
         if chunk and round_up(len(ids)) * (len(chunk) + 1) > PREFILL_TOKENS:

@@ -1,7 +1,8 @@
-"""Our own sampler for Qwen3 models: requests queue up, share one running batch in a worker thread, and return when they end.
+"""Sample from Qwen3 models: requests queue up, share one running batch in a worker thread, and return when they end.
 
 A completion depends on the weights, the prompt, `params.seed` and the sample's index, and on nothing else in the batch.
-In float32 on CPU this was seen to hold to the last bit; elsewhere a token can differ where two are within rounding of a tie.
+In float32 on CPU this was seen to hold to the last bit; elsewhere a token can differ where two are within rounding of a
+tie.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Load:
 
 
 T = TypeVar("T")
-_Command = _Request | _Load | None  # None wakes the worker: look at what was cancelled, or stop
+_Command = _Request | _Load | None  # None wakes the worker: drop what was cancelled, or stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +61,14 @@ class _Sample:
 
 
 class TorchEngine:
-    """An `InferenceEngine` and `TrainableEngine`. May be used from any event loop; needs torch and nothing else."""
+    """An `InferenceEngine` and `TrainableEngine` that needs only torch; may be used from any event loop."""
 
     def __init__(
         self, model_folder: Path, cfg: TorchEngineConfig, *, num_threads: int, version: int = 0, window: int | None = None
     ) -> None:
-        """Load the model: ConfigError if it is no plain Qwen3. `num_threads` is set for all of torch in this process.
+        """Load the model; ConfigError if it is not a plain Qwen3.
 
-        `window` raises the positions of the folder's config.
+        `num_threads` is set for all of torch in this process; `window` raises the positions of the folder's config.
         """
         shape = read_shape(model_folder, window=window)
         device = torch.device(_device_name(cfg))
@@ -87,18 +88,22 @@ class TorchEngine:
         self._lock = threading.Lock()
         self._unanswered: set[Future[list[Completion]] | Future[None]] = set()
         self._why_closed: BaseException | None = None
-        # a daemon: an engine that nobody closed must not keep the process from ending
+        # a daemon thread: an engine that was never closed must not keep the process from exiting
         self._worker = threading.Thread(target=self._work, args=(num_threads,), name="torch-engine", daemon=True)
         self._worker.start()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """`params.num_samples` completions in sample order. ValueError if the prompt is empty, too long or not of this vocabulary."""
+        """Return `params.num_samples` completions, in sample order.
+
+        ValueError if the prompt is empty, too long, or has ids outside the vocabulary.
+        """
         self._check_prompt(prompt_ids)
         request = _Request(prompt_ids=tuple(prompt_ids), params=params)
         self._submit(request)
         try:
             return await asyncio.wrap_future(request.reply)
         except asyncio.CancelledError:
+            # the worker drops these rows when it next reads the queue
             request.is_cancelled = True
             with self._lock:
                 self._unanswered.discard(request.reply)
@@ -106,13 +111,13 @@ class TorchEngine:
             raise
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
-        """Overwrite the weights in place. Running samples go on with the new ones, their cached keys and values computed anew."""
+        """Overwrite the weights in place. Running samples continue with the new ones, on a recomputed KV cache."""
         load = _Load(weights=weights, version=version)
         self._submit(load)
         await asyncio.wrap_future(load.reply)
 
     async def close(self) -> None:
-        """Stop the worker after its current step. Requests that have not been answered fail with ResourceError."""
+        """Stop the worker after its current step. Unanswered requests fail with ResourceError."""
         with self._lock:
             self._why_closed = self._why_closed or ResourceError("the torch engine was closed")
         self._commands.put(None)
@@ -120,9 +125,11 @@ class TorchEngine:
 
     def _submit(self, command: _Request | _Load) -> None:
         with self._lock:
+            # under the lock: a request is refused here or, once it is listed, failed by `_fail_unanswered`
             if self._why_closed is not None:
                 raise ResourceError("the torch engine has stopped") from self._why_closed
-            command.reply.set_running_or_notify_cancel()  # so that a cancelled caller cannot cancel it under the worker's hands
+            # a running future cannot be cancelled, so the worker can always set its result
+            command.reply.set_running_or_notify_cancel()
             self._unanswered.add(command.reply)
         self._commands.put(command)
 
@@ -144,7 +151,7 @@ class TorchEngine:
                 f"prompt token ids reach from {min(prompt_ids)} to {max(prompt_ids)}, the vocabulary from 0 to {shape.vocab_size - 1}"
             )
 
-    # Below: the worker thread only.
+    # The methods below run in the worker thread only.
 
     def _work(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
@@ -154,6 +161,7 @@ class TorchEngine:
             self._fail_unanswered(sys.exception())
 
     def _serve(self) -> None:
+        # inference mode is set per thread
         with torch.inference_mode():
             while self._take_commands():
                 self._admit()
@@ -162,14 +170,14 @@ class TorchEngine:
                         self._deliver(ended)
 
     def _take_commands(self) -> bool:
-        """Obey everything in the queue, waiting for something if there is nothing to do. False ends the worker."""
+        """Handle all commands in the queue, and wait for one if there is nothing else to do. False ends the worker."""
         is_idle = not self._waiting and not self._batch.num_running
         while self._why_closed is None:
             try:
                 command = self._commands.get(block=is_idle)
             except queue.Empty:
                 return True
-            is_idle = False
+            is_idle = False  # only the first `get` may block
             match command:
                 case _Request():
                     self._waiting += self._rows(command)
@@ -177,6 +185,7 @@ class TorchEngine:
                     self._load(command)
                 case None:
                     self._waiting = deque(row for row in self._waiting if not row.owner.request.is_cancelled)
+                    # active rows leave between steps; the last ones move into their places
                     self._batch.drop(lambda sample: sample.request.is_cancelled)
         return False
 
@@ -185,15 +194,19 @@ class TorchEngine:
             Row(
                 owner=_Sample(request=request, index=i),
                 prompt_ids=request.prompt_ids,
-                key=seed_for(request.params.seed, "generate/sample", i),
+                key=seed_for(request.params.seed, "generate/sample", i),  # independent of the batch
                 params=request.params,
+                # prompt included, and never past the model's window
                 end=min(len(request.prompt_ids) + request.params.max_new_tokens, self._model.shape.max_len),
             )
             for i in range(request.params.num_samples)
         ]
 
     def _admit(self) -> None:
-        """Fill the batch, an eighth of it at least at a time: a prefill for each row that ends would cost more than it gains."""
+        """Fill the batch, by at least an eighth of it at a time unless fewer rows wait.
+
+        A prefill for each row that ends would cost more than it gains.
+        """
         free = self._batch.max_rows - self._batch.num_running
         if self._waiting and free >= min(len(self._waiting), max(1, self._batch.max_rows // 8)):
             self._batch.add([self._waiting.popleft() for _ in range(min(free, len(self._waiting)))])
@@ -207,18 +220,20 @@ class TorchEngine:
             finish_reason=ended.finish_reason,
             policy_versions=ended.versions,
         )
+        # samples end in any order and are returned by index
         if len(request.completions) == request.params.num_samples:
             self._answer(request.reply, [request.completions[i] for i in range(request.params.num_samples)])
 
     def _load(self, load: _Load) -> None:
         try:
             self._model.load(load.weights)
-        except ConfigError as error:  # the caller's weights do not fit; the engine goes on with the old ones
+        except ConfigError as error:  # the weights do not fit; the engine continues with the old ones
             with self._lock:
                 self._unanswered.discard(load.reply)
             load.reply.set_exception(error)
             return
         self.version = load.version
+        # the cached keys and values come from the old weights
         self._batch.renew(load.version)
         self._answer(load.reply, None)
 

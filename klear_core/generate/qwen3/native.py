@@ -1,6 +1,8 @@
-"""The decode step on CPU in float32: torch's matrix products with compiled C between them, for dispatching ops costs more than both.
+"""Run the decode step on CPU in float32: torch's matrix products, with compiled C between them.
 
-Axis letters: R all rows there is room for, B rows at work, C hidden size, V vocabulary, L cached positions, T positions of a row.
+Dispatching torch operations instead would cost more than the products and the C code together.
+
+Axis letters: R allocated rows, B active rows, C hidden size, V vocabulary, L cached positions, T positions of a row.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ class _Buffers:
 
 
 class NativeStep:
-    """The C functions for one model, and their buffers. One thread owns it."""
+    """The C functions for one model, and their buffers. Only one thread may use it."""
 
     @classmethod
     def of(cls, model: Qwen3, *, compilers: Sequence[str] = COMPILERS) -> NativeStep | None:
-        """None where they cannot be had: another device or type, heads that do not fill vectors, or no compiler."""
+        """Build the step; None for another device or dtype, a head size that does not fill vectors, or no compiler."""
         s = model.shape
         if model.device.type != "cpu" or model.dtype != torch.float32 or s.head_dim % _LANES:
             return None
@@ -63,14 +65,16 @@ class NativeStep:
         for name, kinds in _SIGNATURES.items():
             getattr(library, name).argtypes = [_KINDS[kind] for kind in kinds]
         weights = (model.qkv, model.out, model.gate_up, model.down)
+        # weights are [out, in] as for F.linear; torch.mm takes the transposed views
         self._layers = [tuple(w.T for w in layer) for layer in zip(*weights, strict=True)]
         self._all = self._some = self._buffers(0, 0)
         self._length = 0
 
     def decode(self, state: RowState, num_rows: int, shared: KvCache, own: KvCache) -> Tensor:
-        """Logits_BV after the newest token of each of the first rows. Valid until the next call."""
+        """Return logits_BV after the newest token of each of the first rows. Valid until the next call."""
         m, lib, eps = self._model, self._library, self._model.shape.norm_eps
         b = self._take(num_rows, shared, own)
+        # addresses for C; the model, the state, the caches and the buffers keep their tensors alive
         position, start, slot = state.position_R.data_ptr(), state.start_R.data_ptr(), state.slot_R.data_ptr()
         x, normed = b.x_BC.data_ptr(), b.normed_BC.data_ptr()
         qkv, attended, scratch = b.qkv.data_ptr(), b.attended.data_ptr(), b.scratch.data_ptr()
@@ -81,19 +85,24 @@ class NativeStep:
             torch.mm(b.normed_BC, qkv_w, out=b.qkv)
             at_shared = (shared.keys[i].data_ptr(), shared.values[i].data_ptr(), shared.length)
             at_own = (own.keys[i].data_ptr(), own.values[i].data_ptr(), own.length)
+            # norms and rotates queries and keys, writes the new key and value to `own`, and attends
             qk_norm = m.qk_norm[i].data_ptr()
             lib.attend(num_rows, position, start, slot, qkv, qk_norm, cos, sin, *at_shared, *at_own, eps, scratch, attended)
-            b.x_BC.addmm_(b.attended, out_w)
+            b.x_BC.addmm_(b.attended, out_w)  # in place: adds to the residual stream
             lib.norm(num_rows, x, m.norm2[i].data_ptr(), normed, eps)
             torch.mm(b.normed_BC, gate_up_w, out=b.gate_up)
             lib.gate(num_rows, b.gate_up.data_ptr(), b.activated.data_ptr())
             b.x_BC.addmm_(b.activated, down_w)
+            # the norm that the next layer begins with, or the final one
             following = m.norm1[i + 1] if i + 1 < len(self._layers) else m.norm
             lib.norm(num_rows, x, following.data_ptr(), normed, eps)
         return torch.mm(b.normed_BC, m.head.T, out=b.logits_BV)
 
     def draw(self, logits_BV: Tensor, state: RowState, stop_ids: Tensor, *, num_running: int) -> tuple[list[int], list[int]]:
-        """Append a token to every row, overwriting the logits; which rows are done, and of those 1 where an end token did it."""
+        """Append a token to every row, overwriting the logits.
+
+        Returns the rows that are done, and for each of them 1 if an end token ended it, else 0.
+        """
         ended_B, has_stopped_B = torch.empty(2, len(logits_BV), dtype=torch.int64)
         count = self._library.draw(
             len(logits_BV),
@@ -111,24 +120,27 @@ class NativeStep:
             ended_B.data_ptr(),
             has_stopped_B.data_ptr(),
         )
+        # the C code reports a row with non-finite logits as -1 - row
         if count < 0:
             raise FloatingPointError(f"logits of row {-1 - count} of the batch are not finite; are the weights?")
         return ended_B[:count].tolist(), has_stopped_B[:count].tolist()
 
     def move(self, cache: KvCache, state: RowState, source_R: Tensor, target_R: Tensor, *, length: int) -> None:
-        """Copy whole rows of both, of the cache up to `length` positions."""
+        """Copy rows of the state, and of the cache up to `length` positions."""
         count, source, target = len(source_R), source_R.data_ptr(), target_R.data_ptr()
         for tensor in state.tensors():
             size = tensor.stride(0) * tensor.element_size()
             self._library.move_rows(count, source, target, tensor.data_ptr(), 1, size, size)
         s = self._model.shape
         for keys, values in zip(cache.keys, cache.values, strict=True):
+            # a key row is K * D runs of positions, a value row K runs of positions times D
             position, row = keys.element_size(), cache.length * keys.element_size()
             self._library.move_rows(count, source, target, keys.data_ptr(), s.num_kv_heads * s.head_dim, row, length * position)
             position, row = s.head_dim * position, s.head_dim * row
             self._library.move_rows(count, source, target, values.data_ptr(), s.num_kv_heads, row, length * position)
 
     def _take(self, num_rows: int, shared: KvCache, own: KvCache) -> _Buffers:
+        # buffers only grow; slices for the same number of rows are reused
         length = shared.length + own.length
         if len(self._all.x_BC) < num_rows or self._length < length:
             self._all, self._length = self._buffers(own.num_rows, length), length

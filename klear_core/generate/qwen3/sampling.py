@@ -1,9 +1,9 @@
-"""From logits to a token and its log-probability, row by row: no row's draw depends on its neighbours.
+"""Draw a token and its log-probability from logits; no row's draw depends on the other rows.
 
-The log-probability is that of the distribution the token was drawn from, as vLLM's `processed_logprobs`:
-with top_p = 1, top_k = 0 and no repetition penalty it is `log_softmax(logits / temperature)` over the whole vocabulary, which
-is what a learner computes. With any of the three it is renormalised over what they leave, and a learner that wants old
-log-probs of its own (untruncated) policy must recompute them. Greedy tokens carry temperature 1 and ignore top_p and top_k.
+The log-probability is that of the distribution the token was drawn from, as in vLLM's `processed_logprobs`. With top_p
+= 1, top_k = 0 and no repetition penalty it is `log_softmax(logits / temperature)` over the full vocabulary, which is
+what a learner computes. With any of the three it is renormalised afterwards, and a learner that needs old log-probs of
+its own (untruncated) policy must recompute them. Greedy tokens report temperature 1 and ignore top_p and top_k.
 
 Axis letters: B rows, L positions, V vocabulary.
 """
@@ -23,28 +23,31 @@ class Decoding:
     """Sampling parameters of B rows."""
 
     keys_B: Tensor
-    """One int64 per sample; with the position it fixes the draw."""
+    """One int64 per sample; key and position determine the draw."""
     temperature_B: Tensor
     top_p_B: Tensor
     top_k_B: Tensor
 
 
 def draw(logits_BV: Tensor, positions_B: Tensor, decoding: Decoding, *, is_truncated: bool) -> tuple[Tensor, Tensor]:
-    """tokens_B and logps_B (float32, nats). `is_truncated`: whether any row has top_p < 1 or top_k > 0."""
+    """Return tokens_B and logps_B (float32, nats). `is_truncated`: whether any row has top_p < 1 or top_k > 0."""
     is_greedy_B = decoding.temperature_B == 0
     if is_truncated:
         logits_BV = cut(logits_BV, decoding)
+    # after truncation, so that log-probs belong to the distribution sampled from
     logp_BV = torch.log_softmax(_scaled(logits_BV, decoding.temperature_B), -1)
+    # inverse transform sampling; the CDF ends near 1, not at 1, so the uniform is scaled by its last entry
     cdf_BV = torch.cumsum(logp_BV.exp(), -1, dtype=torch.float64)
     threshold_B1 = uniforms(decoding.keys_B, positions_B)[:, None] * cdf_BV[:, -1:]
-    sampled_B = torch.searchsorted(cdf_BV, threshold_B1, right=True)[:, 0]  # right: never a token of probability zero
-    tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), sampled_B)  # of equal logits the first
+    sampled_B = torch.searchsorted(cdf_BV, threshold_B1, right=True)[:, 0]  # right: never picks probability zero
+    tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), sampled_B)  # argmax takes the first of equal logits
     return tokens_B, logp_BV.gather(-1, tokens_B[:, None])[:, 0]
 
 
 def cut(logits_BV: Tensor, decoding: Decoding) -> Tensor:
-    """-inf where top_k or top_p leave nothing; all others as they were."""
+    """Set logits to -inf where top_k or top_p removes the token, and keep the others as they are."""
     is_greedy_B = decoding.temperature_B == 0
+    # greedy rows ignore both
     top_k_B, top_p_B = decoding.top_k_B.masked_fill(is_greedy_B, 0), decoding.top_p_B.masked_fill(is_greedy_B, 1.0)
     return truncate(logits_BV, decoding.temperature_B, top_k_B, top_p_B)
 
@@ -53,33 +56,41 @@ def penalise(logits_BV: Tensor, seen_BL: Tensor, penalty_B: Tensor) -> Tensor:
     """Divide positive and multiply negative logits of tokens already in the row (CTRL, arXiv 1909.05858), prompt included."""
     is_seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter_(1, seen_BL, True)
     penalty_B1 = penalty_B[:, None]
+    # dividing a negative logit would make its token likelier
     return torch.where(is_seen_BV, torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1), logits_BV)
 
 
 def truncate(logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
-    """-inf outside the top_k largest (0: all) and then outside the smallest set whose probability reaches top_p; of equals the first stay.
+    """Set logits to -inf outside the top_k largest (0: all), then outside the smallest set that reaches top_p.
 
-    The order is that of the logits themselves, for their quotients by the temperature and their probabilities may round to one number.
+    Of equal logits the first stay. Ranks are those of the logits themselves, because after division by the temperature,
+    or as probabilities, two different logits may round to one number.
     """
     sorted_BV, order_BV = logits_BV.sort(stable=True, dim=-1, descending=True)
     rank_V = torch.arange(logits_BV.shape[-1], device=logits_BV.device)
     keep_k_B = torch.where(top_k_B == 0, len(rank_V), top_k_B)
     is_cut_BV = rank_V >= keep_k_B[:, None]
     scaled_BV = _scaled(sorted_BV.masked_fill(is_cut_BV, -torch.inf), temperature_B)
-    probs_BV = scaled_BV.softmax(-1, dtype=torch.float64)  # float32 sums over a large vocabulary are wrong in the fifth digit
+    probs_BV = scaled_BV.softmax(-1, dtype=torch.float64)  # float32 sums this long are off in the 5th digit
     mass_before_BV = probs_BV.cumsum(-1) - probs_BV
+    # the mass before a token, not with it: the token that crosses top_p stays
     is_cut_BV |= (mass_before_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
+    # from ranks back to token ids
     return logits_BV.masked_fill(torch.empty_like(is_cut_BV).scatter_(1, order_BV, is_cut_BV), -torch.inf)
 
 
 def _scaled(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
-    """Logits over temperature (greedy: 1), less their maximum: subtracted first, so that a small temperature cannot overflow them."""
+    """Return logits over temperature (greedy: 1), minus their maximum.
+
+    The maximum is subtracted first, so that a small temperature cannot overflow them.
+    """
     divisor_B = torch.where(temperature_B == 0, 1.0, temperature_B)
     return (logits_BV - logits_BV.amax(-1, keepdim=True)) / divisor_B[:, None]
 
 
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
-    """One float64 in [0, 1) for each (key, position): splitmix64 (Steele, Lea and Flood 2014), 52 bits."""
+    """Return one float64 in [0, 1) per (key, position): splitmix64 (Steele, Lea and Flood 2014), 52 bits."""
+    # splitmix64's constants as signed int64; overflow wraps as it does for unsigned
     z = keys_B + (positions_B + 1) * -0x61C8864680B583EB
     z = (z ^ _shift(z, 30)) * -0x40A7B892E31B1A47
     z = (z ^ _shift(z, 27)) * -0x6B2FB644ECCEEE15

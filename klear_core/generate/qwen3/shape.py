@@ -1,4 +1,4 @@
-"""What the torch engine must know of a model before it can run it, and which models it runs. Imported without torch."""
+"""Read the shape of a Qwen3 model, and refuse models that the torch engine cannot run. Imported without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from klear_core.hf_config import read_hf_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Shape:
-    """What `config.json` says of the model, as far as inference depends on it."""
+    """The values of `config.json` that inference depends on."""
 
     vocab_size: int
     hidden_size: int
@@ -27,7 +27,10 @@ class Qwen3Shape:
 
 
 def read_shape(folder: Path, *, window: int | None = None) -> Qwen3Shape:
-    """`window` raises the positions of `config.json`. ConfigError if the folder holds anything but a plain Qwen3: vLLM runs the others."""
+    """Read the shape of a plain Qwen3; ConfigError for other models, which need vLLM.
+
+    `window` raises the positions of `config.json`.
+    """
     path, config = folder / "config.json", read_hf_config(folder)
     unsupported = {
         "model_type": config.model_type != "qwen3",

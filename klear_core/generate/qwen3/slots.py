@@ -1,14 +1,14 @@
-"""Who reads which slot of the cache that rows share."""
+"""Assign slots of the shared KV cache to prefixes, and count their readers."""
 
 from __future__ import annotations
 
 
 class PrefixSlots:
-    """Which slot holds the keys and values of which tokens, and how many rows read it."""
+    """Maps a prefix's token ids to the slot with its keys and values, with a count of the rows that read it."""
 
     def __init__(self) -> None:
         self.num_slots = 0
-        """As many as were ever held at once."""
+        """Number of slots that exist: the most that were ever in use at once."""
         self._held: dict[tuple[int, ...], int] = {}
         self._num_readers: dict[tuple[int, ...], int] = {}
         self._free: list[int] = []
@@ -17,7 +17,7 @@ class PrefixSlots:
         return ids in self._held
 
     def take(self, ids: tuple[int, ...]) -> int:
-        """The slot of these tokens, for one more reader. If none holds them yet, it is a free one, which the caller fills."""
+        """Return the slot of these tokens and add a reader. If no slot holds them, return a free one, to be filled."""
         if ids not in self._held:
             if not self._free:
                 self._free.append(self.num_slots)
@@ -27,7 +27,7 @@ class PrefixSlots:
         return self._held[ids]
 
     def release(self, ids: tuple[int, ...]) -> None:
-        """One reader less; with the last, the slot becomes free."""
+        """Remove a reader; the last one frees the slot."""
         self._num_readers[ids] -= 1
         if not self._num_readers[ids]:
             del self._num_readers[ids]

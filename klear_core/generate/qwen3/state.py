@@ -1,4 +1,4 @@
-"""What the running batch keeps of each row, as tensors. R: all rows there is room for, B: rows at work, T: positions of a row."""
+"""Hold the running batch's state of each row as tensors. R: allocated rows, B: active rows, T: positions of a row."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from klear_core.generate.qwen3.sampling import Decoding
 
 @dataclass(slots=True, kw_only=True)
 class RowState:
-    """What the decode step reads and writes of each row, as tensors with room for R rows."""
+    """Values of each row that the decode step reads and writes, with room for R rows."""
 
     position_R: Tensor
     """Index of the newest token, the one whose key and value are not in the cache yet."""
     start_R: Tensor
-    """How many positions lie in the shared cache: those from there on are the row's own."""
+    """Number of positions in the shared cache; later ones are in the row's own cache."""
     slot_R: Tensor
     """Row of the shared cache."""
     end_R: Tensor
@@ -32,7 +32,7 @@ class RowState:
 
     @staticmethod
     def empty(device: torch.device) -> RowState:
-        """No rows yet."""
+        """Return a state without rows."""
         long = torch.zeros(0, dtype=torch.int64, device=device)
         real = torch.zeros(0, device=device)
         return RowState(
@@ -50,23 +50,24 @@ class RowState:
         )
 
     def reserve(self, num_rows: int, length: int) -> None:
-        """Room for at least this many rows and positions; contents stay."""
+        """Make room for at least this many rows and positions; contents are kept."""
         room = self.tokens_RT.shape
         if num_rows <= room[0] and length <= room[1]:
             return
         num_rows, length = max(num_rows, room[0]), max(length, room[1])
         for name, old in zip((f.name for f in fields(self)), self.tensors(), strict=True):
+            # (R,) or (R, T): a tensor of one axis takes the number of rows alone
             new = old.new_zeros((num_rows, length)[: old.dim()])
             new[tuple(slice(size) for size in old.shape)] = old
             setattr(self, name, new)
 
     def move(self, source_R: Tensor, target_R: Tensor) -> None:
-        """Copy whole rows."""
+        """Copy rows."""
         for tensor in self.tensors():
             tensor[target_R] = tensor[source_R]
 
     def places(self, num_rows: int, *, longest_shared: int, longest_own: int) -> Places:
-        """Where the first rows are."""
+        """Return the cache positions of the first rows, as views."""
         return Places(
             positions_B=self.position_R[:num_rows],
             starts_B=self.start_R[:num_rows],
@@ -76,7 +77,7 @@ class RowState:
         )
 
     def decoding(self, num_rows: int) -> Decoding:
-        """How to sample for the first rows."""
+        """Return the sampling parameters of the first rows, as views."""
         return Decoding(
             keys_B=self.keys_R[:num_rows],
             temperature_B=self.temperature_R[:num_rows],
@@ -85,5 +86,5 @@ class RowState:
         )
 
     def tensors(self) -> list[Tensor]:
-        """All of them; the first axis is the row."""
+        """Return all tensors; the first axis of each is the row."""
         return [getattr(self, f.name) for f in fields(self)]
