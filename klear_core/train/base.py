@@ -1,4 +1,4 @@
-"""The model that everything starts from: a tiny random Qwen3, or a pointer to a Hugging Face folder."""
+"""Prepare the base model: write a tiny random Qwen3, or a pointer to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POINTER = "model.json"
 
 
 def prepare_base(cfg: ModelConfig, *, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Write `workdir/model`, or `workdir/model.json` that points to a folder too big to copy."""
+    """Write a model to `workdir/model`, or to `workdir/model.json` a pointer to a folder too big to copy."""
     telemetry.progress(0, 1, "base model")
     match cfg:
         case TinyModelConfig():
@@ -35,7 +35,7 @@ def prepare_base(cfg: ModelConfig, *, seed: int, workdir: Path, telemetry: Telem
 
 
 def model_folder(artifact: Path) -> Path:
-    """The Hugging Face folder of a model artifact; ArtifactError if what it points to is gone."""
+    """Return the Hugging Face folder of a model artifact; ArtifactError if the target is gone or changed."""
     folder = artifact / "model"
     if folder.is_dir():
         return folder
@@ -52,7 +52,7 @@ def model_folder(artifact: Path) -> Path:
 
 
 def wanted_window(artifact: Path) -> int | None:
-    """`max_position_embeddings` that trained models shall have, if the base asked for one."""
+    """Return the `max_position_embeddings` for trained models, or None if the base model's config asked for none."""
     pointer = artifact / POINTER
     if not pointer.is_file():
         return None
@@ -86,27 +86,34 @@ def _make_tiny(cfg: TinyModelConfig, *, seed: int, folder: Path) -> StageSummary
         dtype=torch.float32,
     )
     init_seed = seed_for(seed, "base/init")
+    # The constructor draws from the global generator: restore it afterwards, and draw all matrices from our seed.
     with torch.random.fork_rng(devices=[]):
         model = Qwen3ForCausalLM(config)
         _reset_weights(model, cfg, init_seed)
     beside = folder.with_name("model.tmp")
     model.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed after this point
+    # Left by a run that was killed after its rename; the rename below needs the name to be free.
+    shutil.rmtree(folder, ignore_errors=True)
     beside.rename(folder)
     return StageSummary(counts={"parameters": model.num_parameters()}, seeds={"base/init": init_seed})
 
 
 def _reset_weights(model: nn.Module, cfg: TinyModelConfig, seed: int) -> None:
-    """Normal weights: embeddings at `embedding_std`, matrices at 1/sqrt(fan_in), those that write to the residual also / sqrt(2L)."""
+    """Draw normal weights with standard deviation `embedding_std` (embeddings) or 1/sqrt(fan_in) (matrices).
+
+    Matrices that write to the residual stream get 1/sqrt(2L) of that, L being the number of layers.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim < 2:
-                continue  # norms start at one
+                continue  # norm weights keep their initial 1
+            # Linear weights are [out, in], so shape[1] is the fan-in.
             std = cfg.embedding_std if "embed_tokens" in name else p.shape[1] ** -0.5
+            # 2L matrices add to the residual stream: without this its variance would grow with depth.
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std /= (2 * cfg.num_layers) ** 0.5
             p.normal_(0.0, std, generator=generator)
@@ -133,5 +140,8 @@ def _point_to(cfg: HfModelConfig, workdir: Path) -> StageSummary:
 
 
 def _weight_sizes(folder: Path) -> dict[str, int]:
-    """Bytes by file: tells another model from this one, not a flipped bit, for hashing 16 GB would cost every stage a minute."""
+    """Return bytes by file, to detect that the folder holds another model.
+
+    A flipped bit is not detected: hashing 16 GB would cost every stage a minute.
+    """
     return {f.name: f.stat().st_size for f in sorted(folder.glob("*.safetensors"))}

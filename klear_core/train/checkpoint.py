@@ -1,6 +1,6 @@
-"""Checkpoints that are whole or not there: model, optimizer, random state and the caller's counters, by step.
+"""Save and restore checkpoints (model, optimizer, random state, caller's counters) that are either complete or absent.
 
-A checkpoint is a folder `step-00000100`. It is written beside, sealed with the checksum of every file, and renamed.
+A checkpoint is a folder `step-00000100`: written under another name, sealed with checksums of all files, then renamed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from klear_core.errors import ArtifactError, ResourceError
 from klear_core.train.parallel import World
 
 log = logging.getLogger(__name__)
+# Expected: a single rank saves without a process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
 
 SEAL = "seal.json"
 
 Counters = Mapping[str, int | float]
-"""Whatever else a loop must know to go on (policy version, skipped steps, data position), as plain numbers."""
+"""Other numbers that a training loop needs to resume (policy version, skipped steps, data position)."""
 
 
 class Checkpoints:
-    """The checkpoints of one stage in one folder. Every rank of the world makes the same calls."""
+    """Save and load the checkpoints of one stage in one folder. Every rank must make the same calls in order."""
 
     def __init__(self, folder: Path, cfg: CheckpointConfig, world: World) -> None:
         self.folder = folder
@@ -46,27 +47,29 @@ class Checkpoints:
         self.world = world
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
-        is_group_needed = cfg.asynchronous and world.size > 1  # the writer's messages must not mix with those of training
+        # The writer thread needs a process group of its own: collective calls of two threads would mix on a shared one.
+        is_group_needed = cfg.asynchronous and world.size > 1
         self._group = dist.new_group(backend="gloo") if is_group_needed else None
         folder.mkdir(parents=True, exist_ok=True)
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after `step` finished updates is to be saved."""
+        """Return whether the state after `step` finished updates is to be saved."""
         return step % self.cfg.every_steps == 0
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, counters: Counters) -> None:
-        """Save the state after `step` updates; with `asynchronous`, from a copy while training goes on."""
-        self.wait()
+        """Save the state after `step` updates; with `asynchronous`, a thread writes a copy while training goes on."""
+        self.wait()  # one save at a time: all of them use the same temporary folder
         state = _state_of(model, optimizer, self.world)
         seal = {"step": step, "counters": dict(counters)}
         if not self.cfg.asynchronous:
             self._write(step, state, seal)
             return
+        # The copy is complete before this call returns: the next update overwrites weights and moments in place.
         self._writer = threading.Thread(target=self._write_guarded, args=(step, _copy(state), seal), daemon=True)
         self._writer.start()
 
     def wait(self) -> None:
-        """Until the last asynchronous save is whole; raises what it failed with."""
+        """Wait until the last asynchronous save is complete; raise the error that it failed with."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -75,19 +78,20 @@ class Checkpoints:
             raise failure
 
     def load_latest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, int | float]] | None:
-        """Restore the newest whole checkpoint and return its step and counters; None if there is none.
+        """Restore the newest complete checkpoint and return its step and counters; None if there is none.
 
-        A damaged one is skipped with a warning, for the one before it loses less than starting over.
+        A damaged checkpoint is skipped with a warning: resuming from the one before it loses less than starting over.
         """
+        # Rank 0 alone verifies checksums and chooses, so that all ranks load the same step.
         name = self.world.broadcast(self._newest_whole() if self.world.rank == 0 else None)
         if name is None:
             return None
         folder = self.folder / name
         seal = json.loads((folder / SEAL).read_text())
-        state = _state_of(model, optimizer, self.world)
+        state = _state_of(model, optimizer, self.world)  # names and shapes to load into; its values are overwritten
         random_key = f"random.{self.world.rank}"
         if random_key not in FileSystemReader(folder).read_metadata().state_dict_metadata:
-            del state[random_key]  # saved by fewer ranks than there are now
+            del state[random_key]  # saved by fewer ranks: this one keeps its random state
         try:
             load_shards(state, checkpoint_id=folder, no_dist=self.world.size == 1)
         except CheckpointException as e:
@@ -104,14 +108,15 @@ class Checkpoints:
             self._failure = e
 
     def _write(self, step: int, state: dict[str, Any], seal: dict[str, Any]) -> None:
+        # Collective call. The barriers keep this order on all ranks: clean up, write shards, seal and rename, return.
         beside, final = self.folder / "unfinished", self.folder / f"step-{step:08d}"
         if self.world.rank == 0:
             shutil.rmtree(beside, ignore_errors=True)
-            shutil.rmtree(final, ignore_errors=True)  # damaged, or it would have been resumed from
+            shutil.rmtree(final, ignore_errors=True)  # damaged: a run resumes from a complete one
         self._barrier()
         try:
             save_shards(state, checkpoint_id=beside, no_dist=self.world.size == 1, process_group=self._group)
-        except CheckpointException as e:  # a BaseException: nothing that handles errors would see it
+        except CheckpointException as e:  # a BaseException, which `except Exception` would miss
             raise ResourceError(f"checkpoint {final} could not be written: {_causes(e)}") from e
         self._barrier()
         if self.world.rank == 0:
@@ -144,7 +149,7 @@ def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) 
 
 
 def _copy(state: Any) -> Any:
-    """The state as it is now, on the CPU: training goes on to overwrite the original."""
+    """Return a copy of the state on the CPU; training overwrites the original in place."""
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
@@ -164,7 +169,7 @@ def _digest(file: Path) -> str:
 
 
 def _trouble_with(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, in words."""
+    """Return in words what is wrong with a checkpoint; None if it is complete."""
     try:
         seal = json.loads((folder / SEAL).read_text())
     except (OSError, json.JSONDecodeError) as e:

@@ -1,10 +1,11 @@
-"""Context parallelism: several ranks compute one row, each a slice of its tokens. Only attention and sums over rows join the slices.
+"""Split rows of tokens over several ranks (context parallelism). Only attention and sums over rows need other ranks.
 
-The scheme is DeepSpeed-Ulysses (arXiv 2309.14509): before attention the ranks trade tokens for heads, all of them for some
-of these, and after it they trade back. So every attention kernel serves, and all ranks do the same work whatever the rows.
+The scheme is DeepSpeed-Ulysses (arXiv 2309.14509): before attention an all-to-all gives each rank all tokens of some
+heads; after attention a second one gives it back its own tokens with all heads. Therefore any attention kernel can be
+used, and all ranks do equal work whatever the rows.
 
-Axis letters: B rows, T tokens of the whole line, S = T/C those of one rank, C ranks, K query heads, G key and value heads,
-J heads of any kind that one rank attends with, D head size.
+Axis letters: B rows, T tokens of the complete line, S = T/C tokens of one rank, C ranks, K query heads, G key and value
+heads, J heads (of any kind) that one rank attends with, D head size.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The ranks that share rows with this one, which holds slice `rank` of `size`. They make the same calls in the same order."""
+    """Ranks that share the same rows; this one holds slice `rank` of `size`.
+
+    All of them must make the same calls in the same order.
+    """
 
     rank: int = 0
     size: int = 1
     group: Any = None
-    """Their process group; None where there is one rank."""
+    """Process group of these ranks; None if there is only one."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Added up over the ranks; detached numbers, nothing flows back."""
+        """Return the sum over these ranks (collective call); with several ranks it is detached from the graph."""
         if self.size == 1:
             return values
         total = values.detach().clone()
@@ -36,41 +40,48 @@ class Context:
         return total
 
     def trade_tokens(self, query_BKSD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's tokens with all heads become all tokens with this rank's heads; grouped heads stay with their group."""
+        """Exchange this rank's tokens of all heads for all tokens of this rank's heads (collective call).
+
+        Query heads stay on one rank with the key head of their group.
+        """
         if self.size == 1:
             return query_BKSD, key_BGSD, value_BGSD
         num_query, num_key = query_BKSD.shape[1], key_BGSD.shape[1]
-        assert num_query % self.size == 0, (num_query, self.size)  # TrainRuntime.check_heads has refused it
-        repeats = math.lcm(num_key, self.size) // num_key  # 1 unless the ranks cannot share the key heads out evenly
+        assert num_query % self.size == 0, (num_query, self.size)  # checked early by TrainRuntime.check_heads
+        # Repeat key heads until C divides their number (1: it does). The lcm divides K too, so groups stay equal.
+        repeats = math.lcm(num_key, self.size) // num_key
         if repeats > 1:
             key_BGSD, value_BGSD = (x.repeat_interleave(repeats, dim=1) for x in (key_BGSD, value_BGSD))
+        # Concatenate queries, keys and values along J for one collective call instead of three.
         parts_BCJSD = [_in_parts(x, self.size) for x in (query_BKSD, key_BGSD, value_BGSD)]
         theirs_CBJSD = torch.cat(parts_BCJSD, dim=2).movedim(1, 0)
         mine_CBJSD: Tensor = _AllToAll.apply(theirs_CBJSD, self.group)  # type: ignore[no-untyped-call]
+        # Axis 0 is now the sender, which holds token slice c: C just before S restores the order of tokens.
         mine_BJTD = mine_CBJSD.permute(1, 2, 0, 3, 4).flatten(2, 3)
         query_BJTD, key_BJTD, value_BJTD = torch.split(mine_BJTD, [p.shape[2] for p in parts_BCJSD], dim=1)
         return query_BJTD, key_BJTD, value_BJTD
 
     def trade_heads(self, out_BTJD: Tensor) -> Tensor:
-        """The way back, for what attention made of them: all tokens with this rank's heads become its tokens with all heads."""
+        """Reverse `trade_tokens` for attention's output: return this rank's tokens with all heads (collective call)."""
         if self.size == 1:
             return out_BTJD
         theirs_CBSJD = _in_parts(out_BTJD, self.size).movedim(1, 0)
         mine_CBSJD: Tensor = _AllToAll.apply(theirs_CBSJD, self.group)  # type: ignore[no-untyped-call]
+        # Sender c computed head block c: C just before J restores the order of heads.
         return mine_CBSJD.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 ALONE = Context()
-"""A rank that has its rows for itself."""
+"""Context of a rank that shares its rows with no other."""
 
 
 def _in_parts(x: Tensor, num_parts: int) -> Tensor:
-    """Axis 1 cut into equal runs."""
+    """Split axis 1 into `num_parts` equal, contiguous parts, on a new axis 1."""
     return x.reshape(x.shape[0], num_parts, -1, *x.shape[2:])
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part c of axis 0 goes to rank c, and lies there under the sender's rank. It is its own transpose."""
+    """Send part c of axis 0 to rank c, which stores it under the sender's rank. The operation is its own transpose."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[no-untyped-def]

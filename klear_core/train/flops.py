@@ -1,4 +1,4 @@
-"""How much arithmetic a training step is, and which share of the hardware's peak it ran at (MFU)."""
+"""Count the arithmetic of a training step, and look up the hardware's peak, for their ratio (MFU)."""
 
 from __future__ import annotations
 
@@ -13,42 +13,52 @@ from klear_core.train.model import Policy
 from klear_core.train.packing import Row
 
 BF16_PEAKS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Dense bf16 FLOP/s from NVIDIA's data sheets, by a part of the device name."""
+"""Dense bf16 FLOP/s from NVIDIA's data sheets, by a substring of the device name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopCount:
-    """The matrix products of a dense decoder; norms, softmax and recomputed activations are not counted, as is usual for MFU."""
+    """Sizes of a dense decoder's matrix products.
+
+    As is usual for MFU, norms, softmax and recomputed activations are not counted.
+    """
 
     layer_params: int
-    """Weights of all matrices in the layers: each token passes through each."""
+    """Number of weights in all matrices of the layers; every token passes through each."""
     head_params: int
-    """Vocabulary * hidden: only loss tokens pass through."""
+    """Vocabulary * hidden size; only loss tokens pass through the head."""
     attention_width: int
     """Layers * query heads * head size."""
 
     @classmethod
     def of(cls, policy: Policy) -> FlopCount:
-        """Count a policy's matrices; sharded ones count whole."""
+        """Count a policy's matrices; sharded ones count in full."""
         hf: Any = policy.hf
         head = hf.get_output_embeddings().weight
+        # A lookup is no product, and the head is counted by itself (tied, it is the embedding's tensor).
         embeddings = {id(head)} | {id(m.weight) for m in hf.modules() if isinstance(m, nn.Embedding)}
         matrices = [p for p in hf.parameters() if p.ndim == 2 and id(p) not in embeddings]
         config = hf.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width = config.num_hidden_layers * config.num_attention_heads * head_dim
+        # numel() of a sharded weight (DTensor) is its global size.
         return cls(layer_params=sum(p.numel() for p in matrices), head_params=head.numel(), attention_width=width)
 
     def step(self, rows: Sequence[Row]) -> float:
-        """Forward and backward over rows: 6 per weight and token; attention 6 per channel and pair of tokens that see each other, twice."""
+        """Return the FLOPs of forward and backward over `rows`.
+
+        That is 6 per weight and token, and 2 * 6 per attention channel and pair of tokens that see each other.
+        """
         num_tokens = sum(len(r.token_ids) for r in rows)
+        # Causal: a token sees half of its row on average.
         num_pairs = sum(len(r.token_ids) ** 2 / 2 for r in rows)
         num_loss_tokens = sum(sum(r.loss_mask) for r in rows)
+        # 6: multiply and add, once forward and twice backward. Attention has two products, scores and weighted values.
         return 6.0 * (self.layer_params * num_tokens + self.head_params * num_loss_tokens + 2 * self.attention_width * num_pairs)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s of a device, if it is one that we know."""
+    """Return the peak bf16 FLOP/s of a device; None if it is not in `BF16_PEAKS`."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,8 +1,9 @@
-"""The logits of one chunk of tokens: the product that makes them, the two passes over them, and the products of their gradient.
+"""Compute the logits of one chunk of tokens, then read and differentiate them in two passes.
 
-Every product adds up in float32, whatever goes in: logits are not rounded before their softmax, nor the weight's gradient
-between chunks. The loss is asked between the two passes. On CUDA each is one compiled kernel, and log-probs exist in its
-registers alone; elsewhere they take the place of the logits, and nothing depends on what a compiler makes of it.
+The first pass finds log-probs and entropies, the second the gradient; the loss function is called in between. Every
+product accumulates in float32, whatever its inputs: logits are not rounded before their softmax, nor is the weight's
+gradient between chunks. On CUDA each pass is one compiled kernel, and log-probs exist only in its registers. Elsewhere
+log-probs overwrite the logits, and results do not depend on a compiler.
 
 Axis letters: C tokens, H hidden, V vocabulary.
 """
@@ -23,21 +24,21 @@ log = logging.getLogger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
 _LEAST = -1e30
-"""Stands for the log-prob minus infinity of a token with probability 0: it adds 0 to an entropy, where 0 * -inf is no number."""
+"""Replaces a log-prob of minus infinity (probability 0): it adds 0 to an entropy, where 0 * -inf would be NaN."""
 
 
 def widened(x: Tensor) -> Tensor:
-    """Half precision off CUDA as float32, for no product there takes the one and gives the other."""
+    """Return half precision off CUDA as float32: only CUDA has products of half inputs with a float32 result."""
     return x.float() if x.dtype in HALF and not x.is_cuda else x
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, in float32 if they are half precision (on CUDA, see `widened`)."""
+    """Return a @ b, in float32 if both are half precision (CUDA only, see `widened`)."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.dtype in HALF else torch.mm(a, b)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where `total` may be wider than both."""
+    """Add a @ b to `total` in place; `total` may have a wider dtype than both."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
     else:
@@ -45,25 +46,28 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class Normaliser(NamedTuple):
-    """Log-probs are (z - max) - logsum. In this order, for logits far from 0 lose to rounding what max + logsum adds."""
+    """Normaliser of a softmax: log-probs are (z - max) - logsum, where logsum is log(sum(exp(z - max))).
+
+    The order matters: for logits far from 0, max + logsum would lose digits of logsum.
+    """
 
     max_C1: Tensor
     logsum_C1: Tensor
 
 
 class Reading(NamedTuple):
-    """What the first pass finds."""
+    """Result of the first pass over a chunk's logits."""
 
     logp_C: Tensor
-    """Of the targets."""
+    """Log-probs of the targets."""
     entropy_C: Tensor
-    """NaN if it was not asked for."""
+    """Entropies; NaN if they were not asked for."""
     normaliser: Normaliser | None
-    """None: log-probs have taken the place of the logits."""
+    """None if log-probs have overwritten the logits."""
 
 
 class Passes:
-    """The two passes over a chunk's logits, compiled if `backend` is given, for as long as that works."""
+    """The two passes over a chunk's logits: compiled if `backend` is given, until a compiler error."""
 
     def __init__(self, backend: Backend | None = None) -> None:
         self._read: Callable[..., Reading] | None = None if backend is None else torch.compile(_read, backend=backend)
@@ -71,11 +75,11 @@ class Passes:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether kernels run, as far as is known: the first chunk makes them, and may fail."""
+        """Return whether compiled kernels are in use; the first chunk compiles them, which may still fail."""
         return self._read is not None
 
     def read(self, z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool) -> Reading:
-        """The first pass. From here on `z_CV` is of use to `grad` alone."""
+        """Run the first pass. It may overwrite `z_CV`, which only `grad` can use afterwards."""
         if self._read is not None:
             try:
                 _may_be_of_any_length(z_CV, target_C1)
@@ -87,13 +91,16 @@ class Passes:
     def grad(
         self, z_CV: Tensor, reading: Reading, target_C1: Tensor, dlogp_C: Tensor, dentropy_C: Tensor | None, *, dtype: torch.dtype
     ) -> Tensor:
-        """The second pass: dLoss/dz in `dtype`, from the derivatives by log-prob and entropy. `z_CV` may be overwritten."""
+        """Run the second pass: return dLoss/dz in `dtype` from dLoss/dlogp and dLoss/dentropy. May overwrite `z_CV`."""
         given = (dlogp_C[:, None], reading.entropy_C[:, None], None if dentropy_C is None else dentropy_C[:, None])
         dz_CV = self._grad_elsewhere(z_CV, reading.normaliser, given, dtype)
+        # dz = dlogp (onehot - p) + entropy term; only the target has the onehot. `_slope` overwrites its input: clone.
         dz_C1 = _slope(reading.logp_C[:, None].clone(), *given) + dlogp_C[:, None]
-        return dz_CV.scatter_(1, target_C1, dz_C1.to(dtype))  # not added to what is there: in half precision that has been rounded
+        # Replace the target's column instead of adding dlogp to it: in half precision it has been rounded already.
+        return dz_CV.scatter_(1, target_C1, dz_C1.to(dtype))
 
     def _grad_elsewhere(self, z_CV: Tensor, norm: Normaliser | None, given: _Given, dtype: torch.dtype) -> Tensor:
+        # Without a normaliser the first pass ran uncompiled, and `z_CV` holds log-probs.
         if self._grad is not None and norm is not None:
             try:
                 _may_be_of_any_length(z_CV, *norm, *given)
@@ -109,11 +116,12 @@ class Passes:
 
 @cache
 def passes_on(device_type: str) -> Passes:
-    """Those of a kind of device; every head of the process shares them."""
+    """Return the passes for a kind of device; all heads of the process share them."""
     return Passes("inductor" if device_type == "cuda" else None)
 
 
 def _read(z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool, in_place: bool) -> Reading:
+    # Uncompiled, log-probs overwrite the logits to save a second [C, V] tensor. Compiled, they stay in registers.
     if in_place:
         norm, logp_CV = None, torch.log_softmax(z_CV, dim=-1, out=z_CV)
     else:
@@ -123,6 +131,7 @@ def _read(z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool, in_place: bool
     logp_C = logp_CV.gather(1, target_C1)[:, 0]
     if not need_entropy:
         return Reading(logp_C, torch.full_like(logp_C, torch.nan), norm)
+    # -sum(p log p). Clamping in place is safe: a clamped log-prob still has probability 0.
     return Reading(logp_C, -logp_CV.exp().mul_(logp_CV.clamp_min_(_LEAST)).sum(dim=-1), norm)
 
 
@@ -135,18 +144,22 @@ def _log_probs(z_CV: Tensor, norm: Normaliser) -> Tensor:
 
 
 _Given = tuple[Tensor, Tensor, Tensor | None]
-"""dLoss/dlogp, the entropy, and dLoss/dentropy (None: the loss does not depend on it), each C1."""
+"""dLoss/dlogp, the entropy, and dLoss/dentropy (None if the loss does not depend on it), each C1."""
 
 
 def _slope(logp: Tensor, dlogp_C1: Tensor, entropy_C1: Tensor, dentropy_C1: Tensor | None) -> Tensor:
-    """dLoss/dz of tokens other than the target: -p (dlogp + dentropy (log p + entropy)). `logp` is overwritten."""
+    """Return dLoss/dz without the target's onehot term: -p (dlogp + dentropy (log p + entropy)). Overwrites `logp`."""
     if dentropy_C1 is None:
         return logp.exp_().mul_(-dlogp_C1)
+    # exp() makes a new tensor, so that `logp` can be reused for the second factor.
     return logp.exp().mul_(logp.clamp_min_(_LEAST).add_(entropy_C1).mul_(-dentropy_C1).sub_(dlogp_C1))
 
 
 def _may_be_of_any_length(*tensors: Tensor | None) -> None:
-    """Have one kernel made for every C, not one for each: micro-batches differ in length, and so do their last chunks."""
+    """Mark axis 0 as dynamic, so that one kernel serves every C instead of one kernel each.
+
+    Micro-batches differ in length, and so do their last chunks.
+    """
     for tensor in tensors:
         if tensor is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)

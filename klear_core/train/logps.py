@@ -1,4 +1,4 @@
-"""The fused head: log-probability and entropy of chosen tokens straight from hidden states, never holding all logits.
+"""Compute log-probability and entropy of given tokens from hidden states without holding all logits (the fused head).
 
 Axis letters: N loss tokens, C tokens of one chunk, H hidden, V vocabulary.
 With z = h W^T / temperature and p = softmax(z):  d logp_t / dz = onehot_t - p,  d entropy / dz = -p (log p + entropy).
@@ -17,14 +17,14 @@ from klear_core.train.logits import Reading, add_product, passes_on, product, wi
 CHUNK_LOGITS = 1 << 25
 """Logits held at once on CPU (128 MiB in float32): a tiny vocabulary is one chunk, Qwen's 151,936 makes chunks of 220 tokens."""
 CHUNK_LOGITS_CUDA = 1 << 28
-"""1 GiB in float32: large enough that reading the weight once a chunk is nothing beside the matrix products."""
+"""1 GiB in float32: reading the weight once per chunk then costs next to nothing beside the matrix products."""
 
 TokenLossFn = Callable[[Tensor, Tensor, slice], Tensor]
-"""(logp_C, entropy_C, where in N) -> unreduced loss_C, already scaled. Token i's loss may depend on token i's values alone."""
+"""(logp_C, entropy_C, where in N) -> loss_C, unreduced and scaled. A token's loss may depend on its own values only."""
 
 
 class HeadOutput(NamedTuple):
-    """A tuple, because sharded modules find the tensors they must hook by walking tuples."""
+    """Loss, log-probs and entropies. A tuple, because FSDP finds the tensors that it must hook by walking tuples."""
 
     loss: Tensor
     """Scalar float32, the sum over N; carries the gradient."""
@@ -44,9 +44,9 @@ def fused_loss(
     need_entropy: bool = False,
     max_logits: int | None = None,
 ) -> HeadOutput:
-    """A pointwise loss, with its gradient formed in the same pass: 6NHV operations, where recomputing logits takes 8NHV.
+    """Return a pointwise loss, its gradient formed in the same pass: 6NHV operations; recomputing logits takes 8NHV.
 
-    `need_entropy` computes the entropy (for a metric or a loss that uses it); otherwise `loss_fn` is given NaN in its place.
+    `need_entropy` computes the entropy (for a metric or the loss); otherwise `loss_fn` gets NaN in its place.
     `max_logits` bounds the logits held at once; None picks by device.
     """
     hidden_NH, weight_VH = _inputs(hidden_NH, weight_VH)
@@ -56,7 +56,7 @@ def fused_loss(
 
 
 class TokenLogps(NamedTuple):
-    """Both float32 on N in nats and both differentiable."""
+    """Log-probability and entropy, both float32 on N, in nats, and differentiable."""
 
     logp_N: Tensor
     entropy_N: Tensor
@@ -65,7 +65,10 @@ class TokenLogps(NamedTuple):
 def token_logps(
     hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, *, temperature: float = 1.0, max_logits: int | None = None
 ) -> TokenLogps:
-    """Log-probability and entropy for losses that join tokens (sequence ratios, means); 8NHV with a backward pass, 2NHV without."""
+    """Return log-probability and entropy, for losses that join tokens (sequence ratios, means).
+
+    This takes 8NHV operations with a backward pass, 2NHV without.
+    """
     hidden_NH, weight_VH = _inputs(hidden_NH, weight_VH)
     size = chunk_size(weight_VH, target_N.numel(), max_logits)
     logp_N, entropy_N = _TokenLogps.apply(hidden_NH, weight_VH, target_N, temperature, size)  # type: ignore[no-untyped-call]
@@ -73,7 +76,7 @@ def token_logps(
 
 
 def chunk_size(weight_VH: Tensor, num_tokens: int, max_logits: int | None) -> int:
-    """Tokens of one chunk: as many as the logits budget allows, in equal chunks."""
+    """Return the tokens per chunk: as many as the logits budget allows, in chunks of equal size."""
     budget = max_logits or (CHUNK_LOGITS_CUDA if weight_VH.is_cuda else CHUNK_LOGITS)
     most = max(1, budget // weight_VH.shape[0])
     num_chunks = max(1, -(-num_tokens // most))
@@ -81,21 +84,27 @@ def chunk_size(weight_VH: Tensor, num_tokens: int, max_logits: int | None) -> in
 
 
 def _inputs(hidden_NH: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
-    """As the head computes with them; without gradients they are detached, for a function's `needs_input_grad` asks tensors alone."""
+    """Return both tensors in the dtype that the head computes with.
+
+    Under `no_grad` they are detached: an autograd function's `needs_input_grad` looks only at its tensors.
+    """
     pair = widened(hidden_NH), widened(weight_VH)
     return pair if torch.is_grad_enabled() else (pair[0].detach(), pair[1].detach())
 
 
 class _Grads(NamedTuple):
-    """What is to be filled in; None where nobody asks."""
+    """Gradients to be filled in; None for inputs that need none."""
 
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
-    """At least float32, the sum over chunks."""
+    """Sum over chunks, in at least float32."""
 
 
 class _Head(NamedTuple):
-    """The arithmetic of one chunk. What a call makes of V columns ends with it, before the next chunk's begins."""
+    """Arithmetic of one chunk.
+
+    Callers must release a chunk's [C, V] tensors before they start the next chunk, or two chunks are held at once.
+    """
 
     hidden_NH: Tensor
     weight_VH: Tensor
@@ -107,7 +116,7 @@ class _Head(NamedTuple):
         return (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
     def numbers(self) -> Tensor:
-        """One for each token, NaN until it is known."""
+        """Return one number per token, NaN until it is computed."""
         dtype = torch.promote_types(self.hidden_NH.dtype, torch.float32)
         return torch.full_like(self.target_N, torch.nan, dtype=dtype)
 
@@ -119,14 +128,15 @@ class _Head(NamedTuple):
         )
 
     def read(self, chunk: slice, *, need_entropy: bool) -> tuple[Tensor, Reading]:
-        """The chunk's logits, for `add_grads`, and what they say of its targets."""
+        """Return the chunk's logits (for `add_grads`) and the log-probs and entropies read from them."""
         z_CV = product(self.hidden_NH[chunk], self.weight_VH.T)
         if self.temperature != 1.0:
             z_CV /= self.temperature
         return z_CV, passes_on(z_CV.device.type).read(z_CV, self.target_N[chunk, None], need_entropy=need_entropy)
 
     def add_grads(self, grads: _Grads, chunk: slice, z_CV: Tensor, reading: Reading, dlogp_C: Tensor, dentropy_C: Tensor | None) -> None:
-        """To `grads`, from the loss's derivatives by the chunk's log-probs and entropies."""
+        """Add the chunk to `grads`, given the loss's derivatives by its log-probs and entropies."""
+        # z = logits / temperature: dLoss/dlogits has a factor 1 / temperature, applied here to [C] instead of [C, V].
         by_z = (dlogp_C / self.temperature, None if dentropy_C is None else dentropy_C / self.temperature)
         passes, dtype = passes_on(z_CV.device.type), self.weight_VH.dtype
         dz_CV = passes.grad(z_CV, reading, self.target_N[chunk, None], *by_z, dtype=dtype)
@@ -146,6 +156,8 @@ class _FusedLoss(torch.autograd.Function):
         logp_N, entropy_N = head.numbers(), head.numbers()
         loss = logp_N.new_zeros(())
 
+        # The loss is a sum over tokens: form each chunk's gradient while its logits are in memory.
+        # A function, because its [C, V] locals are released on return.
         def add(chunk: slice) -> None:
             z_CV, reading = head.read(chunk, need_entropy=need_entropy)
             logp_N[chunk], entropy_N[chunk] = reading.logp_C, reading.entropy_C
@@ -163,9 +175,10 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor, _logp: Tensor, _entropy: Tensor):  # type: ignore[no-untyped-def]
+        # Both were formed in forward for grad_loss = 1, so that only the factor is missing.
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH * grad_loss.to(grad_hidden_NH.dtype)
-        if grad_weight_VH is not None:  # scaled and rounded in one pass, without a second float32 weight
+        if grad_weight_VH is not None:  # scale and cast in one pass, without a second float32 copy
             grad_weight_VH = torch.mul(grad_weight_VH, grad_loss, out=torch.empty_like(grad_weight_VH, dtype=ctx.weight_dtype))
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
 
@@ -187,6 +200,7 @@ class _TokenLogps(torch.autograd.Function):
         head = _Head(hidden_NH, weight_VH, target_N, ctx.temperature)
         grads = head.grads(*ctx.needs_input_grad[:2])
 
+        # Logits are computed again: 2NHV more operations, but no [N, V] tensor is kept from forward.
         def add(chunk: slice) -> None:
             z_CV, reading = head.read(chunk, need_entropy=False)
             reading = reading._replace(entropy_C=entropy_N[chunk])
@@ -198,11 +212,12 @@ class _TokenLogps(torch.autograd.Function):
 
 
 def _pointwise(loss_fn: TokenLossFn, reading: Reading, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The loss of each token of a chunk and its derivatives by that token's log-probability and entropy."""
+    """Return each token's loss and its derivatives by the token's log-prob and entropy (None: independent of it)."""
     with torch.enable_grad():
         logp_C, entropy_C = reading.logp_C.detach().requires_grad_(), reading.entropy_C.detach().requires_grad_()
         loss_C = loss_fn(logp_C, entropy_C, chunk)
-        if not loss_C.requires_grad:  # nothing to learn here, all tokens are masked by the loss
+        if not loss_C.requires_grad:  # constant: the loss masks all tokens of this chunk
             return loss_C, torch.zeros_like(logp_C), None
+        # Losses are pointwise, so the gradient of their sum is the vector of each one's derivative.
         dlogp_C, dentropy_C = torch.autograd.grad(loss_C.sum(), (logp_C, entropy_C), allow_unused=True)
     return loss_C.detach(), torch.zeros_like(logp_C) if dlogp_C is None else dlogp_C, dentropy_C

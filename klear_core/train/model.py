@@ -1,4 +1,4 @@
-"""A causal LM under training: any Hugging Face folder, run over packed rows up to the hidden states that predict loss tokens.
+"""Load a causal LM from any Hugging Face folder, run it over packed rows, and export it.
 
 Axis letters: T tokens, N loss tokens, H hidden, V vocabulary.
 """
@@ -21,22 +21,23 @@ from klear_core.train.packing import MicroBatch
 
 R = TypeVar("R")
 Head = Callable[[Tensor, Tensor], R]
-"""(hidden_NH, lm_head_weight_VH) -> what the caller wants, a tensor or a tuple of tensors."""
+"""(hidden_NH, lm_head_weight_VH) -> a tensor or a tuple of tensors, as the caller needs."""
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Policy(nn.Module):
-    """The model, called as `policy(micro, head)`: the head runs inside, where a sharded model has its weights gathered."""
+    """The model, called as `policy(micro, head)`. The head runs inside, where FSDP has gathered the weights."""
 
     def __init__(self, hf: nn.Module) -> None:
         super().__init__()
         self.hf = hf
 
     def forward(self, micro: MicroBatch, head: Head[R]) -> R:
-        """`head` gets the hidden states before each loss token and the LM-head weight."""
+        """Call `head` with the hidden states that predict the loss tokens and with the LM-head weight."""
         hf: Any = self.hf
+        # base_model has no LM head, so that no [T, V] logits are computed.
         hidden_1TH = hf.base_model(
             input_ids=micro.token_ids_1T,
             position_ids=micro.position_ids_1T,
@@ -47,15 +48,16 @@ class Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Return the device of the weights."""
         return next(self.parameters()).device
 
 
 def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "float32") -> Policy:
-    """The model of a Hugging Face folder in training mode; ConfigError if its forward pass is not one that we compute.
+    """Load a Hugging Face folder in training mode; ConfigError if its forward pass is not one that we compute.
 
-    On the device `meta` it has no weights, and the folder's are not read.
-    `dtype` is that of the weights. Training keeps float32, whatever it computes in: at a rate of 1e-6 an update is lost in bf16.
+    On the device `meta` the model has no weights, and none are read.
+    `dtype` is that of the weights. Training keeps float32 weights whatever it computes in: at a learning rate of 1e-6,
+    bf16 would lose the updates.
     """
     from klear_core.train.kernels.fused import fuse
 
@@ -64,7 +66,8 @@ def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "floa
     if getattr(hf.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{folder}: the LM head has a bias, which the fused head does not add")
     dropouts = {f"{name} of {m.p}" for name, m in hf.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
-    if dropouts:  # old log-probs would not be those of the policy, nor a resumed run that which was killed
+    # With dropout, old log-probs would differ from the policy's, and a resumed run from an uninterrupted one.
+    if dropouts:
         raise ConfigError(f"{folder}: dropout ({min(dropouts)}); set it to 0 in the model's config, Klear trains without")
     fuse(hf)
     return Policy(hf.to(device)).train()
@@ -76,6 +79,7 @@ def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
 
     attention.register()
     if device.type == "meta":
+        # Shapes only; the caller fills in the weights.
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with device:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
@@ -84,7 +88,7 @@ def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """`auto` takes CUDA where there is one."""
+    """Return the device; `auto` is CUDA if torch sees one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -93,7 +97,7 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def export_model(state: dict[str, Tensor], source: Path, target: Path, *, max_position_embeddings: int | None = None) -> None:
-    """Write weights under their Hugging Face names, with the config and tokenizer of `source`, as a folder that loads as is.
+    """Write weights under their Hugging Face names, with config and tokenizer of `source`, as a folder ready to load.
 
     `max_position_embeddings` raises the config's window (never lowers it): vLLM refuses prompt + response beyond it.
     """
@@ -105,6 +109,7 @@ def export_model(state: dict[str, Tensor], source: Path, target: Path, *, max_po
         config.max_position_embeddings = max(config.max_position_embeddings, max_position_embeddings)
     config.dtype = next(iter(state.values())).dtype
     config.eos_token_id = tokenizer.eos_token_id
+    # A model without memory: save_pretrained takes the weights from `state`.
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config)
     shell.generation_config = _generation_config(source, tokenizer.eos_token_id)
@@ -112,12 +117,13 @@ def export_model(state: dict[str, Tensor], source: Path, target: Path, *, max_po
     shutil.rmtree(beside, ignore_errors=True)
     shell.save_pretrained(beside, state_dict=state)
     tokenizer.save_pretrained(beside)
-    shutil.rmtree(target, ignore_errors=True)  # of a run that was killed after this point
+    # Left by a run that was killed after its rename; the rename below needs the name to be free.
+    shutil.rmtree(target, ignore_errors=True)
     beside.rename(target)
 
 
 def _generation_config(source: Path, eos_token_id: int) -> Any:
-    """The source's, with the end of a turn first among the tokens that stop."""
+    """Return the source's generation config with the end of a turn as its first stop token."""
     from transformers import GenerationConfig
 
     path = source / "generation_config.json"

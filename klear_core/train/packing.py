@@ -1,7 +1,7 @@
-"""Rows of tokens become micro-batches without padding, and without a row ever seeing another.
+"""Pack rows of tokens into micro-batches without padding; no row attends to another.
 
-All rows of a micro-batch lie end to end in one line. Rows with the same prompt can share it: then it lies there once, before what
-comes after it in each of these rows. A prompt sees only itself, so its states are the same in all of them.
+All rows of a micro-batch lie end to end in one line. Rows with the same prompt can share it: the line then holds the
+prompt once, followed by the rest of each row. Attention is causal, so the prompt's states are the same in all of them.
 
 Axis letters: T tokens of the line, N loss tokens (flat, over all rows of the micro-batch).
 """
@@ -20,68 +20,86 @@ from klear_core.train.context import ALONE, Context
 
 
 class Row(Protocol):
-    """What can be packed: `loss_mask[i]` says whether token i is learnt; the first token never is, for nothing predicts it."""
+    """A row that can be packed.
+
+    `loss_mask[i]` says whether token i carries loss; the first token never does, because nothing predicts it.
+    """
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Prompt and response."""
+        """Return the tokens of prompt and response."""
 
     @property
     def loss_mask(self) -> Sequence[bool]:
-        """As long as `token_ids`."""
+        """Return the loss mask, as long as `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one forward and backward pass sees. Losses live on N, the loss tokens alone: padding and prompts are not in it."""
+    """Input of one forward and backward pass. Losses live on N, the loss tokens only, without prompts and padding."""
 
     token_ids_1T: Tensor
     position_ids_1T: Tensor
-    """A token's place in its row."""
+    """Position of each token in its row."""
     bounds: Tensor
-    """int32 [segments + 1], where segments of the line begin and end: whole rows, shared prompts, and what follows these."""
+    """int32 [segments + 1]: limits of the line's segments.
+
+    A segment is a complete row, a shared prompt, or the rest of a row after a shared prompt.
+    """
     families: Tensor
-    """int32 [families + 1], on the CPU: where families of segments begin and end. A family's first segment is a prefix of its others."""
+    """int32 [families + 1], on the CPU: limits of families, counted in segments.
+
+    The first segment of a family is a prefix of all its others.
+    """
     max_segment_len: int
     rows: tuple[int, ...]
-    """Which of the caller's rows lie here, in this order."""
+    """Indices of the caller's rows in this micro-batch, in the order of the line."""
     counts: tuple[int, ...]
-    """Loss tokens of each of these rows; they lie on N one row after the other."""
+    """Number of loss tokens of each of these rows; N holds them row after row."""
     select_N: Tensor
-    """Where in the line the hidden state lies that predicts each loss token (the one before it). A shared prompt's last has many."""
+    """Index in the line of the hidden state that predicts each loss token (the state before it).
+
+    The last state of a shared prompt predicts one token of each of its rows.
+    """
     target_N: Tensor
-    """Token id to be predicted."""
+    """Token id to predict."""
     row_N: Tensor
-    """The caller's row that each loss token belongs to."""
+    """Index of the caller's row of each loss token."""
     column_N: Tensor
-    """The token's place in its row: `token_ids[row][column]` is the target."""
+    """Position of each loss token in its row: `token_ids[row][column]` is the target."""
     context: Context = ALONE
-    """Who has the other columns of the line and their loss tokens. Segments and `rows` are those of the whole."""
+    """Context-parallel group that shares this line.
+
+    Fields ending in T or N and `counts` are this rank's; `bounds`, `families`, `max_segment_len` and `rows` describe
+    the complete line.
+    """
 
     @property
     def num_loss_tokens(self) -> int:
-        """N."""
+        """Return N."""
         return self.target_N.numel()
 
     def gather(self, values: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Values of the caller's rows, one for each token, laid out as the loss tokens are: `values[row][column]` on N."""
+        """Return `values[row][column]` of each loss token, on N, from one value per token of the caller's rows."""
+        # np.concatenate refuses an empty list: an empty micro-batch has no rows.
         flat = np.concatenate([np.asarray(values[r], dtype=np.float64) for r in self.rows] or [np.zeros(0)])
         lengths = [len(values[r]) for r in self.rows]
+        # Where each row starts in `flat`, once for each of its loss tokens.
         starts_N = np.repeat(np.cumsum([0, *lengths])[:-1], self.counts)
         return torch.as_tensor(flat[starts_N + self.column_N.cpu().numpy()], dtype=dtype).to(self.target_N.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """One optimizer step's micro-batches of this rank, and the counts over all ranks."""
+    """Micro-batches of one optimizer step on this rank, with counts over all ranks."""
 
     micros: tuple[MicroBatch, ...]
     num_rows: int
     num_tokens: int
     num_loss_tokens: int
-    """Over all ranks: what a token-mean loss divides by."""
+    """Count over all ranks, the divisor of a token-mean loss."""
     fill: float
-    """Tokens of all rows over tokens computed, over all ranks: below 1 by padding, above 1 by what shared prompts save."""
+    """Tokens of all rows over tokens computed, on all ranks: padding takes it below 1, shared prompts above 1."""
 
 
 def pack(
@@ -94,14 +112,17 @@ def pack(
     num_ranks: int = 1,
     context: Context = ALONE,
 ) -> PackedBatch:
-    """Cut rows into micro-batches of about `tokens_per_microbatch` (a longer row gets its own) and take this rank's share.
+    """Pack rows into micro-batches of about `tokens_per_microbatch` and return this rank's share.
 
-    Every rank gets as many micro-batches as any other, empty ones (one token, no loss) where there are too few, because
-    sharded models communicate in every pass. A context counts as one rank here, and each of its members gets its columns.
+    A longer row gets its own. Every rank gets the same number of micro-batches, filled up with empty ones (one token,
+    no loss), because sharded models make collective calls in every pass. A context-parallel group counts as one rank;
+    each member gets its columns.
     """
+    # Every rank computes the same plan from the same rows, without communication.
     families = _families(rows, tokens_per_microbatch) if shares_prompts else [_Family(rows=(i,), prompt_len=0) for i in range(len(rows))]
     sizes = [_line_len(f.rows, f.prompt_len, rows) for f in families]
     bins = _best_fit(sizes, tokens_per_microbatch)
+    # Tokens that a line computes: its columns must divide evenly among the ranks of a context.
     areas = [_round_up(sum(sizes[f] for f in bin_), context.size) for bin_ in bins]
     mine = _share(areas, num_ranks)[rank]
     num_micros = max(len(s) for s in _share(areas, num_ranks))
@@ -119,19 +140,20 @@ def pack(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """Rows that lie together, their first `prompt_len` tokens once for all; a row on its own shares none."""
+    """Rows packed together, with their first `prompt_len` tokens stored once; 0 for a single row."""
 
     rows: tuple[int, ...]
     prompt_len: int
 
 
 def _families(rows: Sequence[Row], capacity: int) -> list[_Family]:
-    """Rows of the same prompt together, as far as they fit into `capacity`; in the order of their first rows."""
+    """Group rows with the same prompt, as many as fit into `capacity`, in the order of the prompts' first rows."""
     by_prompt: dict[tuple[int, ...], list[list[int]]] = {}
     for i, row in enumerate(rows):
         prompt = _prompt(row)
         groups = by_prompt.setdefault(prompt, [[]])
         if groups[-1] and _line_len([*groups[-1], i], len(prompt), rows) > capacity:
+            # Full: store the prompt once more for the rows that follow.
             groups.append([])
         groups[-1].append(i)
     families = [(tuple(group), len(prompt)) for prompt, groups in by_prompt.items() for group in groups]
@@ -139,7 +161,7 @@ def _families(rows: Sequence[Row], capacity: int) -> list[_Family]:
 
 
 def _prompt(row: Row) -> tuple[int, ...]:
-    """What comes before the first loss token."""
+    """Return the tokens before the first loss token (all tokens if there is none)."""
     return tuple(row.token_ids[: list(row.loss_mask).index(True)]) if any(row.loss_mask) else tuple(row.token_ids)
 
 
@@ -148,7 +170,10 @@ def _line_len(members: Sequence[int], prompt_len: int, rows: Sequence[Row]) -> i
 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Longest first, each into the fullest bin that still takes it; ties go to the earlier item and bin."""
+    """Put items into bins, longest first, each into the fullest bin with room; return the items of each bin.
+
+    Ties go to the earlier item and bin, so that every rank finds the same bins.
+    """
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -168,7 +193,7 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def _share(areas: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Bins to ranks, largest first to the rank with the least so far."""
+    """Assign bins to ranks, largest first, each to the rank with the fewest tokens; return the bins of each rank."""
     loads = [0] * num_ranks
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     for b in sorted(range(len(areas)), key=lambda b: (-areas[b], b)):
@@ -179,14 +204,16 @@ def _share(areas: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def _micro_batch(families: Sequence[_Family], rows: Sequence[Row], device: torch.device | str, multiple: int) -> MicroBatch:
-    """T is a multiple of `multiple`: the padding is a family of its own, for kernels leave no token out."""
+    """Build one micro-batch whose T is a multiple of `multiple`."""
     line = _Line()
     for family in families:
         line.add(family, rows)
     index = [i for family in families for i in family.rows]
     padding = _round_up(line.length, multiple) - line.length
+    # Padding is a family of its own, which no row sees: attention kernels need every token to be in a segment.
     if padding:
         line.add_segments([([0] * padding, 0)])
+    # For each row the positions of its loss tokens.
     columns = [np.flatnonzero(rows[i].loss_mask) for i in index]
     counts = [len(c) for c in columns]
     column_N = np.concatenate(columns)
@@ -210,7 +237,7 @@ def _micro_batch(families: Sequence[_Family], rows: Sequence[Row], device: torch
 
 
 class _Line:
-    """Segments end to end: the tokens of each, and the place of its first one in its row."""
+    """A line under construction: segments end to end, each with its tokens and the position of the first in its row."""
 
     def __init__(self) -> None:
         self.segments: list[tuple[Sequence[int], int]] = []
@@ -230,7 +257,8 @@ class _Line:
         for row in members:
             assert len(row.loss_mask) == len(row.token_ids), (len(row.token_ids), len(row.loss_mask))
             assert not row.loss_mask[0], "nothing predicts the first token of a row"
-            before = np.flatnonzero(row.loss_mask) - 1  # the state before a token predicts it
+            before = np.flatnonzero(row.loss_mask) - 1  # shift by one: the state before a token predicts it
+            # That state lies in the shared prompt, or else in this row's own segment, which starts at `at`.
             self.selects.append(np.where(before < shared, prompt_at + before, at + before - shared))
             segments.append((row.token_ids[shared:], shared))
             at += len(row.token_ids) - shared
@@ -238,12 +266,14 @@ class _Line:
 
 
 def _columns_of(micro: MicroBatch, context: Context) -> MicroBatch:
-    """What one rank of a context computes: a run of the line's columns, as long as any other's, and the loss tokens predicted there."""
+    """Return this rank's part of a micro-batch: an equal run of columns, and the loss tokens predicted there."""
     if context.size == 1:
         return micro
     width = micro.token_ids_1T.shape[1] // context.size
     first = context.rank * width
+    # A token belongs to the rank with the state that predicts it; the token itself may lie in the next rank's columns.
     here_N = (micro.select_N >= first) & (micro.select_N < first + width)
+    # Index into `rows` of each loss token, to count those that remain of each row.
     place_N = torch.arange(len(micro.rows)).repeat_interleave(torch.tensor(micro.counts, dtype=torch.int64))
     counts = place_N[here_N.cpu()].bincount(minlength=len(micro.rows))
     return replace(
@@ -266,5 +296,6 @@ class _OneToken:
 
 
 def _empty_micro_batch(device: torch.device | str, multiple: int) -> MicroBatch:
+    # Its token belongs to none of the caller's rows.
     micro = _micro_batch([_Family(rows=(0,), prompt_len=0)], [_OneToken()], device, multiple)
     return replace(micro, rows=(), counts=())

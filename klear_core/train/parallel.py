@@ -1,6 +1,6 @@
-"""Many learner processes as one: FSDP2 shards the model, gradients add up over ranks. One process runs the same code.
+"""Train on several ranks: FSDP2 shards the model, and gradients are summed over ranks. One process runs the same code.
 
-With context parallelism neighbouring ranks share rows (`context.py`); there is no tensor or pipeline parallelism.
+With context parallelism, neighbouring ranks share rows (`context.py`); there is no tensor or pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from klear_core.train.packing import PackedBatch, Row, pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process among the learner's processes."""
+    """Rank, size and device of this process among the learner's processes."""
 
     rank: int
     size: int
     device: torch.device
     context: Context = ALONE
-    """Ranks 0 to c-1 share their rows, c to 2c-1 the next ones, and so on."""
+    """Context-parallel group of c ranks: ranks 0 to c-1 share their rows, c to 2c-1 the next ones, and so on."""
 
     @property
     def data_rank(self) -> int:
-        """Which share of the rows is this rank's, or its context's."""
+        """Return the index of the share of rows that this rank (or its context) computes."""
         return self.rank // self.context.size
 
     @property
     def num_data_ranks(self) -> int:
-        """Shares that the rows of a step are cut into."""
+        """Return the number of shares that the rows of a step are cut into."""
         return self.size // self.context.size
 
     def sum(self, value: Tensor) -> Tensor:
-        """Added up over all ranks."""
+        """Return the sum over all ranks (collective call)."""
         if self.size == 1:
             return value
         total = value.clone()
@@ -54,7 +54,7 @@ class World:
         return total
 
     def max(self, value: Tensor) -> Tensor:
-        """The largest of all ranks, each number by itself."""
+        """Return the element-wise maximum over all ranks (collective call)."""
         if self.size == 1:
             return value
         largest = value.clone()
@@ -62,12 +62,12 @@ class World:
         return largest
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait for all ranks (collective call)."""
         if self.size > 1:
             dist.barrier()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank (collective call)."""
         if self.size == 1:
             return value
         box = [value]
@@ -77,21 +77,23 @@ class World:
 
 @contextmanager
 def join_world(runtime: TrainRuntime, *, rank: int, init_method: str, sees_only_its_gpu: bool = False) -> Iterator[World]:
-    """Be rank `rank` of `runtime.num_workers` processes that meet at `init_method` (`file://...`, `tcp://host:port`).
+    """Join `runtime.num_workers` processes as rank `rank`.
 
-    `sees_only_its_gpu`: whoever started the process hid all other GPUs from it, as Ray does.
+    `init_method` is their rendezvous (`file://...`, `tcp://host:port`).
+    `sees_only_its_gpu`: all other GPUs are hidden from this process, as Ray does.
     """
     device = _device_of_rank(runtime, 0, 1) if sees_only_its_gpu else _device_of_rank(runtime, rank, runtime.num_workers)
     if device.type == "cpu":
         torch.set_num_threads(runtime.num_threads)
     size = runtime.num_workers
     if size > 1:
+        # The long timeout covers collective calls that wait for rank 0, which alone reads the model.
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(minutes=30))
     try:
         yield World(rank=rank, size=size, device=device, context=_join_context(rank, runtime.context_parallel))
     finally:
-        if dist.is_initialized():  # also by `parallelise`, for one rank
+        if dist.is_initialized():  # for a single rank `parallelise` creates the group
             dist.destroy_process_group()
 
 
@@ -114,7 +116,7 @@ def _device_of_rank(runtime: TrainRuntime, index: int, num_wanted: int) -> torch
 
 
 def pack_share(rows: Sequence[Row], runtime: TrainRuntime, world: World) -> PackedBatch:
-    """This rank's micro-batches of a step's rows. Prompts are shared on CPU, where our own attention can read them."""
+    """Return this rank's micro-batches of a step's rows. Prompts are shared on CPU only: CUDA's kernels do not support it."""
     return pack(
         rows,
         tokens_per_microbatch=runtime.tokens_per_microbatch,
@@ -127,22 +129,23 @@ def pack_share(rows: Sequence[Row], runtime: TrainRuntime, world: World) -> Pack
 
 
 def load_policy(folder: Path, world: World, *, dtype: Dtype, activation_checkpointing: bool) -> Policy:
-    """The model of a Hugging Face folder, as `parallelise` makes it. Of several ranks the first reads it, in main memory.
+    """Load a Hugging Face folder and shard it with `parallelise` (collective call); see `load_model` for errors.
 
-    The others never hold more than their shards and one weight. Errors are those of `load_model`.
+    With several ranks only rank 0 reads the weights, into main memory. The others never hold more than their shards and
+    one full weight.
     """
     if world.size == 1:
         return parallelise(load_model(folder, device=world.device), world, dtype=dtype, activation_checkpointing=activation_checkpointing)
     policy = parallelise(load_model(folder, device="meta"), world, dtype=dtype, activation_checkpointing=activation_checkpointing)
     hf: Any = policy.to_empty(device=world.device).hf
-    hf.tie_weights()
+    hf.tie_weights()  # to_empty() allocates the head apart from its embedding
     _hand_out(load_model(folder, device="cpu") if world.rank == 0 else None, policy, world)
     return policy
 
 
 @torch.no_grad()
 def _hand_out(whole: Policy | None, policy: Policy, world: World) -> None:
-    """Rank 0's weights and buffers into those of every rank's policy, one by one."""
+    """Copy rank 0's weights and buffers into every rank's policy, one at a time (collective call)."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     theirs = {} if whole is None else {**_distinct_weights(whole), **dict(whole.named_buffers())}
@@ -150,13 +153,14 @@ def _hand_out(whole: Policy | None, policy: Policy, world: World) -> None:
         value = theirs[name].to(world.device) if whole is not None else torch.empty(mine.shape, dtype=mine.dtype, device=world.device)
         dist.broadcast(value, src=0)
         if isinstance(mine, DTensor):
+            # src_data_rank=None: every rank has the full value by now and only cuts out its shard.
             mine.to_local().copy_(distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None).to_local())
         else:
             mine.copy_(value)
 
 
 def parallelise(policy: Policy, world: World, *, dtype: Dtype, activation_checkpointing: bool) -> Policy:
-    """Make the policy compute in `dtype` over float32 weights, sharded over the ranks by layer.
+    """Shard the policy over the ranks by layer, and make it compute in `dtype` over float32 weights.
 
     One rank in float32 stays as it is. Gradients are summed over ranks, not averaged, so a loss must divide by global counts.
     """
@@ -169,18 +173,21 @@ def parallelise(policy: Policy, world: World, *, dtype: Dtype, activation_checkp
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.size,))
+    # Gradients are summed over ranks in float32: a sum in bf16 would drop small contributions.
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+    # Layers first: the policy's own call then takes the remaining weights (embedding, final norm, head).
     for layer in hf.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=world.size > 1)  # alone it would only cast again
+        # With one rank, resharding frees nothing and only repeats the cast.
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     for module in (policy, *hf.base_model.layers):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction with a factor
+        module.set_gradient_divide_factor(1.0)  # a sum over ranks; the default is the mean
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
     return policy
 
 
 def _ensure_process_group(world: World) -> None:
-    """FSDP2 wants a process group even for one rank, which needs no meeting place then."""
+    """Create a process group for a single rank, which FSDP2 needs too; an in-process store replaces the rendezvous."""
     if not dist.is_initialized():
         assert world.size == 1, "several ranks join in join_world"
         backend = "nccl" if world.device.type == "cuda" else "gloo"
@@ -188,10 +195,11 @@ def _ensure_process_group(world: World) -> None:
 
 
 def full_weights(policy: nn.Module, *, dtype: Dtype | None = None) -> dict[str, Tensor]:
-    """The weights of `each_weight`, together, on the CPU of rank 0 (other ranks get an empty dict). Every rank must call.
+    """Return the weights of `each_weight` on the CPU of rank 0, an empty dict on other ranks (collective call).
 
-    In their own dtype those of a single process on the CPU are the policy's own memory, not copies.
+    In a single process on the CPU and without a cast, they are the policy's own memory, not copies.
     """
+    # All ranks take part in gathering, but only rank 0 keeps the results.
     is_wanted = not dist.is_initialized() or dist.get_rank() == 0
     weights = {}
     for name, weight in each_weight(policy, dtype=dtype):
@@ -201,9 +209,9 @@ def full_weights(policy: nn.Module, *, dtype: Dtype | None = None) -> dict[str, 
 
 
 def each_weight(policy: nn.Module, *, dtype: Dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """All weights under their Hugging Face names, one by one, whole, on every rank's own device. Every rank must iterate to the end.
+    """Yield each weight with its Hugging Face name, gathered in full on every rank's device.
 
-    A tied head, which is its embedding once more, is left out.
+    Collective: every rank must iterate to the end. A tied head is left out, because it is the embedding's tensor.
     """
     from torch.distributed.tensor import DTensor
 
@@ -213,11 +221,12 @@ def each_weight(policy: nn.Module, *, dtype: Dtype | None = None) -> Iterator[tu
 
 
 def weight_shapes(policy: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of `each_weight`, in its order; nothing is gathered."""
+    """Return names and shapes of `each_weight`, in its order, without gathering."""
     return {name: tuple(weight.shape) for name, weight in _distinct_weights(policy).items()}
 
 
 def _distinct_weights(policy: nn.Module) -> dict[str, Tensor]:
+    # Tied weights are one object, kept under its first name. keep_vars: otherwise each entry is a new detached tensor.
     distinct: dict[int, tuple[str, Tensor]] = {}
     for name, weight in policy.state_dict(keep_vars=True).items():
         distinct.setdefault(id(weight), (name.removeprefix("hf."), weight))

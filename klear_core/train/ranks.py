@@ -1,4 +1,4 @@
-"""The learner's processes on this machine: started, heard and ended by a parent that does not train itself."""
+"""Run the learner's ranks as processes of this machine, under a parent that relays their messages and stops them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,12 @@ R = TypeVar("R")
 Body = Callable[[World, Telemetry], R]
 
 _GRACE_S = 30.0
-"""After a RuntimeError, which is also how torch reports a lost peer, the others have so long to show what came first."""
+"""Seconds to wait for other ranks' errors after a RuntimeError.
+
+torch raises one for a lost peer, too; then the peer's own error is the cause.
+"""
 _LEAVE_S = 30.0
+"""Seconds to wait for a process to exit."""
 _LOGGER = "klear_core"
 
 
@@ -51,14 +55,14 @@ class _Progressed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Returned:
     value: Any
-    """What rank 0's body returned; None from the others."""
+    """Return value of rank 0's body; None from other ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Raised:
     error: Exception
     at_s: float
-    """On a clock that all processes share."""
+    """Time on the monotonic clock, which all processes of the machine share."""
 
 
 _Message = _Logged | _Progressed | logging.LogRecord | _Returned | _Raised
@@ -69,16 +73,17 @@ class _Rank:
     index: int
     process: SpawnProcess
     inbox: Connection
-    """At its end when the process is: what it said before is still read first."""
+    """Read end of the rank's pipe. It ends with the process, after all messages that it has sent are read."""
 
 
 def run_ranks(body: Body[R], runtime: TrainRuntime, telemetry: Telemetry) -> R:
-    """Run `body` on every rank and return what rank 0 made of it, whose telemetry and log records come out here.
+    """Run `body` on every rank and return rank 0's result; its telemetry and log records are emitted in this process.
 
-    Ranks are processes of their own: their GPU memory is free afterwards, and one that NCCL's watchdog or the kernel kills costs an
-    error, not this process. `body` and its result must be picklable. A single rank on the CPU runs right here, for it would gain
-    nothing and wait seconds for a second torch. What a rank raises is raised here; ResourceError if one dies without a word.
-    No rank outlives this call, nor this process.
+    Each rank is a process: its GPU memory is free afterwards, and if NCCL's watchdog or the kernel kills it, this call
+    raises an error instead of ending this process. `body` and its result must be picklable. A single rank on the CPU
+    runs in this process: importing torch a second time would cost seconds and gain nothing.
+    A rank's exception is raised here; ResourceError if a rank dies without one. No rank outlives this call
+    or this process.
     """
     if runtime.num_workers == 1 and pick_device(runtime.device).type == "cpu":
         with join_world(runtime, rank=0, init_method="") as world:
@@ -90,6 +95,7 @@ def run_ranks(body: Body[R], runtime: TrainRuntime, telemetry: Telemetry) -> R:
 
 @contextmanager
 def _started(body: Body[Any], runtime: TrainRuntime, init_method: str) -> Iterator[list[_Rank]]:
+    # Not fork: a forked process cannot use CUDA once its parent has.
     spawn = multiprocessing.get_context("spawn")
     level = logging.getLogger(_LOGGER).getEffectiveLevel()
     ranks: list[_Rank] = []
@@ -99,10 +105,10 @@ def _started(body: Body[Any], runtime: TrainRuntime, init_method: str) -> Iterat
             process = spawn.Process(target=_be_rank, args=(body, runtime, index, init_method, outbox, level), daemon=True)
             process.start()
             ranks.append(_Rank(index=index, process=process, inbox=inbox))
-            outbox.close()  # the rank has the only one then, and its end is the pipe's
+            outbox.close()  # the rank now holds the only write end: the pipe ends when it dies
         yield ranks
         for rank in ranks:
-            rank.process.join(_LEAVE_S)  # all have said their last word
+            rank.process.join(_LEAVE_S)  # all have sent their result and are leaving
     finally:
         for rank in ranks:
             rank.process.kill()
@@ -111,13 +117,14 @@ def _started(body: Body[Any], runtime: TrainRuntime, init_method: str) -> Iterat
 
 
 def _hear_out(ranks: Sequence[_Rank], telemetry: Telemetry) -> Any:
-    """Listen until all ranks have returned, and give rank 0's value; or raise what went wrong first."""
+    """Relay messages until all ranks have returned, then return rank 0's value; or raise the first failure."""
     talking = {rank.inbox: rank for rank in ranks}
     value = None
     failure: _Raised | None = None
     while talking:
         left_s = None if failure is None else max(0.0, failure.at_s + _GRACE_S - time.monotonic())
         ready = [talking[inbox] for inbox in connection.wait(list(talking), left_s) if isinstance(inbox, Connection)]
+        # The grace period is over: no rank has reported an earlier failure.
         if failure is not None and not ready:
             break
         dead = []
@@ -127,14 +134,17 @@ def _hear_out(ranks: Sequence[_Rank], telemetry: Telemetry) -> Any:
                 dead.append(rank)
             elif isinstance(message, _Raised):
                 del talking[rank.inbox]
+                # A RuntimeError of torch may be a mere effect of another rank's failure: wait for that. Raise others now.
                 if isinstance(message.error, KlearError) or not isinstance(message.error, RuntimeError):
                     raise message.error
+                # The earliest of several is the most likely cause.
                 failure = message if failure is None or message.at_s < failure.at_s else failure
             elif isinstance(message, _Returned):
                 del talking[rank.inbox]
                 value = message.value if rank.index == 0 else value
             else:
                 _pass_on(message, telemetry)
+        # After the loop over all that are ready, so that ranks that died together are all named.
         if dead:
             named = ", ".join(map(_how_it_died, dead))
             raise ResourceError(f"learner processes died: {named}") from (None if failure is None else failure.error)
@@ -144,7 +154,7 @@ def _hear_out(ranks: Sequence[_Rank], telemetry: Telemetry) -> Any:
 
 
 def _next(rank: _Rank) -> _Message | None:
-    """What a rank has to say; None if it is dead."""
+    """Return a rank's next message; None if it is dead."""
     try:
         message: _Message = pickle.loads(rank.inbox.recv_bytes())  # noqa: S301 (from our own process)
     except (EOFError, ConnectionResetError):
@@ -165,40 +175,40 @@ def _pass_on(message: _Logged | _Progressed | logging.LogRecord, telemetry: Tele
 
 
 def _how_it_died(rank: _Rank) -> str:
-    rank.process.join(_LEAVE_S)  # a dying process closes its pipes before its exit code can be known
+    rank.process.join(_LEAVE_S)  # the pipe closes before the exit code is available
     code = rank.process.exitcode
     how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
     return f"rank {rank.index} ({how})"
 
 
 class _Speaker:
-    """A rank's telemetry, and the queue of its log records: all of it goes to the parent, from any thread."""
+    """Telemetry and log queue of a rank: sends every message to the parent, from any thread."""
 
     def __init__(self, outbox: Connection) -> None:
         self._outbox = outbox
         self._lock = threading.Lock()
 
     def put_nowait(self, message: _Message) -> None:
-        """Send; plainly pickled, for torch's own way with tensors needs the sender alive when they are received."""
+        """Send a message by plain pickle: torch's way to send tensors needs the sender alive when they arrive."""
         pickled = pickle.dumps(message)
         with self._lock:
             self._outbox.send_bytes(pickled)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """As `Telemetry.log`."""
+        """Send metrics to the parent; see `Telemetry.log`."""
         self.put_nowait(_Logged(metrics=dict(metrics), step=step))
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """As `Telemetry.progress`."""
+        """Send progress to the parent; see `Telemetry.progress`."""
         self.put_nowait(_Progressed(done=done, total=total, note=note))
 
 
 def _be_rank(body: Body[Any], runtime: TrainRuntime, index: int, init_method: str, outbox: Connection, level: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C goes to all processes of the terminal: our parent acts on it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     speaker = _Speaker(outbox)
     is_first = index == 0
-    if is_first:  # the others would say the same
+    if is_first:  # the other ranks would log the same
         logging.getLogger(_LOGGER).setLevel(level)
         logging.getLogger(_LOGGER).addHandler(QueueHandler(speaker))  # type: ignore[arg-type]
     with ExitStack() as leaving:
@@ -206,17 +216,20 @@ def _be_rank(body: Body[Any], runtime: TrainRuntime, index: int, init_method: st
             world = leaving.enter_context(join_world(runtime, rank=index, init_method=init_method))
             value = body(world, speaker if is_first else NullTelemetry())
             speaker.put_nowait(_Returned(value=value if is_first else None))
-        except Exception as error:  # noqa: BLE001  # said before we leave, for then the others fail too, of our absence
+        except Exception as error:  # noqa: BLE001  # sent before this rank leaves, which makes the others fail too
             speaker.put_nowait(_Raised(error=_portable(error, index), at_s=time.monotonic()))
 
 
 def _portable(error: Exception, index: int) -> Exception:
-    """The error with its trace in words, which is all that can travel; a RuntimeError in its place if itself it cannot."""
+    """Return the error with its traceback as a note, because a traceback cannot be pickled.
+
+    If the error cannot be pickled either, return a RuntimeError in its place.
+    """
     trace = f"On rank {index}:\n{''.join(traceback.format_exception(error))}"
     error.add_note(trace)
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301
-    except Exception:  # noqa: BLE001  # whatever an exception's own class does when it is copied
+    except Exception:  # noqa: BLE001  # an exception's class can raise anything when it is copied
         error = RuntimeError(f"{type(error).__name__}: {error}")
         error.add_note(trace)
     return error
@@ -225,5 +238,6 @@ def _portable(error: Exception, index: int) -> Exception:
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
+    # A parent that is killed cannot stop its ranks: they exit by themselves.
     parent.join()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""One optimizer step over a packed batch, the same for SFT and RL: accumulate, check, clip, update."""
+"""Run one optimizer step over a packed batch, for SFT and RL alike: accumulate gradients, check, clip, update."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Objective = Callable[[MicroBatch], Head[HeadOutput]]
-"""For each micro-batch, the head whose summed losses are the step's loss: whoever makes it divides by the global count."""
+"""Function that returns the head for a micro-batch.
+
+Losses are summed over micro-batches and ranks, so the head must divide by counts of the complete step.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step did. `outputs` are this rank's, one a micro-batch; `loss` is the sum over all ranks."""
+    """Result of a step. `outputs` are this rank's, one per micro-batch; `loss` is the sum over all ranks."""
 
     loss: float
     grad_norm: float
     lr: float
     is_applied: bool
-    """False: loss or gradient was not finite, and the weights are untouched."""
+    """False if loss or gradient was not finite; the weights are then unchanged."""
     outputs: tuple[HeadOutput, ...]
 
 
@@ -54,14 +57,17 @@ class Updater:
         self.num_steps = num_steps
 
     def step(self, batch: PackedBatch, objective: Objective, *, step: int) -> StepResult:
-        """Forward and backward over all micro-batches, then one update at the rate of `step`."""
+        """Run forward and backward over all micro-batches, then one update at the rate of `step` (collective call)."""
         outputs = []
         for micro in batch.micros:
             out: HeadOutput = self.model(micro, objective(micro))
+            # Gradients accumulate as a sum: the loss is already divided by the global count.
             out.loss.backward()  # type: ignore[no-untyped-call]
+            # Detached, so that the graph of this micro-batch is freed.
             outputs.append(HeadOutput(out.loss.detach(), out.logp_N, out.entropy_N))
         loss = self.world.sum(torch.stack([o.loss for o in outputs]).sum())
         norm = grad_norm(self.model)
+        # Loss and norm are global, so all ranks take the same decision; otherwise their weights would diverge.
         is_applied = bool(torch.isfinite(loss) & torch.isfinite(norm))
         lr = lr_at(step, self.cfg, self.num_steps)
         if is_applied:
@@ -72,13 +78,13 @@ class Updater:
 
 
 def keep_bad_batch(folder: Path, rows: Sequence[DataclassInstance], *, step: int, num_skipped: int, max_skipped: int) -> None:
-    """Save all that is known of a skipped update's rows for inspection; TrainingError if that was one skip too many.
+    """Save the rows of a skipped update for inspection; TrainingError if more than `max_skipped` were skipped.
 
-    `num_skipped` counts this one. It is in the file's name, for an RL step has several updates.
+    `num_skipped` includes this one. It is part of the file name, because an RL step has several updates.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}-{num_skipped}.json"
-    beside = folder / f"{path.name}.{os.getpid()}.tmp"  # every rank comes here
+    beside = folder / f"{path.name}.{os.getpid()}.tmp"  # all ranks write the same file at once
     beside.write_text(json.dumps([_named(asdict(row)) for row in rows], allow_nan=False))
     beside.replace(path)
     log.warning("step %d skipped: loss or gradient not finite; its rows are in %s", step, path)
@@ -87,7 +93,10 @@ def keep_bad_batch(folder: Path, rows: Sequence[DataclassInstance], *, step: int
 
 
 def _named(value: Any) -> Any:
-    """The same with numbers that are not finite as "nan", "inf" and "-inf": JSON has no other name for them, `float` reads these."""
+    """Replace numbers that are not finite by "nan", "inf" and "-inf".
+
+    JSON cannot express them otherwise; `float` reads these names.
+    """
     match value:
         case float() if not math.isfinite(value):
             return str(value)
