@@ -1,1 +1,1 @@
-"""The one door to Ray: learner ranks and sampling engines as actors, their placement, and what travels between them."""
+"""Run learner ranks and sampling engines as Ray actors. Nothing else in `klear_core` imports Ray."""

@@ -1,4 +1,4 @@
-"""What runs inside Ray's actors: shells of a few lines around plain classes, and what travels to and from them. Knows no Ray."""
+"""Define the code that runs inside Ray actors (thin wrappers around plain classes) and its messages; imports no Ray."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from klear_core.generate.transfer import WeightServer
 
 Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
-"""Weights as (torch dtype, numpy array) by name: Ray shares arrays between processes without a copy, tensors it pickles."""
+"""Weights as (torch dtype, numpy array) by name. Ray shares numpy arrays between processes and pickles tensors."""
 
-_MEET_S = 300.0  # how long learner and engine wait for each other before they hand over weights
-_POLL_S = 0.1  # how long a rollout actor waits for a first answer before it hands back nothing
-_GATHER_S = 0.04  # how long it waits for more answers to go with the first: each message costs a millisecond
+_MEET_S = 300.0  # longest wait of learner and engine for each other at a weight transfer
+_POLL_S = 0.1  # longest wait of a rollout actor for a first answer before it returns none
+_GATHER_S = 0.04  # longest wait for more answers to return with the first: each message costs a millisecond
 
 
 def to_arrays(weights: Mapping[str, Tensor]) -> Arrays:
-    """Views where numpy has the dtype; bfloat16, which it lacks, as the same bits in int16."""
+    """Return numpy views of the weights; bfloat16, which numpy lacks, as int16 with the same bits."""
     import torch
 
     return {
@@ -41,17 +41,17 @@ def to_arrays(weights: Mapping[str, Tensor]) -> Arrays:
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """Copies: arrays from the object store are shared by all readers and must not be written."""
+    """Return copies as tensors: arrays in the object store are shared by all readers and must not be written."""
     import torch
 
     return {name: torch.from_numpy(array.copy()).view(getattr(torch, dtype)) for name, (dtype, array) in arrays.items()}
 
 
 class LearnerActor:
-    """One learner rank."""
+    """Run one learner rank."""
 
     def start(self, setup: RlSetup, rank: int, init_method: str) -> None:
-        """Join the other ranks and load the initial model."""
+        """Join the process group of all ranks and load the initial model."""
         from klear_core.rl.learner import Learner
         from klear_core.train.parallel import join_world
 
@@ -60,23 +60,23 @@ class LearnerActor:
         world = self._exit.enter_context(joining)
         self._learner = Learner(setup.cfg, setup.model, seed=setup.seed, workdir=setup.workdir, world=world)
         self._setup, self._world = setup, world
-        self._host = urlsplit(init_method).hostname or ""  # where rank 0 is
+        self._host = urlsplit(init_method).hostname or ""  # the node of rank 0
         self._server: WeightServer | None = None
 
     def restore(self) -> Counters | None:
-        """As `Learner.restore`."""
+        """Restore the newest checkpoint; see `Learner.restore`."""
         return self._learner.restore()
 
     def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """As `Learner.step`."""
+        """Do one RL step; see `Learner.step`."""
         return self._learner.step(samples)
 
     def weights(self) -> tuple[bool, Arrays]:
-        """A sign that they are there, and the weights themselves."""
+        """Return True and the weights, as two objects: the caller awaits the first; the second stays in the store."""
         return True, to_arrays(self._learner.weights())
 
     def offer_weights(self) -> WeightOffer | None:
-        """An offer of the present weights, to be followed by `send_weights`; None from other ranks than 0."""
+        """Return an offer of the present weights, which `send_weights` then sends; None on ranks above 0."""
         if self._world.rank > 0:
             return None
         from klear_core.generate.transfer import WeightServer
@@ -92,26 +92,26 @@ class LearnerActor:
         )
 
     def send_weights(self, offer: WeightOffer, engines: Sequence[int]) -> list[int]:
-        """Send the weights of the offer to these engines while they fetch them; those that went away (rank 0 knows)."""
+        """Send the offered weights to these engines while they fetch; rank 0 returns the engines that were lost."""
         assert offer.version == self._learner.version, (offer.version, self._learner.version)
         if self._server is not None:
             return self._server.send(offer, self._learner.each_weight(), engines)
-        for _ in self._learner.each_weight():  # to gather them takes every rank
+        for _ in self._learner.each_weight():  # gathering a sharded weight is a collective call
             pass
         return []
 
     def save(self, counters: Counters) -> None:
-        """As `Learner.save`."""
+        """Save a checkpoint; see `Learner.save`."""
         self._learner.save(counters)
 
     def export(self, target: Path) -> None:
-        """As `Learner.export`."""
+        """Write the model folder; see `Learner.export`."""
         self._learner.export(target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One call of `generate` on its way to an actor."""
+    """One call of `generate`, sent to an actor."""
 
     request_id: int
     prompt_ids: tuple[int, ...]
@@ -120,19 +120,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came of a request: its completions, or why there are none."""
+    """Result of a request: its completions, or the reason why there are none."""
 
     request_id: int
     completions: tuple[Completion, ...]
     refusal: str = ""
-    """The message of a ValueError; empty if there are completions."""
+    """Message of the ValueError that `generate` raised; empty if there are completions."""
 
 
 class RolloutActor:
-    """One sampling engine."""
+    """Run one sampling engine."""
 
     async def start(self, setup: RlSetup, arrays: Arrays | None, version: int) -> None:
-        """Build the engine with the initial weights, which are version 0, and then load these if there are any, which are `version`."""
+        """Build the engine with the initial weights (version 0), then load `arrays`, if given, as `version`."""
         from klear_core.generate.factory import build_trainable_engine
         from klear_core.train.base import model_folder
 
@@ -144,23 +144,23 @@ class RolloutActor:
             await self.load_weights(arrays, version)
 
     async def load_weights(self, arrays: Arrays, version: int) -> None:
-        """As `TrainableEngine.load_weights`."""
+        """Load weights from the object store; see `TrainableEngine.load_weights`."""
         await self._engine.load_weights(to_tensors(arrays), version=version)
 
     async def fetch_weights(self, offer: WeightOffer) -> None:
-        """Load what the learner offers. After an error the engine has some old weights and some new ones, and must not serve."""
+        """Load the weights that the learner offers. After an error the engine has old and new ones mixed: discard it."""
         await self._engine.load_weights(offer, version=offer.version)
 
     async def sleep(self) -> None:
-        """As `SleepingEngine.sleep`."""
+        """Free the engine's GPU memory; see `SleepingEngine.sleep`."""
         await self._sleeper().sleep()
 
     async def wake(self) -> None:
-        """As `SleepingEngine.wake`."""
+        """Allocate the engine's GPU memory again; see `SleepingEngine.wake`."""
         await self._sleeper().wake()
 
     async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Answer]:
-        """Take requests in and give finished answers out, waiting a little for the first of them."""
+        """Start these requests, cancel others, and return finished answers after a short wait for the first."""
         for request in requests:
             self._running[asyncio.create_task(self._answer(request))] = request.request_id
         for task in [t for t, i in self._running.items() if i in cancelled]:
@@ -174,7 +174,7 @@ class RolloutActor:
         return [t.result() for t in finished]
 
     async def close(self) -> None:
-        """End the engine and what it started."""
+        """Close the engine with everything that it started."""
         await self._engine.close()
 
     def _sleeper(self) -> SleepingEngine:
@@ -188,6 +188,6 @@ class RolloutActor:
     async def _answer(self, request: Request) -> Answer:
         try:
             completions = await self._engine.generate(request.prompt_ids, request.params)
-        except ValueError as e:  # the request's fault, to be raised where it was made
+        except ValueError as e:  # an invalid request: the caller of `generate` gets the error
             return Answer(request_id=request.request_id, completions=(), refusal=str(e))
         return Answer(request_id=request.request_id, completions=tuple(completions))

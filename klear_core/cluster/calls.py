@@ -1,4 +1,4 @@
-"""What both kinds of actors need on the driver's side: calls with a time limit, losses counted, weights in Ray's object store."""
+"""Share what the driver needs for both kinds of actors: calls with a timeout, a limit on restarts, stored weights."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOST = (RayActorError, OutOfMemoryError)
-"""What a call raises whose actor is gone; the second, which is not one of the first, where Ray killed it to save the node's memory."""
-START_S = 300.0  # starting a process and loading a model may always take this long, however short a stall is
+"""Errors of a call whose actor is gone. OutOfMemoryError (no RayActorError): Ray killed it to save the node's memory."""
+START_S = 300.0  # least timeout for starting a process and loading a model, even if `stall_timeout_s` is shorter
 
 
 class StoredWeights(Mapping[str, "Tensor"]):
-    """Weights in Ray's object store, fetched only if somebody here looks at them."""
+    """Weights in Ray's object store, fetched only if this process reads them."""
 
     def __init__(self, ref: ray.ObjectRef) -> None:
         self.ref = ref
@@ -42,18 +42,18 @@ class StoredWeights(Mapping[str, "Tensor"]):
 
 
 class WeightsNotReceived(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
-    """An engine got none or not all of the learner's weights."""
+    """An engine received none or only some of the learner's weights."""
 
 
 class Restarts:
-    """How many more actors may be lost."""
+    """Count lost actors against the number of allowed restarts."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
         self.used = 0
 
     def count(self, who: str, error: BaseException) -> None:
-        """One more; TrainingError if it is one too many."""
+        """Count one more lost actor; TrainingError if that exceeds the limit."""
         self.used += 1
         if self.used > self.allowed:
             raise TrainingError(f"{who} was lost; runtime.max_restarts = {self.allowed} allows no more") from error
@@ -61,7 +61,7 @@ class Restarts:
 
 
 async def within(awaitable: Awaitable[T], timeout_s: float, who: str, what: str) -> T:
-    """The result of a remote call, with its own errors raised as themselves; TrainingError names who did not do what in time."""
+    """Return the result of a remote call or raise its original error; TrainingError with `who` and `what` on a timeout."""
     try:
         return await asyncio.wait_for(_awaited(awaitable), timeout_s)
     except RayTaskError as e:
@@ -71,12 +71,12 @@ async def within(awaitable: Awaitable[T], timeout_s: float, who: str, what: str)
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What was raised in the actor, where Ray wrapped it."""
+    """Return the error raised in the actor, without Ray's wrapper."""
     return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
 
 
 def rollout_name(index: int) -> str:
-    """For messages."""
+    """Return a rollout actor's name for messages."""
     return f"rollout actor {index}"
 
 

@@ -1,4 +1,4 @@
-"""How an RL stage shares out GPUs between its learner and its engines. Imported without Ray and torch."""
+"""Divide an RL stage's GPUs between its learner and its engines. Imports neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from klear_core.config.rl import RlConfig
 from klear_core.errors import ResourceError
 
 CPU_PARAMS = 200_000_000
-"""Parameters above which `device = "auto"` does not mean a CPU."""
-_DRIVER_TIMEOUT_S = 60.0  # the first question after a boot wakes the driver up
+"""Number of parameters above which `device = "auto"` refuses to run on a CPU."""
+_DRIVER_TIMEOUT_S = 60.0  # the first nvidia-smi after a boot is slow: it loads the driver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,10 @@ class GpuPlan:
 
 
 def plan_gpus(cfg: RlConfig, available: float) -> GpuPlan:
-    """As set; else one for each learner rank and what each engine needs, or none where there are none. ResourceError if they do not fit."""
+    """Return the GPUs per learner rank and per rollout actor; ResourceError if they exceed `available`.
+
+    Defaults: one for each learner rank and one for each rank of an engine; none if there are none or `device = "cpu"`.
+    """
     runtime = cfg.runtime
     wants_gpus = available > 0 and runtime.device != "cpu"
     per_engine = num_engine_ranks(cfg)
@@ -43,12 +46,12 @@ def plan_gpus(cfg: RlConfig, available: float) -> GpuPlan:
 
 
 def is_too_large_for_cpu(num_params: int) -> bool:
-    """Whether a CPU must be asked for by name."""
+    """Return whether a model of this size runs on a CPU only if `device = "cpu"` is set."""
     return num_params > CPU_PARAMS
 
 
 def cpu_refusal(key: str, num_params: int) -> str:
-    """Why `auto` does not mean a CPU here, and what does."""
+    """Return the message that refuses a CPU under `device = "auto"` and says how to ask for one."""
     return (
         f"{key}.device = 'auto', and no GPU for it: the model has {num_params / 1e9:.2f} billion parameters, and above "
         f'{CPU_PARAMS / 1e9:g} billion a CPU takes days for minutes of a GPU; run where torch sees one, or say so: {key}.device = "cpu"'
@@ -56,7 +59,7 @@ def cpu_refusal(key: str, num_params: int) -> str:
 
 
 def check_cpu_is_meant(cfg: RlConfig, gpus: GpuPlan, num_params: int, *, stage: str = "rl") -> None:
-    """ResourceError if learner or sampler would run on a CPU, for `auto` found no GPU, with a model that is too large for one."""
+    """Raise ResourceError if `device = "auto"` would put learner or sampler on a CPU with a model too large for it."""
     if not is_too_large_for_cpu(num_params):
         return
     if cfg.runtime.device == "auto" and gpus.learner == 0:
@@ -67,7 +70,7 @@ def check_cpu_is_meant(cfg: RlConfig, gpus: GpuPlan, num_params: int, *, stage: 
 
 
 def is_direct(cfg: RlConfig, gpus: GpuPlan) -> bool:
-    """Whether weights go straight from the learner to the engines. ResourceError if that is asked for and cannot work."""
+    """Return whether weights go directly from learner to engines; ResourceError if that is set and cannot work."""
     match cfg.runtime.weight_sync:
         case "store":
             return False
@@ -85,13 +88,13 @@ def is_direct(cfg: RlConfig, gpus: GpuPlan) -> bool:
 
 
 def num_engine_ranks(cfg: RlConfig) -> int:
-    """Processes of one engine that hold weights, and its GPUs where there are any."""
+    """Return the number of processes of one engine that hold weights, which is also the number of GPUs it needs."""
     engine = cfg.rollout.engine
     return engine.runtime.tensor_parallel if isinstance(engine, VllmEngineConfig) else 1
 
 
 def gpus_here() -> int:
-    """GPUs of this machine as Ray counts them: those that the driver shows, at most as many as CUDA_VISIBLE_DEVICES names."""
+    """Return this machine's GPUs as Ray counts them: the driver's, at most as many as CUDA_VISIBLE_DEVICES names."""
     if shutil.which("nvidia-smi") is None:
         return 0
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=False)

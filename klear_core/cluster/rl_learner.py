@@ -1,4 +1,4 @@
-"""The learner as one Ray actor a rank."""
+"""Run the learner as one Ray actor per rank."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from klear_core.types import TrainSample
 
 
 class RayLearner:
-    """A `LearnerHandle` over one actor a rank. If one dies all are made anew, for a world does not survive the loss of a rank."""
+    """A `LearnerHandle` over one actor per rank. If one dies, all restart: a process group cannot replace a rank."""
 
     def __init__(self, setup: RlSetup, restarts: Restarts, num_gpus: float, *, is_direct: bool) -> None:
-        """`is_direct`: weights leave it through `give`, not through the object store."""
+        """Send weights to engines through `give` if `is_direct`, else through the object store."""
         self.is_direct = is_direct
         self._setup = setup
         self._restarts = restarts
         self._turn = asyncio.Lock()
-        """One call at a time: engines are given weights while the loop makes its own calls."""
+        """Held during a call: restarted engines ask for weights while the loop makes other calls."""
         self._lost: LearnerLost | None = None
-        """Until `restore`: whoever is told first, the loop must hear of it."""
+        """Raised by every call until `restore`: an engine's call may get it first, and the loop must get it too."""
         self._actor_type = ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0)(LearnerActor)
         self._ranks: list[Any] = []
 
     async def start(self) -> None:
-        """Make all ranks, with the initial model."""
+        """Start all ranks with the initial model; start over if one dies meanwhile."""
         while True:
             try:
                 await self._make()
@@ -53,34 +53,41 @@ class RayLearner:
         await within(asyncio.gather(*starts), timeout_s, "the learner", "load the model")
 
     async def restore(self) -> Counters | None:
-        """As `LearnerHandle.restore`."""
+        """Restore the newest checkpoint on all ranks; see `LearnerHandle.restore`."""
         self._lost = None
         found: Counters | None = (await self._all("restore"))[0]
         return found
 
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """As `LearnerHandle.step`."""
+        """Do one RL step on all ranks; see `LearnerHandle.step`."""
+        # Samples are stored once for all ranks. Metrics are global, so rank 0's are enough.
         metrics: dict[str, float] = (await self._all("step", ray.put(samples)))[0]
         return metrics
 
     async def weights(self) -> WeightSource:
-        """As `LearnerHandle.weights`; they stay in the object store, or with the learner, who offers them."""
+        """Return weights in the object store or an offer to fetch them; see `LearnerHandle.weights`."""
         if self.is_direct:
             offer: WeightOffer = (await self._all("offer_weights"))[0]
             return offer
         async with self._turn:
             self._check_present()
+            # Awaiting the flags alone reports a dead rank and leaves the weights in the object store.
             pairs = [actor.weights.options(num_returns=2).remote() for actor in self._ranks]
             await self._or_lost(asyncio.gather(*(sign for sign, _ in pairs)), "gather the weights")
         return StoredWeights(pairs[0][1])
 
     async def give(self, engines: Mapping[int, Any]) -> dict[int, BaseException]:
-        """Let these actors fetch the present weights; why, for each that did not get them. LearnerLost if the learner dies."""
+        """Send the present weights to these actors; return the error of each that did not get them.
+
+        Raise LearnerLost if the learner dies.
+        """
         wait = partial(within, timeout_s=self._setup.cfg.runtime.stall_timeout_s)
         async with self._turn:
+            # Leave dead engines out beforehand: the learner would wait for each until its timeout.
             failed = await _failures({i: wait(e.__ray_ready__.remote(), who=rollout_name(i), what="answer") for i, e in engines.items()})
             offer: WeightOffer = (await self._call("offer_weights"))[0]
             present = [i for i in engines if i not in failed]
+            # Both sides must run at the same time: sending and fetching are collective calls.
             sending = asyncio.ensure_future(self._call("send_weights", offer, present))
             calls = {i: engines[i].fetch_weights.remote(replace(offer, engine=i)) for i in present}
             failed |= await _failures({i: wait(call, who=rollout_name(i), what="fetch its weights") for i, call in calls.items()})
@@ -88,15 +95,15 @@ class RayLearner:
         return failed
 
     async def save(self, counters: Counters) -> None:
-        """As `LearnerHandle.save`."""
+        """Save a checkpoint; see `LearnerHandle.save`."""
         await self._all("save", counters)
 
     async def export(self, target: Path) -> None:
-        """As `LearnerHandle.export`."""
+        """Write the model folder; see `LearnerHandle.export`."""
         await self._all("export", target)
 
     def kill(self) -> None:
-        """End all ranks."""
+        """Kill all ranks."""
         for actor in self._ranks:
             ray.kill(actor, no_restart=True)
 
@@ -110,7 +117,7 @@ class RayLearner:
         return await self._or_lost(asyncio.gather(*calls), method)
 
     def _limit(self, what: str) -> tuple[float, str, str]:
-        """Seconds for a call, who makes it and what it is. An RL step is all of its updates, for which a stall's limit is no measure."""
+        """Return a call's timeout, actor and action for `within`; all updates of an RL step share a timeout."""
         runtime = self._setup.cfg.runtime
         if what == "step":
             return runtime.step_timeout_s, "the learner", "do the updates of an RL step (runtime.step_timeout_s)"
@@ -127,6 +134,7 @@ class RayLearner:
             self._restarts.count("the learner", error)
             self.kill()
             await self.start()
+            # The new ranks have the initial model, so no call may use them before `restore`.
             self._lost = LearnerLost(f"the learner died while it was to {what}")
             raise self._lost from error
 
@@ -137,9 +145,10 @@ async def _failures(calls: Mapping[int, Awaitable[object]]) -> dict[int, BaseExc
 
 
 def _meeting_place(_actor: LearnerActor) -> str:
-    """An address on the actor's node where ranks can meet; runs in the actor."""
-    import klear_core.rl.learner  # noqa: F401  # takes seconds; the port is anybody's until the first rank listens there
+    """Return an address on the actor's node for the process group to start from; runs in the actor."""
+    import klear_core.rl.learner  # noqa: F401  # slow, so before a port is picked that others may take
 
+    # Port 0 lets the system pick a free one. It is unprotected from here until rank 0 listens on it.
     with socket.socket() as s:
         s.bind(("", 0))
         return f"tcp://{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"

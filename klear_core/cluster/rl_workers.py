@@ -1,4 +1,4 @@
-"""All actors of a run, as the loop asks for them."""
+"""Start and stop all Ray actors of an RL run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from klear_core.train.base import model_folder
 
 
 class RayWorkers:
-    """`Workers` on the Ray that this process is connected to."""
+    """Implement `Workers` on the Ray cluster that this process is connected to."""
 
     def __init__(self) -> None:
         self._learner: RayLearner | None = None
         self._policy: RayPolicy | None = None
 
     async def start(self, setup: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
-        """Learner ranks and rollout actors, started side by side. ResourceError if Ray is not there or has too few GPUs."""
+        """Start learner ranks and rollout actors concurrently; ResourceError without Ray or with too few GPUs."""
         if not ray.is_initialized():
             raise ResourceError("Ray is not running in this process: call ray.init first")
         gpus = plan_gpus(setup.cfg, ray.cluster_resources().get("GPU", 0.0))
@@ -37,11 +37,11 @@ class RayWorkers:
         return self._learner, self._policy
 
     def status(self) -> str:
-        """The rollout actors and their requests."""
+        """Describe the rollout actors and their open requests."""
         return self._policy.status() if self._policy else "no rollout actor"
 
     async def close(self) -> None:
-        """End all actors."""
+        """Stop all actors."""
         if self._policy is not None:
             await self._policy.close()
         if self._learner is not None:

@@ -1,4 +1,4 @@
-"""Sampling engines as Ray actors, replaced when they die."""
+"""Run sampling engines as Ray actors and replace those that die."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _CLOSE_S = 5.0
 
 @dataclass(eq=False, slots=True)
 class ActorSlot:
-    """A place for a rollout actor: the actor may be another one tomorrow, the requests stay."""
+    """Slot of one rollout actor: its actor may be replaced, its requests stay."""
 
     index: int
     actor: Any
     waiting: dict[int, tuple[Request, asyncio.Future[list[Completion]]]] = field(default_factory=dict)
-    """By id: all requests without an answer."""
+    """All requests without an answer, by id."""
     unsent: list[Request] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     has_work: asyncio.Event = field(default_factory=asyncio.Event)
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the actor is replaced or given weights, so that none serves with old ones."""
+    """Held while the actor is replaced or loads weights, so that no request is sampled with old ones."""
     trouble: BaseException | None = None
-    """Why nobody serves here any more."""
+    """Error that ended this slot's serving task, if it ended."""
 
 
 class RayPolicy:
-    """A `TrainableEngine` over several rollout actors: requests go to the least busy, and survive the death of their actor."""
+    """A `TrainableEngine` over several rollout actors: a request goes to the least busy one and survives its death."""
 
     def __init__(self, setup: RlSetup, restarts: Restarts, num_gpus: float, learner: RayLearner) -> None:
         self.version = 0
@@ -56,13 +56,13 @@ class RayPolicy:
         self._actor_type = ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0)(RolloutActor)
         self._weights: ray.ObjectRef | None = None
         self._is_given = False
-        """New actors get the learner's present weights from itself."""
+        """Whether a new actor fetches its weights directly from the learner."""
         self._slots: list[ActorSlot] = []
         self._serving: list[asyncio.Task[None]] = []
         self._num_requests = 0
 
     async def start(self) -> None:
-        """Make all actors, with the initial model."""
+        """Start all actors with the initial model, and a task for each that serves its requests."""
         self._slots = [ActorSlot(index=i, actor=self._actor_type.remote()) for i in range(self._setup.cfg.runtime.num_rollout_actors)]
         await asyncio.gather(*(self._start_actor(slot) for slot in self._slots))
         for slot in self._slots:
@@ -71,7 +71,7 @@ class RayPolicy:
             self._serving.append(serving)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """As `InferenceEngine.generate`."""
+        """Sample with the least busy actor; see `InferenceEngine.generate`."""
         self._num_requests += 1
         request = Request(request_id=self._num_requests, prompt_ids=tuple(prompt_ids), params=params)
         reply: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
@@ -84,12 +84,12 @@ class RayPolicy:
         try:
             return await reply
         finally:
-            if slot.waiting.pop(request.request_id, None) is not None:  # given up by the caller
+            if slot.waiting.pop(request.request_id, None) is not None:  # no answer yet: the caller was cancelled
                 slot.cancelled.append(request.request_id)
                 slot.unsent = [r for r in slot.unsent if r.request_id != request.request_id]
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
-        """As `TrainableEngine.load_weights`; the weights travel through the object store once for all actors, or straight to them."""
+        """Load weights into all actors, directly or through the object store; see `TrainableEngine.load_weights`."""
         self.version = version
         if isinstance(weights, WeightOffer):
             await self._send_weights_to_all()
@@ -98,18 +98,21 @@ class RayPolicy:
         await self._call_all("load_weights", self._weights, version, what=f"take the weights of version {version}")
 
     async def sleep(self) -> None:
-        """As `SleepingEngine.sleep`. A dead actor has no memory left to give: it is replaced when the others wake."""
+        """Free the GPU memory of all actors; see `SleepingEngine.sleep`. A dead actor is replaced later, in `wake`."""
         lost = await asyncio.gather(*(self._call(slot, "sleep", what="give its memory away") for slot in self._slots))
         for slot, found in zip(self._slots, lost, strict=True):
             if found is not None:
                 log.warning("rollout actor %d died before it slept (%s)", slot.index, type(found[1]).__name__)
 
     async def wake(self) -> None:
-        """As `SleepingEngine.wake`. Who died asleep is replaced now, when the learner has left room for a new engine."""
+        """Wake all actors; see `SleepingEngine.wake`.
+
+        Actors that died meanwhile are replaced only now: the learner has freed the memory that a new engine needs.
+        """
         await self._call_all("wake", what="take its memory back")
 
     async def close(self) -> None:
-        """End all actors; waiting requests are cancelled."""
+        """Stop all actors and cancel waiting requests."""
         for task in self._serving:
             task.cancel()
         for slot in self._slots:
@@ -122,14 +125,14 @@ class RayPolicy:
             ray.kill(slot.actor, no_restart=True)
 
     def status(self) -> str:
-        """Who has how many requests."""
+        """Return the number of open requests of each actor, in words."""
         return ", ".join(f"rollout actor {s.index} ({len(s.waiting)} requests)" for s in self._slots)
 
     async def _serve(self, slot: ActorSlot) -> None:
-        """Carry requests to the slot's actor and answers back, for ever."""
+        """Send the slot's requests to its actor and deliver the answers, until cancelled."""
         while True:
             await slot.has_work.wait()
-            async with slot.changing:  # an actor that is not ready yet must not be asked
+            async with slot.changing:  # an actor that is starting or loading weights gets no requests
                 actor = slot.actor
                 requests, slot.unsent = slot.unsent, []
                 cancelled, slot.cancelled = slot.cancelled, []
@@ -152,7 +155,10 @@ class RayPolicy:
             await self._replace(slot, actor, error)
 
     async def _call(self, slot: ActorSlot, method: str, *args: object, what: str) -> tuple[Any, BaseException] | None:
-        """The actor that was lost over it, and how. Its successor is not told: it is awake and has the present weights."""
+        """Call a method of the slot's actor; return the actor and the error if it was lost, else None.
+
+        An actor that has replaced it meanwhile is not called: it is awake and has the present weights.
+        """
         actor = slot.actor
         try:
             async with slot.changing:
@@ -164,7 +170,7 @@ class RayPolicy:
         return None
 
     async def _call_all(self, method: str, *args: object, what: str) -> None:
-        """All slots at once; lost actors are replaced."""
+        """Call a method of all actors concurrently, and replace those that are lost."""
 
         async def tell(slot: ActorSlot) -> None:
             lost = await self._call(slot, method, *args, what=what)
@@ -174,8 +180,9 @@ class RayPolicy:
         await asyncio.gather(*(tell(slot) for slot in self._slots))
 
     async def _send_weights_to_all(self) -> None:
-        """Straight from the learner. Who did not get everything is replaced."""
+        """Send weights directly from the learner to all actors, and replace those that did not get everything."""
         self._is_given = True
+        # Hold all slots: no request may reach an actor that has old and new weights mixed.
         async with AsyncExitStack() as held:
             for slot in self._slots:
                 await held.enter_async_context(slot.changing)
@@ -183,21 +190,21 @@ class RayPolicy:
             try:
                 failed = await self._learner.give(actors)
             except LearnerLost as lost:
-                failed = dict.fromkeys(actors, lost)
+                failed = dict.fromkeys(actors, lost)  # any of them may have received a part
         await asyncio.gather(*(self._replace(self._slots[i], actors[i], error) for i, error in failed.items()))
         for error in failed.values():
             if isinstance(error, LearnerLost):
                 raise error
 
     async def _replace(self, slot: ActorSlot, dead: Any, error: BaseException) -> None:
-        """A new actor with the present weights, which is then asked all that the dead one had not answered."""
+        """Start a new actor with the present weights, and give it all requests that the dead one did not answer."""
         async with slot.changing:
             if slot.actor is not dead:
-                return  # whoever noticed first has replaced it, and it may be at work already
+                return  # another task noticed first and replaced it
             while slot.actor is dead:
-                if not isinstance(error, LearnerLost):  # which was counted
+                if not isinstance(error, LearnerLost):  # the learner counted its loss already
                     self._restarts.count(rollout_name(slot.index), error)
-                ray.kill(dead, no_restart=True)  # it may live, with some old weights and some new ones
+                ray.kill(dead, no_restart=True)  # it may still run, with old and new weights mixed
                 slot.actor = self._actor_type.remote()
                 try:
                     await self._load_actor(slot)
@@ -212,7 +219,7 @@ class RayPolicy:
             return
         try:
             failed = await self._learner.give({slot.index: slot.actor})
-        except LearnerLost as lost:  # the loop is told as well: it restores the learner, and gives its weights to all
+        except LearnerLost as lost:  # the loop gets it too: it restores the learner and sends its weights to all actors
             log.warning("rollout actor %d has the initial weights for now: %s", slot.index, lost)
         else:
             if failed:
@@ -220,7 +227,7 @@ class RayPolicy:
 
 
 def _fail_waiting(slot: ActorSlot, serving: asyncio.Task[None]) -> None:
-    """Nothing awaits a slot's serving task: if it fails, the requests that wait for its answers must fail with it."""
+    """Fail a slot's waiting requests with the error of its serving task, which no other task awaits."""
     if serving.cancelled():
         return
     slot.trouble = cause_of(serving.exception() or AssertionError("a serving has no end"))
@@ -230,7 +237,7 @@ def _fail_waiting(slot: ActorSlot, serving: asyncio.Task[None]) -> None:
 
 
 def _deliver(slot: ActorSlot, answer: Answer) -> None:
-    """Settle the request once; an answer that nobody waits for any more is dropped."""
+    """Set the result or the error of an answer's request; drop the answer if nobody waits for it any more."""
     _, reply = slot.waiting.pop(answer.request_id, (None, None))
     if reply is None or reply.done():
         return

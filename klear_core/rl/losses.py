@@ -66,7 +66,7 @@ class TokenLoss:
     high_N: Tensor
     """Tokens with a positive advantage and a ratio above the clip range."""
     clipped_N: Tensor
-    """Tokens whose weight is not their ratio (gspo: their row's): `low | high | dual`; in cispo for either sign of A."""
+    """Tokens whose weight is not their ratio (gspo: their row's): `low | high | dual`; in cispo for any sign of A."""
     dual_N: Tensor
     """Tokens with a negative advantage capped by the dual clip."""
     erc_N: Tensor
