@@ -1,1 +1,1 @@
-"""Artifacts: immutable, content-addressed folders with a manifest and a ledger, and the files inside them."""
+"""Store what stages make: immutable, content-addressed folders with a manifest and a ledger."""

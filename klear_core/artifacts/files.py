@@ -1,4 +1,4 @@
-"""What the artifact store needs of a file system: content hashes, a lock that dies with its holder, and errors that say what to do."""
+"""Hash, lock and sync files for the artifact store, and turn a full disk into an error that says what to do."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ _held_locks: set[int] = set()
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's content, as 64 hex digits."""
+    """Return the SHA-256 of a file's content, as 64 hex digits."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def sha256_of_all(paths: Sequence[Path]) -> list[str]:
-    """SHA-256 of every file, in order. Hashing releases the GIL, so threads bring it to the speed of the disk."""
+    """Return the SHA-256 of every file, in order.
+
+    Hashing releases the GIL, so threads bring it to the speed of the disk.
+    """
     if len(paths) < 2:
         return [sha256_of(p) for p in paths]
     with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:
@@ -38,9 +41,9 @@ def sha256_of_all(paths: Sequence[Path]) -> list[str]:
 
 
 def content_digest(path: Path, *, cache: Path | None = None) -> str:
-    """20 hex digits over a file, or over the names and contents of a folder's files (hidden ones left out).
+    """Return 20 hex digits over a file, or over the names and contents of a folder's files (without hidden ones).
 
-    `cache` is a JSON file that remembers hashes by path, size, inode and both time stamps, as git's index does: a 16 GB
+    `cache` is a JSON file that keeps hashes by path, size, inode and both time stamps, as git's index does: a 16 GB
     model is read once, not at every plan. ConfigError if there is nothing at `path`.
     """
     if path.is_file():
@@ -56,7 +59,7 @@ def content_digest(path: Path, *, cache: Path | None = None) -> str:
 
 
 def sync_tree(folder: Path) -> None:
-    """Ask the disk to keep every file and folder below `folder`, so that a power cut after a rename finds them whole."""
+    """Flush every file and folder below `folder` to disk, so that they are complete after a rename and a power cut."""
     for parent, _, names in os.walk(folder):
         for name in names:
             sync_path(Path(parent, name))
@@ -64,7 +67,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Ask the disk to keep a file's content, or a folder's names."""
+    """Flush a file's content, or a folder's names, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -74,9 +77,9 @@ def sync_path(path: Path) -> None:
 
 @contextmanager
 def file_lock(path: Path, *, on_wait: Callable[[str], None], patience_s: float = 2.0) -> Iterator[None]:
-    """Hold the kernel lock on `path`; it ends with the process, however that ends.
+    """Hold the kernel lock on `path`; the kernel releases it when the process ends, however that happens.
 
-    `on_wait` is called once, with what the holder wrote about itself (process, machine, since when), after `patience_s` of waiting.
+    `on_wait` is called once, after `patience_s` of waiting, with the holder's note (process, machine, since when).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -87,21 +90,23 @@ def file_lock(path: Path, *, on_wait: Callable[[str], None], patience_s: float =
         os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode(), 0)
         yield
     finally:
+        # closing the file releases the lock; the file itself stays, for the next holder
         _held_locks.discard(fd)
         os.close(fd)
 
 
 class DiskErrors:
-    """`with DiskErrors(path):` turns a full disk, whichever library met it, into a ResourceError with the numbers and the fix."""
+    """`with DiskErrors(path):` turns a full disk, whichever library met it, into a ResourceError with numbers and a
+    fix."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __enter__(self) -> None:
-        """Watch the block."""
+        """Do nothing; errors are translated on exit."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Translate; anything else goes on as it is."""
+        """Translate an error caused by a full disk; let any other through."""
         if error is None or isinstance(error, ResourceError) or not _says_disk_full(error):
             return
         usage = shutil.disk_usage(next(p for p in (self.path, *self.path.parents) if p.exists()))
@@ -113,7 +118,10 @@ class DiskErrors:
 
 
 def _says_disk_full(error: BaseException) -> bool:
-    """Torch and safetensors raise their own types for a failed write, with the system's words inside."""
+    """Return whether a full disk caused the error.
+
+    Torch and safetensors raise their own types for a failed write, with the system's message inside.
+    """
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         return True
     return isinstance(error, Exception) and any(os.strerror(code) in str(error) for code in _DISK_FULL)
@@ -134,7 +142,7 @@ def _wait_for_lock(fd: int, on_wait: Callable[[str], None], patience_s: float) -
 
 
 def _release_in_child() -> None:
-    """A forked child shares the lock and would hold it on after we are dead."""
+    """Close the lock files in a forked child, which would otherwise hold the locks after this process has ended."""
     for fd in _held_locks:
         os.close(fd)
     _held_locks.clear()
@@ -160,6 +168,7 @@ def _cached_hashes(files: Sequence[Path], cache: Path | None) -> list[str]:
         known[keys[i]] = sha
     if cache is not None and unknown:
         cache.parent.mkdir(parents=True, exist_ok=True)
+        # write and rename, because several processes may plan at once
         beside = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
         beside.write_text(json.dumps(known))
         beside.replace(cache)

@@ -1,4 +1,4 @@
-"""Stops a stage that would make next to nothing out of its input, and warns of one that loses much."""
+"""Stop a stage that would lose almost all of its input, and warn of one that loses much."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from klear_core.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """How many of `num_in` things went on, and why the others did not."""
+    """How many of `num_in` items were kept, and why the others were lost."""
 
     what: str
-    """Of what, in words that follow a number: `rows of source 'a' can be used`."""
+    """The items, in words that follow a number: `rows of source 'a' can be used`."""
     num_in: int
     lost: Mapping[str, int]
     """Count by reason."""
     example: str = ""
-    """One that was lost, with its id or place."""
+    """A lost item, with its id or place."""
 
     @property
     def num_out(self) -> int:
-        """Those that went on."""
+        """Number of items that were kept."""
         return self.num_in - sum(self.lost.values())
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class Share:
 
 
 def check_floor(share: Share, floor: Floor, *, key: str, remedy: str) -> tuple[str, ...]:
-    """Return the warning about a share below `floor.warn_below`, if it is; `key` is the floor's place in the settings.
+    """Return a warning if the share is below `floor.warn_below`; `key` is the floor's place in the settings.
 
     DataError if nothing is left, whatever the floor, or less than `floor.stop_below`.
     """

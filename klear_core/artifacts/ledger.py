@@ -1,4 +1,4 @@
-"""Where everything went: what entered a step, what left it, and what was dropped by reason; the sums must agree."""
+"""Count what entered a step, what left it, and what was dropped by reason; the sums must agree."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class LedgerStep(Settings):
     """One step of a stage. `num_in == num_out + sum(dropped)`, checked on construction."""
 
     step: str
-    """What was done, as a slug: `dedup`, `judge`, `group_filter`."""
+    """The step as a slug: `dedup`, `judge`, `group_filter`."""
     unit: str
-    """What is counted: `problem`, `trace`, `rollout`, `answer`, `row`."""
+    """The items counted: `problem`, `trace`, `rollout`, `answer`, `row`."""
     num_in: int = Field(ge=0)
     num_out: int = Field(ge=0)
     dropped: dict[str, int] = {}
     """Count by reason slug."""
     noted: dict[str, int] = {}
-    """Counts of things that went on all the same (cut, retried, wrong but kept); not part of the sum."""
+    """Counts of items that were kept all the same (cut, retried, wrong but kept); not part of the sum."""
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
@@ -32,11 +32,11 @@ class LedgerStep(Settings):
 
 
 class StageSummary(Settings):
-    """What a stage says of its result; it becomes part of the artifact's manifest."""
+    """A stage's summary of its result; it becomes part of the artifact's manifest."""
 
     counts: dict[str, int | float] = {}
-    """The few numbers one wants to see first (problems, tokens, steps, score)."""
+    """The few numbers to see first (problems, tokens, steps, score)."""
     ledger: tuple[LedgerStep, ...] = ()
     seeds: dict[str, int] = {}
     notes: tuple[str, ...] = ()
-    """Warnings for the reader of the report (less isolation than asked, all ratios were 1)."""
+    """Warnings for the reader of the report (less isolation than asked for, all ratios were 1)."""

@@ -1,7 +1,8 @@
-"""Immutable, content-addressed results of stages, and what a store of them does (`store.py` has the local one).
+"""Describe immutable, content-addressed results of stages, and the interface of their store (local: `store.py`).
 
-An artifact is a folder that a stage wrote, with a manifest. It is addressed by its fingerprint: a hash of what it is made from
-(kind, code version, settings that change the result, inputs), so that it can be computed before anything has run.
+An artifact is a folder that a stage wrote, with a manifest. It is addressed by its fingerprint: a hash of what it is
+made from (kind, code version, settings that change the result, inputs), so that it can be computed before anything has
+run.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ MANIFEST_SUM = "manifest.json.sha256"
 
 
 class ArtifactId(Settings):
-    """What an artifact is called; enough to depend on it."""
+    """The name of an artifact; enough to depend on it."""
 
     kind: str
     fingerprint: str
 
 
 class ArtifactRef(ArtifactId):
-    """A finished artifact: all that travels between tasks."""
+    """A reference to a finished artifact; the only thing that travels between tasks."""
 
     uri: str
     created_at: datetime
@@ -47,7 +48,7 @@ class ArtifactRef(ArtifactId):
 
 
 class InputRecord(ArtifactId):
-    """One input of an artifact, by the role it played (`model`, `traces`, or the path of a local file)."""
+    """One input of an artifact, by its role (`model`, `traces`, or the path of a local file)."""
 
     role: str
 
@@ -56,14 +57,14 @@ class FileRecord(Settings):
     """One file of an artifact."""
 
     path: str
-    """Relative to the artifact, with `/`."""
+    """Path relative to the artifact, with `/`."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
 
 
 class Manifest(Settings):
-    """Everything one may want to know of an artifact years later, but its content."""
+    """All that is recorded about an artifact, to explain it years later, except its content."""
 
     kind: str
     fingerprint: str
@@ -71,7 +72,7 @@ class Manifest(Settings):
     """The name of the stage in the pipeline that built it (`evaluate_rl`)."""
     code_version: int
     config: dict[str, JsonValue]
-    """The stage's settings, all of them."""
+    """All settings of the stage."""
     result_config: dict[str, JsonValue]
     """The settings that are part of the fingerprint."""
     inputs: tuple[InputRecord, ...]
@@ -87,7 +88,7 @@ class Manifest(Settings):
     mlflow_run_id: str | None
     created_at: datetime
     attempts: int
-    """Builds that were begun, the killed ones too."""
+    """Builds that were started, including those that were killed."""
     wall_s: float
     """Seconds that the last attempt took."""
     files: tuple[FileRecord, ...] = ()
@@ -95,19 +96,23 @@ class Manifest(Settings):
 
 
 def fingerprint(kind: str, version: int, settings: Settings, inputs: Sequence[ArtifactId]) -> str:
-    """20 hex digits over all that an artifact is made from; `runtime` settings do not count, the order of inputs does."""
+    """Return 20 hex digits over everything an artifact is made from.
+
+    `runtime` settings do not count; the order of inputs does.
+    """
     recipe = {
         "kind": kind,
         "version": version,
         "settings": result_settings(settings),
         "inputs": [[i.kind, i.fingerprint] for i in inputs],
     }
+    # sorted keys and fixed separators: equal recipes must give equal text
     text = json.dumps(recipe, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def file_ref(path: str, *, cache: Path | None = None) -> ArtifactId:
-    """A local file or folder as an input, known by its content (see `content_digest`)."""
+    """Return a local file or folder as an input, identified by its content (see `content_digest`)."""
     return ArtifactId(kind="file", fingerprint=content_digest(Path(path), cache=cache))
 
 
@@ -116,38 +121,38 @@ class Slot(Protocol):
 
     @property
     def ref(self) -> ArtifactRef | None:
-        """The finished artifact, if there is one: it was there, or another process built it while we waited."""
+        """The finished artifact, if it existed already or another process built it while this one waited."""
 
     @property
     def workdir(self) -> Path:
-        """Where to build; holds what an earlier, interrupted attempt left."""
+        """The folder to build in; holds what an earlier, interrupted attempt left."""
 
     @property
     def attempt(self) -> int:
-        """1 for the first build of this artifact."""
+        """Number of this attempt: 1 for the first build of this artifact."""
 
     def publish(self, manifest: Manifest) -> ArtifactRef:
-        """Make the work visible, whole and at once."""
+        """Make the artifact visible, complete and in one step."""
 
 
 class ArtifactStore(Protocol):
-    """Keeps artifacts by kind and fingerprint."""
+    """Stores artifacts by kind and fingerprint."""
 
     def find(self, kind: str, fingerprint: str) -> ArtifactRef | None:
-        """The artifact, if it is there; whether its files are as they were is `verify`'s question."""
+        """Return the artifact if it exists; `verify` tells whether its files are unchanged."""
 
     def create(self, kind: str, fingerprint: str) -> AbstractContextManager[Slot]:
-        """Take the right to build; without `publish` nothing becomes visible."""
+        """Take the right to build an artifact; without `publish` nothing becomes visible."""
 
     def verify(self, ref: ArtifactRef) -> None:
-        """ArtifactError naming the file that is missing, altered or should not be there."""
+        """Raise ArtifactError, with its name, for a file that is missing, altered or extra."""
 
     def manifest(self, ref: ArtifactRef) -> Manifest:
-        """The artifact's manifest."""
+        """Return the artifact's manifest."""
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of an artifact's folder. ArtifactError if it is missing, altered or not a manifest."""
+    """Return the manifest of an artifact's folder. ArtifactError if it is missing, altered or not a manifest."""
     path = folder / MANIFEST
     try:
         content = path.read_bytes()

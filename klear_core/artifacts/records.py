@@ -1,4 +1,4 @@
-"""Frozen dataclasses to Parquet shards and back. A shard is written beside and renamed when whole."""
+"""Write frozen dataclasses to Parquet shards, and read them back. A shard is renamed into place when complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def write_shard(path: Path, records: Iterable[R]) -> int:
-    """Write records of one dataclass type as one Parquet file, atomically; returns how many there were.
+    """Write records of one dataclass as one Parquet file, atomically; returns how many there were.
 
     Nested records (references, verdicts) become JSON text columns, so that every shard of a kind has one schema.
     """
@@ -33,7 +33,7 @@ def write_shard(path: Path, records: Iterable[R]) -> int:
 
 
 def read_shard(path: Path, record_type: type[R]) -> list[R]:
-    """The records of one shard, validated against their type; ArtifactError names the file and the row."""
+    """Return the records of one shard, validated against their type; ArtifactError names the file and the row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -45,7 +45,7 @@ def read_shard(path: Path, record_type: type[R]) -> list[R]:
 
 
 def read_shards(folder: Path, record_type: type[R]) -> Iterator[R]:
-    """All records of `folder/*.parquet`, shards in name order; ArtifactError if there is no shard."""
+    """Yield all records of `folder/*.parquet`, shards in name order; ArtifactError if there is no shard."""
     shards = sorted(folder.glob("*.parquet"))
     if not shards:
         raise ArtifactError(f"{folder}: no Parquet shard here")
@@ -54,14 +54,14 @@ def read_shards(folder: Path, record_type: type[R]) -> Iterator[R]:
 
 
 def shard_name(index: int, count: int) -> str:
-    """`00002-of-00010.parquet`: sorts by index and tells whether all are there."""
+    """Return a name such as `00002-of-00010.parquet`: sorts by index and tells whether all shards are there."""
     assert 0 <= index < count, (index, count)
     return f"{index:05d}-of-{count:05d}.parquet"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shape:
-    """How a record type is written: its validator, and the fields that hold other records."""
+    """A record type's validator, and the fields that hold other records."""
 
     adapter: TypeAdapter[Any]
     nested: frozenset[str]

@@ -1,4 +1,4 @@
-"""Work in shards, the unit of resume: items are worked on with bounded overlap, and a shard is handed back when all of it is done."""
+"""Process items in shards, the unit of resume, with bounded concurrency; a shard is returned when all of it is done."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard(Generic[T]):
-    """Items whose results go to the file `path`; the shard is done iff that file exists."""
+    """Items whose results go to the file `path`; the shard is done if and only if that file exists."""
 
     path: Path
     items: tuple[T, ...]
 
     @property
     def is_done(self) -> bool:
-        """Whether the file is there; files appear whole or not at all."""
+        """Whether the file exists; files appear complete or not at all."""
         return self.path.exists()
 
 
 def plan_shards(folder: Path, items: Sequence[T], *, items_per_shard: int, prefix: str = "") -> list[Shard[T]]:
-    """`items` cut into consecutive shards of nearly equal size, at most `items_per_shard` each.
+    """Cut `items` into consecutive shards of nearly equal size, at most `items_per_shard` each.
 
-    If earlier work left shards here, their number is kept, so that a changed `items_per_shard` redoes nothing.
+    If an earlier run left shards here, their number is kept, so that a changed `items_per_shard` repeats no work.
     """
     earlier = next(folder.glob(f"{prefix}?????-of-?????.parquet"), None)
     count = int(earlier.stem.rpartition("-of-")[2]) if earlier else -(-len(items) // items_per_shard)
@@ -47,10 +47,11 @@ def plan_shards(folder: Path, items: Sequence[T], *, items_per_shard: int, prefi
 async def work_shards(
     shards: Iterable[Shard[T]], work: Callable[[Shard[T], T], Awaitable[R]], *, limit: int
 ) -> AsyncGenerator[tuple[Shard[T], list[R]], None]:
-    """Each shard as it finishes, with its results in item order; at most `limit` items are worked on at a time.
+    """Yield each shard when it is done, with its results in item order; at most `limit` items run at a time.
 
-    The next shard's items start as soon as there is room, so that one slow item holds nobody up. The first error ends
-    the work; what was running is cancelled. Use with `contextlib.aclosing`, so that it also ends when the caller leaves.
+    The next shard's items start as soon as there is room, so that one slow item delays no other. The first error ends
+    the work and cancels what is running. Use with `contextlib.aclosing`, so that this also happens when the caller
+    stops early.
     """
     jobs = iter((shard, i) for shard in shards for i in range(len(shard.items)))
     running: dict[asyncio.Task[R], tuple[Shard[T], int]] = {}
@@ -60,6 +61,7 @@ async def work_shards(
         while True:
             for shard, i in islice(jobs, limit - len(running)):
                 task = asyncio.ensure_future(work(shard, shard.items[i]))
+                # finished tasks are queued, so that the next one is found without looking at all that run
                 task.add_done_callback(finished.put_nowait)
                 running[task] = (shard, i)
             if not running:

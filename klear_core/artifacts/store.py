@@ -1,4 +1,4 @@
-"""The local artifact store: folders that become visible by one rename, behind a lock that dies with its holder."""
+"""Store artifacts in local folders that become visible by one rename, under a lock that ends with its process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 SCRATCH = "scratch"
 
 CheckedBy = Literal["content", "size"]
-"""How an artifact is compared with its manifest: every byte, or names and sizes alone."""
+"""How an artifact is compared with its manifest: all bytes, or only names and sizes."""
 
 
 @dataclass(slots=True)
 class LocalSlot:
-    """A slot of a LocalStore."""
+    """The right to build one artifact of a LocalStore, or the artifact that already exists."""
 
     store: LocalStore
     kind: str
@@ -35,10 +35,12 @@ class LocalSlot:
     attempt: int
 
     def publish(self, manifest: Manifest) -> ArtifactRef:
-        """Drop `scratch/`, hash and sync all files, write the manifest, rename. ArtifactError for links and special files."""
+        """Delete `scratch/`, hash and sync all files, write the manifest, rename. ArtifactError for links and special
+        files."""
         assert self.ref is None, "a slot is published once"
         shutil.rmtree(self.workdir / SCRATCH, ignore_errors=True)
         write_manifest(self.workdir, manifest.model_copy(update={"files": _describe_files(self.workdir)}))
+        # content before the rename, the folder's name after it: a power cut leaves all or nothing visible
         sync_tree(self.workdir)
         target = self.store.folder(self.kind, self.fingerprint)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,9 +52,9 @@ class LocalSlot:
 
 
 class LocalStore:
-    """Artifacts in a local folder: `<kind>/<fingerprint>/`, with work in progress, locks and what was set aside under dot names.
+    """Artifacts in a local folder: `<kind>/<fingerprint>/`; unfinished work, locks and damaged ones are in dot folders.
 
-    One file system holds it all, so that publishing is a rename.
+    Everything is on one file system, so that publishing is a rename.
     """
 
     def __init__(self, root: Path, *, checked_by: CheckedBy = "content") -> None:
@@ -60,11 +62,11 @@ class LocalStore:
         self.checked_by = checked_by
 
     def folder(self, kind: str, fingerprint: str) -> Path:
-        """Where an artifact is, or would be."""
+        """Return the folder where an artifact is, or would be."""
         return self.root / kind / fingerprint
 
     def find(self, kind: str, fingerprint: str) -> ArtifactRef | None:
-        """The artifact, if it is there. ArtifactError if its manifest cannot be trusted."""
+        """Return the artifact, if it exists. ArtifactError if its manifest cannot be trusted."""
         folder = self.folder(kind, fingerprint)
         if not folder.is_dir():
             return None
@@ -74,7 +76,7 @@ class LocalStore:
         return _ref_of(manifest, folder)
 
     def find_intact(self, kind: str, fingerprint: str) -> ArtifactRef | None:
-        """The artifact after verification; one that is damaged is set aside, with a warning, as if it were not there."""
+        """Return the artifact after verification; a damaged one is set aside with a warning, and None is returned."""
         try:
             ref = self.find(kind, fingerprint)
             if ref is not None:
@@ -86,7 +88,8 @@ class LocalStore:
         return ref
 
     def damage(self, kind: str, fingerprint: str) -> str:
-        """Say what is wrong with an artifact, paths relative to it; empty if it is intact or not there. Changes nothing."""
+        """Return what is wrong with an artifact, paths relative to it; empty if it is intact or missing. Changes
+        nothing."""
         try:
             ref = self.find(kind, fingerprint)
             if ref is not None:
@@ -96,20 +99,23 @@ class LocalStore:
         return ""
 
     def is_begun(self, kind: str, fingerprint: str) -> bool:
-        """Whether an earlier attempt left work to go on from."""
+        """Return whether an earlier attempt left work to continue."""
         return self.workdir(kind, fingerprint).is_dir()
 
     def workdir(self, kind: str, fingerprint: str) -> Path:
-        """Where an artifact is built until it is whole."""
+        """Return the folder where an artifact is built until it is complete."""
         return self._building(kind, fingerprint) / "work"
 
     def folders(self, kind: str = "*") -> list[Path]:
-        """The folders of all finished artifacts, or of one kind."""
+        """Return the folders of all finished artifacts, or of one kind."""
         return sorted(f.parent for f in self.root.glob(f"{kind}/*/{MANIFEST}") if not f.parent.parent.name.startswith("."))
 
     @contextmanager
     def create(self, kind: str, fingerprint: str) -> Iterator[LocalSlot]:
-        """Hold the artifact's lock for the block; a second builder waits here and then finds the artifact in its slot."""
+        """Hold the artifact's lock for the block.
+
+        A second builder waits here and then finds the artifact in its slot.
+        """
         lock = self.root / ".locks" / f"{kind}-{fingerprint}"
         waited_for: list[str] = []
 
@@ -120,6 +126,7 @@ class LocalStore:
         with DiskErrors(self.root), file_lock(lock, on_wait=tell):
             if waited_for:
                 log.warning("%s %s: no longer held by %s", kind, fingerprint, waited_for[0])
+            # only now: while this process waited, another may have built the artifact
             ref = self.find_intact(kind, fingerprint)
             building = self._building(kind, fingerprint)
             attempt = 0 if ref else _begin_attempt(building)
@@ -128,8 +135,8 @@ class LocalStore:
     def verify(self, ref: ArtifactRef) -> None:
         """Compare an artifact with its manifest. ArtifactError names the first file that is missing, altered or extra.
 
-        Every byte is read by default. That costs seconds for gigabytes, where the stage that made them took hours and the
-        stage that uses them reads them anyway; `checked_by="size"` is for stores on slow networks.
+        Every byte is read by default. That costs seconds for gigabytes, while the stage that made them took hours and
+        the stage that uses them reads them anyway; `checked_by="size"` is for stores on slow networks.
         """
         manifest = read_manifest(ref.path)
         expected = {f.path: f for f in manifest.files}
@@ -147,11 +154,11 @@ class LocalStore:
                     raise ArtifactError(f"{ref.path / name}: altered (SHA-256 {sha[:12]}…, the manifest says {file.sha256[:12]}…)")
 
     def manifest(self, ref: ArtifactRef) -> Manifest:
-        """The artifact's manifest. ArtifactError if it is missing or altered."""
+        """Return the artifact's manifest. ArtifactError if it is missing or altered."""
         return read_manifest(ref.path)
 
     def set_aside(self, kind: str, fingerprint: str, *, why: str) -> Path | None:
-        """Take an artifact, and work begun on it, out of use but keep it as evidence; returns where an artifact went."""
+        """Move an artifact out of use, keep it as evidence, and delete work begun on it; returns its new place."""
         shutil.rmtree(self._building(kind, fingerprint), ignore_errors=True)
         folder = self.folder(kind, fingerprint)
         if not folder.exists():
@@ -166,7 +173,7 @@ class LocalStore:
 
 
 def _begin_attempt(building: Path) -> int:
-    """Count this attempt and make sure of the working folder."""
+    """Count this attempt, and create the working folder if it is missing."""
     (building / "work").mkdir(parents=True, exist_ok=True)
     counter = building / "attempts"
     attempt = int(counter.read_text() or 0) + 1 if counter.exists() else 1
@@ -175,7 +182,10 @@ def _begin_attempt(building: Path) -> int:
 
 
 def _list_files(folder: Path) -> list[str]:
-    """Every file of an artifact but its manifest, relative, sorted. ArtifactError for what is neither file nor folder."""
+    """Return every file of an artifact except its manifest, relative, sorted.
+
+    ArtifactError for anything that is neither file nor folder.
+    """
     names = []
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
