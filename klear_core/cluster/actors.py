@@ -148,7 +148,7 @@ class RolloutActor:
         await self._engine.load_weights(to_tensors(arrays), version=version)
 
     async def fetch_weights(self, offer: WeightOffer) -> None:
-        """Load the weights that the learner offers. After an error the engine has old and new ones mixed: discard it."""
+        """Load the weights that the learner offers. After an error old and new ones are mixed: discard the engine."""
         await self._engine.load_weights(offer, version=offer.version)
 
     async def sleep(self) -> None:

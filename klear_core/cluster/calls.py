@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOST = (RayActorError, OutOfMemoryError)
-"""Errors of a call whose actor is gone. OutOfMemoryError (no RayActorError): Ray killed it to save the node's memory."""
+"""Errors of a call whose actor is gone. OutOfMemoryError, no RayActorError, means Ray killed it to free memory."""
 START_S = 300.0  # least timeout for starting a process and loading a model, even if `stall_timeout_s` is shorter
 
 
@@ -61,7 +61,7 @@ class Restarts:
 
 
 async def within(awaitable: Awaitable[T], timeout_s: float, who: str, what: str) -> T:
-    """Return the result of a remote call or raise its original error; TrainingError with `who` and `what` on a timeout."""
+    """Return a remote call's result or raise its original error; on a timeout TrainingError names `who` and `what`."""
     try:
         return await asyncio.wait_for(_awaited(awaitable), timeout_s)
     except RayTaskError as e:

@@ -117,7 +117,7 @@ class RayLearner:
         return await self._or_lost(asyncio.gather(*calls), method)
 
     def _limit(self, what: str) -> tuple[float, str, str]:
-        """Return a call's timeout, actor and action for `within`; all updates of an RL step share a timeout."""
+        """Return a call's timeout, actor and action for `within`; an RL step has its limit for all its updates."""
         runtime = self._setup.cfg.runtime
         if what == "step":
             return runtime.step_timeout_s, "the learner", "do the updates of an RL step (runtime.step_timeout_s)"

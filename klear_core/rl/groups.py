@@ -67,7 +67,7 @@ class Kept:
 
 
 def keep_informative(groups: Sequence[RolloutGroup], cfg: GroupFilterConfig, overlong: OverlongConfig) -> Kept:
-    """Drop answers that say nothing about the model, then groups without a gradient; `to_samples` counts the rest."""
+    """Drop answers that say nothing about the model, then groups that `cfg` rejects; `to_samples` counts the rest."""
     kept, drops = [], DropCounts()
     for group in groups:
         usable, lost = _split_usable(group, overlong)
@@ -190,7 +190,7 @@ def _sample(problem_id: str, rollout: Rollout, advantage: float) -> TrainSample:
         problem_id=problem_id,
         token_ids=(*prompt_ids, *completion.token_ids),
         loss_mask=(False,) * len(prompt_ids) + (True,) * len(completion.token_ids),
-        # Zeros only align the two: the loss gathers old log-probs where `loss_mask` is True.
+        # Zeros are padding: the loss reads old log-probs only where `loss_mask` is True.
         old_logps=(0.0,) * len(prompt_ids) + completion.logps,
         advantage=advantage,
         is_positive=rollout.is_positive,

@@ -115,7 +115,7 @@ class Learner:
         return metrics
 
     def _learn(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        # With the schedule of the betas resolved for this step.
+        # Resolve the schedule of the betas for this step.
         cfg = self.cfg.model_copy(update={"loss": at_step(self.cfg.loss, self.version)})
         # Every rank gets all samples and cuts them with the same seed; `_prepare` then takes this rank's share.
         cut = cut_minibatches(samples, cfg.minibatches_per_step, seed=seed_for(self._seed, "rl/minibatches", self.version))
@@ -168,8 +168,8 @@ class Learner:
     def _ask_old(self, micro: MicroBatch, rows: Sequence[TrainSample], cfg: RlConfig) -> OldPolicy:
         sampler_logp_N = micro.gather([r.old_logps for r in rows])
         nan_N = torch.full_like(sampler_logp_N, torch.nan)
-        head = partial(token_logps, target_N=micro.target_N, temperature=cfg.rollout.sampling.temperature)
         # Temperature as in sampling: the policy is the distribution that tokens were drawn from.
+        head = partial(token_logps, target_N=micro.target_N, temperature=cfg.rollout.sampling.temperature)
         ref_logp_N = self._reference(micro, head).logp_N if self._reference is not None else nan_N
         # ERC needs the old entropy, which the sampler does not report, even where the sampler's log-probs are used.
         asks_learner = cfg.old_logps == "learner" or cfg.erc is not None

@@ -128,7 +128,7 @@ async def run_steps(
             telemetry.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
             if step % max(1, cfg.num_steps // _NUM_SHOWN) == 0 or progress.step == cfg.num_steps:
                 show(setup.workdir / "scratch" / "shown", collected.groups, step=progress.step)
-            # Last in the step: a checkpoint must include the counts of the step that it follows.
+            # After `progress.after`, so that the checkpoint includes this step's counts.
             if progress.step % cfg.runtime.checkpoint.every_steps == 0 or progress.step == cfg.num_steps:
                 await learner.save(progress.counters())
             if progress.step >= _LOOK_FROM:
@@ -193,7 +193,7 @@ class Lookahead:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for task in self._tasks:
             task.cancel()
-        # Wait for the cancellations, and collect errors that nothing else will: one error already ends the loop.
+        # Wait for the cancelled tasks and retrieve their errors: the loop is already ending for another reason.
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def allow_another(self) -> None:
