@@ -1,4 +1,4 @@
-"""What a run has ahead of it: the chosen stages that are not there yet, and the sources, engines and trainings that they use."""
+"""Find the work that a run still has to do: stages to build, and the sources, engines and trainings that they use."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ class PendingWork:
     stages: frozenset[str]
     """Names of the stages that would run."""
     files_of: frozenset[str]
-    """Of the stages whose input files must be there: those chosen, and all that they are made from."""
+    """Names of the stages whose input files must exist: those chosen, and all that they depend on."""
     benchmarks: Path | None = None
-    """The artifact of benchmarks that would be reused."""
+    """The folder of the benchmarks artifact that would be reused."""
     begun_gb: float = 0.0
-    """What earlier attempts at these stages have left in their working folders."""
+    """Gigabytes that earlier attempts at these stages have left in their working folders."""
     unmade_inputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Chosen stages, each with those of its inputs, in pipeline order, that are neither there nor chosen."""
+    """Chosen stages, each with the inputs (in pipeline order) that neither exist nor are chosen."""
 
     @classmethod
     def of(cls, config: PipelineConfig, chosen: Collection[str] | None, again: Collection[str]) -> PendingWork:
-        """Without those that are there already, unless they shall be made `again`."""
+        """Return the work for the chosen stages (None: all), without those that exist, unless they are to be built
+        `again`."""
         stages = stages_of(config)
         names = frozenset(s.name for s in stages if chosen is None or s.name in chosen)
         needed = with_inputs(stages, {*names, *again})
         files_of = frozenset(s.name for s in needed)
         try:
             ids = fingerprints_of(needed, config.workspace)
-        except (ConfigError, OSError):  # a file is missing, or the workspace cannot be used: to be said with the key
+        except (ConfigError, OSError):  # a missing file or unusable workspace; preflight reports it with its key
             return cls(config=config, stages=names, files_of=files_of)
         store = LocalStore(open_store(config.workspace).root, checked_by="size")
         folders = {name: store.folder(own.kind, own.fingerprint) for name, own in ids.items() if name not in again}
@@ -59,33 +60,33 @@ class PendingWork:
 
     @property
     def evaluates(self) -> bool:
-        """Whether any model is to be scored."""
+        """Whether any model would be evaluated."""
         return any(name.startswith("evaluate_") for name in self.stages)
 
     def rl_stages(self) -> Iterator[tuple[str, RlConfig]]:
-        """Those that would run, by name."""
+        """Yield the RL stages that would run, by name."""
         stages = {"rl": self.config.rl, "rl_code": self.config.rl_code}
         yield from ((name, cfg) for name, cfg in stages.items() if cfg is not None and name in self.stages)
 
     def curations(self) -> Iterator[tuple[str, CurateConfig]]:
-        """All, by the name of their stage."""
+        """Yield all curations, by the name of their stage."""
         stages = {"curate": self.config.curate, "curate_rl": self.config.curate_rl}
         yield from ((name, cfg) for name, cfg in stages.items() if cfg is not None)
 
     def sources(self) -> Iterator[tuple[str, str, Source]]:
-        """All: the stage that reads it, its place in the settings, and itself."""
+        """Yield all sources: the stage that reads it, its place in the settings, and the source."""
         yield from (("benchmarks", f"benchmark {b.name!r}", b.source) for b in self.config.benchmarks)
         for name, curate in self.curations():
             yield from ((name, f"{name}.sources", source) for source in curate.sources)
 
     def engines(self) -> Iterator[tuple[str, EngineConfig, SamplingConfig]]:
-        """Those that would sample, by their key."""
+        """Yield the engines that would sample, by their key."""
         if self.evaluates:
             yield "evaluate", self.config.evaluate.engine, self.config.evaluate.sampling
         yield from ((f"{name}.rollout", rl.rollout.engine, rl.rollout.sampling) for name, rl in self.rl_stages())
 
     def trainings(self) -> Iterator[tuple[str, TrainRuntime]]:
-        """Stages that would train."""
+        """Yield the stages that would train, by name."""
         if "sft" in self.stages:
             yield "sft", self.config.sft.runtime
         yield from ((name, rl.runtime) for name, rl in self.rl_stages())

@@ -1,4 +1,4 @@
-"""Whether this machine can compute and hold what a run has ahead of it: a processor for the model, and disk for what it writes.
+"""Check that this machine can run what is pending: a processor for the model, and disk for the output.
 
 Imported without torch; torch is asked for a GPU only where the answer matters.
 """
@@ -19,26 +19,28 @@ from klear_core.pipeline.estimate import ModelSize, estimate, model_size
 from klear_core.pipeline.graph import stages_of
 
 MIN_FREE_GB = 1.0
-"""On the workspace's disk, for all that is not counted: metrics, reports, MLflow's and Prefect's databases."""
+"""Gigabytes on the workspace's disk for what is not counted: metrics, reports, MLflow's and Prefect's databases."""
 _CHECKPOINT_BYTES = 12
-"""For each parameter: weights and both moments of Adam, in float32."""
+"""Checkpoint bytes per parameter: weights and both moments of Adam, in float32."""
 _TEXT_BYTES = 1.0
-"""For each token that may be written: four characters, compressed to a half, of answers that fill half of their budget."""
+"""Bytes per token that may be written: four characters, compressed to a half, of answers that fill half of their
+budget."""
 _SHOWN_GB = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskPart:
-    """Something that a stage writes."""
+    """One part of what a stage writes to disk."""
 
     what: str
     gb: float
 
 
 def device_problems(work: PendingWork) -> Iterator[str]:
-    """Everything whose `auto` would be a CPU for a model that no CPU should train or sample unasked.
+    """Yield a problem for each `auto` device that would be a CPU, for a model too large to train or sample on one.
 
-    What a Ray cluster at RAY_ADDRESS has is known only once it is joined: then RL looks itself, before it loads a model.
+    The devices of a Ray cluster at RAY_ADDRESS are known only after joining it: then RL checks them itself, before it
+    loads a model.
     """
     size = model_size(work.config.model)
     if size is None or not is_too_large_for_cpu(size.num_params):
@@ -69,9 +71,9 @@ def _has_gpu() -> bool:
 
 
 def disk_problem(work: PendingWork, *, free_gb: float) -> str | None:
-    """What the workspace's disk lacks for these stages, with the parts of the need; None if it has enough.
+    """Return what the workspace's disk lacks for these stages, with the parts of the need; None if it has enough.
 
-    What earlier attempts at these stages have left there is counted as free: it is gone on with, or written over.
+    The output of earlier attempts at these stages counts as free: it is continued or overwritten.
     """
     if not work.stages:
         return None
@@ -88,7 +90,7 @@ def disk_problem(work: PendingWork, *, free_gb: float) -> str | None:
 
 
 def disk_parts(work: PendingWork) -> list[DiskPart]:
-    """What is on the disk when it is fullest: a stage's checkpoints go when it ends, and what it made stays."""
+    """Return what is on the disk when it is fullest: a stage's checkpoints go when it ends, its result stays."""
     kept = [DiskPart(what="everything else", gb=MIN_FREE_GB)]
     fullest = kept
     for stage in (s.name for s in stages_of(work.config) if s.name in work.stages):
@@ -99,7 +101,7 @@ def disk_parts(work: PendingWork) -> list[DiskPart]:
 
 
 def _written_by(work: PendingWork, stage: str) -> tuple[list[DiskPart], list[DiskPart]]:
-    """What stays of a stage, and what is there only while it runs."""
+    """Return what a stage leaves on the disk, and what is there only while it runs."""
     config, size = work.config, model_size(work.config.model)
     trainings = {"sft": config.sft, "rl": config.rl, "rl_code": config.rl_code}
     training = trainings.get(stage)
@@ -112,7 +114,7 @@ def _written_by(work: PendingWork, stage: str) -> tuple[list[DiskPart], list[Dis
     made = [DiskPart(what=f"{stage} model", gb=size.num_params * (2 if training.dtype == "bfloat16" else 4) / 1e9)]
     if isinstance(training, RlConfig) and training.keep_optimizer:
         made.append(DiskPart(what=f"{stage} optimizer", gb=checkpoint_gb))
-    count = runtime.checkpoint.keep + 1  # the next is whole before the oldest goes
+    count = runtime.checkpoint.keep + 1  # the next is complete before the oldest is deleted
     passing = [DiskPart(what=f"{count} checkpoints of {stage} at {checkpoint_gb:.1f}", gb=count * checkpoint_gb)]
     return made, passing
 

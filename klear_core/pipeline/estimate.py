@@ -1,4 +1,4 @@
-"""What a run will cost, before it runs: tokens and memory by stage, from the settings alone. Upper bounds, not forecasts."""
+"""Estimate what a run will cost: tokens and memory by stage, from the settings alone. Upper bounds, not forecasts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BYTE_VOCAB = 320
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """The numbers that memory follows from."""
+    """The sizes that a model's memory follows from."""
 
     num_params: int
     hidden_size: int
@@ -29,7 +29,10 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
-    """`max_tokens` are those generated (or trained on, for sft); `memory_gb` is per process or GPU. None: not known beforehand."""
+    """Upper bounds for one stage; None: not known beforehand.
+
+    `max_tokens` counts tokens generated (or trained on, for sft); `memory_gb` is per process or GPU.
+    """
 
     stage: str
     max_tokens: int | None
@@ -38,7 +41,7 @@ class StageEstimate:
 
 
 def estimate(config: PipelineConfig, chosen: Collection[str] | None = None) -> list[StageEstimate]:
-    """One line for every chosen stage (None: all) that generates or trains, and one for all evaluations."""
+    """Return an estimate for every chosen stage (None: all) that generates or trains, and one for all evaluations."""
     size = model_size(config.model)
     rows = [_distill(config), _sft(config, size), _rl("rl", config.rl, size)]
     models = ["base", "sft", "rl"]
@@ -51,7 +54,7 @@ def estimate(config: PipelineConfig, chosen: Collection[str] | None = None) -> l
 
 
 def model_size(model: ModelConfig) -> ModelSize | None:
-    """From the settings of a tiny model or the config.json of a Hugging Face folder; None if that cannot be read."""
+    """Return the size from a tiny model's settings or a Hugging Face config.json; None if that cannot be read."""
     match model:
         case TinyModelConfig() as m:
             attention = m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads) * m.hidden_size
@@ -67,7 +70,7 @@ def model_size(model: ModelConfig) -> ModelSize | None:
 
 
 def count_rows(source: Source) -> int | None:
-    """Rows a source will give, if that can be told without reading it through."""
+    """Return the number of rows a source will give, if it is known without reading the source through."""
     match source:
         case ProceduralSource(num_problems=n):
             return n
@@ -155,10 +158,10 @@ def _benchmark_rows(benchmark: BenchmarkConfig) -> int | None:
 
 
 def _train_memory_gb(size: ModelSize | None, runtime: TrainRuntime, *, is_bf16: bool) -> float | None:
-    """Weights, gradients and Adam moments, sharded over the workers, and activations of one micro-batch.
+    """Return gigabytes for weights, gradients and Adam moments, sharded over the workers, and one micro-batch.
 
-    Per token and layer about 34 values of the hidden size are kept (Korthikanti et al., arXiv 2205.05198, without the
-    attention scores), 2 with activation checkpointing; context parallelism shares the tokens out.
+    Activations take about 34 values of the hidden size per token and layer (Korthikanti et al., arXiv 2205.05198,
+    without the attention scores), 2 with activation checkpointing; context parallelism divides the tokens.
     """
     if size is None:
         return None

@@ -1,12 +1,12 @@
-"""The pipeline as data: which stages a config asks for, what each is made from, and which of them exist already.
+"""Define the pipeline as data: the stages that a config asks for, their inputs, and the names of their artifacts.
 
     benchmarks ─┬─► curate ─┬─► distill ─► sft ─► rl ─► rl_code
     base ───────│───────────│──────────────┘      │
                 │           └─────────────────────┘ (problems)
                 └─► evaluate_base, evaluate_sft, evaluate_rl, … ─► report
 
-With `curate_rl` set, RL has problems of its own, curated beside the others.
-Fingerprints are chained from recipe to recipe, so the whole plan follows from the config and the content of local files.
+With `curate_rl` set, RL has its own problems, curated separately. A stage's fingerprint includes those of its inputs,
+so all fingerprints follow from the config and the content of local files.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ConfigError
 
 CODE_VERSIONS = {"benchmarks": 1, "curate": 2, "base": 1, "distill": 2, "sft": 3, "rl": 6, "evaluate": 4, "report": 1}
-"""By kind. Raise a number when a change of code changes that stage's result: then it runs again, and what follows from it."""
+"""Version of each kind's code. Raise it when a code change changes the stage's result: the stage and all that follow
+run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One node of the graph."""
+    """One node of the pipeline graph."""
 
     name: str
     """Unique in the pipeline: `evaluate_rl`."""
     job: Job
     inputs: Mapping[str, str]
-    """The stage that plays each role: `{"model": "sft"}`."""
+    """The stage for each role: `{"model": "sft"}`."""
 
     @property
     def kind(self) -> str:
-        """What it makes: `evaluate`."""
+        """The kind of artifact it makes: `evaluate`."""
         return self.job.kind
 
 
 def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
-    """Every stage of a pipeline, each after those it depends on."""
+    """Return every stage of a pipeline, each after the stages it depends on."""
     rl_code, curate_rl = config.rl_code, config.curate_rl
     prompts = "curate_rl" if curate_rl else "curate"
     models = ["base", "sft", "rl", *(["rl_code"] if rl_code else [])]
@@ -66,7 +67,10 @@ def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
 
 
 def select_stages(stages: Sequence[Stage], *, only: str | None, from_: str | None, until: str | None) -> tuple[str, ...]:
-    """Names of the stages to run. A kind stands for all its stages (`evaluate`). ConfigError lists the names if one is unknown."""
+    """Return the names of the stages to run. A kind selects all its stages (`evaluate`).
+
+    ConfigError lists the names if one is unknown.
+    """
     if only and (from_ or until):
         raise ConfigError("only is for one stage; it does not go with from or until")
     names = [s.name for s in stages]
@@ -79,8 +83,9 @@ def select_stages(stages: Sequence[Stage], *, only: str | None, from_: str | Non
 
 
 def with_inputs(stages: Sequence[Stage], names: Collection[str]) -> tuple[Stage, ...]:
-    """The stages of these names and all that they are made from, in order."""
+    """Return the named stages and all that they depend on, in order."""
     needed = set(names)
+    # in reverse, a stage comes before its inputs, so one pass finds all
     for stage in reversed(stages):
         if stage.name in needed:
             needed |= set(stage.inputs.values())
@@ -88,7 +93,7 @@ def with_inputs(stages: Sequence[Stage], names: Collection[str]) -> tuple[Stage,
 
 
 def downstream_of(stages: Sequence[Stage], which: str) -> tuple[str, ...]:
-    """A stage (or all of a kind) and everything made from it, in order."""
+    """Return the names of a stage (or all of a kind) and of everything made from it, in order."""
     found = {stages[i].name for i in _indices(stages, which)}
     for stage in stages:
         if found & set(stage.inputs.values()):
@@ -97,9 +102,9 @@ def downstream_of(stages: Sequence[Stage], which: str) -> tuple[str, ...]:
 
 
 def stages_again(stages: Sequence[Stage], rerun_from: str | None, chosen: Collection[str]) -> tuple[str, ...]:
-    """Return the stages to make again although they are there: `rerun_from` and all that follows from it; None names none.
+    """Return the stages to build again: `rerun_from` and all that depend on it; None names none.
 
-    ConfigError if `rerun_from` is not among the stages to run, for then it would be taken away and not be made.
+    ConfigError if `rerun_from` is not among the stages to run: its artifact would be set aside and not be built.
     """
     if rerun_from is None:
         return ()
@@ -110,7 +115,7 @@ def stages_again(stages: Sequence[Stage], rerun_from: str | None, chosen: Collec
 
 
 def fingerprints_of(stages: Sequence[Stage], workspace: WorkspaceConfig) -> dict[str, ArtifactId]:
-    """What each stage's artifact is called, by stage name, before anything has run."""
+    """Return the name of each stage's artifact, by stage name, before anything has run."""
     ids: dict[str, ArtifactId] = {}
     for stage in stages:
         made_from = {role: ids[name] for role, name in stage.inputs.items()}
@@ -119,13 +124,13 @@ def fingerprints_of(stages: Sequence[Stage], workspace: WorkspaceConfig) -> dict
 
 
 def artifact_id(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> ArtifactId:
-    """What the artifact of this job on these inputs is called."""
+    """Return the name of the artifact of this job on these inputs."""
     records = input_records(job, inputs, workspace)
     return ArtifactId(kind=job.kind, fingerprint=fingerprint(job.kind, CODE_VERSIONS[job.kind], job, records))
 
 
 def input_records(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> tuple[InputRecord, ...]:
-    """All inputs by role: the artifacts, by name of role, and then the local files that the job names."""
+    """Return all inputs by role: the artifacts, sorted by role, and then the local files that the job names."""
     cache = workspace_root(workspace) / "file_hashes.json"
     artifacts = [InputRecord(kind=i.kind, fingerprint=i.fingerprint, role=role) for role, i in sorted(inputs.items())]
     files = [InputRecord(role=path, **file_ref(path, cache=cache).model_dump()) for path in job.files()]
@@ -133,12 +138,12 @@ def input_records(job: Job, inputs: Mapping[str, ArtifactId], workspace: Workspa
 
 
 def workspace_root(workspace: WorkspaceConfig) -> Path:
-    """The workspace as an absolute path."""
+    """Return the workspace as an absolute path."""
     return Path(workspace.root).expanduser().absolute()
 
 
 def open_store(workspace: WorkspaceConfig) -> LocalStore:
-    """The workspace's artifacts."""
+    """Return the store of the workspace's artifacts."""
     return LocalStore(workspace_root(workspace) / "artifacts", checked_by=workspace.check_artifacts)
 
 

@@ -1,4 +1,4 @@
-"""What a run would do about each stage: reuse it or run it, and why."""
+"""Plan a run: tell for each stage whether it would be reused or run, and why."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ABSENT = "(not set)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """What a run would do about one stage."""
+    """The planned action for one stage."""
 
     stage: str
     kind: str
     fingerprint: str
     action: Literal["run", "reuse", "damaged"]
-    """A damaged artifact is set aside by a run, and made again."""
+    """A run sets a damaged artifact aside, and builds it again."""
     why: str
     """For `run`: how it differs from the nearest artifact of its kind. For `damaged`: what is wrong with it."""
 
@@ -36,8 +36,8 @@ def plan_stages(
 ) -> list[StagePlan]:
     """Return which of the chosen stages (None: all) a run would reuse, which it would run, and why. Runs nothing.
 
-    `again` names stages that are asked to be made anew. Artifacts are compared with their manifests by name and size, or byte by byte
-    if `checked_by` says so.
+    `again` names stages that the user asked to build again. Artifacts are compared with their manifests by name and
+    size, or byte by byte if `checked_by` says so.
     """
     stages = stages_of(config)
     names = {s.name for s in stages} if chosen is None else chosen
@@ -48,7 +48,7 @@ def plan_stages(
 
 
 def _plan_one(stage: Stage, ids: Mapping[str, ArtifactId], workspace: WorkspaceConfig, store: LocalStore, asked: str) -> StagePlan:
-    """`asked` is why the stage runs although its artifact may be there; empty if it need not."""
+    """Return the plan of one stage. `asked` is why it runs although its artifact may exist; empty if it need not."""
     own = ids[stage.name]
     action: Literal["run", "reuse", "damaged"] = "run"
     if asked:
@@ -70,21 +70,22 @@ def _manifests(store: LocalStore, kind: str) -> Iterator[Manifest]:
         try:
             yield read_manifest(folder)
         except ArtifactError:
-            continue  # damaged: `create` sets it aside with a message when its turn comes
+            continue  # damaged: a run sets it aside, with a message
 
 
 def _why(stage: Stage, inputs: Sequence[InputRecord], others: Sequence[Manifest]) -> str:
-    """How a stage differs from the nearest artifact of its name, in the words of the config."""
+    """Return how a stage differs from the nearest artifact of its name, in terms of the config."""
     if not others:
         return "no artifact yet"
     described = [(_differences(stage, inputs, m), m.created_at) for m in others]
+    # the fewest differences, the newest of equals
     nearest = min(described, key=lambda d: (len(d[0]), -d[1].timestamp()))[0]
     shown = nearest[:3]
     return "; ".join(shown) + (f"; and {len(nearest) - 3} more" if len(nearest) > 3 else "")
 
 
 def _differences(stage: Stage, inputs: Sequence[InputRecord], other: Manifest) -> list[str]:
-    """Every difference, the inputs' last: settings say more."""
+    """Return every difference; those of the inputs come last, because settings say more."""
     found = []
     if other.code_version != CODE_VERSIONS[stage.kind]:
         found.append(f"code version: {other.code_version} -> {CODE_VERSIONS[stage.kind]}")
@@ -99,7 +100,7 @@ def _differences(stage: Stage, inputs: Sequence[InputRecord], other: Manifest) -
 
 
 def _leaves(value: JsonValue, path: str = "") -> Iterator[tuple[str, JsonValue]]:
-    """Dotted keys and their values; lists count as values, for their items have no names."""
+    """Yield dotted keys and their values; a list counts as one value, because its items have no names."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}" if path else key)

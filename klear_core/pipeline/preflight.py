@@ -1,6 +1,6 @@
-"""What would stop a run, found in the first second instead of the third hour.
+"""Find what would stop a run, in the first second instead of the third hour.
 
-Only stages that would run are looked at: what is there already is reused, whatever has become of its teacher or its sandbox.
+Only stages that would run are checked: an artifact that exists is reused, even if its teacher or sandbox is gone.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from klear_core.types import Domain
 T = TypeVar("T")
 
 _LONG_ANSWER = 8192
-"""Tokens from which on the torch engine, which has no paged cache, is the wrong one."""
+"""Answers longer than this many tokens need an engine with a paged cache, which the torch engine lacks."""
 
 
 def require_ready(config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = ()) -> None:
-    """ConfigError with everything that would stop the run, before anything is spent."""
+    """Raise ConfigError with everything that would stop the run, before anything is spent."""
     problems = problems_with(config, chosen, again=again)
     if problems:
         raise ConfigError("\n       ".join(["this profile cannot run here yet:", *problems]))
 
 
 def problems_with(config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = ()) -> list[str]:
-    """Everything that is known to be missing or contradictory, each with the key, its value and the fix; empty if none.
+    """Return everything known to be missing or contradictory, each with its key, value and fix; empty if nothing is.
 
-    `chosen` names the stages to run (None: all of them), `again` those to make although they are there.
+    `chosen` names the stages to run (None: all of them), `again` those to build even if they exist.
     """
     work = PendingWork.of(config, chosen, again)
     return list(dict.fromkeys(problem for check in _CHECKS for problem in check(work)))
@@ -78,7 +78,7 @@ def _source_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _benchmark_problems(work: PendingWork) -> Iterator[str]:
-    """Row counts are no part of a fingerprint, so that benchmarks made before one was expected are reused."""
+    """Compare row counts, which are not in a fingerprint: benchmarks built before one was expected are reused."""
     from klear_core.data.benchmarks import num_rows
 
     if work.benchmarks is None:
@@ -86,7 +86,7 @@ def _benchmark_problems(work: PendingWork) -> Iterator[str]:
     try:
         found = num_rows(read_manifest(work.benchmarks))
     except ArtifactError:
-        return  # damaged: it will be made again, and counted then
+        return  # damaged: it will be built again, and counted then
     for benchmark in work.config.benchmarks:
         expected = benchmark.expected_rows
         if expected is not None and expected != found[benchmark.name]:
@@ -125,7 +125,7 @@ def _teacher_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _length_problems(work: PendingWork) -> Iterator[str]:
-    """Base and all models trained from it have one window: the one asked for, or that of the model's folder if it is wider."""
+    """Check lengths against the window, the same for all models: the configured one, or the folder's if it is wider."""
     window = _window(work.config.model)
     if window is None:
         return
@@ -171,7 +171,7 @@ def _context_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _cuda_problems(work: PendingWork) -> Iterator[str]:
-    """What the Ray cluster at RAY_ADDRESS has is known only once it is joined: then only what runs in this process is looked at."""
+    """Check the devices of this process. Those of a Ray cluster at RAY_ADDRESS are known only after joining it."""
     devices = {f"{stage}.runtime": runtime.device for stage, runtime in work.trainings()}
     devices |= {
         f"{key}.engine.runtime": engine.runtime.device for key, engine, _ in work.engines() if isinstance(engine, TorchEngineConfig)
@@ -232,7 +232,7 @@ def _has_code(source: Source) -> bool:
     try:
         return Domain.CODE in domains_of(source)
     except KlearError:
-        return False  # what is wrong with it is said where it is read
+        return False  # a bad source is reported by `_source_problems`
 
 
 def _complaints(where: str, check: Callable[[T], object], subject: T) -> Iterator[str]:
@@ -243,7 +243,7 @@ def _complaints(where: str, check: Callable[[T], object], subject: T) -> Iterato
 
 
 def _is_there(source: Source) -> bool:
-    """A file that is missing is complained about once."""
+    """Return whether a source can be read; `_file_problems` reports a missing file, so no other check should."""
     return not isinstance(source, FileSource) or Path(source.path).is_file()
 
 
@@ -252,7 +252,7 @@ def _joins_a_cluster() -> bool:
 
 
 def _hf_config(model: ModelConfig) -> HfConfig | None:
-    """None for a tiny model, and where there is no readable config.json, which `_model_problems` says."""
+    """Return None for a tiny model, and without a readable config.json, which `_model_problems` reports."""
     try:
         return read_hf_config(Path(model.path)) if isinstance(model, HfModelConfig) else None
     except ConfigError:
