@@ -1,4 +1,4 @@
-"""Every stage's task, by the kind of artifact that it makes."""
+"""The registry of tasks, by the kind of artifact that they make."""
 
 from __future__ import annotations
 

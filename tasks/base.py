@@ -1,4 +1,4 @@
-"""The model that everything starts from."""
+"""The task that makes the base model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.task import Inputs, stage_task
 
 @stage_task
 def base(info: RunInfo, job: BaseJob, inputs: Inputs) -> ArtifactRef:
-    """No inputs; makes a model folder, or a pointer to one on disk."""
+    """Make the base model's folder, or a pointer to one on disk. Takes no inputs."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.train.base import prepare_base

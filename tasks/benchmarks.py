@@ -1,4 +1,4 @@
-"""Benchmarks as problems, never trained on."""
+"""The task that loads the benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.task import Inputs, stage_task
 
 @stage_task
 def benchmarks(info: RunInfo, job: BenchmarksJob, inputs: Inputs) -> ArtifactRef:
-    """No inputs; makes a folder of problems a benchmark."""
+    """Make one folder of problems per benchmark; they are never trained on. Takes no inputs."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.data.benchmarks import prepare_benchmarks

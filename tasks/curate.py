@@ -1,4 +1,4 @@
-"""Training problems from sources."""
+"""The task that makes training problems from sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.task import Inputs, stage_task
 
 @stage_task
 def curate(info: RunInfo, job: CurateJob, inputs: Inputs) -> ArtifactRef:
-    """From `benchmarks`, which training problems must not resemble; makes problems and what was dropped."""
+    """Make the training problems, and the dropped ones. Input `benchmarks`: problems that they must not resemble."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.data.curate import curate as curate_problems

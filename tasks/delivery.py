@@ -1,4 +1,4 @@
-"""Takes records and numbers to MLflow from a thread of its own, and keeps them while MLflow is away."""
+"""Send records and metrics to MLflow from a background thread, and keep them while MLflow does not answer."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long is waited for MLflow, and how much is kept for it."""
+    """Timeouts in seconds, and the size of the buffer of metrics."""
 
     flush_every_s: float = 1.0
     retry_every_s: float = 15.0
     close_s: float = 10.0
-    """For a request that is on its way when a stage ends."""
+    """Wait for a request that is in flight when a stage ends."""
     deliver_for_s: float = 20.0
-    """For sending what earlier stages and runs left."""
+    """Time for sending the records that earlier stages and runs left."""
     max_points: int = 200_000
-    """Numbers kept in memory, some 50 MB; beyond that they are read again from the metrics file."""
+    """Metric values kept in memory, some 50 MB; beyond that they are read again from the metrics file."""
 
 
 class Connection:
-    """A backend, shared by the stages of a process, and when it is worth the next try."""
+    """A backend shared by the stages of a process, with the time of the next attempt after a failure."""
 
     def __init__(self, backend: Backend, undelivered: Undelivered, server: str, *, limits: Limits = Limits()) -> None:
         self.backend = backend
@@ -44,27 +44,27 @@ class Connection:
 
     @property
     def is_worth_a_try(self) -> bool:
-        """False for a while after a failure."""
+        """False for `retry_every_s` seconds after a failure."""
         return time.monotonic() >= self._retry_at
 
     def try_now(self) -> None:
-        """Make the next try worth it, however recent the last failure is."""
+        """Allow the next attempt, however recent the last failure is."""
         self._retry_at = 0.0
 
     def failed(self, why: str) -> None:
-        """Note that MLflow does not answer; said once an outage."""
+        """Note that MLflow does not answer, and warn once per outage."""
         if not self._is_away:
             log.warning("MLflow at %s does not answer (%s); the run goes on, and its records are sent later", self.server, why)
         self._is_away, self._retry_at = True, time.monotonic() + self.limits.retry_every_s
 
     def answered(self) -> None:
-        """Note that it does."""
+        """Note that MLflow answers."""
         if self._is_away:
             log.warning("MLflow at %s answers again", self.server)
         self._is_away, self._retry_at = False, 0.0
 
     def deliver_waiting(self, *, but: str) -> None:
-        """Send the records of earlier stages and runs, oldest first, but not those of the stage `but`."""
+        """Send the records of earlier stages and runs, oldest first, except that of `but` (`run id/stage`)."""
         deadline = time.monotonic() + self.limits.deliver_for_s
         for record in self.undelivered.records(self.server):
             if time.monotonic() > deadline or not self.is_worth_a_try:
@@ -82,7 +82,7 @@ class Connection:
 
 
 class StageRun:
-    """One stage's run in MLflow. A thread sends, so that `log` costs nothing; `trouble` says what MLflow does not have."""
+    """One stage's run in MLflow. A thread sends, so that `log` never waits; `trouble` says what MLflow lacks."""
 
     def __init__(self, connection: Connection, record: TrackedRun) -> None:
         self._connection = connection
@@ -91,15 +91,15 @@ class StageRun:
         self._opened: OpenRun | None = None
         self._refusal = ""
         self._points: deque[MetricPoint] = deque()
-        self._is_behind = True  # rows of the metrics file have to be looked at
-        self._has_others = True  # records of other stages may wait
+        self._is_behind = True  # the metrics file may have rows that MLflow lacks
+        self._has_others = True  # records of other stages may be waiting
         self._sending = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._send_until_stopped, name="klear-mlflow", daemon=True)
 
     @property
     def run_id(self) -> str | None:
-        """MLflow's id of the run; None if it could not be opened yet."""
+        """MLflow's id of the run; None until the run could be opened."""
         return self._opened.run_id if self._opened else None
 
     @property
@@ -109,17 +109,17 @@ class StageRun:
 
     @property
     def num_waiting(self) -> int:
-        """Numbers in memory that MLflow does not have yet."""
+        """Number of metric values in memory that MLflow does not have yet."""
         return len(self._points)
 
     @property
     def refusal(self) -> str:
-        """Why MLflow takes no more records of this run; empty if it does."""
+        """The error with which MLflow refused this run's records; empty if it accepts them."""
         return self._refusal
 
     @property
     def trouble(self) -> str:
-        """What MLflow does not have, and why; empty if it has everything."""
+        """A message that says which records MLflow lacks, and why; empty if it has all of them."""
         if self._refusal:
             return f"MLflow stopped taking records ({self._refusal}); the metrics are all in {METRICS_FILE}"
         if self._opened is not None and not self.num_waiting and not self._is_behind:
@@ -128,12 +128,12 @@ class StageRun:
         return f"MLflow at {self._connection.server} did not answer: {count} to be sent by a later run; all are in {METRICS_FILE}"
 
     def start(self) -> None:
-        """Open the run, in one try, and send from now on."""
+        """Try once to open the run, then start the sending thread."""
         self.flush()
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Numbers at one step; sent about every second."""
+        """Queue the metrics of one step; the thread sends the queue about every second."""
         if len(self._points) >= self._limits.max_points:
             self._points.clear()
             self._is_behind = True
@@ -141,7 +141,7 @@ class StageRun:
         self._points.extend(MetricPoint(name, value, at_ms, step) for name, value in metrics.items())
 
     def flush(self) -> None:
-        """Send what waits, in one try; nothing where MLflow has just been found away."""
+        """Try once to send the queue; do nothing shortly after a failure."""
         if self._sending.acquire(timeout=self._limits.close_s):
             try:
                 self._send()
@@ -149,17 +149,17 @@ class StageRun:
                 self._sending.release()
 
     def finish(self, ref: ArtifactRef, stage: str) -> None:  # noqa: ARG002  the record has it
-        """Note what came out; it is told when the run ends."""
+        """Note the stage's artifact; `end` sends it."""
         self._record = self._record.model_copy(update={"ref": ref, "metrics_file": str(ref.path / METRICS_FILE)})
 
     def end(self, status: RunStatus) -> None:
-        """Close the run, or leave its record for later."""
+        """Close the run in MLflow, or keep its record on disk for a later run."""
         self._stop.set()
         self._thread.join(self._limits.close_s)
         record = self._record.model_copy(update={"status": status, "ended_ms": now_ms()})
-        self._connection.undelivered.save(record)  # first of all: a kill from here on loses nothing
+        self._connection.undelivered.save(record)  # save before sending: a kill from here on loses nothing
         if self._thread.is_alive():
-            return  # in a request that is not answered
+            return  # the thread still waits for a request that MLflow has not answered
         self.flush()
         if self._opened is None or self.trouble or not self._connection.is_worth_a_try:
             return
@@ -182,7 +182,7 @@ class StageRun:
                 self._connection.deliver_waiting(but=own)
 
     def _send(self) -> bool:
-        """Send everything that waits; whether it was possible."""
+        """Send everything in the queue; return whether MLflow took it."""
         if self._refusal or not self._connection.is_worth_a_try:
             return False
         try:
@@ -203,7 +203,7 @@ class StageRun:
     def _send_some(self, run: OpenRun) -> None:
         batch: list[MetricPoint] = []
         while self._points and len(batch) < POINTS_A_REQUEST:
-            batch.append(self._points.popleft())  # one by one: `log` appends meanwhile, in another thread
+            batch.append(self._points.popleft())  # one at a time, because `log` appends from another thread meanwhile
         try:
             self._connection.backend.log_metrics(run.run_id, batch)
         except (Unreachable, Refused):
@@ -211,14 +211,15 @@ class StageRun:
             raise
 
     def _open(self) -> OpenRun:
-        """Open the run if it is not, and send the rows of the file that MLflow lacks."""
+        """Open the run if it is not open, and send the rows of the metrics file that MLflow lacks."""
         if self._opened is None:
             opened = self._connection.backend.open(self._record)
-            self._connection.undelivered.forget(self._record)  # of an earlier attempt at this stage, which goes on here
+            # The record that an earlier attempt at this stage left is obsolete: this attempt continues its run.
+            self._connection.undelivered.forget(self._record)
             self._opened = opened
         if self._is_behind:
-            self._is_behind = False  # before the file is read, for `log` may find that there are too many again
-            self._points.clear()  # they are in the file as well
+            self._is_behind = False  # reset before reading the file: `log` may overflow the buffer meanwhile and set it
+            self._points.clear()  # the file has them too
             try:
                 _catch_up(self._connection.backend, self._opened, Path(self._record.metrics_file))
             except (Unreachable, Refused):
@@ -228,19 +229,19 @@ class StageRun:
 
 
 def _deliver(backend: Backend, record: TrackedRun, *, current_run: str) -> None:
-    """Tell all of a record, from the beginning: what MLflow has of it already is not told twice."""
+    """Send a complete record; what MLflow already has of it is not sent twice."""
     if not record.stage:
         backend.end_pipeline(record)
         return
     run = backend.open(record)
     _catch_up(backend, run, Path(record.metrics_file))
     _close(backend, run, record)
-    if record.run_id != current_run:  # `open` has re-opened the parent of a run that is over
+    if record.run_id != current_run:  # `open` has reopened the parent, whose pipeline run is over: close it again
         backend.end(run.parent_id, run.parent_ended or record.status, record.ended_ms)
 
 
 def _catch_up(backend: Backend, run: OpenRun, metrics_file: Path) -> None:
-    """Send the rows of the file that MLflow does not have: those of an attempt under another run, of an outage, or lost in a kill."""
+    """Send the rows of the metrics file that MLflow lacks: from an attempt in another run, an outage, or a kill."""
     rows = read_metrics(metrics_file)
     if not rows:
         return
@@ -258,7 +259,7 @@ def _catch_up(backend: Backend, run: OpenRun, metrics_file: Path) -> None:
 
 
 def _names_over(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """A few names of which every row that is not empty has one: no metric need be in all."""
+    """Return metric names such that every non-empty row has one of them, because no metric has to be in all rows."""
     names: list[str] = []
     for row in rows:
         if row and not any(name in row for name in names):
@@ -273,5 +274,5 @@ def _close(backend: Backend, run: OpenRun, record: TrackedRun) -> None:
 
 
 def now_ms() -> int:
-    """Milliseconds since 1970, as MLflow counts time."""
+    """Return the time in milliseconds since 1970, MLflow's unit."""
     return time.time_ns() // 1_000_000

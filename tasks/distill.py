@@ -1,4 +1,4 @@
-"""Teacher traces."""
+"""The task that collects teacher traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.task import Inputs, stage_task
 
 @stage_task
 def distill(info: RunInfo, job: DistillJob, inputs: Inputs) -> ArtifactRef:
-    """From `problems`; makes judged traces."""
+    """Make judged teacher traces for `problems`."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.distill.collect import distill as collect

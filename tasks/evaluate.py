@@ -1,4 +1,4 @@
-"""Scores of one model."""
+"""The task that evaluates one model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.task import Inputs, stage_task
 
 @stage_task
 def evaluate(info: RunInfo, job: EvaluateJob, inputs: Inputs) -> ArtifactRef:
-    """From `model` and `benchmarks`; makes judged answers and scores with intervals."""
+    """Make judged answers of `model` to `benchmarks`, and scores with confidence intervals."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.evaluate.run import evaluate as evaluate_model

@@ -1,10 +1,10 @@
-"""Ctrl-C, also where a library has made another error of it: native code turns what is raised inside it into a SystemError."""
+"""Recognize Ctrl-C even if a library wrapped it: native code turns an exception raised inside it into a SystemError."""
 
 from __future__ import annotations
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether this error is an interrupt, was raised from one, or came up while one was passing."""
+    """Return whether the error is a KeyboardInterrupt, or one is in its chain of causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Delivers the newest of a stream of values from a thread of its own, so that whoever produces them never waits."""
+"""Deliver the newest value of a stream from a background thread, so that the producer never waits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Latest(Generic[T]):
-    """A slot with one place: `put` replaces what waits in it, and a daemon thread delivers what it finds there."""
+    """A slot for one value: `put` replaces the value that waits, and a daemon thread delivers it."""
 
     def __init__(self, deliver: Callable[[T], None], *, every_s: float) -> None:
-        """Deliver at most every `every_s`, in the caller's context. An error of `deliver` is logged, and the newest value tried again."""
+        """Deliver at most every `every_s`, in the caller's context; log an error and retry with the newest value."""
         self._deliver, self._every_s = deliver, every_s
         self._waiting: list[T] = []
         self._is_closed = False
@@ -27,13 +27,13 @@ class Latest(Generic[T]):
         self._thread.start()
 
     def put(self, value: T) -> None:
-        """Leave a value to be delivered, in place of an older one that still waits."""
+        """Set the value to deliver, replacing an older one that still waits."""
         with self._changed:
             self._waiting = [value]
             self._changed.notify()
 
     def close(self, *, wait_s: float) -> None:
-        """Deliver what waits now, and return when that is done, or after `wait_s` (the thread then ends with the process)."""
+        """Deliver the waiting value; return when done, or after `wait_s` (the thread is a daemon)."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""The only module that talks to MLflow: one parent run a pipeline run, one child a stage."""
+"""The only module that calls MLflow's API: one parent run per pipeline run, one child run per stage."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ _ENDED: tuple[RunStatus, ...] = ("FINISHED", "FAILED", "KILLED")
 _SCORED_MODELS = ("base", "sft", "rl", "rl_code")
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # its own 7 with backoff last for minutes; what fails is kept here and sent again
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # MLflow's 7 with backoff take minutes; `tasks.delivery` retries instead
     "MLFLOW_HTTP_REQUEST_TIMEOUT": str(REQUEST_TIMEOUT_S),
 }
 
 
 @cache
 def mlflow_backend(uri: str, workspace: Path) -> MlflowBackend:
-    """Return the connection to a tracking URI. ConfigError if it is a database that cannot be used."""
+    """Return the backend of a tracking URI. ConfigError if it is a database that cannot be used."""
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     file = database_file(uri)
     if file is not None:
         ensure_database(file)
     from mlflow import MlflowClient
 
-    for noisy in ("mlflow", "alembic"):  # after the import, which sets its own levels
+    for noisy in ("mlflow", "alembic"):  # after the import, which sets levels itself
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    artifacts = (workspace / "mlflow" / "artifacts").as_uri() if file is not None else None  # a server keeps them where it was told to
+    # A server has its own place for artifacts; a database file needs one here.
+    artifacts = (workspace / "mlflow" / "artifacts").as_uri() if file is not None else None
     return MlflowBackend(MlflowClient(tracking_uri=uri, registry_uri=uri), lock=workspace / "mlflow" / ".lock", artifacts=artifacts)
 
 
 class MlflowBackend:
-    """A tracking server or database."""
+    """A tracking server or database; implements `tasks.tracked.Backend`."""
 
     def __init__(self, client: MlflowClient, *, lock: Path, artifacts: str | None) -> None:
         self._client = client
@@ -60,16 +61,17 @@ class MlflowBackend:
         self._artifacts = artifacts
 
     def open(self, record: TrackedRun) -> OpenRun:
-        """Open the stage's run and its parent, or go on with those that are there, and log parameters and inputs."""
+        """Open the stage's run and its parent, or reopen existing ones, and log parameters and inputs."""
         with _translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
             experiment_id = self._experiment()
             parent, parent_ended = self._parent(record, experiment_id)
-            if record.status == "RUNNING":
+            if record.status == "RUNNING":  # an ended stage's record is delivered without the artifact's lock
                 self._close_dead_runs(experiment_id, record)
             tags = {"klear.run": record.run_id, "klear.stage": record.stage}
             more = _links(record) | _source(record, f"tasks/{record.kind}.py")
             more |= {"mlflow.parentRunId": parent.info.run_id, "klear.fingerprint": record.fingerprint}
             child, _ = self._ensure_run(experiment_id, name=record.stage, tags=tags, more=more)
+            # Stages of one kind (evaluate_sft, evaluate_rl) must not share the parent's write-once params.
             prefix = "" if record.stage == record.kind else f"{record.stage}."
             self._log_params(child, record.params)
             self._log_params(parent, {f"{prefix}{name}": value for name, value in record.params.items()})
@@ -77,19 +79,19 @@ class MlflowBackend:
         return OpenRun(child.info.run_id, parent.info.run_id, parent_ended)
 
     def last_step(self, run_id: str, name: str) -> int | None:
-        """Return the last step at which a metric is known."""
+        """Return the last step with a value of the metric; None if there is none."""
         with _translated():
             return max((m.step for m in self._client.get_metric_history(run_id, name)), default=None)
 
     def log_metrics(self, run_id: str, points: list[MetricPoint]) -> None:
-        """Send numbers, at most `POINTS_A_REQUEST`."""
+        """Send metric values, at most `POINTS_A_REQUEST`."""
         from mlflow.entities import Metric
 
         with _translated():
             self._client.log_batch(run_id, metrics=[Metric(p.name, p.value, p.at_ms, p.step) for p in points])
 
     def finish(self, run: OpenRun, record: TrackedRun) -> None:
-        """Record what came out: counts here and on the parent, scores on the parent, a reference to the model or the report itself."""
+        """Record the result: counts on both runs, scores on the parent, the model's URI or the report file."""
         ref = record.ref
         assert ref is not None, "a stage that has not finished has no artifact"
         counts = [MetricPoint(f"{record.stage}/counts/{name}", value, record.ended_ms, 0) for name, value in ref.counts.items()]
@@ -123,7 +125,8 @@ class MlflowBackend:
             except MlflowException as e:
                 if e.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
-            found = self._client.get_experiment_by_name(EXPERIMENT)  # another workspace has just made it on the same server
+            # Another workspace has just created it on the same server.
+            found = self._client.get_experiment_by_name(EXPERIMENT)
         return str(found.experiment_id)
 
     def _parent(self, record: TrackedRun, experiment_id: str) -> _Found:
@@ -134,7 +137,7 @@ class MlflowBackend:
     def _ensure_run(
         self, experiment_id: str, *, name: str, tags: Mapping[str, str], more: Mapping[str, str]
     ) -> tuple[Run, RunStatus | None]:
-        """Return the run with these `tags`, re-opened, or a new one; and how it had ended, if it had."""
+        """Return the run with these `tags`, reopened, or a new one; and the status with which it had ended, or None."""
         wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
         hits = self._client.search_runs([experiment_id], filter_string=wanted, max_results=1, order_by=["attributes.start_time ASC"])
         if not hits:
@@ -143,7 +146,7 @@ class MlflowBackend:
         return hits[0], next((status for status in _ENDED if status == hits[0].info.status), None)
 
     def _close_dead_runs(self, experiment_id: str, record: TrackedRun) -> None:
-        """Whoever else was building this artifact is dead, for we hold its lock; MLflow would show it as running for ever."""
+        """Close other running runs for this artifact: we hold its lock, so their processes are dead."""
         wanted = f"tags.`klear.fingerprint` = '{record.fingerprint}' and attributes.status = 'RUNNING'"
         for run in self._client.search_runs([experiment_id], filter_string=wanted):
             if run.data.tags["klear.run"] != record.run_id:
@@ -151,7 +154,7 @@ class MlflowBackend:
                 self._client.set_terminated(run.data.tags["mlflow.parentRunId"], status="KILLED")
 
     def _log_params(self, run: Run, flat: Mapping[str, str]) -> None:
-        """Params are write-once: a retry with other runtime settings must not trip over them."""
+        """Log the params that the run lacks: they are write-once, and a retry may have other runtime settings."""
         from mlflow.entities import Param
 
         params = [Param(k, v) for k, v in flat.items() if k not in run.data.params]
@@ -159,7 +162,7 @@ class MlflowBackend:
             self._client.log_batch(run.info.run_id, params=params[start : start + _PARAMS_A_REQUEST])
 
     def _reference_model(self, run: OpenRun, ref: ArtifactRef, stage: str) -> None:
-        """Log the model by its address, as an output of the stage and of the pipeline: nothing is uploaded."""
+        """Log the model by its URI as an output of the stage and of the pipeline; nothing is uploaded."""
         import mlflow
         from mlflow.entities import LoggedModelOutput
 
@@ -173,15 +176,17 @@ class MlflowBackend:
             )
             model_id = model.model_id
             self._client.set_tag(run.run_id, "klear.model_id", model_id)
-        for run_id in (run.run_id, run.parent_id):  # a run's page lists its outputs, not the models that name it as their source
+        # A run's page lists its outputs, not the models whose `source_run_id` it is.
+        for run_id in (run.run_id, run.parent_id):
             self._client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
 
 
 def _scores(record: TrackedRun, ref: ArtifactRef) -> list[MetricPoint]:
-    """A model's scores under names that all models share, so that the list of runs has one column of them, with the last model's."""
+    """Return a model's scores under names that all models share, so that the run list has one column for each."""
     model = record.stage.removeprefix("evaluate_")
     if ref.kind != "evaluate" or model not in _SCORED_MODELS:
         return []
+    # The run list shows the value of the last step: the score of the last model.
     step = _SCORED_MODELS.index(model)
     scores = {name: value for name, value in ref.counts.items() if isinstance(value, float)}
     return [MetricPoint(f"score/{name}", value, record.ended_ms, step) for name, value in scores.items()]
@@ -195,13 +200,13 @@ def _links(record: TrackedRun) -> dict[str, str]:
 
 
 def _source(record: TrackedRun, file: str) -> dict[str, str]:
-    """MLflow's own tags for the column Source."""
+    """Return the tags that fill MLflow's column Source."""
     commit = {"mlflow.source.git.commit": record.git_commit} if record.git_commit else {}
     return {"mlflow.source.name": f"klear/{file}", "mlflow.source.type": "LOCAL"} | commit
 
 
 def _dataset_inputs(inputs: Sequence[InputRecord]) -> list[Any]:
-    """Our fingerprints as MLflow's data set digests, so that lineage can be walked there; the same input twice is one."""
+    """Return the inputs as MLflow data sets with our fingerprints as digests: MLflow shows lineage, duplicates once."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     found = []
@@ -214,7 +219,7 @@ def _dataset_inputs(inputs: Sequence[InputRecord]) -> list[Any]:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Errors of MLflow, of the network and of the database, as Unreachable or Refused."""
+    """Translate errors of MLflow, of the network and of the database to Unreachable or Refused."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -222,7 +227,7 @@ def _translated() -> Iterator[None]:
         yield
     except MlflowException as e:
         status = e.get_http_status_code()
-        # ENDPOINT_NOT_FOUND comes from proxies while the server behind them restarts
+        # Proxies answer ENDPOINT_NOT_FOUND while the server behind them restarts.
         is_final = 400 <= status < 500 and status not in (408, 409, 429) and e.error_code != "ENDPOINT_NOT_FOUND"
         raise (Refused if is_final else Unreachable)(_first_line(e)) from e
     except (OSError, SQLAlchemyError) as e:

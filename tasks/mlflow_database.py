@@ -1,4 +1,4 @@
-"""MLflow's SQLite file: made whole beside its place and renamed, so that a run killed while it is made leaves nothing half done."""
+"""Create MLflow's SQLite file under another name and rename it, so that a killed run leaves no incomplete database."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def database_file(tracking_uri: str) -> Path | None:
 
 
 def ensure_database(path: Path) -> None:
-    """Return once there is a usable database at `path`. One without runs that MLflow cannot use is set aside, with a warning.
+    """Return once there is a usable database at `path`; an unusable one without runs is renamed, with a warning.
 
-    Of several processes one makes it and the others wait. ConfigError if a database that MLflow cannot use holds runs.
+    One process creates it while others wait. ConfigError if a database that MLflow cannot use holds runs.
     """
     with file_lock(path.with_name(f".{path.name}.lock"), on_wait=_say_who):
         trouble = _trouble_of(path)
@@ -38,12 +38,12 @@ def ensure_database(path: Path) -> None:
             kept = path.with_name(f"{path.name}.broken-{time.time_ns()}")
             path.rename(kept)
             log.warning("MLflow's database %s holds no runs and is made again: %s; the old file is now %s", path, trouble, kept.name)
-        _remove_journals(path)  # of the file set aside: SQLite would apply them to the new one
+        _remove_journals(path)  # SQLite would apply the journals of the renamed file to the new one
         _make(path)
 
 
 def refuse_broken_with_runs(path: Path, trouble: str | None = None) -> None:
-    """ConfigError, with what to do, if a migration of the database was interrupted and it holds runs. Imports nothing heavy."""
+    """Raise ConfigError if a migration of the database was interrupted and it holds runs. Imports no heavy library."""
     trouble = _interrupted_migration(path) if trouble is None else trouble
     num_runs = _num_runs(path) if trouble else 0
     if num_runs:
@@ -55,7 +55,7 @@ def refuse_broken_with_runs(path: Path, trouble: str | None = None) -> None:
 
 
 def _trouble_of(path: Path) -> str:
-    """Why MLflow could not use the file; empty if it can."""
+    """Return why MLflow cannot use the file; empty if it can."""
     trouble = _interrupted_migration(path)
     if trouble:
         return trouble
@@ -64,7 +64,7 @@ def _trouble_of(path: Path) -> str:
 
 
 def _interrupted_migration(path: Path) -> str:
-    """What shows that a migration was begun and did not end; empty if nothing does."""
+    """Return the sign that a migration began and did not finish; empty if there is none."""
     if not path.exists() or path.stat().st_size == 0:
         return "there is no database yet"
     leftover = [table for table in _tables(path) if table.startswith("_alembic_tmp_")]
@@ -74,19 +74,19 @@ def _interrupted_migration(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Migrate an empty file under another name, then give it its own."""
+    """Migrate an empty file under another name, then rename it to `path`."""
     import mlflow.store.tracking.sqlalchemy_store as stores
 
     beside = path.with_name(f".{path.name}.new")
     beside.unlink(missing_ok=True)  # left by a process that was killed
     _remove_journals(beside)
     store = stores.SqlAlchemyStore(f"{_SQLITE}{beside}", (path.parent / "artifacts").as_uri())
-    store.engine.dispose()  # no connection may outlive the name
+    store.engine.dispose()  # no connection may stay open across the rename
     beside.rename(path)
 
 
 def _newest_version() -> str:
-    """The version that this MLflow migrates to."""
+    """Return the schema version that the installed MLflow migrates to."""
     import mlflow
     from alembic.script import ScriptDirectory
 
@@ -105,7 +105,7 @@ def _versions_in(path: Path) -> list[str]:
 
 
 def _num_runs(path: Path) -> int:
-    """How many runs it holds, also in the copy that a migration was making of that table."""
+    """Return the number of runs in the database, or in the copy of the table that a migration was making if larger."""
     if not path.exists() or path.stat().st_size == 0:
         return 0
     counts = {"runs": "SELECT count(*) FROM runs", "_alembic_tmp_runs": "SELECT count(*) FROM _alembic_tmp_runs"}

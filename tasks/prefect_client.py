@@ -1,4 +1,4 @@
-"""A client of Prefect's API for what must not wait: one short try, where Prefect's own client retries for minutes."""
+"""A client of Prefect's API that fails fast: one short attempt per request, where Prefect's own retries for minutes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def impatient_client(*, timeout_s: float) -> Iterator[SyncPrefectClient]:
-    """Yield a client that tries every request once; inside, Prefect's retries are off for this thread alone."""
+    """Yield a client that tries every request once; in the block Prefect's retries are off, for this thread only."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),  # a context variable
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),  # a context variable: other threads keep their retries
         get_client(sync_client=True, httpx_settings={"timeout": timeout_s}) as client,
     ):
         yield client

@@ -1,4 +1,4 @@
-"""What a finished stage shows on its page in Prefect: its numbers, its ledger, and the way to MLflow."""
+"""Show a finished stage on its page in Prefect: counts, ledger and a link to MLflow."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0
 _undelivered: list[ArtifactCreate] = []
-"""Summaries that the server has not taken yet; they are sent again with the next, and when it answers at the run's end."""
+"""Summaries that the server has not accepted yet; they are sent again with the next one and at the run's end."""
 
 
 def show_in_prefect(info: RunInfo, manifest: Manifest, ref: ArtifactRef) -> None:
-    """Send a Markdown artifact and, where there is a ledger, a table. Nothing happens outside a Prefect run.
+    """Send a Markdown artifact and, if there is a ledger, a table. Outside a Prefect run, do nothing.
 
-    The next stage does not wait for a server that is away: what it does not take now is kept for `deliver_summaries`.
+    The next stage does not wait for a server that is down: what it does not accept now waits for `deliver_summaries`.
     """
     from prefect.client.schemas.actions import ArtifactCreate
     from prefect.context import TaskRunContext
@@ -44,7 +44,7 @@ def show_in_prefect(info: RunInfo, manifest: Manifest, ref: ArtifactRef) -> None
 
 
 def deliver_summaries() -> None:
-    """Send the summaries that wait, in order, until one cannot be sent; that is logged."""
+    """Send the waiting summaries in order until one cannot be sent, which is logged; drop one that Prefect refuses."""
     import httpx
 
     if not _undelivered:
@@ -63,7 +63,7 @@ def deliver_summaries() -> None:
 
 
 def summary_markdown(manifest: Manifest, ref: ArtifactRef) -> str:
-    """Counts (scores among them), notes and origin, for a person."""
+    """Return a stage's counts (scores among them), notes and provenance as Markdown."""
     lines = [f"# {manifest.stage}", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value:g} |" if isinstance(value, float) else f"| {name} | {value} |" for name, value in manifest.counts.items()]
     lines += ["", *(f"- **Note:** {note}" for note in manifest.notes)]
@@ -79,7 +79,7 @@ def summary_markdown(manifest: Manifest, ref: ArtifactRef) -> str:
 
 
 def mlflow_link(run_id: str | None) -> str:
-    """A link where MLflow is a server, the run's id otherwise."""
+    """Return a Markdown link to the run if MLflow is a server, otherwise the run's id."""
     server = without_password(os.environ.get("MLFLOW_TRACKING_URI", ""))
     if run_id is None:
         return "not told yet"
@@ -87,7 +87,7 @@ def mlflow_link(run_id: str | None) -> str:
 
 
 def ledger_rows(manifest: Manifest) -> list[dict[str, str | int]]:
-    """One row a step and reason."""
+    """Return one row per step and reason."""
     rows: list[dict[str, str | int]] = []
     for step in manifest.ledger:
         rows.append({"step": step.step, "unit": step.unit, "what": "in", "count": step.num_in})

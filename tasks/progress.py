@@ -1,4 +1,4 @@
-"""Where a stage's progress shows: on the console, if there is one, and on the run's page in Prefect."""
+"""Show a stage's progress on the console, if there is one, and on the run's page in Prefect."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ FIRST_AFTER_S = 2.0
 EVERY_S = 5.0
 TIMEOUT_S = 2.0
 CLOSE_S = 5.0
-"""At a stage's end, for the last state to reach the server."""
+"""Seconds to wait at a stage's end for the last state to reach the server."""
 
 
 class Console(Protocol):
-    """What a person watching a run is told. One stage at a time."""
+    """Shows a run's stages to a person, one stage at a time."""
 
     def stage_started(self, stage: str, *, attempt: int) -> None:
-        """A stage is being built; `attempt` is above 1 if it goes on from earlier work."""
+        """Show that a stage is being built; `attempt` is above 1 if it continues earlier work."""
 
     def stage_progress(self, stage: str, done: int, total: int, note: str) -> None:
-        """`done` of `total` units of the running stage; comes often."""
+        """Show `done` of `total` units of the running stage; called often."""
 
     def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
-        """A stage has its artifact."""
+        """Show that a stage has its artifact."""
 
     def stage_failed(self, stage: str, error: BaseException, attempt: Attempt) -> None:
-        """The running stage ended without an artifact; it is tried again if `attempt` says when."""
+        """Show that the running stage failed; it is retried if `attempt.next_in_s` is not None."""
 
 
 class SilentConsole:
-    """Nobody watches."""
+    """Shows nothing; the default."""
 
     def stage_started(self, stage: str, *, attempt: int) -> None:
         """Ignore."""
@@ -57,32 +57,33 @@ _console: Console = SilentConsole()
 
 
 def set_console(console: Console) -> None:
-    """Show the stages of this process there."""
+    """Show the stages of this process on `console`."""
     global _console  # noqa: PLW0603  a process has one terminal
     _console = console
 
 
 def console() -> Console:
-    """Where stages show."""
+    """Return the console that shows the stages of this process."""
     return _console
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """The state of a progress artifact."""
+    """Content of a progress artifact."""
 
     percent: float
     text: str
 
 
 class PrefectProgress:
-    """A progress artifact on the task run's page, for stages that take longer than a moment. No call of it waits for the server.
+    """A progress artifact on the task run's page, for stages that take longer than 2 s.
 
-    Updates replace each other until a thread of its own can deliver them; `close` delivers the last state, if the server is there.
+    `update` never waits for the server: updates replace each other until a background thread delivers one. `close`
+    waits up to 5 s for the last one.
     """
 
     def __init__(self, stage: str, artifact: ProgressArtifact | None, *, first_after_s: float = FIRST_AFTER_S) -> None:
-        """Without an artifact, nothing is shown."""
+        """Show nothing if `artifact` is None."""
         self.stage = stage
         self._artifact = artifact
         self._due_at = time.monotonic() + first_after_s
@@ -99,7 +100,7 @@ class PrefectProgress:
         self._latest.put(Shown(percent=_percent(done, total), text=f"{self.stage}: {done} of {total} {note}".strip()))
 
     def close(self, *, is_done: bool) -> None:
-        """Show that the stage is done, or where it ended."""
+        """Show that the stage is done, or how far it was when it failed."""
         if self._latest is None or self._last is None:
             return
         done, total = self._last
@@ -110,7 +111,7 @@ class PrefectProgress:
 
 @dataclass(slots=True, kw_only=True)
 class ProgressArtifact:
-    """The artifact of one task run, made at its first use."""
+    """The progress artifact of one task run, created at its first use."""
 
     key: str
     flow_run_id: UUID | None
@@ -118,7 +119,7 @@ class ProgressArtifact:
     artifact_id: UUID | None = None
 
     def show(self, shown: Shown) -> None:
-        """Tell the server, in one short try."""
+        """Create or update the artifact on the server, in one short attempt."""
         from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
         with impatient_client(timeout_s=TIMEOUT_S) as client:
@@ -137,7 +138,7 @@ class ProgressArtifact:
 
 
 def artifact_of_current_run(stage: str) -> ProgressArtifact | None:
-    """Return the artifact of the task run that this is called in; None outside of one."""
+    """Return the progress artifact of the current task run; None outside of one."""
     from prefect.context import TaskRunContext
 
     context = TaskRunContext.get()

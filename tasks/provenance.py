@@ -1,4 +1,4 @@
-"""What made an artifact, for its manifest: the commit of the code and the versions of what it stands on."""
+"""Read the git commit of the code and the versions of its libraries, for an artifact's manifest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CODE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A git checkout's state."""
+    """Commit of a git checkout, and whether tracked files differ from it."""
 
     sha: str
     is_dirty: bool
@@ -36,7 +36,7 @@ class Commit:
 
 @cache
 def code_commit() -> Commit | None:
-    """The commit of the checkout that this code runs from; None if it was installed from a package."""
+    """Return the commit of the checkout that this code runs from; None if it was installed from a package."""
     if not (_CODE / ".git").exists():
         return None
     try:
@@ -48,7 +48,7 @@ def code_commit() -> Commit | None:
 
 @cache
 def versions() -> dict[str, str]:
-    """Of Python and the libraries that are installed, read without importing them."""
+    """Return the versions of Python and of the installed libraries, without importing them."""
     found = {"python": platform.python_version()}
     for library in LIBRARIES:
         try:

@@ -1,6 +1,6 @@
-"""Ray's messages to its driver, as records of our log in place of lines between ours on the terminal.
+"""Send the messages that Ray prints in its driver to our log instead of the terminal.
 
-`log_to_driver=False` silences the workers, but Ray has a thread that prints what the raylet reports whatever it is told.
+`log_to_driver=False` silences the workers, but a thread of Ray still prints what the raylet reports.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 RAYS_THREAD = "ray_listen_error_messages"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _REPORTED_BY_US = re.compile(r"A worker died or was killed|worker .*(exit|died)|The actor .*died|restart", re.IGNORECASE)
-"""A lost actor is told by the stage, with what it means for the run; the raylet's own words are for the log."""
+"""Messages about lost actors, logged as INFO only: the stage itself reports them, with the consequence for the run."""
 
 
 @contextmanager
 def ray_messages_logged() -> Iterator[None]:
-    """While the block runs, take what Ray's thread prints into the log: lost workers as INFO, all else (memory, disk) as WARNING."""
+    """Log what Ray's thread prints while the block runs: lost workers as INFO, the rest (memory, disk) as WARNING."""
     before = sys.stdout
     sys.stdout = cast("TextIO", _WithoutRay(before))
     try:
@@ -33,7 +33,7 @@ def ray_messages_logged() -> Iterator[None]:
 
 
 class _WithoutRay:
-    """A text stream that passes on what other threads write."""
+    """A text stream that logs the lines of Ray's thread and passes on what other threads write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -41,11 +41,11 @@ class _WithoutRay:
         self._is_logging = False
 
     def write(self, text: str) -> int:
-        """Log whole lines of Ray's thread."""
+        """Log complete lines of Ray's thread; write the text of other threads."""
         if threading.current_thread().name != RAYS_THREAD or self._is_logging:
             return self._stream.write(text)
         *lines, self._line = (self._line + text).split("\n")
-        self._is_logging = True  # a handler may show the record here, in this very thread
+        self._is_logging = True  # a log handler may write the record to this stream, in this thread
         try:
             for line in filter(None, (_COLOURS.sub("", line).strip() for line in lines)):
                 log.log(logging.INFO if _REPORTED_BY_US.search(line) else logging.WARNING, "Ray: %s", line)
@@ -54,5 +54,5 @@ class _WithoutRay:
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the stream's."""
+        """Delegate all other attributes to the stream."""
         return getattr(self._stream, name)

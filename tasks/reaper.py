@@ -1,4 +1,4 @@
-"""No orphans: what a process has started ends with it, also if it is killed and can clean up nothing."""
+"""End a process's descendants with it, even if it is killed and cannot clean up itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 _GRACE_S = 2.0
 _watched: set[int] = set()
-"""This process, while it is watched: one watcher is enough, and two would end each other before their work is done."""
+"""This process's id while it is watched; two watchers would end each other before their work is done."""
 
 _WATCH = """
 import os, sys, time
@@ -38,9 +38,9 @@ for ask in (psutil.Process.terminate, psutil.Process.kill):
 
 @contextmanager
 def no_orphans() -> Iterator[None]:
-    """While the block runs, a watcher in a session of its own waits for this process to die and then ends all its descendants.
+    """Run a watcher in its own session while the block runs; if this process dies, the watcher ends its descendants.
 
-    Ray ends most of its processes itself, but two agents go on for over a minute; Prefect's in-process server goes on for ever.
+    Ray ends most of its processes itself, but two agents run on for over a minute, Prefect's temporary server for ever.
     """
     own = os.getpid()
     if own in _watched:
@@ -51,7 +51,7 @@ def no_orphans() -> Iterator[None]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C and a killed process group are what it is there for
+        start_new_session=True,  # the watcher must survive Ctrl-C and a kill of the process group
     )
     _watched.add(own)
     try:

@@ -1,4 +1,4 @@
-"""The story of a run as one HTML file."""
+"""The task that writes a run's report as one HTML file, and the report of a failed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tasks.task import Inputs, stage_task
 
 @stage_task
 def report(info: RunInfo, job: ReportJob, inputs: Inputs) -> ArtifactRef:
-    """From every stage of the pipeline, by name; makes `report.html`."""
+    """Make `report.html` from the artifacts of all stages, by stage name."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:  # noqa: ARG001  there is nothing to measure
         from klear_core.report.build import build_report
@@ -30,12 +30,12 @@ def report(info: RunInfo, job: ReportJob, inputs: Inputs) -> ArtifactRef:
 
 
 def failed_report(info: RunInfo) -> Path:
-    """Where a run that failed leaves its report: beside the artifacts, for no later run may take it for the report of these settings."""
+    """Return the path of a failed run's report. It is not an artifact, so no later run can reuse it."""
     return workspace_root(info.workspace) / "failed" / info.run_id / REPORT_FILE
 
 
 def report_failure(info: RunInfo, config: PipelineConfig, inputs: Inputs, unfinished: Mapping[str, str]) -> Path:
-    """Write the report of a run that failed; `unfinished` are its stages without an artifact, with the words of the error or empty."""
+    """Write the report of a failed run; `unfinished` maps stages without an artifact to their error (may be empty)."""
     from klear_core.report.build import build_report
     from klear_core.report.inputs import StageFolder
 

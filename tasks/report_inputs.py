@@ -1,4 +1,4 @@
-"""The run as the report and the terminal take it. Imports no Prefect: a run in which all is reused needs none."""
+"""Build the input of the report and of the terminal's result. Imports no Prefect: a run that only reuses needs none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPORT_FILE = "report.html"
 
 
 def report_inputs(info: RunInfo, job: ReportJob, inputs: Mapping[str, ArtifactRef], missing: Sequence[StageFolder] = ()) -> ReportInputs:
-    """The run as the report takes it; `missing` are planned stages without an artifact, which come after the others."""
+    """Return the report's input; `missing` are planned stages without an artifact, listed after the others."""
     from klear_core.report import inputs as of
 
     commit = code_commit()
@@ -41,12 +41,12 @@ def report_inputs(info: RunInfo, job: ReportJob, inputs: Mapping[str, ArtifactRe
 
 
 def scored_model(stage: str) -> str:
-    """Return the model that an evaluation scores; empty for other stages."""
+    """Return the name of the model that an evaluation stage scores; empty for other stages."""
     return stage.removeprefix(EVALUATION) if stage.startswith(EVALUATION) else ""
 
 
 def _differences(inputs: Mapping[str, ArtifactRef]) -> Iterator[PairedDifference]:
-    """Each evaluated model against the one before it, and the last against the first."""
+    """Yield the paired differences of each evaluated model to the previous one, and of the last to the first."""
     from klear_core.evaluate.gate import compare
     from klear_core.report.inputs import PairedDifference
 

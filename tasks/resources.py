@@ -1,4 +1,4 @@
-"""Ray around a stage: started here or joined, quiet, bounded in memory, and gone afterwards."""
+"""Run Ray for one stage: start or join a cluster, silence its output, limit its memory, and shut it down afterwards."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ log = logging.getLogger(__name__)
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a warning a process
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # otherwise every process prints a warning
 }
 _LOCAL_ONLY = {
-    "RAY_AUTH_MODE": "disabled",  # our own cluster listens on this machine alone; without it Ray warns
-    "RAY_worker_niceness": "0",  # Ray's 15 lets whatever else runs here go first: beside two busy processes RL all but stood still
+    "RAY_AUTH_MODE": "disabled",  # without it Ray warns; our own cluster listens on this machine only
+    "RAY_worker_niceness": "0",  # with Ray's default, 15, RL almost stood still beside two busy processes
 }
 _JOIN_TIMEOUT_S = 10.0
 
-_STORE_FLOOR_BYTES = 128 << 20  # rollouts and Ray's own things; Ray takes no less than 75 MB
-_COPIES_OF_WEIGHTS = 6  # the version in use and the one on its way, in float32 where the file has bfloat16, and slack
+_STORE_FLOOR_BYTES = 128 << 20  # rollouts and Ray's own objects; Ray's minimum is 75 MB
+# Two versions of the weights (in use and in transfer), in float32 where the file has bfloat16 (times two), and slack.
+_COPIES_OF_WEIGHTS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a stage asks of Ray."""
+    """Ray resources of a stage."""
 
     num_cpus: int
     object_store_bytes: int
 
 
 def needs_of(cfg: RlConfig, model: Path) -> Needs:
-    """What an RL stage asks for: a CPU a thread, and room for some copies of the weights. GPUs are shared out by `plan_gpus`."""
+    """Return an RL stage's resources: one CPU per thread, room for copies of the weights. `plan_gpus` assigns GPUs."""
     runtime = cfg.runtime
     from klear_core.train.base import model_folder
 
@@ -63,9 +64,9 @@ def needs_of(cfg: RlConfig, model: Path) -> Needs:
 
 @contextmanager
 def ray_session(needs: Needs) -> Iterator[None]:
-    """Ray for the block: the cluster at RAY_ADDRESS, which stays up, or one of our own, which ends with the block.
+    """Connect to the cluster at RAY_ADDRESS, which stays up, or start one that ends with the block.
 
-    Ray's processes also end when this process is killed. ResourceError if Ray cannot start or has too few CPUs.
+    A cluster started here also ends if this process is killed. ResourceError if Ray cannot start or has too few CPUs.
     """
     os.environ.update({k: v for k, v in _QUIET.items() if k not in os.environ})
     address = os.environ.get("RAY_ADDRESS")
@@ -88,7 +89,8 @@ def _init(address: str | None, needs: Needs) -> None:
     from ray.exceptions import RayError
 
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
-    num_cpus = max(needs.num_cpus, os.cpu_count() or 1)  # logical ones, so that a learner and two actors also fit on two cores
+    # Ray's CPUs are only a count for scheduling: a learner and two actors must also fit on a machine with two cores.
+    num_cpus = max(needs.num_cpus, os.cpu_count() or 1)
     try:
         if address:
             _knock(address)
@@ -101,7 +103,7 @@ def _init(address: str | None, needs: Needs) -> None:
 
 
 def _knock(address: str) -> None:
-    """OSError if nobody listens at host:port: Ray itself would try for five minutes."""
+    """Raise OSError if nothing listens at host:port; Ray itself would retry for five minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=_JOIN_TIMEOUT_S).close()
@@ -117,7 +119,10 @@ def _check(has: dict[str, float], needs: Needs, *, where: str) -> None:
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """`ray.init` puts in a SIGTERM handler that exits; Prefect's, which makes a cancelled run Cancelled, must stay."""
+    """Restore the SIGTERM handler after the block: `ray.init` installs one that exits.
+
+    Prefect's handler must stay, because it sets a cancelled run to Cancelled. Only the main thread can set handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""GPPO reinforcement learning on Ray."""
+"""The task that trains a model by reinforcement learning (GPPO) on Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasks.task import Inputs, stage_task
 
 @stage_task
 def rl(info: RunInfo, job: RlJob, inputs: Inputs) -> ArtifactRef:
-    """From `model` and `problems`; makes a model. Learner and rollouts are Ray actors."""
+    """Train `model` on `problems`; learner and rollout workers are Ray actors."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.cluster.rl_workers import RayWorkers

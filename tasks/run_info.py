@@ -1,4 +1,4 @@
-"""Who runs a stage: the workspace, the pipeline run it belongs to, and its name there. Nothing here changes a result."""
+"""The context of a stage: its workspace, its pipeline run and its name there. None of it changes a result."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from klear_core.config.pipeline import WorkspaceConfig
 
 
 class RunInfo(Settings):
-    """Travels with every task, and is no part of its fingerprint."""
+    """Context that is passed to every task and is not part of its fingerprint."""
 
     workspace: WorkspaceConfig
     run_id: str
-    """The same for all stages of a pipeline run, and for its retries: Prefect's flow run id."""
+    """Prefect's flow run id: the same for all stages of a pipeline run and for its retries."""
     run_name: str
     stage: str
-    """The stage's name in the pipeline: `evaluate_rl`."""
+    """The stage's name in the pipeline, such as `evaluate_rl`."""
     started_at: datetime
-    """Of the pipeline run, with a time zone."""
+    """Start of the pipeline run, with a time zone."""
     run_url: str = ""
     """The flow run's page in Prefect's UI; empty without a server."""

@@ -1,4 +1,4 @@
-"""Long-CoT fine-tuning."""
+"""The task that fine-tunes a model on long chains of thought."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.task import Inputs, stage_task
 
 @stage_task
 def sft(info: RunInfo, job: SftJob, inputs: Inputs) -> ArtifactRef:
-    """From `model` and `traces`; makes a model."""
+    """Fine-tune `model` on `traces`."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.sft.loop import train_sft

@@ -1,4 +1,4 @@
-"""run_stage(): from a job to its artifact. Reuse it, or build it, and tell MLflow, Prefect and the console about it."""
+"""Run one stage: reuse or build its artifact, and report it to MLflow, Prefect and the console."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ log = logging.getLogger(__name__)
 
 
 class StageBody(Protocol):
-    """A core function with everything bound but where to write and whom to tell."""
+    """A core function with all arguments bound except its output folder and its telemetry."""
 
     def __call__(self, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
-        """Write the result under `workdir`, going on from what is there."""
+        """Write the result under `workdir`, continuing from what an earlier attempt left there."""
         ...
 
 
 def run_stage(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: StageBody) -> ArtifactRef:
-    """The artifact of this job on these inputs: found, or built by `body` and published whole.
+    """Return the artifact of this job on these inputs: an existing one, or one that `body` builds.
 
-    Of two runs that want the same artifact one builds and the other waits. A body that fails leaves its working folder for the
-    next attempt; a full disk is a ResourceError.
+    An artifact is published atomically. If two runs need the same one, one builds it and the other waits. A body that
+    fails leaves its working folder for the next attempt; a full disk is a ResourceError.
     """
     own = artifact_id(job, inputs, info.workspace)
     started = time.monotonic()
@@ -63,7 +63,7 @@ def run_stage(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: 
 
 
 class StageTelemetry:
-    """Takes a stage's numbers to its metrics file and to MLflow, and its progress to Prefect and the console."""
+    """Sends a stage's metrics to its metrics file and to MLflow, and its progress to Prefect and the console."""
 
     def __init__(self, stage: str, metrics_file: Path, run: tracking.StageRun) -> None:
         self.stage = stage
@@ -73,10 +73,10 @@ class StageTelemetry:
         self._last_step: int | None = None
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """One row, in place of all rows of this step and later ones: left by a killed attempt, or by steps that a lost learner did.
+        """Log one row; it replaces rows of this and later steps, which a killed attempt or a lost learner left.
 
-        MLflow cannot forget: there such a step is in the history twice, and the later one counts. Numbers that are not finite are
-        left out of both.
+        MLflow cannot delete metrics: there such a step is in the history twice, and the later value counts. Values that
+        are not finite are left out of both.
         """
         known = finite(metrics)
         if len(known) < len(metrics):
@@ -88,7 +88,7 @@ class StageTelemetry:
         self._run.log(known, step=step)
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """How far the stage is."""
+        """Show `done` of `total` units on the console and in Prefect."""
         console().stage_progress(self.stage, done, total, note)
         self._prefect.update(done, total, note)
 
@@ -103,7 +103,7 @@ def _build(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: Sta
     metrics_file = slot.workdir / METRICS_FILE
     with tracking.stage_run(info, job, slot.fingerprint, records, metrics_file) as run:
         summary = _run_body(body, slot.workdir, StageTelemetry(info.stage, metrics_file, run))
-        run.flush()
+        run.flush()  # first, so that `trouble` names only what MLflow does not have even now
         notes = (*summary.notes, *([run.trouble] if run.trouble else []))
         manifest = _manifest(info, job, slot, records, summary.model_copy(update={"notes": notes}))
         manifest = manifest.model_copy(update={"mlflow_run_id": run.run_id, "wall_s": round(time.monotonic() - started, 3)})

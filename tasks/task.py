@@ -1,4 +1,4 @@
-"""The one kind of Prefect task that Klear has: a stage, retried with backoff, cached by its fingerprint."""
+"""Make Prefect tasks of stages: retried with backoff, cached by fingerprint."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ StageTask = Task[[RunInfo, Any, Inputs], ArtifactRef]
 
 _FIRST_DELAY_S = 5.0
 _OURS_OR_THE_USERS = (ValidationError, TypeError, AttributeError, NameError, AssertionError, ImportError)
-"""Mistakes that a second try repeats."""
+"""Errors that a retry would repeat: wrong settings, or bugs."""
 
 
 def stage_task(function: Callable[[RunInfo, Any, Inputs], ArtifactRef]) -> StageTask:
     """Make a task of `f(info: RunInfo, job: Job, inputs: Inputs) -> ArtifactRef`.
 
-    Prefect's cache key is our fingerprint, so its UI shows Cached exactly where an artifact is reused, in the same run after
-    Retry and in other runs.
+    The cache key is our fingerprint, so Prefect's UI shows Cached exactly where an artifact is reused, both after Retry
+    in the same run and in other runs.
     """
     decorate = task(
         task_run_name="{info.stage}",
         retry_jitter_factor=0.5,
         retry_condition_fn=is_worth_a_retry,
         cache_key_fn=cache_key,
-        persist_result=True,
+        persist_result=True,  # Prefect caches only persisted results
         result_serializer="json",
     )
     return decorate(function)
 
 
 def in_workspace(stage: StageTask, workspace: WorkspaceConfig) -> StageTask:
-    """The task with the workspace's patience, and its results kept there: a retry in another process must find them."""
+    """Return the task with the workspace's retries, timeout and result storage, where other processes find results."""
     return stage.with_options(
         retries=workspace.retries,
         retry_delay_seconds=exponential_backoff(_FIRST_DELAY_S)(workspace.retries),
@@ -55,27 +55,27 @@ def in_workspace(stage: StageTask, workspace: WorkspaceConfig) -> StageTask:
 
 
 def is_worth_a_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:  # noqa: ARG001  Prefect's signature
-    """No for a wrong config, bad data and bugs; yes for what may pass (disk, network, a lost worker)."""
+    """Return whether the error may be transient (disk, network, lost worker): not a wrong config, bad data or a bug."""
     return _may_pass(state.data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One try of a stage, and when the next one comes if this one fails."""
+    """One attempt at a stage, and the delay of the next if this one fails."""
 
     number: int
     of: int
     next_in_s: float | None
-    """Seconds, on average; None if there is no further try."""
+    """Mean delay in seconds before the next attempt; None if there is none."""
 
 
 def this_attempt(error: BaseException) -> Attempt:
-    """Return which try of the current task run `error` ends; outside a task run there is one try."""
+    """Return the attempt of the current task run that `error` ended; outside a task run there is only one."""
     context = TaskRunContext.get()
     if context is None:
         return Attempt(number=1, of=1, next_in_s=None)
     tries = context.task.retries + 1
-    number = (context.task_run.run_count - 1) % tries + 1  # a flow run that is retried counts on
+    number = (context.task_run.run_count - 1) % tries + 1  # Prefect keeps counting when the flow run is retried
     if number == tries or not _may_pass(error):
         return Attempt(number=number, of=number, next_in_s=None)
     delays = context.task.retry_delay_seconds
@@ -92,6 +92,6 @@ def _may_pass(error: object) -> bool:
 
 
 def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:  # noqa: ARG001  Prefect's signature
-    """`kind-fingerprint`, which is also the result's file name."""
+    """Return `kind-fingerprint`, which is also the name of the result file."""
     own = artifact_id(parameters["job"], parameters["inputs"], parameters["info"].workspace)
     return f"{own.kind}-{own.fingerprint}"

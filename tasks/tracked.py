@@ -1,4 +1,4 @@
-"""Records of what MLflow is told about a run, and those that it could not be told yet, as files of the workspace."""
+"""Records of what MLflow is sent about a run; those that it has not received yet are files in the workspace."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ RunStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 POINTS_A_REQUEST = 500  # MLflow takes up to 1000 metrics
 MAX_WAITING = 500
-"""Records that wait on disk, one a stage; beyond that the oldest are dropped."""
+"""Most records that wait on disk, one per stage; beyond that the oldest are dropped."""
 
 
 class Unreachable(Exception):  # noqa: N818  a state of the server, not a mistake
-    """MLflow gives no answer, or one that says to come again."""
+    """Raised if MLflow does not answer, or answers with an error that a retry may solve."""
 
 
 class Refused(Exception):  # noqa: N818
-    """MLflow answers that it will not take this record, however often it is sent."""
+    """Raised if MLflow refuses a record for good: sending it again would not help."""
 
 
 class TrackedRun(Settings):
-    """What MLflow is told about one run, but for its metrics, which are in a file."""
+    """All that MLflow is sent about one run except its metrics, which are in a file."""
 
     server: str
-    """Host and port, or the database's file."""
+    """Host and port of the server, or the path of the database file."""
     run_id: str
-    """Prefect's id of the pipeline run."""
+    """Prefect's flow run id of the pipeline run."""
     run_name: str
     run_url: str = ""
     stage: str = ""
-    """Empty for the pipeline itself."""
+    """Stage name; empty for the pipeline run itself."""
     kind: str = ""
     fingerprint: str = ""
     params: dict[str, str] = {}
@@ -49,13 +49,13 @@ class TrackedRun(Settings):
     git_commit: str = ""
     metrics_file: str = ""
     ref: ArtifactRef | None = None
-    """The artifact, once there is one."""
+    """The stage's artifact; None until it exists."""
     status: RunStatus = "RUNNING"
     ended_ms: int = 0
 
 
 class MetricPoint(NamedTuple):
-    """One number at one step."""
+    """One metric value at one step."""
 
     name: str
     value: float
@@ -64,7 +64,7 @@ class MetricPoint(NamedTuple):
 
 
 class OpenRun(NamedTuple):
-    """MLflow's ids of a stage's run and of its parent, and how the parent had ended before it was opened again, if it had."""
+    """MLflow's ids of a stage's run and its parent; `parent_ended` is the parent's status if it had to be reopened."""
 
     run_id: str
     parent_id: str
@@ -72,22 +72,22 @@ class OpenRun(NamedTuple):
 
 
 class Backend(Protocol):
-    """Takes records to MLflow. Every method raises Unreachable or Refused; repeating a call changes nothing more."""
+    """Sends records to MLflow. Every method may raise Unreachable or Refused; every call is idempotent."""
 
     def open(self, record: TrackedRun) -> OpenRun:
-        """Open the stage's run and its parent, or go on with those that are there, and log parameters and inputs."""
+        """Open the stage's run and its parent, or reopen existing ones, and log parameters and inputs."""
         ...
 
     def last_step(self, run_id: str, name: str) -> int | None:
-        """Return the last step at which a metric is known."""
+        """Return the last step with a value of the metric; None if there is none."""
         ...
 
     def log_metrics(self, run_id: str, points: list[MetricPoint]) -> None:
-        """Send numbers, at most `POINTS_A_REQUEST`."""
+        """Send metric values, at most `POINTS_A_REQUEST`."""
         ...
 
     def finish(self, run: OpenRun, record: TrackedRun) -> None:
-        """Record what came out of the stage."""
+        """Record the stage's artifact."""
         ...
 
     def end(self, run_id: str, status: RunStatus, at_ms: int) -> None:
@@ -100,14 +100,14 @@ class Backend(Protocol):
 
 
 class Undelivered:
-    """A folder of records that MLflow could not be told yet, one file a run; safe to use by several processes."""
+    """A folder of records that MLflow has not received yet, one file per run; several processes can use it."""
 
     def __init__(self, folder: Path, *, max_records: int = MAX_WAITING) -> None:
         self.folder = folder
         self._max_records = max_records
 
     def save(self, record: TrackedRun) -> None:
-        """Keep a record, in place of an earlier one of the same run."""
+        """Save a record, replacing an earlier one of the same run; drop the oldest records beyond the limit."""
         self.folder.mkdir(parents=True, exist_ok=True)
         beside = self._file(record).with_suffix(f".{time.time_ns()}.tmp")
         beside.write_text(record.model_dump_json())
@@ -118,11 +118,11 @@ class Undelivered:
             log.warning("%s: dropped, for more than %d records wait for MLflow; its metrics stay in metrics.jsonl", file, self._max_records)
 
     def forget(self, record: TrackedRun) -> None:
-        """Drop the record of this run, if there is one."""
+        """Delete the record of this run, if there is one."""
         self._file(record).unlink(missing_ok=True)
 
     def records(self, server: str) -> list[TrackedRun]:
-        """Those for one server, oldest first, a pipeline's after those of its stages."""
+        """Return the records for one server, oldest first, a pipeline's after those of its stages."""
         found = []
         for file in self.folder.glob("*.json"):
             try:
@@ -143,7 +143,7 @@ class Undelivered:
 
 
 def server_name(uri: str) -> str:
-    """Return what may be shown of a tracking URI: host and port, or a file; never a user's name or password."""
+    """Return the part of a tracking URI that may be shown: host and port, or a file; never a user name or password."""
     parts = urlsplit(uri)
     if parts.scheme.startswith("sqlite"):
         return parts.path.removeprefix("/")
@@ -151,5 +151,5 @@ def server_name(uri: str) -> str:
 
 
 def without_password(text: str) -> str:
-    """Return a message of a library without the user names and passwords of the addresses in it."""
+    """Return the text with user names and passwords removed from the URLs in it."""
     return re.sub(r"://[^/@\s]+@", "://", text)

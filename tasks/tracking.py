@@ -1,7 +1,7 @@
-"""What a run tells MLflow. Training never waits for it, and no trouble of its ends a run.
+"""Track runs in MLflow. Training never waits for it, and an outage of MLflow never ends a run.
 
-`metrics.jsonl` is the truth, MLflow a view of it. What cannot be told waits: a running stage's numbers in memory, and once it has ended
-its record on disk. They are sent as soon as MLflow answers: by the same stage, at its end, or by a later stage or run.
+`metrics.jsonl` is the source of truth, MLflow a view of it. What MLflow does not receive waits: a running stage's
+metrics in memory, an ended stage's record on disk. This stage or a later stage or run sends it once MLflow answers.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ log = logging.getLogger(__name__)
 _PARAM_CHARS = 6000  # MLflow's limit of a param's value
 
 _parents: dict[tuple[str, str], str] = {}
-"""Parent runs opened by this process, by tracking URI and pipeline run."""
+"""MLflow ids of the parent runs opened by this process, by tracking URI and pipeline run id."""
 
 
 def tracking_uri(workspace: WorkspaceConfig) -> str:
-    """MLFLOW_TRACKING_URI, or a SQLite file in the workspace."""
+    """Return MLFLOW_TRACKING_URI if it is set, else the URI of a SQLite file in the workspace."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{workspace_root(workspace)}/mlflow/mlflow.db"
 
 
 @contextmanager
 def stage_run(info: RunInfo, job: Job, fingerprint: str, inputs: Sequence[InputRecord], metrics_file: Path) -> Iterator[StageRun]:
-    """The stage's run, opened or gone on with, and closed with the right status; if MLflow is away, its records wait.
+    """Yield the stage's run, new or reopened, and close it with the block's status; its records wait if MLflow is down.
 
-    ConfigError if MLflow refuses the first run of a pipeline, so that wrong credentials are known before anything is spent.
+    ConfigError if MLflow refuses the first stage of a pipeline run, so that wrong credentials show before work starts.
     """
     uri = tracking_uri(info.workspace)
     record = _record_of(info).model_copy(
@@ -74,18 +74,18 @@ def stage_run(info: RunInfo, job: Job, fingerprint: str, inputs: Sequence[InputR
 
 
 def status_now() -> RunStatus:
-    """How a block that is being left ends, for use in `finally`: Ctrl-C and a cancellation are no failures."""
+    """Return the status of the block that is ending, for use in `finally`: KILLED for Ctrl-C and cancellation."""
     error = sys.exc_info()[1]
     return "FINISHED" if error is None else "FAILED" if isinstance(error, Exception) else "KILLED"
 
 
 def parent_run_id(info: RunInfo) -> str | None:
-    """The pipeline's run, if a stage has opened it: a run that only reuses leaves no trace in MLflow."""
+    """Return MLflow's id of the pipeline's run; None if no stage opened it: a run that only reuses is not tracked."""
     return _parents.get((tracking_uri(info.workspace), info.run_id))
 
 
 def end_pipeline(info: RunInfo, status: RunStatus) -> None:
-    """Close the pipeline's run, if a stage has told MLflow of it or wanted to, and say what MLflow could not be told."""
+    """Close the pipeline's run if a stage opened it or left a record, and log what MLflow has not received."""
     record = _record_of(info).model_copy(update={"status": status, "ended_ms": now_ms()})
     undelivered = _undelivered(info.workspace)
     is_begun = parent_run_id(info) is not None or any(r.run_id == info.run_id for r in undelivered.records(record.server))
@@ -94,6 +94,7 @@ def end_pipeline(info: RunInfo, status: RunStatus) -> None:
     undelivered.save(record)
     connection = _connection(info.workspace)
     connection.try_now()
+    # No stage is called "-": send every record, the pipeline's last, with this run as the current one.
     connection.deliver_waiting(but=f"{info.run_id}/-")
     left = undelivered.records(record.server)
     if left:
@@ -111,7 +112,7 @@ def end_pipeline(info: RunInfo, status: RunStatus) -> None:
 
 
 def flat_params(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted names and text; lists stay whole."""
+    """Return nested settings as dotted names with text values; a list is one value."""
     flat: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, dict):
@@ -122,7 +123,7 @@ def flat_params(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str
 
 
 def _record_of(info: RunInfo) -> TrackedRun:
-    """The pipeline's record."""
+    """Return the record of the pipeline's run."""
     commit = code_commit()
     return TrackedRun(
         server=server_name(tracking_uri(info.workspace)),
