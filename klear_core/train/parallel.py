@@ -116,7 +116,7 @@ def _device_of_rank(runtime: TrainRuntime, index: int, num_wanted: int) -> torch
 
 
 def pack_share(rows: Sequence[Row], runtime: TrainRuntime, world: World) -> PackedBatch:
-    """Return this rank's micro-batches of a step's rows. Prompts are shared on CPU only: CUDA's kernels do not support it."""
+    """Return this rank's micro-batches of a step's rows. Prompts are shared on CPU only: no CUDA kernel supports it."""
     return pack(
         rows,
         tokens_per_microbatch=runtime.tokens_per_microbatch,

@@ -79,11 +79,10 @@ class _Rank:
 def run_ranks(body: Body[R], runtime: TrainRuntime, telemetry: Telemetry) -> R:
     """Run `body` on every rank and return rank 0's result; its telemetry and log records are emitted in this process.
 
-    Each rank is a process: its GPU memory is free afterwards, and if NCCL's watchdog or the kernel kills it, this call
-    raises an error instead of ending this process. `body` and its result must be picklable. A single rank on the CPU
-    runs in this process: importing torch a second time would cost seconds and gain nothing.
-    A rank's exception is raised here; ResourceError if a rank dies without one. No rank outlives this call
-    or this process.
+    Each rank is a process: its GPU memory is free afterwards, and if NCCL's watchdog or the operating system kills it,
+    this call raises an error instead of ending this process. `body` and its result must be picklable. A single rank on
+    the CPU runs in this process: importing torch a second time would cost seconds and gain nothing.
+    A rank's exception is raised here; ResourceError if a rank dies without one. No rank outlives this call or process.
     """
     if runtime.num_workers == 1 and pick_device(runtime.device).type == "cpu":
         with join_world(runtime, rank=0, init_method="") as world:
@@ -134,7 +133,7 @@ def _hear_out(ranks: Sequence[_Rank], telemetry: Telemetry) -> Any:
                 dead.append(rank)
             elif isinstance(message, _Raised):
                 del talking[rank.inbox]
-                # A RuntimeError of torch may be a mere effect of another rank's failure: wait for that. Raise others now.
+                # A RuntimeError of torch may only follow from another rank's failure: wait for that. Raise others now.
                 if isinstance(message.error, KlearError) or not isinstance(message.error, RuntimeError):
                     raise message.error
                 # The earliest of several is the most likely cause.

@@ -1,8 +1,9 @@
 // Causal attention of a training step in float32 over a line of tokens, forward and backward. HEAD_DIM is a macro.
 //
-// Segment r of the line is bounds[r] .. bounds[r + 1]. Segments come in families; the first of a family is a prefix that its others see
-// whole. Queries, keys and values are [tokens][heads][HEAD_DIM]; query heads share key heads in equal groups. A family and a key head are
-// one unit of work, and nobody else writes its gradients, so results do not depend on the number of threads.
+// Segment r of the line is bounds[r] .. bounds[r + 1]. Segments come in families; the first of a family is a prefix
+// that its others see in full. Queries, keys and values are [tokens][heads][HEAD_DIM]; query heads share key heads in
+// equal groups. One unit of work is a family and a key head. No other unit writes to its gradients, so results do not
+// depend on the number of threads.
 
 #include <math.h>
 #include <stdint.h>
@@ -12,7 +13,7 @@
 #include "native.h"
 
 #define LANES 16
-#define BLOCK 8 // queries at a time: their products with a vector of keys fill half of the registers
+#define BLOCK 8 // queries per block: their products with a vector of keys fill half of the registers
 #define CHUNKS (HEAD_DIM / LANES)
 
 typedef float vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -58,7 +59,7 @@ static scratch take(const shape *s, int64_t family) {
     return (scratch){all, all + HEAD_DIM * width, all + 2 * HEAD_DIM * width, all + (2 * HEAD_DIM + BLOCK) * width, width};
 }
 
-// Tokens of a head into columns at .. at + count.
+// Copy tokens of a head into columns at .. at + count.
 static void transpose(const float *from, int64_t stride, int64_t count, float *columns, int64_t width, int64_t at) {
     for (int64_t t = 0; t < count; t++)
         for (int d = 0; d < HEAD_DIM; d++) columns[d * width + at + t] = from[t * stride + d];
@@ -108,12 +109,12 @@ static void copy_block(const float *from, int64_t stride, int64_t count, float f
         for (int d = 0; d < HEAD_DIM; d++) block[q * HEAD_DIM + d] = factor * from[q * stride + d];
 }
 
-// What a query does not see of whole vectors up to `count` columns.
+// Hide the columns that a query does not see, up to `count` rounded up to full vectors.
 static void hide(float *scores, int64_t seen, int64_t count) {
     for (int64_t k = seen; k < whole(count); k++) scores[k] = -INFINITY;
 }
 
-// Scores become exp(score - largest), of hidden columns 0; the sum of a query's is returned.
+// Replace a query's scores by exp(score - largest), which is 0 in hidden columns, and return their sum.
 static float exponentials(float *restrict scores, int64_t count, float *largest) {
     float best[LANES], sums[LANES] = {0}, sum = 0;
     for (int i = 0; i < LANES; i++) best[i] = scores[i];
@@ -133,13 +134,13 @@ static float exponentials(float *restrict scores, int64_t count, float *largest)
     return sum;
 }
 
-// Weights again from scores, and the derivatives by the scores in place of those by the weights.
+// Replace scores by softmax weights, and derivatives by the weights (pulls) by derivatives by the scores.
 static void softmax_gradient(float *restrict scores, float *restrict pulls, float log_sum, float mean, int64_t count) {
     for (int64_t k = 0; k < count; k += LANES)
 #pragma omp simd
         for (int i = 0; i < LANES; i++) {
             const float x = scores[k + i] - log_sum;
-            scores[k + i] = exp_of_nonpositive(x > 0 ? 0 : x); // rounding can take it above
+            scores[k + i] = exp_of_nonpositive(x > 0 ? 0 : x); // rounding can take x above 0
             pulls[k + i] = scores[k + i] * (pulls[k + i] - mean);
         }
 }
@@ -162,7 +163,7 @@ static void forward_block(const shape *s, const segment *it, int64_t first, int6
         for (int d = 0; d < HEAD_DIM; d++) out[(token + i) * stride + head * HEAD_DIM + d] = sum[i * HEAD_DIM + d] / sums[i];
 }
 
-// out[tokens][heads][HEAD_DIM]; log_sums[tokens][heads] are for the way back.
+// out[tokens][heads][HEAD_DIM]; log_sums[tokens][heads] are for the backward pass.
 void attention_forward(int64_t num_families, int64_t num_heads, int64_t num_kv_heads, const int32_t *bounds, const int32_t *families,
                        float scale, const float *q, const float *k, const float *v, float *out, float *log_sums) {
     const shape s = {bounds, families, num_heads, num_kv_heads, scale};
@@ -203,7 +204,7 @@ static void backward_block(const shape *s, const segment *it, int64_t first, int
     for (int64_t i = 0; i < BLOCK; i++) {
         float mean = 0;
         for (int d = 0; i < count && d < HEAD_DIM; d++) mean += pull[i * HEAD_DIM + d] * t->out[at + i * stride + d];
-        const int64_t visible = i < count ? it->seen + first + i + 1 : 0; // what fills up the block sees nothing
+        const int64_t visible = i < count ? it->seen + first + i + 1 : 0; // rows that fill up the block see nothing
         const float log_sum = i < count ? t->log_sums[(token + i) * s->num_heads + head] : 0;
         hide(w->weights + i * w->width, visible, seen);
         softmax_gradient(w->weights + i * w->width, w->pulls + i * w->width, log_sum, mean, seen);
@@ -218,7 +219,7 @@ static void backward_block(const shape *s, const segment *it, int64_t first, int
     spread(w->weights + it->seen, w->width, pull, own, t->dv + start, kv_stride);
 }
 
-// dk and dv come as zeros.
+// The caller sets dk and dv to zero, because gradients are added to them.
 void attention_backward(int64_t num_families, int64_t num_heads, int64_t num_kv_heads, const int32_t *bounds, const int32_t *families,
                         float scale, const float *q, const float *k, const float *v, const float *out, const float *log_sums,
                         const float *dout, float *dq, float *dk, float *dv) {

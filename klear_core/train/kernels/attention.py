@@ -1,4 +1,4 @@
-"""Causal attention over a packed line, plugged into any `transformers` model through its attention registry.
+"""Provide causal attention over a packed line to any `transformers` model, through its attention registry.
 
 Axis letters: T tokens, K query heads, G key and value heads, D head size.
 """
@@ -23,7 +23,7 @@ NAME = "klear"
 
 
 def register() -> None:
-    """Make `attn_implementation="klear"` known to transformers. It builds no mask: causality and row bounds are ours."""
+    """Register `attn_implementation="klear"` with transformers, which then builds no mask: `attend` needs none."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -40,12 +40,16 @@ def attend(
     micro: MicroBatch | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: causal attention within each row of `micro`; the result has tokens before heads."""
+    """Compute causal attention within each row of `micro`; the result has tokens before heads.
+
+    transformers calls this from each layer, with the keyword arguments that the model was called with.
+    """
     assert attention_mask is None, "klear attention is given segments of a line, not masks"
-    if micro is None:  # a model that drops it would let packed rows see each other
+    if micro is None:  # the model dropped it: packed rows would see each other
         raise ConfigError(f"{type(module).__name__} does not hand attention arguments down to its layers; Klear cannot pack rows for it")
     _refuse_what_we_do_not_compute(module, others)
     query_1KTD, key_1GTD, value_1GTD = micro.context.trade_tokens(query_1KTD, key_1GTD, value_1GTD)
+    # A micro-batch is one line, so the batch axis has size 1.
     q_TKD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_1KTD, key_1GTD, value_1GTD))
     return micro.context.trade_heads(_attend(q_TKD, k_TGD, v_TGD, micro, scaling)[None]), None
 
@@ -60,21 +64,26 @@ def _attend(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, micro: MicroBatch, scal
 
 
 def by_segment(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, families: Tensor, scaling: float) -> Tensor:
-    """One call of torch's attention for each segment: for types and devices that no kernel of ours serves, and to check those."""
+    """Compute attention with one call of torch's attention per segment.
+
+    It serves dtypes and devices that no kernel serves, and checks the kernels in tests.
+    """
     ends, outs = bounds.tolist(), []
     for first, end in pairwise(families.tolist()):
         prefix = slice(ends[first], ends[first + 1])
         for segment in range(first, end):
             own = slice(ends[segment], ends[segment + 1])
             is_prefixed = segment > first
+            # After a shared prompt, a segment also sees the complete prompt.
             keys, values = ((torch.cat([x[prefix], x[own]]) if is_prefixed else x[own]) for x in (k_TGD, v_TGD))
             outs.append(_lower_right(q_TKD[own], keys, values, scaling))
     return torch.cat(outs)
 
 
 def _lower_right(q_TKD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scaling: float) -> Tensor:
-    """Causal attention of the last T of S tokens."""
+    """Compute causal attention of the last T of S tokens."""
     num_queries, num_keys = len(q_TKD), len(k_SGD)
+    # `is_causal` lines up the first query with the first key, which is right for T = S only; otherwise build the mask.
     mask_TS = None
     if num_keys > num_queries:
         mask_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_TKD.device).tril(num_keys - num_queries)
@@ -95,7 +104,7 @@ def _varlen_kernel(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, 
         return out
     from torch.nn.attention.varlen import varlen_attn
 
-    how: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # all that came before, nothing after
+    how: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # causal: all tokens before, none after
     if _varlen_attn_wants_gqa():
         how["enable_gqa"] = True
     out = varlen_attn(q_TKD, k_TGD, v_TGD, bounds, bounds, max_len, max_len, **how)  # type: ignore[assignment]
@@ -109,7 +118,7 @@ def _has_flash_attn() -> bool:
 
 @cache
 def _varlen_attn_wants_gqa() -> bool:
-    """Before torch 2.12 grouped heads needed no flag."""
+    """Return whether grouped heads need a flag; before torch 2.12 they did not."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters

@@ -1,4 +1,6 @@
-"""Attention over a packed line on CPU in float32, in compiled C: causal work alone, no padding, shared prompts read where they lie.
+"""Compute attention over a packed line on CPU in float32, in compiled C.
+
+Only causal products are computed, without padding, and shared prompts are read in place.
 
 Axis letters: T tokens, K query heads, G key and value heads, D head size.
 """
@@ -18,17 +20,17 @@ from klear_core.native import call, compile_c
 
 _SOURCE = Path(__file__).with_name("attention.c")
 _SIGNATURES = {"attention_forward": "lllppfppppp", "attention_backward": "lllppfppppppppp"}
-_LANES = 16
+_LANES = 16  # floats of a vector, as in the C source
 
 
 def serves(q_TKD: Tensor) -> bool:
-    """Whether `attend` computes for such tensors on this machine."""
+    """Return whether `attend` supports such tensors on this machine."""
     fits = q_TKD.device.type == "cpu" and q_TKD.dtype == torch.float32 and q_TKD.shape[2] % _LANES == 0
     return fits and _library(q_TKD.shape[2]) is not None
 
 
 def attend(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, families: Tensor, scaling: float) -> Tensor:
-    """Segments and families as in `MicroBatch`."""
+    """Compute causal attention within segments; see `MicroBatch` for `bounds` and `families`."""
     return _Attention.apply(q_TKD, k_TGD, v_TGD, bounds, families, scaling)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -36,6 +38,7 @@ class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, families: Tensor, scaling: float) -> Tensor:
         q_TKD, k_TGD, v_TGD = q_TKD.contiguous(), k_TGD.contiguous(), v_TGD.contiguous()
+        # log_sums: the log of each query's sum of exponentials, from which backward computes the weights again.
         out_TKD, log_sums_TK = torch.empty_like(q_TKD), torch.empty(q_TKD.shape[:2])
         ctx.line = (len(families) - 1, q_TKD.shape[1], k_TGD.shape[1], bounds, families, scaling)
         call(_library(q_TKD.shape[2]), "attention_forward", *ctx.line, q_TKD, k_TGD, v_TGD, out_TKD, log_sums_TK)
@@ -44,8 +47,9 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout_TKD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        saved = ctx.saved_tensors  # once: activation checkpointing gives them no second time
+        saved = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
         q_TKD, k_TGD, v_TGD, _, _ = saved
+        # The C code assigns dq, but adds to dk and dv.
         grads = torch.empty_like(q_TKD), torch.zeros_like(k_TGD), torch.zeros_like(v_TGD)
         call(_library(q_TKD.shape[2]), "attention_backward", *ctx.line, *saved, dout_TKD.contiguous(), *grads)
         return *grads, None, None, None

@@ -1,4 +1,4 @@
-"""Functions that torch.compile makes kernels of, for as long as it can."""
+"""Compile functions with torch.compile, and fall back to the plain function where that fails."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 Backend = str | Callable[..., Any]
-"""One of torch.compile's."""
+"""Backend of torch.compile, by name or as a callable."""
 
 
 class Compiled(Generic[R]):
-    """Called as the function itself, which takes over for good, with a warning, when it cannot be compiled."""
+    """Calls a function compiled; after a compiler error, warns and calls it uncompiled from then on."""
 
     def __init__(self, function: Callable[..., R], backend: Backend) -> None:
         self._function = function
@@ -24,15 +24,16 @@ class Compiled(Generic[R]):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether kernels run, as far as is known: the first call makes them, and may fail."""
+        """Return whether a compiled kernel is in use; the first call compiles it, which may still fail."""
         return self._kernel is not None
 
     def __call__(self, *given: Any) -> R:
-        """What the function gives. Keyword arguments are not taken."""
+        """Return the function's result. Only positional arguments are supported."""
         if self._kernel is not None:
             try:
                 return self._kernel(*given)
             except compiler_errors() as e:
+                # For good: compiling again would fail again, seconds later, in every call.
                 self._kernel = None
                 what = f"{type(e).__name__}: {e}"
                 log.warning("%s runs uncompiled, at more memory traffic: torch.compile failed with %s", self._function.__name__, what)
@@ -40,7 +41,7 @@ class Compiled(Generic[R]):
 
 
 def compiler_errors() -> type[Exception]:
-    """Whatever goes wrong before a kernel runs: no Triton, no C compiler, a graph that it cannot lower."""
+    """Return the class of errors before a kernel runs: no Triton, no C compiler, a graph that cannot be lowered."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException

@@ -1,7 +1,7 @@
 // RMS norm, rotation and gate of a training step in float32, forward and backward, each in one pass over memory. HEAD_DIM is a macro.
 //
-// N rows (tokens, or heads of tokens), C elements of a row. Sums over rows are left in parts of PART rows each, so that neither the
-// number of threads nor the length of a sum shows in the result.
+// N rows (tokens, or heads of tokens), C elements of a row. Sums over rows are returned as partial sums of PART rows
+// each, so that neither the number of threads nor the length of a sum affects the result.
 
 #include <math.h>
 #include <stdint.h>
@@ -44,7 +44,7 @@ void norm_forward(int64_t N, int64_t C, const float *x, const float *weight, flo
     }
 }
 
-// dweight[parts][C] comes as zeros.
+// The caller sets dweight[parts][C] to zero, because gradients are added to it.
 void norm_backward(int64_t N, int64_t C, const float *dy, const float *x, const float *weight, float eps, float *dx, float *dweight) {
 #pragma omp parallel for schedule(static) if (N * C > 32768)
     for (int64_t part = 0; part < (N + PART - 1) / PART; part++)
@@ -52,7 +52,7 @@ void norm_backward(int64_t N, int64_t C, const float *dy, const float *x, const 
             norm_gradient(dy + n * C, x + n * C, weight, C, eps, dx + n * C, dweight + part * C);
 }
 
-// Norm of each head, then its rotation by the token's angles cosine[N][D], sine[N][D]. x and y are [N][heads][D].
+// Normalise each head, then rotate it by the token's angles cosine[N][D], sine[N][D]. x and y are [N][heads][D].
 void turn_forward(int64_t N, int64_t heads, const float *x, const float *weight, const float *cosine, const float *sine, float eps, float *y) {
 #pragma omp parallel for schedule(static) if (N * heads * HEAD_DIM > 32768)
     for (int64_t n = 0; n < N; n++)
@@ -88,7 +88,7 @@ void turn_backward(int64_t N, int64_t heads, const float *dy, const float *x, co
 }
 
 static inline float logistic(float x) {
-    const float e = exp_of_nonpositive(-fabsf(x)); // without overflow
+    const float e = exp_of_nonpositive(-fabsf(x)); // exp of a number <= 0 cannot overflow
     return (x < 0 ? e : 1.0f) / (1.0f + e);
 }
 

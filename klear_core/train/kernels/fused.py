@@ -1,7 +1,7 @@
-"""Norms, rotations and gates of a Qwen3 under training, each in one compiled pass, forward and backward, instead of five to ten.
+"""Compute norms, rotations and gates of a Qwen3 under training in one compiled pass each, forward and backward.
 
-Here are the passes for float32 on CPU; those on CUDA are in `fused_cuda`. What is neither, and what is no plain Qwen3, goes through
-transformers' own operations as before.
+transformers' own operations take five to ten passes each. The passes for float32 on CPU are here, those for CUDA in
+`fused_cuda`. All other dtypes and devices, and models that are no plain Qwen3, use transformers' operations.
 Axis letters: B rows, T tokens, H heads, D head size.
 """
 
@@ -24,17 +24,18 @@ from klear_core.train.kernels.fused_cuda import kernels
 
 _SOURCE = Path(__file__).with_name("fused.c")
 _PART = 256
-"""Rows of one partial sum, as in the C source."""
+"""Rows per partial sum; must equal PART in the C source."""
 
 
 def fuse(hf: nn.Module) -> None:
-    """Let the modules of a transformers Qwen3 use the compiled passes; nothing changes for other models."""
+    """Make the modules of a transformers Qwen3 use the compiled passes; leave other models unchanged."""
     if not any(type(m) is Qwen3Attention for m in hf.modules()):
         return
     for module in hf.modules():
         fused = _FUSED.get(type(module))
         if fused is not None:
-            module.__class__ = fused  # a class, not a closure: copies and shards of the model keep working
+            # Replace the class rather than the bound method, so that copies and shards of the model keep working.
+            module.__class__ = fused
 
 
 class _Norm(Qwen3RMSNorm):  # type: ignore[misc]
@@ -63,6 +64,7 @@ class _Attention(Qwen3Attention):  # type: ignore[misc]
             qkv = self._on_cpu(hidden_states, *position_embeddings)
         else:
             return super().forward(hidden_states, position_embeddings, **others)  # type: ignore[no-any-return]
+        # [B, T, H, D] -> [B, H, T, D], as transformers calls its attention functions.
         heads_first = (x.transpose(1, 2) for x in qkv)
         dropout = self.attention_dropout if self.training else 0.0
         out, _ = attention.attend(self, *heads_first, scaling=self.scaling, dropout=dropout, sliding_window=self.sliding_window, **others)
@@ -75,6 +77,7 @@ class _Attention(Qwen3Attention):  # type: ignore[misc]
         return *kernels().turn(q_BTHD, k_BTHD, self.q_norm.weight, self.k_norm.weight, cos_BTD, sin_BTD, eps), v_BTHD
 
     def _on_cpu(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
+        # transformers gives one table of angles for all rows; the C code reads one per token.
         angles = tuple(a.expand(*x.shape[:2], -1).contiguous() for a in angles)
         qkv_BTHD = _joined(x, self.q_proj, self.k_proj, self.v_proj).view(*x.shape[:-1], -1, self.head_dim)
         num_kv_heads = self.k_proj.out_features // self.head_dim
@@ -90,12 +93,16 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {Qwen3RMSNorm: _Norm, Qwen3MLP:
 
 
 def _joined(x: Tensor, *projections: nn.Linear) -> Tensor:
-    """What all of them make of x, side by side: one wide product is faster than narrow ones, and its gradient for x needs no sum."""
+    """Return the outputs of all projections of x side by side.
+
+    One wide product is faster than narrow ones, and its gradient for x needs no sum.
+    """
     return F.linear(x, torch.cat([p.weight for p in projections]))
 
 
 def _fits(x: Tensor, weight: Tensor, head_dim: int | None = None) -> bool:
-    """Whether the C functions serve these, and there are any on this machine."""
+    """Return whether the C functions support such tensors and could be compiled on this machine."""
+    # The C code computes in float32 only; under autocast callers expect half precision.
     is_plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return is_plain and _library(head_dim or _ANY_HEAD_DIM) is not None
 
@@ -106,6 +113,7 @@ class _NormPass(Function):
         x, y = x.contiguous(), torch.empty(x.shape)
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
+        # All leading axes are flattened: C sees a matrix of rows.
         _call("norm_forward", x.numel() // len(weight), len(weight), x, weight, eps, y)
         return y
 
@@ -115,11 +123,12 @@ class _NormPass(Function):
         num_rows, dx = x.numel() // len(weight), torch.empty_like(x)
         parts = torch.zeros(-(-num_rows // _PART), len(weight))
         _call("norm_backward", num_rows, len(weight), dy.contiguous(), x, weight, ctx.eps, dx, parts)
+        # Partial sums of a fixed size: the result does not depend on the number of threads.
         return dx, parts.sum(0), None
 
 
 class _TurnPass(Function):
-    """Norm of each head, then its rotation."""
+    """Normalise each head, then rotate it by the token's angles (RoPE)."""
 
     @staticmethod
     def forward(ctx: Any, x_BTHD: Tensor, weight: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, eps: float) -> Tensor:
@@ -137,11 +146,11 @@ class _TurnPass(Function):
         parts = torch.zeros(-(-num_tokens // _PART), len(weight))
         given = (num_tokens, x_BTHD.shape[2], dy_BTHD.contiguous(), x_BTHD, weight, cos_BTD, sin_BTD, ctx.eps)
         _call("turn_backward", *given, dx_BTHD, parts, head_dim=len(weight))
-        return dx_BTHD, parts.sum(0), None, None, None
+        return dx_BTHD, parts.sum(0), None, None, None  # angles are constants
 
 
 class _GatePass(Function):
-    """silu(gate) * up, both halves of one tensor."""
+    """Compute silu(gate) * up, where gate and up are the halves of one tensor."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -160,6 +169,7 @@ class _GatePass(Function):
         return grad
 
 
+# Argument types: l int64_t, f float, p pointer (see `compile_c`).
 _SIGNATURES = {
     "norm_forward": "llppfp",
     "norm_backward": "llpppfpp",
@@ -168,7 +178,7 @@ _SIGNATURES = {
     "gate_forward": "llpp",
     "gate_backward": "llppp",
 }
-_ANY_HEAD_DIM = 16  # norms and gates are compiled with it and make no use of it
+_ANY_HEAD_DIM = 16  # the C source needs the macro to compile; norms and gates do not use it
 
 
 @cache

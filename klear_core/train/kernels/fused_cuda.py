@@ -1,6 +1,7 @@
-"""Norms, rotations and gates of a Qwen3 under training on CUDA: a kernel each, forward and backward, instead of five to ten.
+"""Compile norms, rotations and gates of a Qwen3 under training for CUDA.
 
-They compute in float32 and round once, where transformers rounds between its operations.
+Each is one kernel forward and one backward instead of five to ten. They compute in float32 and round once, where
+transformers rounds between its operations.
 Axis letters: B rows, T tokens, K query heads, G key heads, D head size.
 """
 
@@ -16,7 +17,7 @@ from klear_core.train.kernels.compiled import Backend, Compiled
 
 
 class Kernels:
-    """One compiler's."""
+    """Kernels compiled by one backend."""
 
     def __init__(self, backend: Backend) -> None:
         self.norm = Compiled(norm, backend)
@@ -26,28 +27,29 @@ class Kernels:
 
 @cache
 def kernels() -> Kernels:
-    """Those of the process."""
+    """Return the kernels of this process."""
     return Kernels("inductor")
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis."""
+    """Return the root-mean-square norm over the last axis, times `weight`."""
     return _normed(x, weight, eps).to(x.dtype)
 
 
 def gate(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Return silu(gate) * up."""
     return (F.silu(gate.float()) * up.float()).to(up.dtype)
 
 
 def turn(
     q_BTKD: Tensor, k_BTGD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Norm of each head, then its rotation, of queries and keys."""
+    """Normalise each head of queries and keys, then rotate it by the token's angles (RoPE)."""
     cos_BT1D, sin_BT1D = cos_BTD[:, :, None].float(), sin_BTD[:, :, None].float()
 
     def turned(x: Tensor, weight_D: Tensor) -> Tensor:
         normed = _normed(x, weight_D, eps)
+        # Element d is rotated with element d + D/2, as in transformers.
         first, second = normed.chunk(2, dim=-1)
         return (normed * cos_BT1D + torch.cat((-second, first), dim=-1) * sin_BT1D).to(x.dtype)
 
@@ -55,5 +57,5 @@ def turn(
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
+    wide = x.float()  # float32 up to the caller's single rounding
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
