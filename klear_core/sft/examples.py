@@ -1,4 +1,7 @@
-"""From teacher traces to rows of tokens: rendered, masked, counted, and kept on disk, for 1.5 million of them fill no memory."""
+"""Turn teacher traces into rows of tokens: render, mask and count them.
+
+Rows are kept on disk, because 1.5 million of them need not fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ Overlong = Literal["drop", "cut"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unusable:
-    """Why a trace gives no row."""
+    """A trace that gives no row, with the reason."""
 
     reason: str
 
@@ -33,9 +36,10 @@ class Unusable:
 def make_examples(
     traces: Sequence[TeacherTrace], tokenizer: Tokenizer, *, max_tokens: int, overlong: Overlong
 ) -> list[SftExample | Unusable]:
-    """Prompt and response as sampling will see them; the loss is on thinking, answer and the end of the turn, not on the prompt.
+    """Render prompt and response as sampling will see them, one result per trace.
 
-    A trace that ran out of tokens is taught as far as it went, without an end.
+    The loss is on thinking, answer and the end of the turn, not on the prompt. A trace that ran out of tokens is learnt
+    as far as it goes, without an end of the turn.
     """
     prompts = encode_all(tokenizer, [prompt_text(tokenizer, t.question) for t in traces])
     responses = encode_all(tokenizer, [_response_text(t) for t in traces])
@@ -45,6 +49,7 @@ def make_examples(
         token_ids = prompt_ids + response_ids + end
         if not trace.reasoning.strip() and not trace.answer.strip():
             examples.append(Unusable(reason="empty"))
+        # The end of the turn in mid-text would teach the model to stop there.
         elif tokenizer.eos_token_id in response_ids:
             examples.append(Unusable(reason="end_token_in_text"))
         elif len(token_ids) > max_tokens and (overlong == "drop" or len(prompt_ids) >= max_tokens):
@@ -58,17 +63,17 @@ def make_examples(
 
 def _response_text(trace: TeacherTrace) -> str:
     if trace.finish_reason != "stop" and not trace.answer.strip():
-        return f"{THINK_OPEN}\n{trace.reasoning}"  # it never stopped thinking
+        return f"{THINK_OPEN}\n{trace.reasoning}"  # cut off while thinking: no end of thinking, no answer
     return render_response(trace.reasoning, trace.answer)
 
 
 class TokenStore:
-    """All rows of a run in one memory-mapped file; a row is read when its step comes."""
+    """Read the rows of a run from one memory-mapped file, each when its step needs it."""
 
     def __init__(self, folder: Path) -> None:
         index = np.load(folder / "index.npz")
         tokens = folder / "tokens.bin"
-        is_empty = tokens.stat().st_size == 0  # numpy maps no empty file
+        is_empty = tokens.stat().st_size == 0  # numpy cannot map an empty file
         self._tokens = np.zeros(0, dtype=np.uint32) if is_empty else np.memmap(tokens, dtype=np.uint32, mode="r")
         self._ends = index["ends"]
         self._prompt_lens = index["prompt_lens"]
@@ -77,7 +82,7 @@ class TokenStore:
         self.ledger = LedgerStep.model_validate_json((folder / "ledger.json").read_text())
         lost = folder / "example_lost.txt"
         self.example_lost = lost.read_text() if lost.is_file() else ""
-        """The first trace that gave no row, and why."""
+        """The first trace that gave no row, with the reason; empty if there is none."""
 
     def __len__(self) -> int:
         return len(self.problem_ids)
@@ -90,8 +95,11 @@ class TokenStore:
 
 
 def build_store(traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Path, *, max_tokens: int, overlong: Overlong) -> TokenStore:
-    """Tokenise all traces into `folder`, or reuse what a killed run had finished. Whether it is enough is `check_store`'s question."""
-    if (folder / "index.npz").is_file():  # written last
+    """Tokenise all traces into `folder`, or reuse the store that a killed run had finished.
+
+    `check_store` then decides whether there are enough rows.
+    """
+    if (folder / "index.npz").is_file():  # it is written last, so the store is complete
         return TokenStore(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dropped: Counter[str] = Counter()
@@ -111,6 +119,7 @@ def build_store(traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Pa
             problem_ids.append(trace.problem_id)
             sources.append(trace.source)
             num_unended += trace.finish_reason != "stop"
+            # A complete trace without its end token was cut at `max_tokens`.
             num_cut += trace.finish_reason == "stop" and example.token_ids[-1] != tokenizer.eos_token_id
     noted = {"cut": num_cut, "taught_without_end": num_unended}
     ledger = LedgerStep(step="tokenise", unit="trace", num_in=num_in, num_out=len(lens), dropped=dict(dropped), noted=noted)
@@ -133,7 +142,7 @@ def check_store(store: TokenStore, floor: Floor, *, max_tokens: int) -> tuple[st
 def _stream(
     traces: Iterable[TeacherTrace], tokenizer: Tokenizer, *, max_tokens: int, overlong: Overlong
 ) -> Iterator[tuple[TeacherTrace, SftExample | Unusable]]:
-    """Batches large enough for all cores and small enough for memory."""
+    """Yield each trace with its row or reason; batches are large enough for all cores and small enough for memory."""
     source = iter(traces)
     while batch := list(islice(source, 512)):
         yield from zip(batch, make_examples(batch, tokenizer, max_tokens=max_tokens, overlong=overlong), strict=True)

@@ -1,4 +1,7 @@
-"""Long-CoT supervised fine-tuning, from traces to a model folder. Killed anywhere and rerun, it ends with the same weights."""
+"""Run long-CoT supervised fine-tuning, from traces to a model folder.
+
+A run that is killed anywhere and started again ends with the same weights.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from klear_core.types import SftExample, TeacherTrace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What every rank is told."""
+    """Inputs of every rank."""
 
     cfg: SftConfig
     model: Path
@@ -43,15 +46,17 @@ class _Job:
 
 
 def train_sft(cfg: SftConfig, *, model: Path, traces: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Train on `traces/traces/*.parquet` from `model`; leaves `workdir/model`, a Hugging Face folder in `cfg.dtype`.
+    """Train `model` on `traces/traces/*.parquet` and write `workdir/model`, a Hugging Face folder in `cfg.dtype`.
 
-    ConfigError if the chat template is not fit for it, DataError if too few traces are usable, TrainingError after too many bad steps.
+    ConfigError if the chat template is unfit, DataError if too few traces are usable, TrainingError after too many
+    skipped steps.
     """
     tokenizer = load_tokenizer(model_folder(model))
     check_template(tokenizer)
     cfg.runtime.check_heads(read_hf_config(model_folder(model)).num_attention_heads, model_folder(model))
     store = workdir / "scratch" / "tokens"
     rows = read_shards(traces / "traces", TeacherTrace)
+    # Tokenised once here, before the ranks start; each of them maps the same file.
     tokens = build_store(rows, tokenizer, store, max_tokens=cfg.max_tokens, overlong=cfg.overlong)
     warnings = check_store(tokens, cfg.runtime.rows, max_tokens=cfg.max_tokens)
     job = _Job(cfg=cfg, model=model, store=store, seed=seed, workdir=workdir)
@@ -61,6 +66,7 @@ def train_sft(cfg: SftConfig, *, model: Path, traces: Path, seed: int, workdir: 
 
 def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     cfg, store = job.cfg, TokenStore(job.store)
+    # Split and order are functions of rows and seed, so that all ranks and a resumed run agree on them.
     split = split_rows(store.problem_ids, frac=cfg.validation_frac, max_rows=cfg.max_validation_rows, seed=job.seed)
     order = _row_order(cfg, store, split.train, seed=job.seed)
     num_steps = min(order.num_steps, cfg.max_steps or order.num_steps)
@@ -71,10 +77,12 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     speed = _Speedometer(FlopCount.of(policy), world)
     updater = Updater(policy, cfg.optim, world, num_steps=num_steps)
     checkpoints = Checkpoints(job.workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
+    # Weights and moments are loaded in place, counters say where to go on.
     first, counters = checkpoints.load_latest(policy, updater.optimizer) or (0, {"num_skipped": 0, "num_tokens": 0})
 
     for step in range(first, num_steps):
         speed.start()
+        # Every rank reads all rows of the step; pack_share() then picks its micro-batches.
         rows = [store[r] for r in order.step(step)]
         batch = pack_share(rows, cfg.runtime, world)
         result = updater.step(batch, sft_objective(rows, cfg.normalise), step=step)
@@ -93,7 +101,8 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         metrics |= speed.metrics(rows)
         if validation and (done % cfg.eval_every_steps == 0 or done == num_steps):
             metrics["sft/loss/validation"] = held_out_loss = _validation_loss(policy, validation, cfg, world)
-            counters.pop("validation_loss", None)  # an older one is not this model's
+            counters.pop("validation_loss", None)  # that of an earlier model must not be reported for this one
+            # Checkpoint counters are written as JSON, which has no NaN.
             if math.isfinite(held_out_loss):
                 counters["validation_loss"] = held_out_loss
         telemetry.log(metrics, step=done)
@@ -102,7 +111,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
             checkpoints.save(done, policy, updater.optimizer, counters)
     checkpoints.wait()
 
-    weights = full_weights(policy, dtype=cfg.dtype)
+    weights = full_weights(policy, dtype=cfg.dtype)  # collective call: all ranks, though only rank 0 writes
     if world.rank == 0:
         export_model(weights, model_folder(job.model), job.workdir / "model", max_position_embeddings=wanted_window(job.model))
     held_out = LedgerStep(
@@ -114,13 +123,13 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
 
 
 def _counts(num_steps: int, counters: Mapping[str, float]) -> dict[str, int | float]:
-    """The numbers to see first: the result, then the work."""
+    """Return the numbers to show first: the result, then the work done."""
     losses = {name: value for name, value in counters.items() if name.endswith("_loss")}
     return {"steps": num_steps} | losses | {"tokens": int(counters["num_tokens"]), "skipped": int(counters["num_skipped"])}
 
 
 def _of_update(result: StepResult, batch: PackedBatch) -> dict[str, float]:
-    """Statistics of an update; none if it was skipped."""
+    """Return the metrics of an update; none if it was skipped."""
     if not result.is_applied:
         return {}
     return {
@@ -132,20 +141,22 @@ def _of_update(result: StepResult, batch: PackedBatch) -> dict[str, float]:
 
 
 class _Speedometer:
-    """Tokens a second and, where the hardware's peak is known, the share of it that was used."""
+    """Measure tokens per second and, if the hardware's peak is known, the share of it that was used (MFU)."""
 
     def __init__(self, flops: FlopCount, world: World) -> None:
         self._flops = flops
         peak = peak_flops(world.device)
+        # All ranks together, as a step's rows are those of all ranks.
         self._peak = None if peak is None else peak * world.size
         self._started = 0.0
 
     def start(self) -> None:
-        """A step begins."""
+        """Mark the start of a step."""
         self._started = time.perf_counter()
 
     def metrics(self, rows: Sequence[SftExample]) -> dict[str, float]:
-        """Of a step over these rows that ends now."""
+        """Return the metrics of a step over `rows` that ends now."""
+        # The update has read its loss as a number, so the device has finished its work.
         seconds = time.perf_counter() - self._started
         speed = {"sft/time/tokens_per_s": sum(len(r.token_ids) for r in rows) / seconds}
         return speed if self._peak is None else speed | {"sft/time/mfu": self._flops.step(rows) / seconds / self._peak}
@@ -156,7 +167,7 @@ def _row_order(cfg: SftConfig, store: TokenStore, rows: Sequence[int], *, seed: 
 
 
 def _weigh_step(order: RowOrder, *, num_steps: int, num_rows: int) -> LedgerStep:
-    """Which rows were trained on at least once, and what kept the others out."""
+    """Count the rows trained on at least once, and the others by what excluded them."""
     num_wanted, num_seen = order.num_distinct(order.num_steps), order.num_distinct(num_steps)
     dropped = {"source_weights": num_rows - num_wanted, "max_steps": num_wanted - num_seen}
     return LedgerStep(step="weigh", unit="row", num_in=num_rows, num_out=num_seen, dropped={k: n for k, n in dropped.items() if n})
@@ -169,7 +180,7 @@ def _keep_bad_batch(rows: Sequence[SftExample], job: _Job, *, step: int, num_ski
 
 @torch.no_grad()
 def _validation_loss(policy: Policy, rows: Sequence[SftExample], cfg: SftConfig, world: World) -> float:
-    """Token cross-entropy over all held-out rows, in nats."""
+    """Return the cross-entropy over all held-out rows in nats, normalised as in training (collective call)."""
     objective = sft_objective(rows, cfg.normalise)
     losses = [policy(micro, objective(micro)).loss for micro in pack_share(rows, cfg.runtime, world).micros]
     return float(world.sum(torch.stack(losses).sum()))

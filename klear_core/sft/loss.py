@@ -1,6 +1,7 @@
-"""The SFT loss: token cross-entropy, divided once by the counts of the whole step, whatever the micro-batches and ranks.
+"""Compute the SFT loss: token cross-entropy, divided once by counts of the complete step.
 
-Klear-Reasoner's equation 8 prints a mean probability per sequence; we read it as the log-probability.
+So it does not depend on how rows are cut into micro-batches and ranks. Klear-Reasoner's equation
+8 prints a mean probability per sequence; we read it as the log-probability.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Normalise = Literal["token", "sample"]
 
 
 def row_weights(rows: Sequence[Row], normalise: Normalise) -> Tensor:
-    """What each loss token of a row counts, float32 [rows]; over all loss tokens they sum to 1.
+    """Return the weight of each row's loss tokens, float32 [rows]; over all loss tokens the weights sum to 1.
 
     `token`: 1 / loss tokens of the step. `sample`: 1 / (loss tokens of the row * rows).
     """
@@ -31,11 +32,13 @@ def row_weights(rows: Sequence[Row], normalise: Normalise) -> Tensor:
 
 
 def sft_objective(rows: Sequence[Row], normalise: Normalise) -> Objective:
-    """Cross-entropy of the step's rows for each of its micro-batches; the losses of all micro-batches and ranks add up to the mean."""
+    """Return the cross-entropy of a step's rows; losses of all micro-batches and ranks add up to the weighted mean."""
     weights = row_weights(rows, normalise)
 
     def objective(micro: MicroBatch) -> Head[HeadOutput]:
+        # Each loss token takes the weight of its row, whichever micro-batch it is in.
         weight_N = weights.to(micro.row_N.device)[micro.row_N]
+        # Minus: minimise the negative log-likelihood. `where` selects a chunk of N.
         return partial(fused_loss, target_N=micro.target_N, loss_fn=lambda logp_C, _entropy_C, where: -weight_N[where] * logp_C)
 
     return objective

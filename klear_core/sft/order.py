@@ -1,4 +1,7 @@
-"""Which rows come when: held-out problems, source weights, a fresh permutation every epoch; a function of the seed and the step alone."""
+"""Choose the rows of each training step: held-out problems, source weights, a new permutation every epoch.
+
+The choice depends on the seed and the step only.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from klear_core.seeding import seed_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Row numbers of both sides; a problem is on one side only, unless the limit sent some of its rows back."""
+    """Row numbers of both sides; all rows of a problem are on the same side."""
 
     train: tuple[int, ...]
     validation: tuple[int, ...]
 
 
 def split_rows(problem_ids: Sequence[str], *, frac: float, max_rows: int, seed: int) -> Split:
-    """Hold out about `frac` of the problems, by a hash of the id, and at most `max_rows` rows (whole problems, lowest hash first)."""
+    """Hold out about `frac` of the problems, at most `max_rows` rows: complete problems, lowest id hash first."""
+    # In [0, 1), from the id alone: a problem's draw does not change when others are added.
     draws = {p: seed_for(seed, "sft/validation", p) / 2**63 for p in set(problem_ids)}
     rows_of: dict[str, list[int]] = {}
     for row, problem_id in enumerate(problem_ids):
@@ -36,7 +40,7 @@ def split_rows(problem_ids: Sequence[str], *, frac: float, max_rows: int, seed: 
 
 
 class RowOrder:
-    """The stream of training rows, cut into steps; epochs follow each other without a gap. DataError if there are none."""
+    """The stream of training rows, cut into steps; epochs follow without a gap. DataError if there are no rows."""
 
     def __init__(
         self, rows: Sequence[int], sources: Sequence[str], *, weights: Mapping[str, float], num_epochs: int, rows_per_step: int, seed: int
@@ -50,15 +54,15 @@ class RowOrder:
             raise DataError(f"nothing to train on: source_weights {dict(weights)} leave none of {len(rows)} rows that are not held out")
         self.num_rows = self.rows_per_epoch * num_epochs
         self.num_steps = -(-self.num_rows // rows_per_step)
-        self._cached_epoch = lru_cache(maxsize=2)(self._epoch)
+        self._cached_epoch = lru_cache(maxsize=2)(self._epoch)  # a step can span two epochs
 
     def step(self, step: int) -> list[int]:
-        """Row numbers of one step; the last one may be smaller."""
+        """Return the row numbers of one step; the last step may be smaller."""
         places = range(step * self._rows_per_step, min((step + 1) * self._rows_per_step, self.num_rows))
         return [int(self._cached_epoch(i // self.rows_per_epoch)[i % self.rows_per_epoch]) for i in places]
 
     def num_distinct(self, num_steps: int) -> int:
-        """Rows that come at least once in the first `num_steps` steps."""
+        """Return the number of rows that occur at least once in the first `num_steps` steps."""
         end = min(num_steps * self._rows_per_step, self.num_rows)
         seen: set[int] = set()
         for first in range(0, end, self.rows_per_epoch):
@@ -66,11 +70,12 @@ class RowOrder:
         return len(seen)
 
     def _epoch(self, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Each source's rows as often as its weight says, whole copies first, shuffled together. All epochs have the same length."""
+        """Return each source's rows as often as its weight says, shuffled together. All epochs have the same length."""
         rng = np.random.default_rng(seed_for(self._seed, "sft/order", epoch))
         parts = []
         for source, rows in self._by_source.items():
             weight = self._weights.get(source, 1.0)
+            # A weight of 2.3 takes all rows twice, and a random 30% of them once more.
             parts += [rows] * int(weight)
             parts.append(rng.permutation(rows)[: round((weight - int(weight)) * len(rows))])
         return rng.permutation(np.concatenate(parts))
