@@ -1,4 +1,4 @@
-"""Runs the commands and Python of the README, in order, as a reader would; the first that fails ends it.
+"""Runs the commands and Python of the README and of the pages it leads to, in order; the first that fails ends it.
 
 Servers go on in the background until the end. What CI has done before this (clone, tests) is left out by name. The smoke profile
 stands in for the laptop's, which trains longer and does nothing else, and a question that its model was trained for.
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/running.md", "docs/benchmarks.md")
 DONE_BY_CI = {"git clone <this repository> klear && cd klear", "make test"}
 SERVERS = {
     "klear ui": "Ctrl-C stops",
@@ -46,7 +47,7 @@ def run(command: str, env: dict[str, str]) -> None:
     ended = subprocess.run(command, shell=True, cwd=ROOT, env=env, check=False, stdout=subprocess.PIPE if asks else None, text=True)
     print(ended.stdout or "", end="", flush=True)
     if ended.returncode or (asks and ANSWERED not in ended.stdout):
-        sys.exit(f"the README's command failed: {command}")
+        sys.exit(f"this documented command failed: {command}")
 
 
 def start_server(command: str, env: dict[str, str]) -> subprocess.Popen[str]:
@@ -66,7 +67,7 @@ def main() -> None:
     env = os.environ | {"DEMO": IN_ITS_PLACE["configs/laptop"], "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
     servers: dict[str, subprocess.Popen[str]] = {}
     try:
-        for command in commands((ROOT / "README.md").read_text()):
+        for command in (c for page in PAGES for c in commands((ROOT / page).read_text())):
             print(f"\n$ {command}", flush=True)
             if command in DONE_BY_CI or command in servers or command.startswith("source "):
                 continue
