@@ -18,6 +18,7 @@ from flows.launch import LOGGERS
 from flows.own_server import is_own
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError, DataError, KlearError
+from klear_core.report.text import number
 from tasks.interrupts import is_interrupt
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class RunConsole:
         self._end_bar()
         self.num_made += not was_reused
         mark, when = ("[dim]=[/]", "reused") if was_reused else ("[green]✓[/]", f"{wall_s:.1f} s")
-        counts = [f"{name} {value:,.6g}" for name, value in ref.counts.items()]
+        counts = [f"{name} {number(value)}" for name, value in ref.counts.items()]
         if self.console.is_terminal:
             line = self._done_line(mark, stage, when, ref, counts[:_MAX_COUNTS])
             self.console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
