@@ -1,16 +1,16 @@
-"""The exceptions users meet, as one tree.
+"""Define the exceptions that users see, as one tree.
 
 KlearError
 ├── ConfigError(ValueError)        a setting is wrong; retrying cannot help
 ├── DataError(ValueError)          a source row, benchmark or trace cannot be used
 ├── ArtifactError                  something stored is missing or altered
 ├── ResourceError                  disk, memory, GPU or Ray cannot give what was asked
-├── SandboxError                   isolation is not what was asked for; refuse to go on
+├── SandboxError                   isolation is weaker than configured; nothing is run
 ├── JudgeError                     too many answers could not be judged; scores would be noise
-├── TeacherError                   the teacher cannot be reached or answers nonsense
-└── TrainingError                  training cannot go on (non-finite steps, a stall, a dead worker)
+├── TeacherError                   the teacher cannot be reached, or its replies cannot be read
+└── TrainingError                  training cannot continue (non-finite steps, a stall, a dead worker)
 
-What fails with `is_permanent` is not worth a retry.
+An error with `is_permanent` would fail again: it is not retried.
 """
 
 
@@ -47,7 +47,8 @@ class SandboxError(KlearError):
 
 
 class JudgeError(KlearError):
-    """The judges fail too often for their verdicts to mean anything; the message gives the rate and the last failure."""
+    """The verifiers fail too often for their verdicts to mean anything; the message gives the rate and the last
+    failure."""
 
 
 class TeacherError(KlearError):

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder's config.json says of its model: read in one place, imported without torch."""
+"""Read the config.json of a Hugging Face model folder, in one place and without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from klear_core.errors import ConfigError
 
 
 class HfConfig(BaseModel):
-    """The keys of a config.json that something depends on, under their published names. None or the default: the file has no such key."""
+    """The keys of a config.json that Klear uses, under their published names.
+
+    None or the default: the file has no such key.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -42,22 +45,22 @@ class HfConfig(BaseModel):
 
     @property
     def rope(self) -> dict[str, Any]:
-        """How positions are encoded, beyond `rope_theta`."""
+        """Settings of the rotary position encoding, besides `rope_theta`."""
         return self.rope_parameters or self.rope_scaling or {}
 
     @property
     def rope_type(self) -> str:
-        """`default` is plain rotation."""
+        """Type of the rotary encoding; `default` is plain rotation."""
         return str(self.rope.get("rope_type", self.rope.get("type", "default")))
 
     @property
     def theta(self) -> float:
-        """Base of the rotation's frequencies; 10,000 where nothing is said, as in transformers."""
+        """Base of the rotation's frequencies; 10,000 if the file does not say, as in transformers."""
         return float(self.rope.get("rope_theta") or self.rope_theta or 10_000.0)
 
     @property
     def num_params(self) -> int:
-        """Weights of all matrices; the norms, a hundred-thousandth, are left out."""
+        """Number of weights in all matrices; the norms, a hundred-thousandth, are left out."""
         heads = self.num_attention_heads
         kv_heads = self.num_key_value_heads or heads
         head_dim = self.head_dim or self.hidden_size // heads
@@ -66,12 +69,15 @@ class HfConfig(BaseModel):
         return embeddings + self.num_hidden_layers * layer
 
     def window(self, wanted: int | None) -> int:
-        """Positions of the model once it is trained: its own, or `model.max_position_embeddings` if that is more."""
+        """Return the positions of the trained model: its own, or `model.max_position_embeddings` if that is more."""
         return max(self.max_position_embeddings, wanted or 0)
 
 
 def read_hf_config(folder: Path) -> HfConfig:
-    """ConfigError if the folder has no config.json, or not that of a decoder with the keys that Qwen3, Llama and their kin have."""
+    """Read a folder's config.json.
+
+    ConfigError if there is none, or if it is not that of a decoder with the keys of Qwen3, Llama and related models.
+    """
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_bytes())
@@ -88,7 +94,10 @@ def read_hf_config(folder: Path) -> HfConfig:
 
 
 def check_architecture(folder: Path) -> None:
-    """Refuse what scales logits or attention in ways that Klear's packed forward pass would silently leave out."""
+    """Raise ConfigError for features that Klear's packed forward pass would silently leave out.
+
+    They are scaled logits or attention, attention other than full, and positions that depend on the batch.
+    """
     path, config = folder / "config.json", read_hf_config(folder)
     neutral = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
     for key, value in neutral.items():

@@ -1,4 +1,7 @@
-"""C functions compiled at first use for this very processor and these sizes: for CPU loops that torch has no single call for."""
+"""Compile C functions at first use, for this processor and given sizes.
+
+They replace CPU loops that no single torch call does.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ _HEADERS = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 _BASE = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native",), ())
-"""Tried in this order: some compilers know no OpenMP, and some spell this processor differently. No set changes what is computed
-by more than the rounding of a fused multiply-add, and -ffast-math is none of them: it would switch off denormals for everybody."""
+"""Compiler flags, tried in this order: some compilers have no OpenMP, and some spell this processor differently. All
+sets compute the same, up to the rounding of a fused multiply-add. -ffast-math is in none of them: it would switch
+off denormals for the process."""
 _KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
 
 
@@ -32,9 +36,10 @@ def compile_c(
     compilers: Sequence[str] = COMPILERS,
     timeout_s: float = 120,
 ) -> ctypes.CDLL | None:
-    """The functions of `source`, compiled with each of `sizes` as a macro; None, and a warning, where no compiler can in `timeout_s`.
+    """Return the functions of `source`, compiled with each of `sizes` as a macro; None, with a warning, on failure.
 
-    `signatures` has a letter for each argument of a function: i int, l int64_t, f float, p pointer.
+    `signatures` has a letter for each argument of a function: i int, l int64_t, f float, p pointer. A compiler that
+    takes longer than `timeout_s` counts as failed.
     """
     library = _compile(source, tuple(sorted(sizes.items())), tuple(compilers), timeout_s)
     for name, kinds in (signatures or {}).items() if library is not None else ():
@@ -43,7 +48,10 @@ def compile_c(
 
 
 def call(library: ctypes.CDLL | None, name: str, *arguments: Tensor | float) -> None:
-    """Tensors go as pointers to their first element; whether they are contiguous and of the right type is the caller's to see."""
+    """Call a C function; tensors are passed as pointers to their first element.
+
+    The caller must see to it that they are contiguous and of the right type.
+    """
     getattr(library, name)(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
 
 
@@ -61,14 +69,14 @@ def _compile(source: Path, sizes: tuple[tuple[str, int], ...], compilers: tuple[
             command = [compiler, *_BASE, *flags, *macros, f"-I{_HEADERS}", str(source), "-o", str(library), "-lm"]
             try:
                 result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-            except subprocess.TimeoutExpired:  # a licence server that does not answer, a network drive that is gone
+            except subprocess.TimeoutExpired:  # a licence server or a network drive that does not answer
                 complaint = f"nothing after {timeout_s:g} s"
                 break
             complaint = result.stderr
             if result.returncode == 0:
                 try:
                     return ctypes.CDLL(str(library))
-                except OSError as e:  # temporary folders can be barred to programs
+                except OSError as e:  # temporary folders can be mounted noexec
                     complaint = str(e)
     log.warning("%s cannot be had from %s and runs as plain torch, several times slower on CPU: %s", source.name, compiler, complaint)
     return None

@@ -1,4 +1,7 @@
-"""From questions to token ids and from sampled text back to reasoning and answer; the only place that knows the chat template."""
+"""Turn questions into token ids, and sampled text into reasoning and answer.
+
+Only this module knows the chat template.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ THINK_CLOSE = "</think>"
 TURN_END = "<|im_end|>"
 PAD = "<|endoftext|>"
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""The same class by the names that transformers 4 and 5 write into a tokenizer_config.json."""
+"""Names of the same class in a tokenizer_config.json written by transformers 4 and 5."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -26,12 +29,12 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""Qwen's turns, without its tool and thinking switches: what Qwen3's own template renders for one user turn."""
+"""Qwen's turns, without its tool and thinking switches; equals what Qwen3's own template renders for one user turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitResponse:
-    """A response in its two parts; `is_closed` is False if the thinking never ended (then `answer` is empty)."""
+    """A response split in two; `is_closed` is False if the thinking never ended (then `answer` is empty)."""
 
     reasoning: str
     answer: str
@@ -39,41 +42,44 @@ class SplitResponse:
 
 
 def render_prompt(tokenizer: Tokenizer, question: str) -> tuple[int, ...]:
-    """One user turn and the opening of the assistant's; no system prompt, nothing added (the paper's protocol, section 4.1)."""
+    """Encode one user turn and the opening of the assistant's.
+
+    No system prompt, nothing added (the paper's protocol, section 4.1).
+    """
     return tuple(tokenizer.encode(prompt_text(tokenizer, question), add_special_tokens=False))
 
 
 def prompt_text(tokenizer: Tokenizer, question: str) -> str:
-    """What `render_prompt` encodes."""
+    """Return the text that `render_prompt` encodes."""
     messages = [{"role": "user", "content": question}]
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return text
 
 
 def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Many texts at once, on all cores."""
+    """Encode many texts at once, on all cores."""
     return [tuple(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
 
 def render_response(reasoning: str, answer: str) -> str:
-    """The R1 shape that the model learns to write."""
+    """Return a response in the R1 format that the model learns to write."""
     return f"{THINK_OPEN}\n{reasoning}\n{THINK_CLOSE}\n\n{answer}"
 
 
 def encode_response(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """A response as the model should produce it: its tokens and the end of the turn."""
+    """Encode a response as the model should produce it: its tokens and the end of the turn."""
     return (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
 
 
 def decode_response(tokenizer: Tokenizer, token_ids: tuple[int, ...] | list[int]) -> str:
-    """Sampled ids as text: thinking tags stay, the end of the turn and padding go."""
+    """Decode sampled ids: keep thinking tags, remove the end of the turn and padding."""
     hidden = (tokenizer.eos_token_id, tokenizer.pad_token_id)
     text: str = tokenizer.decode([i for i in token_ids if i not in hidden], skip_special_tokens=False)
     return text
 
 
 def split_response(text: str) -> SplitResponse:
-    """The text after the last `</think>` is the answer: a model that thinks twice is judged by what it says at last."""
+    """Split a response at its last `</think>`: a model that thinks twice is judged by its last answer."""
     before, tag, after = text.rpartition(THINK_CLOSE)
     if not tag:
         return SplitResponse(reasoning=_without_open_tag(text), answer="", is_closed=False)
@@ -81,10 +87,10 @@ def split_response(text: str) -> SplitResponse:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder, its eos token being what ends a turn in its chat template. Never asks a hub.
+    """Load the tokenizer of a model folder, with the token that ends a chat turn as its eos. Never asks a hub.
 
-    Base models name the end of a document there (Qwen3-8B-Base), which no chat turn ends in. ConfigError if there is no tokenizer,
-    no chat template, or no single token that ends a turn.
+    Base models declare the end of a document there (Qwen3-8B-Base), which ends no chat turn. ConfigError if there is no
+    tokenizer, no chat template, or no single token that ends a turn.
     """
     path = folder / "tokenizer_config.json"
     if not path.is_file():
@@ -99,8 +105,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _tokenizer_class(declared: Mapping[str, object]) -> type[Tokenizer]:
-    """The class that reads a folder. Where the folder names the generic one, which is where AutoTokenizer would end too, it is imported
-    alone: AutoTokenizer brings the registry of all models, four seconds of CPU time.
+    """Return the class that reads a folder's tokenizer.
+
+    If the folder names the generic class, which AutoTokenizer would also choose, import it directly: AutoTokenizer
+    loads the registry of all models, four seconds of CPU time.
     """
     if declared.get("tokenizer_class") in _GENERIC_CLASSES:
         from transformers import PreTrainedTokenizerFast
@@ -112,7 +120,7 @@ def _tokenizer_class(declared: Mapping[str, object]) -> type[Tokenizer]:
 
 
 def build_byte_tokenizer() -> Tokenizer:
-    """256 bytes and Qwen's special tokens: any text can be encoded, nothing is ever unknown. Token id = byte value."""
+    """Build a tokenizer of 256 bytes and Qwen's special tokens, which encodes any text. Token id = byte value."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -128,13 +136,13 @@ def build_byte_tokenizer() -> Tokenizer:
 
 
 def padded_vocab_size(tokenizer: Tokenizer) -> int:
-    """The next multiple of 64: matrix kernels like it."""
+    """Return the vocabulary size, rounded up to a multiple of 64 for fast matrix kernels."""
     size: int = len(tokenizer)
     return -(-size // 64) * 64
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """What SFT and sampling take for granted of a tokenizer; ConfigError says which part does not hold."""
+    """Check what SFT and sampling assume about a tokenizer; ConfigError says which part does not hold."""
     question, text = "1+1 = ?", render_response("1+1=2", "\\boxed{2}")
     prompt_ids, response_ids = render_prompt(tokenizer, question), encode_response(tokenizer, text)
     if decode_response(tokenizer, response_ids) != text:
@@ -152,7 +160,7 @@ def check_template(tokenizer: Tokenizer) -> None:
 
 
 def _turn_end(tokenizer: Tokenizer) -> str:
-    """What the template puts after an assistant's words; ConfigError unless it is one token."""
+    """Return what the template puts after an assistant's message; ConfigError unless it is one token."""
     said = "1+1=2"
     messages = [{"role": "user", "content": "1+1 = ?"}, {"role": "assistant", "content": said}]
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
@@ -167,7 +175,10 @@ def _without_open_tag(text: str) -> str:
 
 
 def _byte_chars() -> list[str]:
-    """The printable stand-in of every byte that byte-level tokenizers use (GPT-2): itself if printable, else from U+0100 on."""
+    """Return the printable character for every byte in byte-level tokenizers (GPT-2).
+
+    A printable byte is itself; the others count up from U+0100.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256))
     return [chr(b) if b in printable else chr(256 + next(others)) for b in range(256)]

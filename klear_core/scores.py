@@ -1,4 +1,4 @@
-"""What an evaluation found, as `report.json` holds it. Whoever reads scores reads them with their interval and decoding profile."""
+"""Define the results of an evaluation, as stored in `report.json`: scores with their interval and decoding profile."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ REPORT_FILE = "report.json"
 
 
 class DecodingProfile(Settings):
-    """Everything about sampling that a score depends on; two scores are comparable if these are equal."""
+    """All settings of sampling that a score depends on; two scores are comparable if these are equal."""
 
     sampling: EvaluateSamplingConfig
     engine: EngineConfig
     seed_policy: str
-    """How the seed of each sample came about, in words."""
+    """The derivation of each sample's seed, in words."""
 
 
 class Score(Settings):
-    """A mean over problems of values in 0..1, with its interval."""
+    """A mean over problems of values in 0..1, with its confidence interval."""
 
     value: float = Field(ge=0, le=1)
     low: float = Field(ge=0, le=1)
@@ -41,11 +41,11 @@ class PassAtK(Settings):
 
     k: int = Field(ge=1)
     score: Score
-    """Its `num_problems` are those with at least k scored samples; others cannot be estimated."""
+    """The estimate; its `num_problems` are those with at least k scored samples, as others cannot be estimated."""
 
 
 class DifficultyScore(Settings):
-    """The scores of one difficulty's problems; None where none of them could be scored."""
+    """The scores of the problems of one difficulty; None if none of them could be scored."""
 
     difficulty: Difficulty
     num_problems: int = Field(ge=1)
@@ -54,14 +54,14 @@ class DifficultyScore(Settings):
 
 
 class EvalReport(Settings):
-    """One benchmark's scores of one model. What could not be judged is in no mean; it is counted here."""
+    """One benchmark's scores of one model. Answers that could not be judged are in no mean; they are counted here."""
 
     benchmark: str
     decoding: DecodingProfile
     seed: int
     """The run seed that all sample seeds were derived from."""
     confidence: float = Field(gt=0, lt=1)
-    """Of every interval here, 0.95 for 95 %."""
+    """Confidence level of every interval here, 0.95 for 95 %."""
     num_problems: int = Field(ge=1)
     """Problems asked, scored or not."""
     num_samples: int = Field(ge=1)
@@ -71,12 +71,12 @@ class EvalReport(Settings):
     pass_at: tuple[PassAtK, ...]
     """For k = 1, 2, 4, ... up to n."""
     greedy: Score | None
-    """One greedy answer a problem; None if it was not asked for."""
+    """Score of one greedy answer per problem; None if none was asked for."""
     truncated_frac: float = Field(ge=0, le=1)
-    """Of the samples, scored or not: ran out of tokens."""
+    """Share of the samples, scored or not, that ran out of tokens."""
     greedy_truncated_frac: float | None = Field(ge=0, le=1)
     mean_tokens: float = Field(ge=0)
-    """Per sample."""
+    """Mean number of tokens per sample."""
     unscored: dict[Outcome, int]
     """Samples that could not be judged, by outcome; empty if all could."""
     greedy_unscored: dict[Outcome, int]
@@ -96,7 +96,7 @@ def write_reports(folder: Path, reports: tuple[EvalReport, ...]) -> None:
 
 
 def read_reports(folder: Path) -> tuple[EvalReport, ...]:
-    """The reports of an evaluation's artifact folder, one a benchmark; ArtifactError names the file."""
+    """Return the reports of an evaluation's artifact folder, one per benchmark; ArtifactError names the file."""
     path = folder / REPORT_FILE
     try:
         return _REPORTS.validate_json(path.read_bytes())

@@ -1,6 +1,7 @@
-"""The records that flow through Klear. Importing this loads nothing heavy.
+"""Define the records that flow through Klear. Importing this loads nothing heavy.
 
-Axis letters used with tensors and ragged lists: B rows, T tokens, G samples of one prompt, P prompts, H hidden, V vocabulary.
+Axis letters used with tensors and ragged lists: B rows, T tokens, G samples of one prompt, P prompts, H hidden, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import Literal
 
 
 class Domain(StrEnum):
-    """What a problem is about, which decides the verifier."""
+    """The domain of a problem, which decides the verifier."""
 
     MATH = "math"
     CODE = "code"
 
 
 class Difficulty(StrEnum):
-    """How hard a problem is for the reference model or by its source's rating."""
+    """The difficulty of a problem, for the reference model or by its source's rating."""
 
     EASY = "easy"
     MEDIUM = "medium"
@@ -28,7 +29,7 @@ class Difficulty(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What judging led to. Only SCORED and NO_ANSWER say something about the model."""
+    """The outcome of judging one answer. Only SCORED and NO_ANSWER say something about the model."""
 
     SCORED = "scored"
     NO_ANSWER = "no_answer"
@@ -44,19 +45,19 @@ class Outcome(StrEnum):
 
 
 FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: an end token; `length`: the token budget ran out; `abort`: cut off by us (weights changed, shutdown)."""
+"""`stop`: an end token; `length`: the token budget ran out; `abort`: stopped by Klear (new weights, shutdown)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathReference:
-    """The accepted answers of a math problem; any of them is right."""
+    """The accepted answers of a math problem; each of them is right."""
 
     answers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StdinCase:
-    """One run of a program: its standard input and the standard output that is expected."""
+    """One run of a program: its standard input and the expected standard output."""
 
     input: str
     output: str
@@ -64,7 +65,7 @@ class StdinCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCase:
-    """One call: a JSON array of arguments and the JSON value that is expected."""
+    """One call: a JSON array of arguments and the expected JSON value."""
 
     args_json: str
     expected_json: str
@@ -72,7 +73,7 @@ class CallCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StdinTests:
-    """Programs that read standard input and write standard output."""
+    """Test cases for a program that reads standard input and writes standard output."""
 
     cases: tuple[StdinCase, ...]
 
@@ -119,13 +120,13 @@ class Problem:
 
 
 def problem_id_of(question: str, domain: Domain) -> str:
-    """16 hex digits of the question's content: the same text has the same id in every run and source."""
+    """Return 16 hex digits of the question's content: the same text has the same id in every run and source."""
     return hashlib.blake2b(f"{domain}\x1f{question.strip()}".encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """One thing that a step removed, and why (`reason` is a short slug that ledgers count by)."""
+    """One item that a step removed, and why (`reason` is a short slug that ledgers count by)."""
 
     problem_id: str
     step: str
@@ -135,7 +136,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sampled answer. `logps` are the sampler's own, at its sampling temperature, one per token (nats)."""
+    """One sampled answer. `logps` are the engine's, at its sampling temperature, one per token (nats)."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -147,7 +148,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a verifier says of one answer. `score` means something only where the outcome is the model's doing."""
+    """A verifier's judgement of one answer. `score` has a meaning only if the outcome is the model's doing."""
 
     outcome: Outcome
     score: float
@@ -155,24 +156,24 @@ class Verdict:
 
     @property
     def is_correct(self) -> bool:
-        """Whether the whole reference was met: a program that passes some of its tests is wrong."""
+        """Whether the answer meets the complete reference: a program that passes only some of its tests is wrong."""
         return self.outcome is Outcome.SCORED and self.score >= 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherReply:
-    """One teacher sample, as it came: reasoning without its tags, the text after it, and how it ended."""
+    """One unprocessed teacher sample: reasoning without its tags, the text after it, and how it ended."""
 
     reasoning: str
     answer: str
     finish_reason: FinishReason
     num_tokens: int
-    """As the teacher's endpoint counted; for local teachers, counted in whitespace-separated words."""
+    """Tokens as counted by the teacher's endpoint; for local teachers, whitespace-separated words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTrace:
-    """A teacher reply bound to its problem and judged. Wrong ones are kept: the verdict travels along."""
+    """A teacher reply with its problem and verdict. Wrong replies are kept."""
 
     problem_id: str
     question: str
@@ -190,7 +191,7 @@ class TeacherTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftExample:
-    """One training row; `loss_mask` is True on the tokens to be learnt."""
+    """One training row; `loss_mask` is True on the tokens to learn."""
 
     problem_id: str
     token_ids: tuple[int, ...]
@@ -219,7 +220,10 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One rollout ready to learn from: prompt + response tokens; mask, logps and advantage are zero on the prompt."""
+    """One rollout prepared for training: prompt and response tokens.
+
+    Mask, logps and advantage are zero on the prompt.
+    """
 
     problem_id: str
     token_ids: tuple[int, ...]
@@ -227,7 +231,7 @@ class TrainSample:
     old_logps: tuple[float, ...]
     advantage: float
     is_positive: bool
-    """As the rollout's: what the language-model loss learns from."""
+    """Copied from the rollout: the language-model loss learns from positive samples."""
     oldest_version: int
 
 
