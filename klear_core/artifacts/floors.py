@@ -11,7 +11,7 @@ from klear_core.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """How many of `num_in` items were kept, and why the others were lost."""
+    """The share of `num_in` items that were kept, and why the others were lost."""
 
     what: str
     """The items, in words that follow a number: `rows of source 'a' can be used`."""

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 SCRATCH = "scratch"
 
 CheckedBy = Literal["content", "size"]
-"""How an artifact is compared with its manifest: all bytes, or only names and sizes."""
+"""The comparison of an artifact with its manifest: all bytes, or only names and sizes."""
 
 
 @dataclass(slots=True)

@@ -50,6 +50,7 @@ class WeightServer:
         self._timeout_s = timeout_s
         self._host = host
         wait = timedelta(seconds=timeout_s)
+        # port 0: the system picks a free one, which travels in the offer
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
         self._num_offers = 0
 
@@ -190,7 +191,7 @@ class _Group:
         return self._held[0].broadcast(bytes_N, 0)
 
     def arrive(self, device: torch.device) -> Any:
-        """Start a barrier, so that nobody leaves before all have everything; returns the pending work."""
+        """Start a barrier, so that no process leaves before all have everything; returns the pending work."""
         return self._held[0].allreduce([torch.ones(1, device=device)])
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ bits depend on the batch size."""
 PREFILL_TOKENS = 16_384
 """Most padded tokens of one prefill pass; bounds its memory."""
 LEAST_OWN = 64
-"""Positions of its own that a row gets from the start, unless its budget is smaller."""
+"""Positions in its own cache that a row gets from the start, unless its budget is smaller."""
 
 OwnerT = TypeVar("OwnerT")
 
