@@ -131,7 +131,7 @@ def plan(
     with_config: Annotated[bool, typer.Option("--config", help="Print all settings below, defaults included.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Read artifacts byte by byte; without, names and sizes are compared.")] = False,
 ) -> None:
-    """Validate a profile and show what a run would do: stages, reuse, damaged artifacts, tokens, memory. Run nothing.
+    """Validate a profile and show what a run would do: stages, reuse, damaged artifacts, tokens, memory. No stage is run.
 
     klear plan configs/klear_8b
 
@@ -216,7 +216,7 @@ def ui(
 def sweep(
     pool: Annotated[str, typer.Option(help="Work pool whose runs to look after.")] = "klear",
 ) -> None:
-    """Restart crashed runs of a work pool, until Ctrl-C. Runs beside the worker, on the server at PREFECT_API_URL.
+    """Restart crashed runs of a work pool until Ctrl-C. Start it beside the worker; the server is at PREFECT_API_URL.
 
     klear sweep --pool klear
     """

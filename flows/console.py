@@ -70,7 +70,7 @@ class RunConsole:
         """Start a progress bar; print a line where the output is not a terminal."""
         self._end_bar()
         again = f" (attempt {attempt}, goes on)" if attempt > 1 else ""
-        if not self.console.is_terminal:  # a log file: lines, no bars
+        if not self.console.is_terminal:  # output to a file: print lines, no bars
             self.console.print(f"  … {stage}{again}")
             return
         self._progress.start()
@@ -90,7 +90,7 @@ class RunConsole:
         if self.console.is_terminal:
             line = self._done_line(mark, stage, when, ref, counts[:_MAX_COUNTS])
             self.console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
-        else:  # a log file has no right edge
+        else:  # a file has no width to fit
             self.console.print(self._done_line(mark, stage, when, ref, counts), soft_wrap=True)
 
     @staticmethod
@@ -193,7 +193,7 @@ def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int
         console.print(f"report   {_short(result.report)}")
     root = config.workspace.root
     api_url = os.environ.get("PREFECT_API_URL", "")
-    if not api_url or is_own(api_url):  # a server that the user named shows the run already
+    if not api_url or is_own(api_url):  # the user's own server shows the run already
         console.print(f"open     klear ui --root {root}      Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000")
     shown = "sft" if "sft" in result.refs else list(result.refs)[-1]
     console.print(f"inspect  klear show {shown} --root {root}")
@@ -230,7 +230,7 @@ def _refs_to_show(config: PipelineConfig, result: PipelineResult) -> Mapping[str
     stages, store = stages_of(config), open_store(config.workspace)
     try:
         ids = fingerprints_of(stages, config.workspace)
-    except ConfigError:  # a source of some other stage is gone, so nobody can say which scores are of these settings
+    except ConfigError:  # another stage's source is missing, so fingerprints of its scores are unknown
         return refs
     for name, own in ids.items():
         if name.startswith(EVALUATION) and name not in refs and not store.damage(own.kind, own.fingerprint):

@@ -28,7 +28,7 @@ GIVE_UP_AFTER_S = 5.0
 
 
 def check_prefect() -> None:
-    """Raise ConfigError unless PREFECT_API_URL is unset, or names a Prefect API that answers."""
+    """Raise ConfigError if PREFECT_API_URL is set but no Prefect API answers there."""
     url = os.environ.get("PREFECT_API_URL")
     if not url:
         return

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 EVERY_S = 5.0
 _TIMEOUT_S = 10.0
-_MAX_RUNS = 200  # the server's limit of a page
+_MAX_RUNS = 200  # the server's limit per page
 _HEARTBEATS_SINCE = timedelta(days=1)
 
 Say = Callable[[str], None]

@@ -33,7 +33,7 @@ class Change:
     state: str
     """Prefect's state type, such as RUNNING."""
     at_s: float
-    """Seconds on the server's clock."""
+    """Unix time in seconds, by the server's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
