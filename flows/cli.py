@@ -131,7 +131,7 @@ def plan(
     with_config: Annotated[bool, typer.Option("--config", help="Print all settings below, defaults included.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Read artifacts byte by byte; without, names and sizes are compared.")] = False,
 ) -> None:
-    """Validate a profile and show what a run would do: stages, reuse, damaged artifacts, tokens, memory. No stage is run.
+    """Validate a profile and show what a run would do: stages, reuse, damaged artifacts, tokens, memory. Runs nothing.
 
     klear plan configs/klear_8b
 
