@@ -107,6 +107,7 @@ def build_store(traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Pa
     example_lost = ""
     prompt_lens, lens, problem_ids, sources = [], [], [], []
     with (folder / "tokens.bin").open("wb") as f:
+        # Tokens go to disk as they come; only the index is held in memory.
         for trace, example in _stream(traces, tokenizer, max_tokens=max_tokens, overlong=overlong):
             num_in += 1
             if isinstance(example, Unusable):
@@ -126,6 +127,7 @@ def build_store(traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Pa
     (folder / "ledger.json").write_text(ledger.model_dump_json())
     (folder / "example_lost.txt").write_text(example_lost)
     beside = folder / "index.tmp.npz"
+    # The index marks the store as complete, so it comes last and appears by a rename.
     np.savez(beside, ends=np.cumsum(lens), prompt_lens=np.array(prompt_lens), problem_ids=np.array(problem_ids), sources=np.array(sources))
     beside.replace(folder / "index.npz")
     return TokenStore(folder)

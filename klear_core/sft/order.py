@@ -40,7 +40,7 @@ def split_rows(problem_ids: Sequence[str], *, frac: float, max_rows: int, seed: 
 
 
 class RowOrder:
-    """The stream of training rows, cut into steps; epochs follow without a gap. DataError if there are no rows."""
+    """Cuts the stream of training rows into steps; epochs follow without a gap. DataError if there are no rows."""
 
     def __init__(
         self, rows: Sequence[int], sources: Sequence[str], *, weights: Mapping[str, float], num_epochs: int, rows_per_step: int, seed: int

@@ -129,10 +129,12 @@ def _point_to(cfg: HfModelConfig, workdir: Path) -> StageSummary:
         raise ConfigError(f"{folder}: no *.safetensors weights here")
     tokenizer = load_tokenizer(folder)
     check_template(tokenizer)
+    # Models round their vocabulary up, so that it may exceed the tokenizer's.
     vocab_size = read_hf_config(folder).vocab_size
     if vocab_size < len(tokenizer):
         raise ConfigError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {vocab_size}")
     beside = workdir / (POINTER + ".tmp")
+    # Written under another name and renamed, so that a killed run leaves no half-written pointer.
     pointed = {"path": str(folder), "max_position_embeddings": cfg.max_position_embeddings, "weights": weights}
     beside.write_text(json.dumps(pointed, indent=2))
     beside.replace(workdir / POINTER)

@@ -67,7 +67,7 @@ class Reading(NamedTuple):
 
 
 class Passes:
-    """The two passes over a chunk's logits: compiled if `backend` is given, until a compiler error."""
+    """Runs the two passes over a chunk's logits: compiled if `backend` is given, until a compiler error."""
 
     def __init__(self, backend: Backend | None = None) -> None:
         self._read: Callable[..., Reading] | None = None if backend is None else torch.compile(_read, backend=backend)

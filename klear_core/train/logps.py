@@ -89,6 +89,7 @@ def _inputs(hidden_NH: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
     Under `no_grad` they are detached: an autograd function's `needs_input_grad` looks only at its tensors.
     """
     pair = widened(hidden_NH), widened(weight_VH)
+    # Detached inputs make _FusedLoss skip the gradients, which nobody would use.
     return pair if torch.is_grad_enabled() else (pair[0].detach(), pair[1].detach())
 
 
@@ -121,6 +122,8 @@ class _Head(NamedTuple):
         return torch.full_like(self.target_N, torch.nan, dtype=dtype)
 
     def grads(self, needs_hidden: bool, needs_weight: bool) -> _Grads:
+        # Each chunk writes its own rows of the hidden gradient, but all chunks add to the weight's, which would round at
+        # every addition in half precision.
         sum_dtype = torch.promote_types(self.weight_VH.dtype, torch.float32)
         return _Grads(
             hidden_NH=torch.empty_like(self.hidden_NH) if needs_hidden else None,
@@ -130,6 +133,7 @@ class _Head(NamedTuple):
     def read(self, chunk: slice, *, need_entropy: bool) -> tuple[Tensor, Reading]:
         """Return the chunk's logits (for `add_grads`) and the log-probs and entropies read from them."""
         z_CV = product(self.hidden_NH[chunk], self.weight_VH.T)
+        # In place: no second [C, V] tensor.
         if self.temperature != 1.0:
             z_CV /= self.temperature
         return z_CV, passes_on(z_CV.device.type).read(z_CV, self.target_N[chunk, None], need_entropy=need_entropy)

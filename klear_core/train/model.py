@@ -44,6 +44,7 @@ class Policy(nn.Module):
             use_cache=False,
             micro=micro,
         ).last_hidden_state
+        # Select first: the head then computes logits for loss tokens only.
         return head(hidden_1TH[0, micro.select_N], hf.get_output_embeddings().weight)
 
     @property

@@ -70,8 +70,7 @@ class MicroBatch:
     context: Context = ALONE
     """Context-parallel group that shares this line.
 
-    Fields ending in T or N and `counts` are this rank's; `bounds`, `families`, `max_segment_len` and `rows` describe
-    the complete line.
+    Fields in T or N and `counts` are this rank's; `bounds`, `families`, `max_segment_len` and `rows` the full line's.
     """
 
     @property
@@ -237,7 +236,7 @@ def _micro_batch(families: Sequence[_Family], rows: Sequence[Row], device: torch
 
 
 class _Line:
-    """A line under construction: segments end to end, each with its tokens and the position of the first in its row."""
+    """Builds a line: segments end to end, each with its tokens and the position of the first of them in its row."""
 
     def __init__(self) -> None:
         self.segments: list[tuple[Sequence[int], int]] = []

@@ -47,7 +47,7 @@ class StepResult:
 
 
 class Updater:
-    """The optimizer and its schedule over a (possibly sharded) model."""
+    """Updates a (possibly sharded) model with AdamW and its learning-rate schedule."""
 
     def __init__(self, model: nn.Module, cfg: OptimConfig, world: World, *, num_steps: int) -> None:
         self.model = model

@@ -1,1 +1,1 @@
-"""Attention and fused layers: compiled C on CPU, torch.compile on CUDA."""
+"""Compute attention and fused layers: compiled C on CPU, torch.compile on CUDA."""
