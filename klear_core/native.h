@@ -1,11 +1,12 @@
-// What the C sources share.
+// Define what the C sources share.
 
 #pragma once
 
 #include <stdint.h>
 #include <string.h>
 
-// exp for x <= 0, 0 below the normal numbers: Cody and Waite's reduction, then the Taylor series; relative error 1e-7.
+// Return exp(x) for x <= 0, and 0 where that is below the normal numbers. Cody and Waite's reduction, then the Taylor
+// series; relative error 1e-7.
 static inline float exp_of_nonpositive(float x) {
     const float clamped = x < -87.0f ? -87.0f : x;
     const float shifted = clamped * 1.44269504f + 12582912.0f; // 1.5 * 2^23: rounds to an integer

@@ -112,7 +112,7 @@ class Batch(Generic[OwnerT]):
         if num_rows > self.num_running:  # padding rows without an owner, to reach MIN_ROWS
             for tensor in (self._state.position_R, self._state.start_R, self._state.slot_R):
                 tensor[self.num_running : num_rows] = 0
-            self._state.penalty_R[self.num_running : num_rows] = 1  # unused rows hold 0, and 0 / 0 is NaN
+            self._state.penalty_R[self.num_running : num_rows] = 1  # unused rows hold 0, and logits / 0 is inf or NaN
         ended, are_stops = self._advance(num_rows)
         # every row has one token more
         self._longest += 1

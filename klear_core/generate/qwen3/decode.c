@@ -1,7 +1,9 @@
-// One decode step of Qwen3 in float32 between its matrix products, row by row: no row's bits depend on its neighbours.
+// Compute the parts of a Qwen3 decode step between its matrix products, in float32. Rows are computed one by one, so
+// that no row's bits depend on the other rows.
 //
-// Compiled for one model: HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM (a multiple of 16), INTERMEDIATE and VOCAB are macros.
-// Axes: B rows at work, L cached positions (a multiple of 16), T positions of the token table, G query heads of a key/value head.
+// Compiled for one model: HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM (a multiple of 16), INTERMEDIATE and VOCAB are
+// macros. Axes: B active rows, P positions of the shared cache and L of the rows' own cache (multiples of 16), S = P +
+// L, T positions of the token table, G query heads per key/value head.
 
 #include <math.h>
 #include <stdint.h>
@@ -23,7 +25,7 @@ static inline lanes load(const float *x) {
     return value;
 }
 
-// Pair by pair: one after the other, each addition would wait for the one before.
+// Sum by halves, not in order: otherwise each addition would wait for the one before.
 static inline float sum_of(lanes x) {
     float sum[LANES];
     memcpy(sum, &x, sizeof sum);
@@ -85,7 +87,7 @@ static inline void rotate(const float *restrict x, const float *restrict weight,
     float normed[HEAD_DIM];
     rms_norm(x, weight, normed, HEAD_DIM, eps);
 #pragma omp simd
-    for (int d = 0; d < HEAD_DIM / 2; d++) { // the sine carries the minus of its first half
+    for (int d = 0; d < HEAD_DIM / 2; d++) { // the first half of the sine has rotate_half's minus sign
         const float a = normed[d], c = normed[d + HEAD_DIM / 2];
         out[d] = factor * (a * cosine[d] + c * sine[d]);
         out[d + HEAD_DIM / 2] = factor * (c * cosine[d + HEAD_DIM / 2] + a * sine[d + HEAD_DIM / 2]);
@@ -97,8 +99,8 @@ static inline lanes larger(lanes a, lanes b) {
     return (lanes)(((lane_bits)a & is_first) | ((lane_bits)b & ~is_first));
 }
 
-// Scores of positions 0 .. n - 1 in scores[G][S], -inf in what is left of their last lanes, the largest of all in top[G]. Returns how
-// many it wrote for each head.
+// Write the attention scores of positions 0 .. n - 1 to scores[G][S], pad the last vector with -inf, and update the
+// maxima in top[G]. Returns the number of scores written for each head.
 static inline int64_t score(const float (*q)[HEAD_DIM], const float *keys_DL, int64_t n, int64_t L, float *scores, int64_t S, lanes *top) {
     static const float beyond[2 * LANES] = {[LANES ... 2 * LANES - 1] = -INFINITY};
     int64_t start = 0;
@@ -118,7 +120,8 @@ static inline int64_t score(const float (*q)[HEAD_DIM], const float *keys_DL, in
     return start;
 }
 
-// Scores become their exponentials, but for a factor; returns the sum. `size` is a multiple of LANES.
+// Replace scores by their exponentials, up to a common factor (the softmax numerator); returns the sum. `size` is a
+// multiple of LANES.
 static inline float weigh(float *restrict scores, int64_t size, lanes tops) {
     const float top = largest_of(tops);
     lanes sum = {0};
@@ -130,7 +133,8 @@ static inline float weigh(float *restrict scores, int64_t size, lanes tops) {
     return sum_of(sum);
 }
 
-// Adds n values, at a stride of HEAD_DIM, times their weights: to four sums for each head, for one would wait for itself.
+// Add n values, at a stride of HEAD_DIM, times their weights. Each head has four partial sums, because additions to a
+// single one would wait for each other.
 static inline void mix(const float *weights, int64_t S, const float *value, int64_t n, lanes sum[GROUP][4]) {
     int64_t l = 0;
     for (; l + 3 < n; l += 4)
@@ -140,15 +144,16 @@ static inline void mix(const float *weights, int64_t S, const float *value, int6
         for (int g = 0; g < GROUP; g++) sum[g][0] += load(value + l * HEAD_DIM) * weights[g * S + l];
 }
 
-// Norm and rotate queries and keys, put key and value into the row's own cache, and attend to all up to the row's position: the first
-// start[b] positions lie in slot[b] of the shared caches, the others in row b of its own ones. Caches are [R, K, D, L] and [R, K, L, D].
+// Norm and rotate queries and keys, write key and value to the row's own cache, and attend to all positions up to the
+// row's. The first start[b] positions are in row slot[b] of the shared caches, the others in row b of the own caches.
+// Keys are [R, K, D, L], values [R, K, L, D].
 void attend(int num_rows, const int64_t *position, const int64_t *start, const int64_t *slot, const float *qkv, const float *qk_norm,
             const float *cos_LD, const float *sin_LD, const float *shared_keys, const float *shared_values, int64_t P, float *keys,
             float *values, int64_t L, float eps, float *scratch_BGS, float *out) {
     const int64_t S = P + L;
 #pragma omp parallel if (num_rows > 63)
     {
-        float *scores = NULL; // of this thread's first row for all of its rows: it stays in the cache
+        float *scores = NULL; // a thread uses its first row's scratch for all its rows, which stays in the CPU cache
 #pragma omp for schedule(static)
         for (int b = 0; b < num_rows; b++) {
             if (scores == NULL) scores = scratch_BGS + b * GROUP * S;
@@ -187,7 +192,7 @@ void attend(int num_rows, const int64_t *position, const int64_t *start, const i
     }
 }
 
-// splitmix64 (Steele, Lea and Flood 2014), 52 bits: as `uniforms` in sampling.py.
+// Return a number in [0, 1) by splitmix64 (Steele, Lea and Flood 2014), 52 bits; the same as `uniforms` in sampling.py.
 static double uniform(int64_t key, int64_t position) {
     uint64_t z = (uint64_t)key + (uint64_t)(position + 1) * 0x9E3779B97F4A7C15u;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -195,7 +200,7 @@ static double uniform(int64_t key, int64_t position) {
     return (double)((z ^ (z >> 31)) >> 12) * 0x1p-52;
 }
 
-// The first token at which the cumulated weight exceeds `threshold`: never one of weight zero.
+// Return the first token at which the cumulative weight exceeds `threshold`; its own weight is never zero.
 static int64_t find(const float *weight, const double *chunk_sum, double threshold) {
     const int num_chunks = (VOCAB + CHUNK - 1) / CHUNK;
     double before = 0;
@@ -216,10 +221,11 @@ static int64_t find(const float *weight, const double *chunk_sum, double thresho
     return 0;
 }
 
-// Draws a token from a row of logits, which are overwritten. Returns 0 if they are not all finite numbers or -inf.
+// Draw a token from a row of logits, which are overwritten. Returns 0 if any of them is neither finite nor -inf.
 //
-// Greedy takes the largest logit, of equal ones the first: exponentials round, and logits that differ may have equal ones. For the
-// same reason the largest is subtracted before the division, which is exact near it and cannot overflow at a small temperature.
+// Greedy takes the largest logit, the first of equal ones. It compares logits, because different logits may have
+// exponentials that round to one number. For the same reason the largest is subtracted before the division: that is
+// exact near it, and cannot overflow at a small temperature.
 static int draw_row(float *restrict z, int64_t key, int64_t position, float temperature, int64_t *token, float *logp) {
     const int is_greedy = temperature == 0;
     const float divisor = is_greedy ? 1.0f : temperature;
@@ -249,8 +255,9 @@ static int draw_row(float *restrict z, int64_t key, int64_t position, float temp
     return 1;
 }
 
-// Draws, appends and moves every row on by one. ended[i] holds the i-th row that is done, has_stopped[i] whether by an end token.
-// Returns how many of the first num_running rows are done, or -1 - b if the logits of row b are not finite.
+// Draw and append a token for every row, and advance its position. ended[i] is the i-th row that is done,
+// has_stopped[i] whether an end token ended it. Returns how many of the first num_running rows are done, or -1 - b if
+// the logits of row b are not finite.
 int draw(int num_rows, int num_running, float *logits, const int64_t *keys, const float *temperature, int64_t *position,
          const int64_t *end, int64_t T, int64_t *tokens_RT, float *logps_RT, const int64_t *stop_ids, int num_stop_ids, int64_t *ended,
          int64_t *has_stopped) {
@@ -275,7 +282,7 @@ int draw(int num_rows, int num_running, float *logits, const int64_t *keys, cons
     return count;
 }
 
-// Copies the first `used` of `stride` bytes in each of `parts` equal pieces of a row.
+// Copy the first `used` of `stride` bytes in each of `parts` equal pieces of a row.
 void move_rows(int count, const int64_t *source, const int64_t *target, char *base, int64_t parts, int64_t stride, int64_t used) {
     for (int i = 0; i < count; i++)
         for (int64_t part = 0; part < parts; part++)

@@ -94,7 +94,7 @@ class Qwen3:
         # lengths are rounded up, so that a row's sums run in the same order whatever the longest row is
         num_shared, num_own = round_up(places.longest_shared), round_up(places.longest_own)
         own_B = places.positions_B - places.starts_B
-        # masks what other, longer rows have; + 1 because the new token attends to itself
+        # -inf at positions that only longer rows have; + 1 because the new token attends to itself
         bias_B11S = torch.cat([self._bias(num_shared, places.starts_B), self._bias(num_own, own_B + 1)], -1)
         key_addresses, value_addresses = own.addresses(own_B)
         rotation, x_NC = self._rotation(places.positions_B), F.embedding(tokens_B, self.embed)
