@@ -2,8 +2,10 @@
 // that no row's bits depend on the other rows.
 //
 // Compiled for one model: HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM (a multiple of 16), INTERMEDIATE and VOCAB are
-// macros. Axes: B active rows, P positions of the shared cache and L of the rows' own cache (multiples of 16), S = P +
-// L, T positions of the token table, G query heads per key/value head.
+// macros.
+//
+// Axes: B active rows, P positions of the shared cache, L positions of the rows' own cache (P and L are multiples of
+// 16), S = P + L, T positions of the token table, G query heads per key/value head.
 
 #include <math.h>
 #include <stdint.h>
