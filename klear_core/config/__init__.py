@@ -1,1 +1,1 @@
-"""All settings of Klear: frozen pydantic models that import nothing heavy."""
+"""Define all settings of Klear as frozen pydantic models; importing them loads no heavy library."""

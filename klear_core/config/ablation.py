@@ -1,4 +1,4 @@
-"""Settings of an ablation: one profile in several variants, each at several learning rates, over several seeds."""
+"""Define the settings of an ablation: variants of one profile, each at several learning rates and seeds."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from klear_core.errors import ConfigError
 
 
 class AblationConfig(Settings):
-    """A grid of runs. Overrides are spelled as after `--set`: `key.path=value`."""
+    """A grid of runs. Overrides have the form that `--set` takes: `key.path=value`."""
 
     profile: str
     """A folder under configs/, or a path to one."""
     overrides: tuple[str, ...] = ()
-    """For all runs."""
+    """Overrides for all runs."""
     variants: dict[str, tuple[str, ...]] = Field(min_length=1)
-    """What is compared: further overrides, by name."""
+    """The variants to compare: further overrides, by variant name."""
     reference: str
-    """The variant from which the others' differences are taken, seed by seed."""
+    """The variant that the others are compared with; differences are taken per seed."""
     learning_rates: tuple[float, ...] = Field(min_length=1)
-    """Of math RL; every variant runs at each of them."""
+    """Learning rates of math RL; every variant runs at each of them."""
     seeds: tuple[int, ...] = Field(min_length=2)
-    """Intervals count these."""
+    """Run seeds; confidence intervals are over seeds."""
 
     @model_validator(mode="after")
     def _can_be_compared(self) -> AblationConfig:
@@ -38,7 +38,7 @@ class AblationConfig(Settings):
 
 
 def load_ablation(file: Path) -> AblationConfig:
-    """ConfigError names the file and every wrong key."""
+    """Read and validate an ablation file; raise ConfigError that names the file and every wrong key."""
     try:
         return AblationConfig.model_validate(tomllib.loads(file.read_text()))
     except OSError as e:

@@ -1,4 +1,4 @@
-"""The base of every settings class, and the two readings of a config: all of it, and the part that changes the result."""
+"""Define the base class of all settings, and extract and hash the settings that change a result."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Settings(BaseModel):
-    """Frozen, refuses unknown keys, no NaN; the docstring under a field is its help text in the UI and the docs.
+    """Base class: frozen, refuses unknown keys and NaN; a field's docstring is its help text in the UI and the docs.
 
-    A field called `runtime` holds what never changes a result (workers, hosts, timeouts) and is left out of hashes.
+    A field called `runtime` holds settings that never change a result (workers, hosts, timeouts); hashes leave it out.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Floor(Settings):
-    """The share of its input that a stage must make something of. It is checked while the stage runs, and changes no result that passes."""
+    """Minimum share of a stage's input that must be usable. The check changes no result that passes it."""
 
     stop_below: float = Field(default=0.5, ge=0, le=1)
-    """A smaller share stops the stage. Half: where more is lost than kept, a setting or a file is wrong, not a few rows.
-    With 0 only an empty result stops it."""
+    """A smaller share stops the stage. Default one half: if more is lost than kept, a setting or a file is wrong, not
+    just a few rows. With 0 only an empty result stops it."""
     warn_below: float = Field(default=0.9, ge=0, le=1)
-    """A smaller share is a warning on the terminal and in the report."""
+    """A smaller share causes a warning on the terminal and in the report."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -35,23 +35,24 @@ class Floor(Settings):
 
 
 class RareFloor(Floor):
-    """A floor for what is rightly rare: a hard problem is seldom solved, and an easy one seldom teaches."""
+    """A floor for shares that may be small: hard problems are rarely solved, and easy ones rarely give a gradient."""
 
     stop_below: float = Field(default=0.01, ge=0, le=1)
-    """A smaller share stops the stage: one in a hundred is nothing that training could live on. With 0 only an empty result stops it."""
+    """A smaller share stops the stage: less than one in a hundred is too little to train on. With 0 only an empty
+    result stops it."""
     warn_below: float = Field(default=0.1, ge=0, le=1)
-    """A smaller share is a warning on the terminal and in the report."""
+    """A smaller share causes a warning on the terminal and in the report."""
 
 
 def result_settings(cfg: Settings) -> dict[str, Any]:
-    """The settings that change the result: all but every `runtime`, at any depth, as plain JSON values."""
+    """Return the settings that change the result as plain JSON values: all fields but `runtime`, at any depth."""
     kept = _without_runtime(cfg.model_dump(mode="json"))
     assert isinstance(kept, dict), type(kept)
     return kept
 
 
 def config_digest(cfg: Settings) -> str:
-    """20 hex digits over `result_settings`; the same for equal settings in every process and field order."""
+    """Return a hash of `result_settings`, 20 hex digits; it does not depend on the process or the order of fields."""
     text = json.dumps(result_settings(cfg), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 

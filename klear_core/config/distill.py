@@ -1,4 +1,4 @@
-"""Settings of distillation."""
+"""Define the settings of distillation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from klear_core.types import Difficulty
 
 
 class ProceduralTeacherConfig(Settings):
-    """Solves chain problems step by step in the R1 shape, with slips and a blind spot, so that errors are real errors."""
+    """Solves chain problems step by step in R1's response format, with random slips and a systematic blind spot."""
 
     kind: Literal["procedural"] = "procedural"
     slip_rate: float = Field(default=0.03, ge=0, le=1)
-    """Chance of a wrong result at each step: longer problems are wrong more often."""
+    """Probability of a wrong result at each step; longer problems are therefore wrong more often."""
     blind_spot_rate: float = Field(default=0.6, ge=0, le=1)
-    """Chance of a wrong result at a step of the blind spot: always one more than is right, so that who imitates the teacher
-    believes it, greedily too. At more than 0.5 only RL can tell."""
+    """Probability of a wrong result at a blind-spot step. The wrong result is always one too high, so that a student
+    learns it. Above 0.5 the student's greedy answer is wrong too, and only RL can correct it."""
     blind_spot_factors: tuple[int, ...] = (7, 8, 9)
-    """Multiplications by these are the blind spot."""
+    """Multiplications by these factors are the blind spot."""
 
 
 class HttpTeacherConfig(Settings):
@@ -29,23 +29,24 @@ class HttpTeacherConfig(Settings):
 
     kind: Literal["http"] = "http"
     base_url: str = Field(pattern=r"^https?://[^/\s]+")
-    """Up to and without `/chat/completions`: `https://api.deepseek.com/v1`."""
+    """URL before `/chat/completions`, such as `https://api.deepseek.com/v1`."""
     model: str = Field(min_length=1)
-    """As the endpoint calls it (`deepseek-reasoner`, `DeepSeek-R1-0528`)."""
+    """Model name at the endpoint (`deepseek-reasoner`, `DeepSeek-R1-0528`)."""
     api_key_env: str = ""
-    """Name of the environment variable with the key; the key itself is never a setting."""
+    """Name of the environment variable that holds the API key; the key itself is never a setting."""
     temperature: float = Field(default=0.6, ge=0, le=2)
-    """Undisclosed in the paper; DeepSeek's own recommendation for R1."""
+    """Sampling temperature. Undisclosed in the paper; DeepSeek's recommendation for R1."""
     top_p: float = Field(default=0.95, gt=0, le=1)
-    """Undisclosed in the paper; DeepSeek's own recommendation for R1."""
+    """Nucleus sampling threshold. Undisclosed in the paper; DeepSeek's recommendation for R1."""
     max_tokens: int = Field(default=32_768, ge=1)
-    """Of one reply, thinking included. Undisclosed in the paper; its SFT rows are at most 32K tokens long (section 4.1)."""
+    """Tokens of one reply, reasoning included. Undisclosed in the paper; its SFT rows have at most 32K (section
+    4.1)."""
     math_instruction: str = "Please reason step by step, and put your final answer within \\boxed{}."
-    """Added below a math question for the teacher alone; DeepSeek's own advice for R1. Empty adds nothing."""
+    """Appended to math questions for the teacher only; DeepSeek's recommendation for R1. Empty appends nothing."""
     code_instruction: str = ""
-    """Added below a code question for the teacher alone."""
+    """Appended to code questions for the teacher only. Empty appends nothing."""
     send_seed: bool = True
-    """Send a seed with every request, as vLLM and SGLang take it; False for endpoints that refuse the field."""
+    """Send a seed with every request, which vLLM and SGLang accept; False for endpoints that refuse the field."""
     runtime: HttpRuntime = HttpRuntime()
 
 
@@ -55,24 +56,23 @@ TracePolicy = Literal["all", "correct_only"]
 
 
 class SelectConfig(Settings):
-    """Which traces to keep, by the problem's difficulty. The paper keeps all (section 3.1); for easy ones its Table 2 favours
-    correct only."""
+    """Selection of traces by difficulty. Paper: all (section 3.1); for easy ones its Table 2 favours correct only."""
 
     easy: TracePolicy = "all"
-    """Paper: all; `correct_only` is what its Table 2 favours for problems this easy."""
+    """Traces of easy problems. Paper: all; its Table 2 favours `correct_only` for them."""
     medium: TracePolicy = "all"
-    """Paper: all."""
+    """Traces of medium problems. Paper: all."""
     hard: TracePolicy = "all"
-    """Paper: all, and its Table 2 agrees: wrong answers to hard problems still teach."""
+    """Traces of hard problems. Paper: all; its Table 2 agrees that wrong answers to hard problems still help."""
     unknown: TracePolicy = "all"
-    """Where the source has no rating. Paper: all."""
+    """Traces of problems without a rating. Paper: all."""
     keep_truncated: bool = False
-    """Keep traces that ran out of tokens: they have no answer to learn."""
+    """Keep traces that ran out of tokens, which have no answer to learn from."""
     keep_unjudged: bool = False
     """Keep traces whose judge failed."""
 
     def policy_for(self, difficulty: Difficulty) -> TracePolicy:
-        """The policy of a difficulty's traces."""
+        """Return the policy for traces of a difficulty."""
         policies: dict[Difficulty, TracePolicy] = {
             Difficulty.EASY: self.easy,
             Difficulty.MEDIUM: self.medium,
@@ -83,17 +83,17 @@ class SelectConfig(Settings):
 
 
 class DistillRuntime(Settings):
-    """What does not change the traces."""
+    """Settings that do not change the traces."""
 
     traces_per_shard: int = Field(default=256, ge=1)
-    """A shard is the unit of resume: a killed distillation loses what was in flight and the shards that waited for it.
+    """Traces per shard, the unit of resume: a killed distillation loses its unfinished shards.
     All samples of a problem are in one shard."""
     max_in_flight: int = Field(default=256, ge=1)
-    """Problems being solved or judged at a time; the teacher's `max_concurrency` bounds its requests."""
+    """Problems solved or judged at a time; the teacher's `max_concurrency` bounds its requests."""
     whole: Floor = Floor()
-    """Of the answers asked for: those that came, with reasoning and answer, not cut off, and could be judged."""
+    """Share of the requested answers that arrived complete (reasoning and answer, not cut off) and could be judged."""
     selected: RareFloor = RareFloor()
-    """Of the whole answers: those that `select` keeps."""
+    """Share of the complete answers that `select` keeps."""
 
 
 class DistillConfig(Settings):
@@ -101,10 +101,10 @@ class DistillConfig(Settings):
 
     teacher: TeacherConfig = ProceduralTeacherConfig()
     samples_per_problem: int = Field(default=1, ge=1, le=64)
-    """Paper: up to 16."""
+    """Teacher replies per problem. Paper: up to 16."""
     max_problems: int | None = Field(default=None, ge=1)
-    """Ask the teacher about this many of the curated problems, drawn by the run's seed; None asks about all."""
+    """Number of curated problems to distill, drawn by the run's seed; None takes all."""
     select: SelectConfig = SelectConfig()
     max_failure_rate: float = Field(default=0.05, ge=0, le=1)
-    """Above this share of failed requests or judgements the stage stops."""
+    """The stage stops above this share of failed requests or judgements."""
     runtime: DistillRuntime = DistillRuntime()

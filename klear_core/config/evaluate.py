@@ -1,4 +1,4 @@
-"""Settings of evaluation."""
+"""Define the settings of evaluation."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEng
 
 
 class EvaluateRuntime(Settings):
-    """What does not change a score."""
+    """Settings that do not change a score."""
 
     answers_per_shard: int = Field(default=256, ge=1)
-    """A shard is the unit of resume: a killed evaluation loses what was in flight and the shards that waited for it."""
+    """Answers per shard, the unit of resume: a killed evaluation loses its unfinished shards."""
     max_in_flight: int = Field(default=1024, ge=1)
-    """Answers being sampled or judged at a time; more than the engine's batch keeps both busy."""
+    """Answers sampled or judged at a time; with more than the engine's batch, engine and judge are both kept busy."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the sampler."""
 
 
 class EvaluateSamplingConfig(SamplingConfig):
-    """How benchmark answers are sampled (section 4.1)."""
+    """Sampling parameters for benchmark answers (section 4.1)."""
 
     temperature: float = Field(default=0.6, ge=0, le=2)
-    """0 is greedy. Section 4.1."""
+    """Sampling temperature; 0 is greedy. Section 4.1."""
     top_p: float = Field(default=0.95, gt=0, le=1)
-    """Smallest set of tokens whose probabilities add up to this; 1 is off. Section 4.1."""
+    """Sample from the smallest set of tokens whose probabilities add up to this; 1 is off. Section 4.1."""
 
 
 class EvaluateConfig(Settings):
-    """avg@n on every benchmark with its interval; numbers of Klear-Reasoner section 4.1."""
+    """avg@n on every benchmark with a confidence interval; defaults from Klear-Reasoner section 4.1."""
 
     engine: LocalEngineConfig = TorchEngineConfig()
-    """Of kinds that load the model they are given: an endpoint serves one model, and every score would be that one's."""
+    """Engine that loads the model to score. HTTP endpoints are excluded: one serves a fixed model, so all scores would
+    be that model's."""
     sampling: EvaluateSamplingConfig = EvaluateSamplingConfig()
     greedy: bool = True
-    """Also answer once greedily and report it beside avg@n."""
+    """Also decode one greedy answer per problem and report its score next to avg@n."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """Of all intervals, over problems; 0.95 by convention. The paper gives none."""
+    """Confidence level of all intervals, over problems; 0.95 by convention. The paper gives no intervals."""
     max_unscored_rate: float = Field(default=0.02, ge=0, le=1)
-    """Above this share of judge failures the stage stops: the score would describe the judge."""
+    """The stage stops above this share of judge failures, because the score would then measure the judge."""
     runtime: EvaluateRuntime = EvaluateRuntime()

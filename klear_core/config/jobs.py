@@ -1,4 +1,4 @@
-"""The hashed unit of each stage: everything in a pipeline's config that changes that stage's result, and nothing more."""
+"""Define one job per stage, the unit of hashing: exactly the settings of a pipeline config that change its result."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from klear_core.config.verify import VerifyConfig
 
 
 class Job(Settings):
-    """What one stage is asked to do; its result is a function of this, of the input artifacts and of `files()`."""
+    """The settings of one stage; its result is a function of them, the input artifacts and the content of `files()`."""
 
     kind: ClassVar[str]
-    """What the stage makes; the same for all stages that do the same."""
+    """Name of the work; stages that do the same work share it."""
 
     def files(self) -> tuple[str, ...]:
-        """Local files and folders whose content the result depends on, as the settings name them."""
+        """Return the local files and folders that the result depends on, as the settings name them."""
         return ()
 
 
 class BenchmarksRuntime(Settings):
-    """What is checked, not made."""
+    """Checks that do not change the benchmarks."""
 
     expected_rows: dict[str, int] = {}
     """Rows by benchmark name; a wrong count fails the stage."""
 
 
 class BenchmarksJob(Job):
-    """Load the benchmarks. How often each is sampled belongs to evaluation, so that changing it retrains nothing."""
+    """Load the benchmarks. Sample counts belong to `EvaluateJob`, so that changing one does not rerun training."""
 
     kind = "benchmarks"
 
     seed: int
     sources: dict[str, Source]
-    """By benchmark name."""
+    """Source of each benchmark, by benchmark name."""
     runtime: BenchmarksRuntime = BenchmarksRuntime()
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
-        """The part of a pipeline's config that decides the benchmarks."""
+        """Return the job with the settings of a pipeline config that determine the benchmarks."""
         expected = {b.name: b.expected_rows for b in config.benchmarks if b.expected_rows is not None}
         sources = {b.name: b.source for b in config.benchmarks}
         return cls(seed=config.seed, sources=sources, runtime=BenchmarksRuntime(expected_rows=expected))
 
     def benchmarks(self) -> tuple[BenchmarkConfig, ...]:
-        """The benchmarks as the core's loader takes them."""
+        """Return the benchmark settings that `prepare_benchmarks` takes."""
         expected = self.runtime.expected_rows
         return tuple(BenchmarkConfig(name=n, source=s, expected_rows=expected.get(n)) for n, s in self.sources.items())
 
     def files(self) -> tuple[str, ...]:
-        """The benchmarks' own files."""
+        """Return the files of the benchmarks."""
         return _paths_of(self.sources.values())
 
 
@@ -73,16 +73,16 @@ class CurateJob(Job):
 
     @classmethod
     def of(cls, config: PipelineConfig, curate: CurateConfig) -> Self:
-        """The part of a pipeline's config that decides the problems of one curation."""
+        """Return the job with the settings of a pipeline config that determine the problems of one curation."""
         return cls(seed=config.seed, curate=curate)
 
     def files(self) -> tuple[str, ...]:
-        """The sources' own files, and those of questions that are only kept out."""
+        """Return the files of the sources, and of the question sets that are only used for decontamination."""
         return _paths_of((*self.curate.sources, *self.curate.decontaminate.also))
 
 
 class BaseJob(Job):
-    """Make or find the base model. A model from disk does not depend on the seed."""
+    """Build the base model or take it from disk; a model from disk does not depend on the seed."""
 
     kind = "base"
 
@@ -91,12 +91,12 @@ class BaseJob(Job):
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
-        """The part of a pipeline's config that decides the base model."""
+        """Return the job with the settings of a pipeline config that determine the base model."""
         is_from_disk = isinstance(config.model, HfModelConfig)
         return cls(seed=0 if is_from_disk else config.seed, model=config.model)
 
     def files(self) -> tuple[str, ...]:
-        """The model folder, if it is one."""
+        """Return the model folder if the model is from disk."""
         return (self.model.path,) if isinstance(self.model, HfModelConfig) else ()
 
 
@@ -111,7 +111,7 @@ class DistillJob(Job):
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
-        """The part of a pipeline's config that decides the traces."""
+        """Return the job with the settings of a pipeline config that determine the traces."""
         return cls(seed=config.seed, distill=config.distill, verify=config.verify)
 
 
@@ -125,7 +125,7 @@ class SftJob(Job):
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
-        """The part of a pipeline's config that decides the fine-tuned model."""
+        """Return the job with the settings of a pipeline config that determine the fine-tuned model."""
         return cls(seed=config.seed, sft=config.sft)
 
 
@@ -140,7 +140,7 @@ class RlJob(Job):
 
     @classmethod
     def of(cls, config: PipelineConfig, rl: RlConfig) -> Self:
-        """The part of a pipeline's config that decides what this RL stage makes of a model."""
+        """Return the job with the settings of a pipeline config that determine the result of this RL stage."""
         return cls(seed=config.seed, rl=rl, verify=config.verify)
 
 
@@ -153,38 +153,38 @@ class EvaluateJob(Job):
     evaluate: EvaluateConfig
     verify: VerifyConfig
     benchmarks: tuple[BenchmarkConfig, ...]
-    """For their names and sample counts; row counts are checked where benchmarks are loaded, and left out here."""
+    """Benchmarks, for their names and sample counts; without row counts, which are checked when they are loaded."""
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
-        """The part of a pipeline's config that decides the scores of a model."""
+        """Return the job with the settings of a pipeline config that determine the scores of a model."""
         benchmarks = tuple(b.model_copy(update={"expected_rows": None}) for b in config.benchmarks)
         return cls(seed=config.seed, evaluate=config.evaluate, verify=config.verify, benchmarks=benchmarks)
 
 
 class ReportRuntime(Settings):
-    """Shown in the report, but no reason to write it again."""
+    """Settings that the report shows, but whose change does not rerun it."""
 
     workspace: WorkspaceConfig = WorkspaceConfig()
 
 
 class ReportJob(Job):
-    """Tell the story of a run: its config and what is in its artifacts."""
+    """Write the report on a run from its config and artifacts."""
 
     kind = "report"
 
     config: PipelineConfig
-    """With the default workspace: where things are kept is not part of the story's address."""
+    """The pipeline config with the default workspace, because storage settings must not change the report's hash."""
     runtime: ReportRuntime = ReportRuntime()
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
-        """The whole config, for the report shows it."""
+        """Return the job with the complete config, which the report shows."""
         config_elsewhere = config.model_copy(update={"workspace": WorkspaceConfig()})
         return cls(config=config_elsewhere, runtime=ReportRuntime(workspace=config.workspace))
 
     def pipeline_config(self) -> PipelineConfig:
-        """The config as the user gave it."""
+        """Return the config with the user's workspace settings."""
         return self.config.model_copy(update={"workspace": self.runtime.workspace})
 
 

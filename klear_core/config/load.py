@@ -1,4 +1,4 @@
-"""From a profile folder and `--set key=value` to one validated config, with errors that name the key and the fix."""
+"""Load a profile folder and `--set key=value` overrides into one validated config; errors name the key and the fix."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from klear_core.config.rl import GPPO_PRESETS, RlConfig
 from klear_core.errors import ConfigError
 
 Tree = dict[str, Any]
-"""Nested settings as TOML and JSON have them."""
+"""Nested settings as plain dicts and values, as parsed from TOML or JSON."""
 
 
 def load_profile(folder: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read every `*.toml` of a profile folder, apply `key.path=value` overrides and validate.
 
-    Tables carry their full names (`[rl.optim]`), so a key is spelled the same in a file and after `--set`.
-    ConfigError names the file or override, the key, its value and what is allowed.
+    Tables have full names (`[rl.optim]`), so a key is spelled the same in a file and after `--set`. A ConfigError names
+    the file or override, the key, its value and the allowed values.
     """
     settings = read_profile(folder)
     for override in overrides:
@@ -32,7 +32,10 @@ def load_profile(folder: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
 
 
 def read_profile(folder: Path) -> Tree:
-    """The profile's own settings, without defaults. ConfigError if the folder, its TOML or a doubly-set key is wrong."""
+    """Return the settings in a profile's files, without defaults.
+
+    Raise ConfigError if the folder is no profile, its TOML is invalid or two files set the same table.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such profile folder; profiles here: {_profiles_near(folder)}")
     files = sorted(folder.glob("*.toml"))
@@ -54,9 +57,10 @@ def read_profile(folder: Path) -> Tree:
 
 
 def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
-    """`settings` with one `key.path=value` set; the value is TOML, and text that is not TOML is a string.
+    """Return a copy of `settings` with one `key.path=value` set; a value that is not valid TOML is taken as a string.
 
-    Setting `X.kind` to another kind forgets the other settings of X: they belong to the old kind. Likewise a preset's betas.
+    Setting `X.kind` to another kind removes the other settings of X, which belong to the old kind. Setting a preset
+    removes the betas that it defines.
     """
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
@@ -80,7 +84,7 @@ def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
 
 
 def validate(settings: Mapping[str, Any], *, origin: str) -> PipelineConfig:
-    """Defaults overlaid with `settings`, as a PipelineConfig; ConfigError lists every wrong key at once."""
+    """Return `settings` over the defaults as a PipelineConfig; raise ConfigError that lists every wrong key."""
     try:
         return PipelineConfig.model_validate(with_defaults(settings))
     except ValidationError as e:
@@ -88,12 +92,12 @@ def validate(settings: Mapping[str, Any], *, origin: str) -> PipelineConfig:
 
 
 def explained(invalid: ValidationError, model: type[BaseModel]) -> str:
-    """Everything that is wrong with settings of `model`: each key with its value and what is allowed, or what it may have meant."""
+    """Describe all errors in settings of `model`: each key with its value and what is allowed or may be meant."""
     return "; ".join(dict.fromkeys(_explain(error, model) for error in invalid.errors()))
 
 
 def with_defaults(settings: Mapping[str, Any]) -> Tree:
-    """Partial settings over the default `kind` of every tagged union, which a table of theirs then need not repeat."""
+    """Add the default `kind` of every tagged union to partial settings, so that their tables need not name it."""
     kinds = _kinds_of(PipelineConfig())
     optional = {"rl_code": RlConfig, "curate_rl": CurateConfig}
     kinds |= {key: _kinds_of(cls()) for key, cls in optional.items() if isinstance(settings.get(key), Mapping)}
@@ -101,7 +105,7 @@ def with_defaults(settings: Mapping[str, Any]) -> Tree:
 
 
 def _kinds_of(cfg: BaseModel) -> Tree:
-    """The nested tables that have a `kind`, with nothing else in them: other defaults are pydantic's to fill in."""
+    """Return only the `kind` of each nested table that has one; pydantic fills in the other defaults."""
     kinds: Tree = {}
     for key, value in cfg:
         if key == "kind":
@@ -112,7 +116,7 @@ def _kinds_of(cfg: BaseModel) -> Tree:
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """`base` with the settings of `over` in their places; a table of another `kind` replaces the whole table."""
+    """Merge `over` into `base` recursively; a table of another `kind` replaces the base table instead."""
     if "kind" in over and over["kind"] != base.get("kind"):
         return _copy(over)
     merged = dict(base)
@@ -134,7 +138,7 @@ def _toml_value(text: str) -> object:
 
 
 def profiles_in(folder: Path) -> list[str]:
-    """Names of the folders in it that hold a profile."""
+    """Return the names of the subfolders that hold a profile."""
     return sorted(p.name for p in folder.iterdir() if p.is_dir() and _may_be_profile(list(p.glob("*.toml"))))
 
 
@@ -142,7 +146,7 @@ def _may_be_profile(files: Sequence[Path]) -> bool:
     try:
         return bool(files) and not any(_is_grid(tomllib.loads(file.read_text())) for file in files)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        return True  # one with a mistake in it, which `read_profile` explains
+        return True  # a profile with a syntax error, which `read_profile` reports
 
 
 def _is_grid(own: Mapping[str, Any]) -> bool:
@@ -156,7 +160,7 @@ def _profiles_near(folder: Path) -> str:
 
 
 def _explain(error: Any, model: type[BaseModel]) -> str:
-    """One validation error as `key = value: what is wrong`, with a suggestion for a misspelt key."""
+    """Format one validation error as `key = value: problem`, with a suggestion for a misspelt key."""
     loc = [str(part) for part in error["loc"]]
     key = ".".join(_without_tags(loc, model))
     if error["type"] == "extra_forbidden":
@@ -166,13 +170,13 @@ def _explain(error: Any, model: type[BaseModel]) -> str:
         return f"{key}: unknown key; {hint}"
     if error["type"] == "missing":
         return f"{key}: missing, and it has no default"
-    if error["type"] == "value_error":  # a check of ours, which names the values that it is about
+    if error["type"] == "value_error":  # from our validators, whose messages name the values
         return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
     return f"{key} = {error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
 def _without_tags(loc: Sequence[str], model: Any) -> list[str]:
-    """The path as a user writes it: a tagged union's tag is not a key."""
+    """Return the key path as a user writes it, without the tags that pydantic inserts for tagged unions."""
     keys: list[str] = []
     for part in loc:
         options = _models_in(model)
@@ -195,7 +199,7 @@ def _known_keys(loc: Sequence[str], model: Any) -> list[str]:
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The settings classes inside an annotation: itself, a union's members, a tuple's items."""
+    """Return the settings classes in an annotation: the class itself, a union's members, a tuple's items."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for arg in get_args(annotation) for model in _models_in(arg)]

@@ -1,4 +1,4 @@
-"""The whole run: one model whose fields are the stages, in the order in which they run."""
+"""Define the settings of a pipeline run; its fields are the stages, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from klear_core.config.verify import VerifyConfig
 
 
 class WorkspaceConfig(Settings):
-    """Where things are kept, and how hard to try. Never changes a result."""
+    """Storage, retries and timeouts; never changes a result."""
 
     root: str = Field(default="runs", min_length=1)
-    """Folder for artifacts, tracking and logs; relative paths are taken from the working directory."""
+    """Folder for artifacts, tracking and logs; relative paths start at the working directory."""
     retries: int = Field(default=2, ge=0)
-    """Further tries of a failed stage, with exponential backoff; a wrong config is never retried."""
+    """Retries of a failed stage, with exponential backoff; an invalid config is never retried."""
     timeout_s: int | None = Field(default=None, ge=1)
-    """Of one try of a stage."""
+    """Seconds after which one attempt of a stage times out; None: never."""
     check_artifacts: Literal["content", "size"] = "content"
-    """What is compared before an artifact is reused: every byte, or names and sizes alone, for stores on slow networks."""
+    """Check before an artifact is reused: every byte, or only file names and sizes (for stores on slow networks)."""
 
 
 class PipelineConfig(Settings):
     """One pipeline run."""
 
     name: str = Field(default="klear", pattern=r"^[a-z0-9][a-z0-9_-]*$")
-    """What runs and reports are called."""
+    """Name of the run in tracking and reports."""
     seed: int = Field(default=0, ge=0)
-    """Every random draw follows from it."""
+    """Seed from which every random draw of the run is derived."""
     workspace: WorkspaceConfig = WorkspaceConfig()
     verify: VerifyConfig = VerifyConfig()
-    """One judge for distillation, RL and evaluation."""
+    """Judge settings, shared by distillation, RL and evaluation."""
     benchmarks: tuple[BenchmarkConfig, ...] = ()
-    """Evaluated on, and kept out of training by decontamination."""
+    """Problem sets to evaluate on; decontamination keeps them out of training."""
     curate: CurateConfig = CurateConfig()
     curate_rl: CurateConfig | None = None
-    """Prompts of their own for RL (the paper's MathSub and CodeSub); None trains RL on the problems of `curate`."""
+    """Separate prompts for RL (the paper's MathSub and CodeSub); None trains RL on the problems of `curate`."""
     model: ModelConfig = TinyModelConfig()
     distill: DistillConfig = DistillConfig()
     sft: SftConfig = SftConfig()
     rl: RlConfig = RlConfig()
     """Math RL, the first RL stage."""
     rl_code: RlConfig | None = None
-    """Code RL, after math RL, from the same code; None leaves it out."""
+    """Code RL, run after math RL by the same code; None skips it."""
     evaluate: EvaluateConfig = EvaluateConfig()
 
     @field_validator("benchmarks")

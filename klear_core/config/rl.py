@@ -1,4 +1,8 @@
-"""Settings of GPPO reinforcement learning. "Scripts" are those published with Klear-Reasoner, where they differ from the paper."""
+"""Define the settings of GPPO reinforcement learning.
+
+"Paper" is Klear-Reasoner (arXiv 2508.07629); "scripts" are the training scripts published with it, cited where they
+differ from the paper or say more.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,14 @@ GPPO_PRESETS: dict[str, dict[str, float]] = {
     "ce_gppo": {"beta_low": 0.5, "beta_high": 1.0},
     "high_only": {"beta_low": 0.0, "beta_high": 1.0},
 }
-"""Klear-Reasoner equation 11, CE-GPPO section 5.1 (whose eps_high is 0.2, which no preset sets), and only positive tokens kept."""
+"""Betas by preset name: Klear-Reasoner equation 11, CE-GPPO section 5.1, and gradients kept for positive tokens only.
+
+CE-GPPO also has eps_high = 0.2, which no preset sets.
+"""
 
 
 class BetaSchedule(Settings):
-    """From `start_step` the betas move in a straight line, and at `end_step` they are these; equal steps are a jump."""
+    """Linear change of the betas, from the loss's at `start_step` to these at `end_step`; equal steps are a jump."""
 
     start_step: int = Field(ge=0)
     """The last RL step with the loss's own betas."""
@@ -42,19 +49,20 @@ class GppoConfig(Settings):
 
     kind: Literal["gppo"] = "gppo"
     preset: Literal["paper", "ce_gppo", "high_only", "custom"] = "paper"
-    """A name for the betas, to give instead of them; given the betas, it follows from them."""
+    """Name of a pair of betas, to set instead of them; if only the betas are set, it is derived from them."""
     eps_low: float = Field(default=0.2, ge=0, lt=1)
-    """Paper section 4.1."""
+    """Ratios below 1 - eps_low are out of range. Paper section 4.1."""
     eps_high: float = Field(default=0.28, ge=0)
-    """Paper section 4.1; CE-GPPO has 0.2."""
+    """Ratios above 1 + eps_high are out of range. Paper section 4.1; CE-GPPO has 0.2."""
     beta_low: float = Field(default=1.0, ge=0)
     """Weight of negative tokens below the range; the paper has 1, the authors' later advice 0.25 to 0.5."""
     beta_high: float = Field(default=1.0, ge=0)
     """Weight of positive tokens above the range."""
     schedule: BetaSchedule | None = None
-    """Betas that change during the run (CE-GPPO shows (0, 1), then (0.5, 1) from step 585)."""
+    """Change of the betas during the run (CE-GPPO shows (0, 1), then (0.5, 1) from step 585)."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Caps the loss of negative tokens at this many advantages, without gradient. Not in the paper; its scripts have 10."""
+    """Cap on the loss of negative tokens, in multiples of |advantage|; capped ones have no gradient. Not in the paper;
+    its scripts have 10."""
 
     @model_validator(mode="before")
     @classmethod
@@ -67,7 +75,9 @@ class GppoConfig(Settings):
 
     @model_validator(mode="after")
     def _betas_give_preset(self) -> GppoConfig:
-        """Where none was given, and without counting as given: what is laid over these settings later need not contradict it."""
+        """Derive the preset's name from the betas if the user set none."""
+        # Written through __dict__ because the model is frozen, and so that `preset` does not count as set by the user:
+        # betas that override these later must not contradict it.
         if "preset" not in self.model_fields_set:
             betas = {"beta_low": self.beta_low, "beta_high": self.beta_high}
             self.__dict__["preset"] = next((name for name, known in GPPO_PRESETS.items() if known == betas), "custom")
@@ -75,73 +85,81 @@ class GppoConfig(Settings):
 
 
 def _betas_of(preset: object) -> dict[str, float]:
-    """Empty for `custom` and for what is no preset."""
+    """Return the preset's betas; empty for `custom` and unknown names."""
     return GPPO_PRESETS.get(preset, {}) if isinstance(preset, str) else {}
 
 
 class ClipConfig(Settings):
-    """PPO's clipped objective; with eps_high above eps_low it is clip-higher (DAPO)."""
+    """PPO's clipped objective; eps_high above eps_low is DAPO's clip-higher."""
 
     kind: Literal["clip"] = "clip"
     eps_low: float = Field(default=0.2, ge=0, lt=1)
     """Ratios below 1 - eps_low are clipped (PPO, DAPO)."""
     eps_high: float = Field(default=0.28, ge=0)
-    """Ratios above 1 + eps_high are clipped (DAPO: 0.28; PPO has both at 0.2)."""
+    """Ratios above 1 + eps_high are clipped (DAPO: 0.28; PPO: 0.2 for both)."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Caps the loss of negative tokens at this many advantages, without gradient (DAPO's code: 10)."""
+    """Cap on the loss of negative tokens, in multiples of |advantage|; capped ones have no gradient (DAPO's code:
+    10)."""
 
 
 class CispoConfig(Settings):
-    """Clipped importance weights times log-probability (MiniMax-M1; as Klear-Reasoner equation 16 when two-sided)."""
+    """Clipped importance weights times log-probability (MiniMax-M1; if two-sided, Klear-Reasoner equation 16)."""
 
     kind: Literal["cispo"] = "cispo"
     eps_low: float = Field(default=0.2, ge=0, lt=1)
-    """Read only when two-sided."""
+    """Weights are at least 1 - eps_low if two_sided; otherwise unused."""
     eps_high: float = Field(default=0.28, ge=0)
-    """Weights end at 1 + eps_high. Some codebases mean the bound itself by this name."""
+    """Weights are at most 1 + eps_high. In some codebases this name means the bound itself."""
     two_sided: bool = False
-    """Also keep weights above 1 - eps_low; MiniMax and ScaleRL bound the upper side only."""
+    """Also bound weights below, at 1 - eps_low; MiniMax and ScaleRL bound only above."""
 
 
 class GspoConfig(Settings):
-    """PPO's clipped objective on the ratio of whole sequences, length-normalised (GSPO, arXiv 2507.18071, with `normalise = "sample"`)."""
+    """PPO's clipped objective on length-normalised sequence ratios (GSPO, arXiv 2507.18071).
+
+    GSPO also needs `normalise = "sample"`.
+    """
 
     kind: Literal["gspo"] = "gspo"
     eps_low: float = Field(default=3e-4, ge=0, lt=1)
-    """Below 1 - eps_low a whole sequence is clipped; GSPO section 5.1, far narrower than for tokens."""
+    """Sequences with a ratio below 1 - eps_low are clipped; GSPO section 5.1. Far narrower than for token ratios."""
     eps_high: float = Field(default=4e-4, ge=0)
-    """Above 1 + eps_high a whole sequence is clipped; GSPO section 5.1."""
+    """Sequences with a ratio above 1 + eps_high are clipped; GSPO section 5.1."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Caps the loss of negative sequences at this many advantages, without gradient. Not in GSPO."""
+    """Cap on the loss of negative sequences, in multiples of |advantage|; capped ones have no gradient. Not in GSPO."""
 
 
 LossConfig = Annotated[GppoConfig | ClipConfig | CispoConfig | GspoConfig, Field(discriminator="kind")]
 
 
 class ErcConfig(Settings):
-    """Tokens whose entropy moved out of (low, high) times the old one keep their value and lose their gradient (ERC, arXiv 2512.05591)."""
+    """Entropy-ratio clipping (ERC, arXiv 2512.05591).
+
+    Tokens whose ratio of new to old entropy is outside (low, high) keep their loss value but lose their gradient.
+    """
 
     low: float = Field(default=0.95, gt=0, lt=1)
-    """Lower bound of new over old entropy; ERC's scripts (its code defaults to 0.8)."""
+    """Lower bound of the ratio; from ERC's scripts (its code defaults to 0.8)."""
     high: float = Field(default=1.05, gt=1)
-    """Upper bound; ERC's scripts (its code defaults to 1.2, its logs have 1.05 to 1.25)."""
+    """Upper bound of the ratio; from ERC's scripts (its code defaults to 1.2, its logs have 1.05 to 1.25)."""
 
 
 class MismatchConfig(Settings):
-    """What to do where sampler and learner disagree on the log-probs of the same weights. Needs `old_logps = "learner"`."""
+    """Corrections where sampler and learner log-probs of the same weights differ. Needs `old_logps = "learner"`."""
 
     truncate_at: float | None = Field(default=None, ge=1)
-    """Weigh tokens by learner over sampler probability, at most this (truncated importance sampling); None: no weight."""
+    """Weight tokens by learner over sampler probability, at most this (truncated importance sampling); None: off."""
     max_sequence_ratio: float | None = Field(default=None, gt=1)
-    """Mask sequences whose geometric mean of that ratio, or its inverse, is above this; None keeps all."""
+    """Mask sequences whose geometric mean of that ratio, or its inverse, is above this; None masks none."""
 
 
 class GrpoAdvantage(Settings):
-    """Reward minus the group's mean, over the group's standard deviation (paper equation 4)."""
+    """Reward minus the group's mean, divided by the group's standard deviation (paper equation 4)."""
 
     kind: Literal["grpo"] = "grpo"
     std: Literal["population", "sample", "none"] = "population"
-    """The paper's equation has the population std, its code the sample std; `none` is Dr.GRPO (arXiv 2503.20783)."""
+    """Standard deviation to divide by. The paper's equation has the population's, its code the sample's; `none` is
+    Dr.GRPO (arXiv 2503.20783)."""
 
 
 class RlooAdvantage(Settings):
@@ -151,7 +169,7 @@ class RlooAdvantage(Settings):
 
 
 class BatchAdvantage(Settings):
-    """Reward minus the group's mean, over the standard deviation of the whole batch (REINFORCE++-baseline, arXiv 2501.03262)."""
+    """Reward minus the group's mean, over the batch's standard deviation (REINFORCE++-baseline, arXiv 2501.03262)."""
 
     kind: Literal["batch"] = "batch"
 
@@ -160,40 +178,44 @@ AdvantageConfig = Annotated[GrpoAdvantage | RlooAdvantage | BatchAdvantage, Fiel
 
 
 class RewardConfig(Settings):
-    """From a verdict to a reward; the numbers are those of the published code (`reward_config.py`)."""
+    """Mapping from verdicts to rewards; defaults from the published code (`reward_config.py`)."""
 
     correct: float = Field(default=1.0, ge=-100, le=100)
     """Reward of the full score; paper section 3.2.4 and scripts."""
     wrong: float = Field(default=-1.0, ge=-100, le=100)
-    """Reward of score 0; scores between go in a straight line. The paper's soft code reward is 0 to 1, its code has -1 to 1."""
+    """Reward of score 0; scores between are interpolated linearly. The paper's soft code reward is 0 to 1, its code has
+    -1 to 1."""
     soft: bool = True
-    """Reward a share of passed tests; False rewards only the full score."""
+    """Reward partial scores (the share of passed tests); False rewards only the full score."""
     missing_close: float | None = Field(default=-0.5, ge=-100, le=100)
-    """Reward of an answer without `</think>`, whatever it says; None judges it like any other. Above `wrong`, it favours truncation."""
+    """Reward of an answer without `</think>`, whatever its content; None judges it like any other. A value above
+    `wrong` favours truncated answers."""
     missing_open: float | None = Field(default=-2.0, ge=-100, le=100)
-    """Reward of an answer without `<think>` (checked second); None where the prompt opens it."""
+    """Reward of an answer without `<think>` (checked second); use None if the prompt already opens it."""
 
 
 class OverlongConfig(Settings):
-    """Answers that ran out of tokens, by the sampler's finish reason. The authors advise `drop` below a 32K budget."""
+    """Handling of answers that ran out of tokens (by finish reason). The authors advise `drop` below a 32K budget."""
 
     handling: Literal["keep", "drop", "mask"] = "keep"
-    """`drop`: leave the group before advantages; `mask`: count in the group's advantages but carry no loss."""
+    """`drop`: remove from the group before advantages; `mask`: count in the group's advantages, but without a loss."""
     penalty_tokens: int = Field(default=0, ge=0)
-    """The last this many tokens of the budget are penalised, growing in a straight line (DAPO: 4096); 0: no penalty."""
+    """Length of the penalty zone at the end of the token budget, in which the penalty grows linearly (DAPO: 4096); 0:
+    no penalty."""
     penalty: float = Field(default=1.0, ge=0, le=100)
-    """Taken off the reward of an answer that fills the budget (DAPO: 1)."""
+    """Subtracted from the reward of an answer that fills the budget (DAPO: 1)."""
 
 
 class GroupFilterConfig(Settings):
-    """Which groups are worth a gradient."""
+    """Selection of the groups to train on."""
 
     zero_advantage: Literal["reward", "accuracy", "off"] = "reward"
     """Drop groups whose rewards (the paper) or 0/1 accuracies (its code, for code problems too) are all equal."""
     min_accuracy: float = Field(default=0.0, ge=0, le=1)
-    """Groups with a lower mean accuracy are dropped; 0 drops none. Accurate is right, with the tags that `reward` asks for."""
+    """Groups with a lower mean accuracy are dropped; 0 drops none. An accurate answer is correct and has the tags that
+    `reward` requires."""
     max_accuracy: float = Field(default=1.0, ge=0, le=1)
-    """Groups with a mean accuracy outside these bounds are dropped."""
+    """Groups with a higher mean accuracy are dropped; 1 drops none."""
 
     @model_validator(mode="after")
     def _in_order(self) -> GroupFilterConfig:
@@ -205,57 +227,58 @@ class GroupFilterConfig(Settings):
 
 
 class RolloutConfig(Settings):
-    """How prompts become judged groups."""
+    """Sampling of prompts into judged groups of answers."""
 
     groups_per_step: int = Field(default=128, ge=1)
-    """Groups to train on in one RL step, at most (section 4.1)."""
+    """Maximum number of groups to train on in one RL step (section 4.1)."""
     samples_per_group: int = Field(default=8, ge=2)
-    """Section 4.1."""
+    """Answers sampled per prompt (section 4.1)."""
     oversample: float = Field(default=1.0, ge=1, le=16)
-    """Prompts asked in a round, as a multiple of `groups_per_step` (scripts: 2, that is 256 for 128)."""
+    """Prompts sampled in a round, as a multiple of `groups_per_step` (scripts: 2, that is 256 for 128)."""
     max_rounds: int = Field(default=1, ge=1, le=100)
-    """Rounds of prompts to fill a step with informative groups; 1 never refills (scripts), more is DAPO's dynamic sampling."""
+    """Maximum rounds of prompts to fill a step with informative groups; 1 never refills (scripts), more is DAPO's
+    dynamic sampling."""
     max_prompt_tokens: int = Field(default=4096, ge=1)
-    """Longer prompts are left out and counted; the scripts cut their beginning off."""
+    """Longer prompts are left out and counted; the scripts cut off their beginning."""
     sampling: SamplingConfig = SamplingConfig()
     engine: LocalEngineConfig = TorchEngineConfig()
 
     @property
     def is_asleep_between(self) -> bool:
-        """Whether engines give their GPU memory to the learner between rollouts."""
+        """Return whether engines release their GPU memory to the learner between rollouts."""
         return isinstance(self.engine, VllmEngineConfig) and self.engine.runtime.sleep_mode
 
 
 class RlCheckpointConfig(CheckpointConfig):
-    """How often RL saves."""
+    """Checkpoints of RL."""
 
     every_steps: int = Field(default=10, ge=1)
-    """RL steps that a killed stage loses at most. One takes minutes at 8B: ten are what one may lose."""
+    """RL steps between checkpoints, the most that a killed stage loses. One step takes minutes at 8B."""
 
 
 class RlRuntime(TrainRuntime):
-    """Where RL runs."""
+    """Processes, GPUs and timeouts of RL."""
 
     checkpoint: RlCheckpointConfig = RlCheckpointConfig()
     num_rollout_actors: int = Field(default=2, ge=1)
-    """Processes that sample, each with an engine of its own."""
+    """Rollout actors (sampling processes), each with its own engine."""
     rollout_threads: int = Field(default=1, ge=1)
     """CPU threads of one rollout actor."""
     rollout_gpus: float | None = Field(default=None, ge=0)
-    """GPUs of one rollout actor; None: what its engine needs, if there are GPUs. Fractions share one."""
+    """GPUs of one rollout actor; None: as many as its engine needs, if there are GPUs. Fractions share a GPU."""
     learner_gpus: float | None = Field(default=None, ge=0)
     """GPUs of one learner process; None: one, if there are GPUs."""
     weight_sync: Literal["auto", "store", "direct"] = "auto"
-    """How new weights reach the engines: through Ray's object store and host memory, or straight from the learner (NCCL between
-    GPUs, gloo between CPUs). auto: straight where learner and engines have GPUs of their own."""
+    """How new weights reach the engines. `store`: through Ray's object store and host memory; `direct`: from the
+    learner (NCCL between GPUs, gloo between CPUs); `auto`: direct if learner and engines have separate GPUs."""
     stall_timeout_s: float = Field(default=1800, gt=0)
-    """No progress for this long is an error that names who waits for what."""
+    """Seconds without progress after which the stage fails, with an error that names what each process waits for."""
     step_timeout_s: float = Field(default=3600, gt=0, le=604_800)
-    """The learner has this long for all updates of one RL step, of which it says nothing until they are done."""
+    """Seconds for all updates of one RL step; the learner reports no progress until they are done."""
     max_restarts: int = Field(default=8, ge=0)
-    """Lost actors to replace in one run before giving up."""
+    """Maximum number of lost actors to restart in one run."""
     taught: RareFloor = RareFloor()
-    """Of the prompts asked: those whose group was trained on. Looked at from step 20 on, and at the end."""
+    """Share of the sampled prompts whose group was trained on; checked from step 20 on and at the end."""
 
 
 class RlOptimConfig(OptimConfig):
@@ -264,7 +287,7 @@ class RlOptimConfig(OptimConfig):
     lr: float = Field(default=1e-6, gt=0, le=1)
     """Peak learning rate; section 4.1 (code RL: 5e-7)."""
     warmup_steps: int = Field(default=10, ge=0)
-    """RL steps in which the rate climbs in a straight line to its peak (scripts)."""
+    """RL steps in which the rate rises linearly to its peak (scripts)."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Applied to matrices only, not to norms and embeddings (scripts)."""
 
@@ -273,43 +296,45 @@ class RlConfig(Settings):
     """Reinforcement learning with verifiable rewards."""
 
     domain: Literal["math", "code"] = "math"
-    """Which of the curated problems this stage trains on; the others are counted and left out. Paper: math first, then code."""
+    """Domain of the problems to train on; others are left out and counted. Paper: math first, then code."""
     num_steps: int = Field(default=500, ge=1)
-    """Undisclosed; the paper's plots end at 240, the scripts have 5 epochs, up to 585 steps."""
+    """RL steps. Undisclosed in the paper, whose plots end at 240; the scripts have 5 epochs, up to 585 steps."""
     minibatches_per_step: int = Field(default=8, ge=1)
-    """Optimizer steps per RL step (scripts: 8 math, 4 code); with 1 every ratio is 1 and all clip losses are the same."""
+    """Optimizer steps per RL step (scripts: 8 math, 4 code). With 1 every ratio is 1 and all clip losses are equal."""
     optim: RlOptimConfig = RlOptimConfig()
     keep_optimizer: bool = False
-    """Leave the optimizer's state beside the model, for a later stage that continues with it."""
+    """Save the optimizer state with the model, for a later stage that continues with it."""
     continue_optimizer: bool = False
-    """Start with the optimizer state (and float32 weights) that the input model's stage kept; undisclosed in the paper."""
+    """Start with the optimizer state (and float32 weights) saved with the input model; undisclosed in the paper."""
     loss: LossConfig = GppoConfig()
     erc: ErcConfig | None = None
-    """Entropy-ratio masking on top of the loss."""
+    """Entropy-ratio clipping on top of the loss; None: off."""
     mismatch: MismatchConfig = MismatchConfig()
     old_logps: Literal["learner", "sampler"] = "learner"
-    """Who gives the old log-probs: the learner in a pass of its own (scripts), or the sampler for free."""
+    """Source of the old log-probs: the learner in an extra forward pass (scripts), or the sampler at no extra cost."""
     normalise: Literal["token", "sample", "budget"] = "token"
-    """Divide by all loss tokens (paper equation 11; the scripts: by those of each micro-batch), average rows first (GRPO, GSPO), or
-    divide by rows x token budget (Dr.GRPO)."""
+    """`token`: divide by all loss tokens (paper equation 11; the scripts: by those of each micro-batch); `sample`:
+    average within rows first (GRPO, GSPO); `budget`: divide by rows x token budget (Dr.GRPO)."""
     max_log_ratio: float = Field(default=20.0, gt=0, le=30)
-    """Bound of |log ratio|, so that no weight can overflow (ERC's code: 20); tokens beyond are counted."""
+    """Bound on |log ratio|, so that no weight overflows (ERC's code: 20); tokens beyond it are counted."""
     lm_coef: float = Field(default=0.1, ge=0)
-    """Alpha of the language-model loss on positive samples: right, and with the tags that `reward` asks for. Equation 13 prints a mean
-    probability; the scripts and we take the log."""
+    """Alpha, the weight of the language-model loss on positive samples: correct ones with the tags that `reward`
+    requires. Equation 13 prints a mean probability; the scripts and we use the log-probability."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 estimate of KL(policy, initial model); the paper has none. Above 0 a frozen copy is kept."""
     entropy_coef: float = Field(default=0.0, ge=0, le=1)
-    """Weight of an entropy bonus; the paper has none, CE-GPPO saw 0.003 explode."""
+    """Weight of an entropy bonus; the paper has none, and in CE-GPPO a weight of 0.003 exploded."""
     advantage: AdvantageConfig = GrpoAdvantage()
     reward: RewardConfig = RewardConfig()
     overlong: OverlongConfig = OverlongConfig()
     group_filter: GroupFilterConfig = GroupFilterConfig()
     rollout: RolloutConfig = RolloutConfig()
     max_staleness: int = Field(default=0, ge=0, le=16)
-    """Versions that a sample may lag behind the learner; 0 is synchronous, 1 is one step off, more is asynchronous."""
+    """Weight versions that a sample may lag behind the learner: 0 is synchronous, 1 is one step off-policy, more is
+    asynchronous."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the forward and backward pass and of the saved model; weights and optimizer are float32 either way. Scripts: bfloat16."""
+    """Data type of forward and backward pass and of the saved model; weights and optimizer are always float32. Scripts:
+    bfloat16."""
     runtime: RlRuntime = RlRuntime()
 
     @model_validator(mode="after")
