@@ -71,6 +71,7 @@ class Decontaminator:
         if not tokens:
             one = self._protected[index]
             raise DataError(f"benchmark {one.benchmark}, question {one.question_id}: {one.question!r} has no word to recognise it by")
+        # Coverage is relative to the grams that can match, so common phrases are not in the denominator either.
         own = self._own_grams(tokens) - self.common_phrases
         self._num_grams.append(len(own))
         if not own:

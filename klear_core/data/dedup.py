@@ -51,6 +51,7 @@ class Deduplicator:
     def _key(self, candidate: Candidate) -> bytes:
         text = " ".join(tokens_of(candidate.question)) if self._cfg.normalise else ""
         text = text or candidate.question  # normalisation may leave nothing (no word or sign): compare the raw text
+        # surrogatepass: JSON escapes can produce lone surrogates, which plain UTF-8 refuses to encode.
         return hashlib.blake2b(f"{candidate.domain}\x1f{text}".encode(errors="surrogatepass"), digest_size=16).digest()
 
 

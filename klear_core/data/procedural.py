@@ -159,7 +159,7 @@ class _Share:
                 yield chain
 
     def _indices(self, rng: Random) -> Iterator[int]:
-        if self.is_small:
+        if self.is_small:  # a random permutation: rejection would be slow once most indices are seen
             yield from rng.sample(range(self.num_chains), self.num_chains)
             return
         seen: set[int] = set()

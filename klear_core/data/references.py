@@ -247,9 +247,11 @@ def _entry_point(row: Mapping[str, object]) -> CodeReference:
 
 def _definitions_besides(prompt: str, entry_point: str) -> str:
     try:
+        # HumanEval prompts end in a signature or docstring; `pass` completes the body so that they parse.
         body = ast.parse(prompt.rstrip() + "\n    pass\n" if prompt.rstrip().endswith(('"""', "'''", ":")) else prompt).body
     except SyntaxError:
         return ""  # LeetCodeDataset's older prompts are prose
+    # The entry point is left out: its stub would shadow the solution that the tests check.
     kept = [node for node in body if getattr(node, "name", None) != entry_point and not _imports_package(node)]
     return "\n".join(ast.unparse(node) for node in kept)
 

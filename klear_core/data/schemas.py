@@ -21,6 +21,7 @@ def schema_for(row_schema: RowSchema, first_row: Fields, *, where: str) -> Schem
     if row_schema != "auto":
         return next(s for s in SCHEMAS if s.name == row_schema)
     fits = [(s, signature) for s in SCHEMAS for signature in s.signatures if signature <= first_row.keys()]
+    # `<` is strict subset: a signature is beaten by any matching signature with more keys.
     best = {s.name: s for s, signature in fits if not any(signature < other for _, other in fits)}
     if len(best) == 1:
         return next(iter(best.values()))
