@@ -124,7 +124,7 @@ async def collect_traces(
     todo = [shard for shard in shards if not shard.is_done]
     for shard in shards:
         if shard.is_done:
-            run.reopen(shard)
+            run.reopen(shard)  # before new work: the counts and the failure rate are over all shards
     if len(todo) < len(shards):
         log.info("distill: %d of %d shards are there already", len(shards) - len(todo), len(shards))
     # aclosing: if `finish` raises, the generator's cleanup cancels the requests that are still running.

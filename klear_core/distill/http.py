@@ -72,7 +72,7 @@ class HttpTeacher:
     async def _sample(self, problem: Problem, sample_idx: int, seed: int) -> TeacherResult:
         body = self._body(problem, seed_for(seed, "distill/teacher", problem.problem_id, sample_idx))
         jitter = Random(seed_for(seed, "distill/backoff", problem.problem_id, sample_idx))  # noqa: S311
-        async with self._slots:
+        async with self._slots:  # held during backoff too, so that a busy server gets fewer requests
             result = await self._post(body)
             for retry in range(self.cfg.runtime.max_retries):
                 if not isinstance(result, _Trouble):
@@ -124,7 +124,7 @@ class HttpTeacher:
         if status in _HOPELESS:
             raise TeacherRejectsError(f"the teacher {self.name!r} at {self._url} refuses: {_HOPELESS[status]} ({detail})")
         if status in _BUSY or response.is_server_error:
-            wait_s = min(_retry_after_s(response), timeout_s)
+            wait_s = min(_retry_after_s(response), timeout_s)  # capped: a server may ask for hours
             return _Trouble(reason=f"http_{status}", detail=detail, wait_s=wait_s)
         return TeacherFailure(reason="rejected", detail=detail)
 
@@ -201,6 +201,7 @@ def read_reply(payload: bytes) -> TeacherResult:
         return TeacherFailure(reason=reason, detail=f"finish_reason {choice.finish_reason[:50]!r}")
     content = choice.message.content or ""
     reasoning = choice.message.reasoning_content or choice.message.reasoning or ""
+    # Servers without a reasoning parser leave the tags in the content.
     if not reasoning and (THINK_CLOSE in content or THINK_OPEN in content):
         parts = split_response(content)
         reasoning, content = parts.reasoning, parts.answer

@@ -21,6 +21,7 @@ def why_incomplete(reply: TeacherReply, cfg: SelectConfig) -> str:
 def drop_reason(trace: TeacherTrace, cfg: SelectConfig) -> Dropped | None:
     """Return the drop record of a judged trace, or None if it is kept."""
     outcome = trace.verdict.outcome
+    # A judge or sandbox failure says nothing about the answer, so it is neither correct nor wrong.
     if not outcome.is_models_doing and not cfg.keep_unjudged:
         return unjudged(trace)
     if cfg.policy_for(trace.difficulty) == "correct_only" and not trace.verdict.is_correct:
