@@ -269,7 +269,7 @@ class RlRuntime(TrainRuntime):
     learner_gpus: float | None = Field(default=None, ge=0)
     """GPUs of one learner process; None: one, if there are GPUs."""
     weight_sync: Literal["auto", "store", "direct"] = "auto"
-    """How new weights reach the engines. `store`: through Ray's object store and host memory; `direct`: from the
+    """Route of new weights to the engines. `store`: through Ray's object store and host memory; `direct`: from the
     learner (NCCL between GPUs, gloo between CPUs); `auto`: direct if learner and engines have separate GPUs."""
     stall_timeout_s: float = Field(default=1800, gt=0)
     """Seconds without progress after which the stage fails, with an error that names what each process waits for."""
