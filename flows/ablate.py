@@ -62,7 +62,9 @@ def require_ready_cells(configs: Mapping[Cell, PipelineConfig]) -> None:
 
 def run_grid(cfg: AblationConfig, run: Callable[[Cell], RunResult]) -> AblationTable:
     """Run all cells and return the table. A run that ends in a KlearError is left out and listed under `failures`."""
-    runs: dict[str, dict[float, dict[int, RunResult]]] = {v: {rate: {} for rate in cfg.learning_rates} for v in cfg.variants}
+    runs: dict[str, dict[float, dict[int, RunResult]]] = {
+        v: {rate: {} for rate in cfg.learning_rates} for v in cfg.variants
+    }
     failures: dict[str, str] = {}
     for cell in cells_of(cfg):
         try:
@@ -118,7 +120,9 @@ def write_table(table: AblationTable, cells: Sequence[CellRecord], folder: Path,
 def require_complete(table: AblationTable, *, num_runs: int) -> None:
     """Raise KlearError if a run failed, so that a script waiting for the grid sees that the table is incomplete."""
     if table.failures:
-        raise KlearError(f"{len(table.failures)} of {num_runs} runs failed; the table names them, and the same command runs only these")
+        raise KlearError(
+            f"{len(table.failures)} of {num_runs} runs failed; the table names them, and the same command runs only these"
+        )
 
 
 def show_work(configs: Collection[PipelineConfig]) -> None:

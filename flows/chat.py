@@ -30,12 +30,16 @@ def chat(which: str, question: str | None, asking: Asking, *, root: Path, engine
     A line that the model cannot take does not stop the others; DataError at the end if there was one.
     """
     if asking.num_samples > 1 and asking.temperature == 0:
-        raise ConfigError(f"--samples {asking.num_samples} at --temperature 0: greedy answers are all the same; raise the temperature")
+        raise ConfigError(
+            f"--samples {asking.num_samples} at --temperature 0: greedy answers are all the same; raise the temperature"
+        )
     folder, window = _find_model(which, root)
     num_threads = os.cpu_count() or 1
     console = Console(highlight=False, soft_wrap=True)
     with asyncio.Runner() as runner:
-        model = runner.run(open_chat(folder, _ENGINES[engine], num_threads=num_threads, seed=asking.seed, window=window))
+        model = runner.run(
+            open_chat(folder, _ENGINES[engine], num_threads=num_threads, seed=asking.seed, window=window)
+        )
         try:
             if question is not None:
                 _show(console, runner.run(model.ask(question, asking)))

@@ -26,10 +26,16 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptio
 
 Profile = Annotated[
     str,
-    typer.Argument(metavar="PROFILE", help="A folder of TOML files, such as configs/laptop, or the name of one under configs/: laptop."),
+    typer.Argument(
+        metavar="PROFILE",
+        help="A folder of TOML files, such as configs/laptop, or the name of one under configs/: laptop.",
+    ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; the value is TOML. May be given many times.")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override one setting; the value is TOML. May be given many times."
+    ),
 ]
 
 
@@ -43,10 +49,15 @@ def run(
     profile: Profile,
     overrides: Overrides = None,
     only: Annotated[str | None, typer.Option(help="Run this stage alone, on the artifacts that exist.")] = None,
-    from_: Annotated[str | None, typer.Option("--from", help="Start at this stage; what comes before must exist.")] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", help="Start at this stage; what comes before must exist.")
+    ] = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     rerun_from: Annotated[
-        str | None, typer.Option("--rerun-from", help="Make this stage and all that follows from it again, though nothing has changed.")
+        str | None,
+        typer.Option(
+            "--rerun-from", help="Make this stage and all that follows from it again, though nothing has changed."
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and stop.")] = False,
 ) -> None:
@@ -85,7 +96,10 @@ def run(
 @app.command()
 def ablate(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A grid, such as configs/ablations/losses_hot.toml, or its name: losses_hot.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A grid, such as configs/ablations/losses_hot.toml, or its name: losses_hot."
+        ),
     ],
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would run, and stop.")] = False,
@@ -129,7 +143,9 @@ def plan(
     profile: Profile,
     overrides: Overrides = None,
     with_config: Annotated[bool, typer.Option("--config", help="Print all settings below, defaults included.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Read artifacts byte by byte; without, names and sizes are compared.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read artifacts byte by byte; without, names and sizes are compared.")
+    ] = False,
 ) -> None:
     """Validate a profile and show what a run would do: stages, reuse, damaged artifacts, tokens, memory. Runs nothing.
 
@@ -156,7 +172,9 @@ def doctor() -> None:
 
 @app.command()
 def show(
-    artifact: Annotated[str, typer.Argument(help="A stage or a kind (its newest), a fingerprint or its first digits, or a folder.")],
+    artifact: Annotated[
+        str, typer.Argument(help="A stage or a kind (its newest), a fingerprint or its first digits, or a folder.")
+    ],
     root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
     num_records: Annotated[int, typer.Option("--records", min=0, help="Records to print of each table.")] = 2,
 ) -> None:
@@ -173,11 +191,15 @@ def show(
 
 @app.command()
 def chat(
-    model: Annotated[str, typer.Argument(help="A stage (its newest model): base, sft, rl; or an artifact, or a model folder.")],
+    model: Annotated[
+        str, typer.Argument(help="A stage (its newest model): base, sft, rl; or an artifact, or a model folder.")
+    ],
     question: Annotated[str | None, typer.Argument(help="Without it, every line of standard input is one.")] = None,
     root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer; by default what the model's window leaves.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of an answer; by default what the model's window leaves.")
+    ] = None,
     num_samples: Annotated[int, typer.Option("--samples", min=1, help="Answers to each question.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
     engine: Annotated[Literal["torch", "vllm"], typer.Option(help="torch runs Qwen3 models.")] = "torch",
@@ -228,9 +250,13 @@ def sweep(
 @app.command()
 def judge(
     file: Annotated[Path, typer.Argument(help="JSONL or Parquet; a row has id, response and reference.")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="verify.KEY=VALUE", help="Override a judge setting.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="verify.KEY=VALUE", help="Override a judge setting.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write a row an answer here: id, outcome, score, detail.")] = None,
-    bare_code: Annotated[bool, typer.Option("--bare-code", help="Responses are programs, without a fence around them.")] = False,
+    bare_code: Annotated[
+        bool, typer.Option("--bare-code", help="Responses are programs, without a fence around them.")
+    ] = False,
 ) -> None:
     """Judge the answers in a file and print a table of outcomes.
 

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from flows.launch import LOGGERS
@@ -60,7 +69,9 @@ class RunConsole:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, TextColumn("{task.fields[note]}", style="dim"), console=self.console, transient=True)
+        self._progress = Progress(
+            *columns, TextColumn("{task.fields[note]}", style="dim"), console=self.console, transient=True
+        )
         self._task: TaskID | None = None
         self._warnings = _Warnings(self.console)
         for name in LOGGERS:
@@ -194,13 +205,17 @@ def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int
     root = config.workspace.root
     api_url = os.environ.get("PREFECT_API_URL", "")
     if not api_url or is_own(api_url):  # the user's own server shows the run already
-        console.print(f"open     klear ui --root {root}      Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000")
+        console.print(
+            f"open     klear ui --root {root}      Prefect on http://127.0.0.1:4200, MLflow on http://127.0.0.1:5000"
+        )
     shown = "sft" if "sft" in result.refs else list(result.refs)[-1]
     console.print(f"inspect  klear show {shown} --root {root}")
     product = product_of(facts)
     if product is not None:
         console.print(f"model    {product.folder}")
-        console.print(f"ask it   {escape(product.command(name_of(result.refs[product.stage].path, product.stage, product.root)))}")
+        console.print(
+            f"ask it   {escape(product.command(name_of(result.refs[product.stage].path, product.stage, product.root)))}"
+        )
 
 
 def _short(path: Path) -> Path:
@@ -214,7 +229,11 @@ def _report_inputs(config: PipelineConfig, result: PipelineResult) -> ReportInpu
     from tasks.run_info import RunInfo
 
     info = RunInfo(
-        workspace=config.workspace, run_id=result.flow_run_id, run_name=config.name, stage="report", started_at=datetime.now(UTC)
+        workspace=config.workspace,
+        run_id=result.flow_run_id,
+        run_name=config.name,
+        stage="report",
+        started_at=datetime.now(UTC),
     )
     return report_inputs(info, ReportJob.of(config), _refs_to_show(config, result))
 
@@ -262,7 +281,9 @@ def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool
         )
     _show_judged(console, summary)
     if summary.bad_rows or not summary.outcomes:
-        raise DataError(f"{file}: {len(summary.bad_rows):,} of its {summary.num_rows:,} rows do not fit and were not judged")
+        raise DataError(
+            f"{file}: {len(summary.bad_rows):,} of its {summary.num_rows:,} rows do not fit and were not judged"
+        )
 
 
 def _show_judged(console: Console, summary: JudgeSummary) -> None:

@@ -35,7 +35,10 @@ def check_machine() -> list[Check]:
     """Run all checks, in the order in which a new user would run into the problems."""
     return [
         _python(),
-        *(_library(name, fix="pip install -e .") for name in ("prefect", "mlflow", "transformers", "math-verify", "pebble")),
+        *(
+            _library(name, fix="pip install -e .")
+            for name in ("prefect", "mlflow", "transformers", "math-verify", "pebble")
+        ),
         _torch(),
         _compiler(),
         _ray(),
@@ -84,13 +87,23 @@ def _torch() -> Check:
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)
     if result.returncode:
         last = result.stderr.strip().splitlines()[-1]
-        return Check(name="torch", found=f"does not import: {last}", is_good=False, is_fatal=True, fix="reinstall torch for this machine")
+        return Check(
+            name="torch",
+            found=f"does not import: {last}",
+            is_good=False,
+            is_fatal=True,
+            fix="reinstall torch for this machine",
+        )
     return Check(name="torch", found=result.stdout.strip(), is_good=True)
 
 
 def _compiler() -> Check:
     found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    fix = "" if found else "apt-get install gcc (or your system's C compiler); without one CPU runs are several times slower"
+    fix = (
+        ""
+        if found
+        else "apt-get install gcc (or your system's C compiler); without one CPU runs are several times slower"
+    )
     return Check(name="C compiler", found=found or "none", is_good=found is not None, fix=fix)
 
 
@@ -112,7 +125,12 @@ def _vllm() -> Check:
             return Check(name="vLLM", found=f"{name} {importlib.metadata.version(name)}", is_good=True)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return Check(name="vLLM", found="not installed", is_good=False, fix="only for profiles with engine kind vllm: pip install -e '.[gpu]'")
+    return Check(
+        name="vLLM",
+        found="not installed",
+        is_good=False,
+        fix="only for profiles with engine kind vllm: pip install -e '.[gpu]'",
+    )
 
 
 def _sandbox() -> Check:
@@ -133,7 +151,12 @@ def _gpu() -> Check:
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     if result.returncode:
-        return Check(name="GPU", found=result.stdout.strip() or "nvidia-smi failed", is_good=False, fix="repair the NVIDIA driver")
+        return Check(
+            name="GPU",
+            found=result.stdout.strip() or "nvidia-smi failed",
+            is_good=False,
+            fix="repair the NVIDIA driver",
+        )
     is_cuda = find_spec("torch") is not None and "+cpu" not in importlib.metadata.version("torch")
     fix = "" if is_cuda else "this torch is a CPU build: install a CUDA build"
     return Check(name="GPU", found="; ".join(result.stdout.strip().splitlines()), is_good=is_cuda, fix=fix)
@@ -145,7 +168,12 @@ def _memory() -> Check:
     memory = psutil.virtual_memory()
     is_good = memory.available / 1e9 >= _MIN_MEMORY_GB
     fix = "" if is_good else f"configs/laptop wants about {_MIN_MEMORY_GB} GB free"
-    return Check(name="memory", found=f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free", is_good=is_good, fix=fix)
+    return Check(
+        name="memory",
+        found=f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free",
+        is_good=is_good,
+        fix=fix,
+    )
 
 
 def _disk(where: Path) -> Check:

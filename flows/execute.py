@@ -55,7 +55,12 @@ atexit.register(gc.freeze)
 
 
 def run_stages(
-    config: PipelineConfig, *, only: str | None = None, from_: str | None = None, until: str | None = None, rerun_from: str | None = None
+    config: PipelineConfig,
+    *,
+    only: str | None = None,
+    from_: str | None = None,
+    until: str | None = None,
+    rerun_from: str | None = None,
 ) -> PipelineResult:
     """Run the chosen stages in order, each as a Prefect task, and reuse artifacts that exist and are intact.
 
@@ -104,7 +109,9 @@ def _run_chosen(
             if stage.name in chosen:
                 # Inputs from stages that are not chosen must exist already.
                 missing = {name for name in stage.inputs.values() if name not in refs}
-                refs |= {name: _existing(config.workspace, ids[name], name, needed_by=stage.name) for name in sorted(missing)}
+                refs |= {
+                    name: _existing(config.workspace, ids[name], name, needed_by=stage.name) for name in sorted(missing)
+                }
                 refs[stage.name] = _run_one(stage, refs, info.model_copy(update={"stage": stage.name}))
     report = refs["report"].path / REPORT_FILE if "report" in chosen else None
     return PipelineResult(
@@ -217,7 +224,9 @@ def _has_server() -> bool:
 
 
 @contextmanager
-def failure_reported(info: RunInfo, config: PipelineConfig, chosen: Sequence[str], refs: Mapping[str, ArtifactRef]) -> Iterator[None]:
+def failure_reported(
+    info: RunInfo, config: PipelineConfig, chosen: Sequence[str], refs: Mapping[str, ArtifactRef]
+) -> Iterator[None]:
     """Write a report if the block fails, of the artifacts in `refs` and the chosen stages without one, and re-raise."""
     try:
         yield

@@ -18,7 +18,9 @@ def find_artifact(which: str, root: Path) -> Path:
         return Path(which)
     folders = LocalStore(root / "artifacts").folders()
     if not folders:
-        raise ArtifactError(f"no artifact {which!r}: there is none at all under {root}; --root names the workspace of a run")
+        raise ArtifactError(
+            f"no artifact {which!r}: there is none at all under {root}; --root names the workspace of a run"
+        )
     stages = {folder: _stage_of(folder) for folder in folders}
     by_fingerprint = [f for f in folders if f.name.startswith(which)]
     by_stage = [f for f in folders if stages[f] == which]
@@ -28,7 +30,9 @@ def find_artifact(which: str, root: Path) -> Path:
         there = ", ".join(sorted(set(stages.values())))
         raise ArtifactError(f"no artifact {which!r} under {root}; stages that have one there: {there}")
     if hits is by_fingerprint and len(hits) > 1:
-        raise ArtifactError(f"{which!r} begins several fingerprints: {', '.join(f'{f.parent.name}/{f.name}' for f in hits)}")
+        raise ArtifactError(
+            f"{which!r} begins several fingerprints: {', '.join(f'{f.parent.name}/{f.name}' for f in hits)}"
+        )
     return max(hits, key=lambda folder: (folder / MANIFEST).stat().st_mtime)
 
 

@@ -22,7 +22,9 @@ def heeded_interrupts() -> Iterator[None]:
 
     def ask_again(lost: sys.UnraisableHookArgs) -> None:
         if lost.exc_type is KeyboardInterrupt:
-            asking = threading.Timer(_AGAIN_AFTER_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM))
+            asking = threading.Timer(
+                _AGAIN_AFTER_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM)
+            )
             asking.daemon = True
             asking.start()
         else:

@@ -26,7 +26,9 @@ def record_run(run_id: UUID) -> None:
     if record in _records:
         return
     held = _records[record] = ExitStack()
-    held.enter_context(file_lock(record, on_wait=lambda who: log.info("waiting for %s, which runs the same flow run", who)))
+    held.enter_context(
+        file_lock(record, on_wait=lambda who: log.info("waiting for %s, which runs the same flow run", who))
+    )
     held.callback(record.unlink, missing_ok=True)
     atexit.register(held.close)  # not when the run ends: Prefect does not have its final state yet
 
@@ -46,7 +48,9 @@ def close_killed_runs() -> None:
     state: State[None] = Crashed(message="killed; the same command goes on from there")
     with get_client(sync_client=True) as client:
         flow_runs = FlowRunFilter.model_validate(of_killed)
-        for task in client.read_task_runs(flow_run_filter=flow_runs, task_run_filter=TaskRunFilter.model_validate(unfinished)):
+        for task in client.read_task_runs(
+            flow_run_filter=flow_runs, task_run_filter=TaskRunFilter.model_validate(unfinished)
+        ):
             client.set_task_run_state(task.id, state, force=True)
         for run in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(of_killed | unfinished)):
             client.set_flow_run_state(run.id, state, force=True)

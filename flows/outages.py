@@ -29,7 +29,9 @@ _TIMEOUT_S = 5.0
 class CancelWatch:
     """Sends SIGTERM to this process if its run stays Cancelling: after an outage Prefect 3.8's worker misses that."""
 
-    def __init__(self, is_cancelling: Callable[[], bool], *, grace_s: float = CANCEL_GRACE_S, every_s: float = CHECK_EVERY_S) -> None:
+    def __init__(
+        self, is_cancelling: Callable[[], bool], *, grace_s: float = CANCEL_GRACE_S, every_s: float = CHECK_EVERY_S
+    ) -> None:
         self.has_fired = False
         self._is_cancelling, self._grace_s, self._every_s = is_cancelling, grace_s, every_s
         self._is_over = threading.Event()
@@ -52,7 +54,9 @@ class CancelWatch:
             elif since_s is None:
                 since_s = time.monotonic()
             elif time.monotonic() - since_s >= self._grace_s:
-                log.warning("the run was cancelled %.0f s ago and its worker has not ended it: ending it here", self._grace_s)
+                log.warning(
+                    "the run was cancelled %.0f s ago and its worker has not ended it: ending it here", self._grace_s
+                )
                 self.has_fired = True
                 # Prefect's handler raises TerminationSignal in the main thread, as when a worker cancels the run.
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -86,7 +90,9 @@ def _catch_up() -> None:
     deliver_summaries()
 
 
-def await_server(ask: Callable[[], Exception | None], *, patience_s: float = PATIENCE_S, every_s: float = CHECK_EVERY_S) -> None:
+def await_server(
+    ask: Callable[[], Exception | None], *, patience_s: float = PATIENCE_S, every_s: float = CHECK_EVERY_S
+) -> None:
     """Wait until the server answers, so that it gets the run's final state at once; after `patience_s` warn and return.
 
     Prefect's client backs off exponentially: after minutes of outage, an ended run would look dead for minutes more.
@@ -94,7 +100,9 @@ def await_server(ask: Callable[[], Exception | None], *, patience_s: float = PAT
     error = ask()
     if error is None:
         return
-    log.warning("the Prefect server does not answer (%s); waiting for it, to tell it how this run ended", type(error).__name__)
+    log.warning(
+        "the Prefect server does not answer (%s); waiting for it, to tell it how this run ended", type(error).__name__
+    )
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         time.sleep(every_s)

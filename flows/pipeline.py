@@ -37,7 +37,12 @@ def pipeline(
 
 
 def run_pipeline(
-    config: PipelineConfig, *, only: str | None = None, from_: str | None = None, until: str | None = None, rerun_from: str | None = None
+    config: PipelineConfig,
+    *,
+    only: str | None = None,
+    from_: str | None = None,
+    until: str | None = None,
+    rerun_from: str | None = None,
 ) -> PipelineResult:
     """Run the pipeline in this process and raise the error of a stage that fails."""
     with no_orphans():

@@ -36,7 +36,9 @@ def check_prefect() -> None:
     reply = check_endpoint(url, "PREFECT_API_URL", path="/health", remedy=remedy)
     # Prefect's UI answers every path outside /api with its page.
     if reply.is_success and "html" in reply.headers.get("content-type", ""):
-        raise ConfigError(f"PREFECT_API_URL: {_host_of(url)} answers with a web page; the API's address usually ends in /api")
+        raise ConfigError(
+            f"PREFECT_API_URL: {_host_of(url)} answers with a web page; the API's address usually ends in /api"
+        )
 
 
 def check_tracking(workspace: WorkspaceConfig) -> None:
@@ -50,14 +52,18 @@ def check_tracking(workspace: WorkspaceConfig) -> None:
         refuse_broken_with_runs(file)
     if uri.startswith(("http://", "https://")):
         remedy = "start that server, or unset MLFLOW_TRACKING_URI to track in a file of the workspace"
-        check_endpoint(uri, "MLFLOW_TRACKING_URI", path="/api/2.0/mlflow/experiments/search?max_results=1", remedy=remedy)
+        check_endpoint(
+            uri, "MLFLOW_TRACKING_URI", path="/api/2.0/mlflow/experiments/search?max_results=1", remedy=remedy
+        )
 
 
 def check_ray() -> None:
     """Raise ConfigError if RAY_ADDRESS names a host and a port where nothing listens."""
     host, _, port = os.environ.get("RAY_ADDRESS", "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
-        check_port(host, int(port), "RAY_ADDRESS", remedy="start that cluster, or unset RAY_ADDRESS to run Ray on this machine")
+        check_port(
+            host, int(port), "RAY_ADDRESS", remedy="start that cluster, or unset RAY_ADDRESS to run Ray on this machine"
+        )
 
 
 def check_endpoint(url: str, what: str, *, path: str, remedy: str) -> httpx.Response:

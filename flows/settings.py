@@ -44,5 +44,7 @@ def profile_folder(profile: str) -> Path:
     if named.is_dir():
         return named
     if given.name == profile and not given.is_dir():
-        raise ConfigError(f"{profile}: no such profile folder; profiles that go by their name: {', '.join(profiles_in(CONFIGS))}")
+        raise ConfigError(
+            f"{profile}: no such profile folder; profiles that go by their name: {', '.join(profiles_in(CONFIGS))}"
+        )
     return given

@@ -46,7 +46,13 @@ def _facts(manifest: Manifest) -> Table:
     inputs = ", ".join(f"{ref.kind} {ref.fingerprint[:8]}" for ref in manifest.inputs) or "none"
     counts = ", ".join(f"{name} {value:g}" for name, value in manifest.counts.items())
     seeds = ", ".join(f"{name} {seed}" for name, seed in manifest.seeds.items())
-    for name, value in (("made", manifest.created_at), ("code", commit), ("inputs", inputs), ("counts", counts), ("seeds", seeds)):
+    for name, value in (
+        ("made", manifest.created_at),
+        ("code", commit),
+        ("inputs", inputs),
+        ("counts", counts),
+        ("seeds", seeds),
+    ):
         facts.add_row(f"[dim]{name}[/]", escape(str(value)))
     return facts
 

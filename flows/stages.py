@@ -33,7 +33,9 @@ def _alone(stage: str, what: str) -> StageFlow:
 
 benchmarks = _alone("benchmarks", "Load the benchmarks.")
 curate = _alone("curate", "Make the training problems; needs the benchmarks.")
-curate_rl = _alone("curate_rl", "Make the problems of RL, where they are not those of distillation; needs the benchmarks.")
+curate_rl = _alone(
+    "curate_rl", "Make the problems of RL, where they are not those of distillation; needs the benchmarks."
+)
 base = _alone("base", "Make or find the base model.")
 distill = _alone("distill", "Collect teacher traces; needs the problems.")
 sft = _alone("sft", "Fine-tune the base model on the traces.")

@@ -39,7 +39,9 @@ Say = Callable[[str], None]
 def sweep_until_interrupted(pool: str, say: Say) -> None:
     """Sweep a pool every 5 s; report an outage of the server once and wait until it is over."""
     if not os.environ.get("PREFECT_API_URL"):
-        raise ConfigError("PREFECT_API_URL: not set; it names the server to sweep, for example http://127.0.0.1:4200/api")
+        raise ConfigError(
+            "PREFECT_API_URL: not set; it names the server to sweep, for example http://127.0.0.1:4200/api"
+        )
     watch = Watch()
     is_greeted = is_away = False
     while True:
@@ -78,12 +80,19 @@ def _carry_out(client: SyncPrefectClient, run: SeenRun, verdict: Verdict, say: S
     except (httpx.HTTPStatusError, PrefectException) as e:  # concerns this run only; continue with the others
         say(f"{action}; not done: {type(e).__name__}: {e}")
         return
-    refused = "" if result.status == "ACCEPT" else f"; not done, it has ended meanwhile (the server says {result.status})"
+    refused = (
+        "" if result.status == "ACCEPT" else f"; not done, it has ended meanwhile (the server says {result.status})"
+    )
     say(action + refused)
 
 
 def _state_of(verdict: Verdict) -> State[None]:
-    make = {"CRASHED": states.Crashed, "CANCELLED": states.Cancelled, "RETRY": states.AwaitingRetry, "FAILED": states.Failed}
+    make = {
+        "CRASHED": states.Crashed,
+        "CANCELLED": states.Cancelled,
+        "RETRY": states.AwaitingRetry,
+        "FAILED": states.Failed,
+    }
     return make[verdict.state](message=f"{verdict.why} (klear sweep)")
 
 

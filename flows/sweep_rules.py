@@ -92,7 +92,9 @@ def verdict_on(run: SeenRun, *, quiet_s: float) -> Verdict | None:
         case "PENDING":
             return Verdict(state="CRASHED", why=f"not started within {START_S:.0f} s") if quiet_s > START_S else None
         case "RUNNING":
-            return Verdict(state="CRASHED", why=f"no heartbeat for {patience_s:.0f} s") if quiet_s > patience_s else None
+            return (
+                Verdict(state="CRASHED", why=f"no heartbeat for {patience_s:.0f} s") if quiet_s > patience_s else None
+            )
         case "CANCELLING":
             return Verdict(state="CANCELLED", why=f"no heartbeat for {SILENT_S:.0f} s") if quiet_s > SILENT_S else None
         case "CRASHED":
@@ -110,7 +112,9 @@ def _after_crash(history: Sequence[Change]) -> Verdict:
     if num_crashes >= MAX_CRASHES:
         return Verdict(state="FAILED", why=f"crashed {num_crashes} times in a row; its log, or the worker's, says why")
     if len(attempts) >= MAX_ATTEMPTS:
-        return Verdict(state="FAILED", why=f"crashed in attempt {len(attempts)}, and {MAX_ATTEMPTS} are allowed; its log says why")
+        return Verdict(
+            state="FAILED", why=f"crashed in attempt {len(attempts)}, and {MAX_ATTEMPTS} are allowed; its log says why"
+        )
     return Verdict(state="RETRY", why=f"retried after a crash, attempt {len(attempts) + 1}")
 
 

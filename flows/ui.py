@@ -39,14 +39,18 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
     from tasks.tracking import tracking_uri
 
     if not root.is_dir():
-        raise ConfigError(f"--root {root}: no such workspace; run something first, for example: klear run configs/laptop")
+        raise ConfigError(
+            f"--root {root}: no such workspace; run something first, for example: klear run configs/laptop"
+        )
     workspace = WorkspaceConfig(root=str(root))
     prepare_environment(workspace)
     store = tracking_uri(workspace)
     file = database_file(store)
     if file is not None:
         ensure_database(file)  # MLflow's server would create it in place, and leave it incomplete if stopped meanwhile
-    wanted = [_prefect(prefect_port)] if store.startswith("http") else [_prefect(prefect_port), _mlflow(mlflow_port, store)]
+    wanted = (
+        [_prefect(prefect_port)] if store.startswith("http") else [_prefect(prefect_port), _mlflow(mlflow_port, store)]
+    )
     running: list[subprocess.Popen[bytes]] = []
     try:
         for server in wanted:
@@ -54,11 +58,16 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
             running.append(_start(server, root / server.log))
         for server, process in zip(wanted, running, strict=True):
             _wait_for(server, process, root / server.log)
-        lines = [f"Prefect  {wanted[0].url}", f"MLflow   {without_password(store) if len(wanted) == 1 else runs_page(wanted[1].url)}"]
+        lines = [
+            f"Prefect  {wanted[0].url}",
+            f"MLflow   {without_password(store) if len(wanted) == 1 else runs_page(wanted[1].url)}",
+        ]
         Console(soft_wrap=True).print("\n".join([*lines, "Ctrl-C stops what was started here."]))
         while all(process.poll() is None for process in running):
             time.sleep(0.5)
-        dead = ", ".join(server.name for server, process in zip(wanted, running, strict=True) if process.poll() is not None)
+        dead = ", ".join(
+            server.name for server, process in zip(wanted, running, strict=True) if process.poll() is not None
+        )
         raise ResourceError(f"{dead} stopped by itself; see the *-server.log files in {root}")
     finally:
         for process in running:
@@ -108,13 +117,17 @@ def prefect_environment(port: int) -> dict[str, str]:
 
 def _prefect(port: int) -> _Server:
     environment = prefect_environment(port)
-    return _Server(name="Prefect", module="prefect", port=port, options=("start",), environment=environment, health="/api/health")
+    return _Server(
+        name="Prefect", module="prefect", port=port, options=("start",), environment=environment, health="/api/health"
+    )
 
 
 def _mlflow(port: int, store: str) -> _Server:
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # job execution costs eight processes and 2 GB
     options = ("--workers", "1", "--backend-store-uri", store)
-    return _Server(name="MLflow", module="mlflow", port=port, options=options, environment=environment, health="/health")
+    return _Server(
+        name="MLflow", module="mlflow", port=port, options=options, environment=environment, health="/health"
+    )
 
 
 def _start(server: _Server, log: Path) -> subprocess.Popen[bytes]:
@@ -122,7 +135,9 @@ def _start(server: _Server, log: Path) -> subprocess.Popen[bytes]:
     address = ("--host", "127.0.0.1", "--port", str(server.port))
     command = [sys.executable, "-m", server.module, "server", *server.options, *address]
     with log.open("ab") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | server.environment, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=out, stderr=out, env=os.environ | server.environment, start_new_session=True
+        )
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
@@ -157,4 +172,6 @@ def _refuse_taken_port(server: _Server) -> None:
             probe.bind(("127.0.0.1", server.port))
         except OSError as e:
             option = f"--{server.module}-port"
-            raise ConfigError(f"{option} {server.port}: the port is taken; choose another, for example {option} {server.port + 1}") from e
+            raise ConfigError(
+                f"{option} {server.port}: the port is taken; choose another, for example {option} {server.port + 1}"
+            ) from e

@@ -82,7 +82,9 @@ def read_hf_config(folder: Path) -> HfConfig:
     try:
         raw = json.loads(path.read_bytes())
     except OSError as e:
-        raise ConfigError(f"{path}: cannot be read ({e.strerror}); a Hugging Face model folder on disk is needed") from e
+        raise ConfigError(
+            f"{path}: cannot be read ({e.strerror}); a Hugging Face model folder on disk is needed"
+        ) from e
     except ValueError as e:
         raise ConfigError(f"{path}: not JSON: {e}") from e
     try:
@@ -106,7 +108,9 @@ def check_architecture(folder: Path) -> None:
             raise ConfigError(f"{path}: {key}={found!r}; Klear trains models without it")
     odd = {t for t in config.layer_types or () if t != "full_attention"}
     if odd or config.use_sliding_window:
-        raise ConfigError(f"{path}: layers with {', '.join(sorted(odd)) or 'sliding_attention'}; Klear trains full attention only")
+        raise ConfigError(
+            f"{path}: layers with {', '.join(sorted(odd)) or 'sliding_attention'}; Klear trains full attention only"
+        )
     if config.rope_type in ("dynamic", "longrope"):
         raise ConfigError(
             f"{path}: {config.rope_type} positions change with the longest row in a batch, so packed rows are not the rows alone"

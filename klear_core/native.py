@@ -56,10 +56,14 @@ def call(library: ctypes.CDLL | None, name: str, *arguments: Tensor | float) -> 
 
 
 @cache
-def _compile(source: Path, sizes: tuple[tuple[str, int], ...], compilers: tuple[str, ...], timeout_s: float) -> ctypes.CDLL | None:
+def _compile(
+    source: Path, sizes: tuple[tuple[str, int], ...], compilers: tuple[str, ...], timeout_s: float
+) -> ctypes.CDLL | None:
     compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
-        log.warning("no C compiler (%s): %s runs as plain torch, several times slower on CPU", ", ".join(compilers), source.name)
+        log.warning(
+            "no C compiler (%s): %s runs as plain torch, several times slower on CPU", ", ".join(compilers), source.name
+        )
         return None
     macros = [f"-D{name}={value}" for name, value in sizes]
     complaint = ""
@@ -78,5 +82,10 @@ def _compile(source: Path, sizes: tuple[tuple[str, int], ...], compilers: tuple[
                     return ctypes.CDLL(str(library))
                 except OSError as e:  # temporary folders can be mounted noexec
                     complaint = str(e)
-    log.warning("%s cannot be had from %s and runs as plain torch, several times slower on CPU: %s", source.name, compiler, complaint)
+    log.warning(
+        "%s cannot be had from %s and runs as plain torch, several times slower on CPU: %s",
+        source.name,
+        compiler,
+        complaint,
+    )
     return None

@@ -130,7 +130,9 @@ def build_byte_tokenizer() -> Tokenizer:
     inner.decoder = decoders.ByteLevel()
     inner.add_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, "<|im_start|>", TURN_END)])
     inner.add_tokens([AddedToken(t, special=False, normalized=False) for t in (THINK_OPEN, THINK_CLOSE)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=TURN_END, pad_token=PAD, clean_up_tokenization_spaces=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=TURN_END, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -146,17 +148,25 @@ def check_template(tokenizer: Tokenizer) -> None:
     question, text = "1+1 = ?", render_response("1+1=2", "\\boxed{2}")
     prompt_ids, response_ids = render_prompt(tokenizer, question), encode_response(tokenizer, text)
     if decode_response(tokenizer, response_ids) != text:
-        raise ConfigError(f"template: {text!r} comes back from the tokenizer as {decode_response(tokenizer, response_ids)!r}")
+        raise ConfigError(
+            f"template: {text!r} comes back from the tokenizer as {decode_response(tokenizer, response_ids)!r}"
+        )
     prompt = tokenizer.decode(prompt_ids, skip_special_tokens=False)
     if question not in prompt:
         raise ConfigError(f"template: the question {question!r} is not in the prompt {prompt!r}")
     if prompt.rstrip().endswith(THINK_OPEN):
-        raise ConfigError(f"template: the prompt already opens the thinking ({prompt!r}); remove {THINK_OPEN} from the chat template")
+        raise ConfigError(
+            f"template: the prompt already opens the thinking ({prompt!r}); remove {THINK_OPEN} from the chat template"
+        )
     joined = tuple(tokenizer.encode(prompt + text, add_special_tokens=False)) + response_ids[-1:]
     if joined != prompt_ids + response_ids:
-        raise ConfigError("template: prompt and response give other tokens together than apart, so sampling would not see what SFT taught")
+        raise ConfigError(
+            "template: prompt and response give other tokens together than apart, so sampling would not see what SFT taught"
+        )
     if _turn_end(tokenizer) != tokenizer.eos_token:
-        raise ConfigError(f"template: a turn ends in {_turn_end(tokenizer)!r}, but the tokenizer's eos_token is {tokenizer.eos_token!r}")
+        raise ConfigError(
+            f"template: a turn ends in {_turn_end(tokenizer)!r}, but the tokenizer's eos_token is {tokenizer.eos_token!r}"
+        )
 
 
 def _turn_end(tokenizer: Tokenizer) -> str:
@@ -166,7 +176,9 @@ def _turn_end(tokenizer: Tokenizer) -> str:
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
     end = text.rpartition(said)[2].strip()
     if len(tokenizer.encode(end, add_special_tokens=False)) != 1:
-        raise ConfigError(f"template: an assistant's turn ends in {end!r}, which is not one token, so an answer would have no end")
+        raise ConfigError(
+            f"template: an assistant's turn ends in {end!r}, which is not one token, so an answer would have no end"
+        )
     return end
 
 

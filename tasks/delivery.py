@@ -12,7 +12,17 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.metrics import METRICS_FILE, read_metrics
-from tasks.tracked import POINTS_A_REQUEST, Backend, MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Undelivered, Unreachable
+from tasks.tracked import (
+    POINTS_A_REQUEST,
+    Backend,
+    MetricPoint,
+    OpenRun,
+    Refused,
+    RunStatus,
+    TrackedRun,
+    Undelivered,
+    Unreachable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +64,9 @@ class Connection:
     def failed(self, why: str) -> None:
         """Note that MLflow does not answer, and warn once per outage."""
         if not self._is_away:
-            log.warning("MLflow at %s does not answer (%s); the run goes on, and its records are sent later", self.server, why)
+            log.warning(
+                "MLflow at %s does not answer (%s); the run goes on, and its records are sent later", self.server, why
+            )
         self._is_away, self._retry_at = True, time.monotonic() + self.limits.retry_every_s
 
     def answered(self) -> None:

@@ -49,7 +49,9 @@ def mlflow_backend(uri: str, workspace: Path) -> MlflowBackend:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # A server has its own place for artifacts; a database file needs one here.
     artifacts = (workspace / "mlflow" / "artifacts").as_uri() if file is not None else None
-    return MlflowBackend(MlflowClient(tracking_uri=uri, registry_uri=uri), lock=workspace / "mlflow" / ".lock", artifacts=artifacts)
+    return MlflowBackend(
+        MlflowClient(tracking_uri=uri, registry_uri=uri), lock=workspace / "mlflow" / ".lock", artifacts=artifacts
+    )
 
 
 class MlflowBackend:
@@ -94,7 +96,10 @@ class MlflowBackend:
         """Record the result: counts on both runs, scores on the parent, the model's URI or the report file."""
         ref = record.ref
         assert ref is not None, "a stage that has not finished has no artifact"
-        counts = [MetricPoint(f"{record.stage}/counts/{name}", value, record.ended_ms, 0) for name, value in ref.counts.items()]
+        counts = [
+            MetricPoint(f"{record.stage}/counts/{name}", value, record.ended_ms, 0)
+            for name, value in ref.counts.items()
+        ]
         self.log_metrics(run.run_id, counts)
         self.log_metrics(run.parent_id, [*counts, *_scores(record, ref)])
         with _translated():
@@ -139,7 +144,9 @@ class MlflowBackend:
     ) -> tuple[Run, RunStatus | None]:
         """Return the run with these `tags`, reopened, or a new one; and the status with which it had ended, or None."""
         wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        hits = self._client.search_runs([experiment_id], filter_string=wanted, max_results=1, order_by=["attributes.start_time ASC"])
+        hits = self._client.search_runs(
+            [experiment_id], filter_string=wanted, max_results=1, order_by=["attributes.start_time ASC"]
+        )
         if not hits:
             return self._client.create_run(experiment_id, run_name=name, tags={**tags, **more}), None
         self._client.update_run(hits[0].info.run_id, status="RUNNING")

@@ -37,7 +37,12 @@ def ensure_database(path: Path) -> None:
         if path.exists() and path.stat().st_size > 0:
             kept = path.with_name(f"{path.name}.broken-{time.time_ns()}")
             path.rename(kept)
-            log.warning("MLflow's database %s holds no runs and is made again: %s; the old file is now %s", path, trouble, kept.name)
+            log.warning(
+                "MLflow's database %s holds no runs and is made again: %s; the old file is now %s",
+                path,
+                trouble,
+                kept.name,
+            )
         _remove_journals(path)  # SQLite would apply the journals of the renamed file to the new one
         _make(path)
 

@@ -35,7 +35,11 @@ def show_in_prefect(info: RunInfo, manifest: Manifest, ref: ArtifactRef) -> None
         return
     key = f"klear-{info.stage.replace('_', '-')}"
     run = {"flow_run_id": context.task_run.flow_run_id, "task_run_id": context.task_run.id}
-    summary = {"type": "markdown", "data": summary_markdown(manifest, ref), "description": f"{info.stage} of {info.run_name}"}
+    summary = {
+        "type": "markdown",
+        "data": summary_markdown(manifest, ref),
+        "description": f"{info.stage} of {info.run_name}",
+    }
     _undelivered.append(ArtifactCreate.model_validate({"key": key} | summary | run))
     if manifest.ledger:
         ledger = {"type": "table", "data": json.dumps(ledger_rows(manifest)), "description": "where everything went"}
@@ -59,15 +63,24 @@ def deliver_summaries() -> None:
             refused = _undelivered.pop(0)
             log.warning("Prefect refuses the summary %s: %s", refused.key, e)
         else:
-            log.info("%d summaries wait for Prefect, which cannot take them now: %s", len(_undelivered), type(e).__name__)
+            log.info(
+                "%d summaries wait for Prefect, which cannot take them now: %s", len(_undelivered), type(e).__name__
+            )
 
 
 def summary_markdown(manifest: Manifest, ref: ArtifactRef) -> str:
     """Return a stage's counts (scores among them), notes and provenance as Markdown."""
     lines = [f"# {manifest.stage}", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value:g} |" if isinstance(value, float) else f"| {name} | {value} |" for name, value in manifest.counts.items()]
+    lines += [
+        f"| {name} | {value:g} |" if isinstance(value, float) else f"| {name} | {value} |"
+        for name, value in manifest.counts.items()
+    ]
     lines += ["", *(f"- **Note:** {note}" for note in manifest.notes)]
-    commit = f"{manifest.git_commit[:12]}{' with local changes' if manifest.git_dirty else ''}" if manifest.git_commit else "not from git"
+    commit = (
+        f"{manifest.git_commit[:12]}{' with local changes' if manifest.git_dirty else ''}"
+        if manifest.git_commit
+        else "not from git"
+    )
     lines += [
         "",
         f"Artifact `{manifest.kind}/{manifest.fingerprint}` in `{ref.path}`, code {commit}, "
@@ -91,7 +104,13 @@ def ledger_rows(manifest: Manifest) -> list[dict[str, str | int]]:
     rows: list[dict[str, str | int]] = []
     for step in manifest.ledger:
         rows.append({"step": step.step, "unit": step.unit, "what": "in", "count": step.num_in})
-        rows += [{"step": step.step, "unit": step.unit, "what": f"dropped: {reason}", "count": n} for reason, n in step.dropped.items()]
-        rows += [{"step": step.step, "unit": step.unit, "what": f"noted: {reason}", "count": n} for reason, n in step.noted.items()]
+        rows += [
+            {"step": step.step, "unit": step.unit, "what": f"dropped: {reason}", "count": n}
+            for reason, n in step.dropped.items()
+        ]
+        rows += [
+            {"step": step.step, "unit": step.unit, "what": f"noted: {reason}", "count": n}
+            for reason, n in step.noted.items()
+        ]
         rows.append({"step": step.step, "unit": step.unit, "what": "out", "count": step.num_out})
     return rows

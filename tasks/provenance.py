@@ -59,4 +59,6 @@ def versions() -> dict[str, str]:
 
 
 def _git(*args: str) -> str:
-    return subprocess.run(["git", "-C", str(_CODE), *args], capture_output=True, text=True, check=True, timeout=10).stdout
+    return subprocess.run(
+        ["git", "-C", str(_CODE), *args], capture_output=True, text=True, check=True, timeout=10
+    ).stdout

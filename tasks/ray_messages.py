@@ -17,7 +17,9 @@ log = logging.getLogger(__name__)
 
 RAYS_THREAD = "ray_listen_error_messages"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_REPORTED_BY_US = re.compile(r"A worker died or was killed|worker .*(exit|died)|The actor .*died|restart", re.IGNORECASE)
+_REPORTED_BY_US = re.compile(
+    r"A worker died or was killed|worker .*(exit|died)|The actor .*died|restart", re.IGNORECASE
+)
 """Messages about lost actors, logged as INFO only: the stage itself reports them, with the consequence for the run."""
 
 

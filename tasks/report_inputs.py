@@ -18,7 +18,9 @@ EVALUATION = "evaluate_"
 REPORT_FILE = "report.html"
 
 
-def report_inputs(info: RunInfo, job: ReportJob, inputs: Mapping[str, ArtifactRef], missing: Sequence[StageFolder] = ()) -> ReportInputs:
+def report_inputs(
+    info: RunInfo, job: ReportJob, inputs: Mapping[str, ArtifactRef], missing: Sequence[StageFolder] = ()
+) -> ReportInputs:
     """Return the report's input; `missing` are planned stages without an artifact, listed after the others."""
     from klear_core.report import inputs as of
 
@@ -34,10 +36,17 @@ def report_inputs(info: RunInfo, job: ReportJob, inputs: Mapping[str, ArtifactRe
         links=links,
     )
     done = (
-        of.StageFolder(name=name, folder=ref.path, was_reused=manifests[name].created_at < info.started_at, scores_model=scored_model(name))
+        of.StageFolder(
+            name=name,
+            folder=ref.path,
+            was_reused=manifests[name].created_at < info.started_at,
+            scores_model=scored_model(name),
+        )
         for name, ref in inputs.items()
     )
-    return of.ReportInputs(run=run, config=job.pipeline_config(), stages=(*done, *missing), differences=tuple(_differences(inputs)))
+    return of.ReportInputs(
+        run=run, config=job.pipeline_config(), stages=(*done, *missing), differences=tuple(_differences(inputs))
+    )
 
 
 def scored_model(stage: str) -> str:

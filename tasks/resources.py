@@ -96,9 +96,19 @@ def _init(address: str | None, needs: Needs) -> None:
             _knock(address)
             ray.init(address=address, **quiet)
         else:
-            ray.init(address="local", num_cpus=num_cpus, object_store_memory=needs.object_store_bytes, include_dashboard=False, **quiet)
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                object_store_memory=needs.object_store_bytes,
+                include_dashboard=False,
+                **quiet,
+            )
     except (RayError, OSError, RuntimeError, ValueError) as e:
-        what = f"the Ray cluster at RAY_ADDRESS={address} cannot be joined" if address else "Ray cannot be started on this machine"
+        what = (
+            f"the Ray cluster at RAY_ADDRESS={address} cannot be joined"
+            if address
+            else "Ray cannot be started on this machine"
+        )
         raise ResourceError(f"{what}: {e}") from e
 
 

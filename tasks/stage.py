@@ -80,7 +80,12 @@ class StageTelemetry:
         """
         known = finite(metrics)
         if len(known) < len(metrics):
-            log.warning("%s: step %d: left out, for they are not finite: %s", self.stage, step, ", ".join(metrics.keys() - known.keys()))
+            log.warning(
+                "%s: step %d: left out, for they are not finite: %s",
+                self.stage,
+                step,
+                ", ".join(metrics.keys() - known.keys()),
+            )
         if self._last_step is None or step <= self._last_step:
             self._file.rewind(step)
         self._last_step = step
@@ -106,7 +111,9 @@ def _build(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: Sta
         run.flush()  # first, so that `trouble` names only what MLflow does not have even now
         notes = (*summary.notes, *([run.trouble] if run.trouble else []))
         manifest = _manifest(info, job, slot, records, summary.model_copy(update={"notes": notes}))
-        manifest = manifest.model_copy(update={"mlflow_run_id": run.run_id, "wall_s": round(time.monotonic() - started, 3)})
+        manifest = manifest.model_copy(
+            update={"mlflow_run_id": run.run_id, "wall_s": round(time.monotonic() - started, 3)}
+        )
         ref = slot.publish(manifest)
         run.finish(ref, info.stage)
     show_in_prefect(info, manifest, ref)
@@ -123,7 +130,9 @@ def _run_body(body: StageBody, workdir: Path, telemetry: StageTelemetry) -> Stag
     return summary
 
 
-def _manifest(info: RunInfo, job: Job, slot: LocalSlot, inputs: tuple[InputRecord, ...], summary: StageSummary) -> Manifest:
+def _manifest(
+    info: RunInfo, job: Job, slot: LocalSlot, inputs: tuple[InputRecord, ...], summary: StageSummary
+) -> Manifest:
     commit = code_commit()
     return Manifest(
         kind=slot.kind,

@@ -115,7 +115,11 @@ class Undelivered:
         files = sorted(self.folder.glob("*.json"), key=lambda f: f.stat().st_mtime)
         for file in files[: -self._max_records]:
             file.unlink(missing_ok=True)
-            log.warning("%s: dropped, for more than %d records wait for MLflow; its metrics stay in metrics.jsonl", file, self._max_records)
+            log.warning(
+                "%s: dropped, for more than %d records wait for MLflow; its metrics stay in metrics.jsonl",
+                file,
+                self._max_records,
+            )
 
     def forget(self, record: TrackedRun) -> None:
         """Delete the record of this run, if there is one."""

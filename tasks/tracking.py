@@ -45,7 +45,9 @@ def tracking_uri(workspace: WorkspaceConfig) -> str:
 
 
 @contextmanager
-def stage_run(info: RunInfo, job: Job, fingerprint: str, inputs: Sequence[InputRecord], metrics_file: Path) -> Iterator[StageRun]:
+def stage_run(
+    info: RunInfo, job: Job, fingerprint: str, inputs: Sequence[InputRecord], metrics_file: Path
+) -> Iterator[StageRun]:
     """Yield the stage's run, new or reopened, and close it with the block's status; its records wait if MLflow is down.
 
     ConfigError if MLflow refuses the first stage of a pipeline run, so that wrong credentials show before work starts.
@@ -88,7 +90,9 @@ def end_pipeline(info: RunInfo, status: RunStatus) -> None:
     """Close the pipeline's run if a stage opened it or left a record, and log what MLflow has not received."""
     record = _record_of(info).model_copy(update={"status": status, "ended_ms": now_ms()})
     undelivered = _undelivered(info.workspace)
-    is_begun = parent_run_id(info) is not None or any(r.run_id == info.run_id for r in undelivered.records(record.server))
+    is_begun = parent_run_id(info) is not None or any(
+        r.run_id == info.run_id for r in undelivered.records(record.server)
+    )
     if not is_begun:
         return
     undelivered.save(record)

@@ -44,7 +44,9 @@ def run(command: str, env: dict[str, str]) -> None:
     for laptops, smokes in IN_ITS_PLACE.items():
         command = command.replace(laptops, smokes)
     asks = command.startswith(("klear chat", "python -c"))
-    ended = subprocess.run(command, shell=True, cwd=ROOT, env=env, check=False, stdout=subprocess.PIPE if asks else None, text=True)
+    ended = subprocess.run(
+        command, shell=True, cwd=ROOT, env=env, check=False, stdout=subprocess.PIPE if asks else None, text=True
+    )
     print(ended.stdout or "", end="", flush=True)
     if ended.returncode or (asks and ANSWERED not in ended.stdout):
         sys.exit(f"this documented command failed: {command}")
@@ -53,7 +55,9 @@ def run(command: str, env: dict[str, str]) -> None:
 def start_server(command: str, env: dict[str, str]) -> subprocess.Popen[str]:
     log = ROOT / "runs" / f"{'-'.join(command.split()[:2])}.log"
     with log.open("w") as out:
-        server = subprocess.Popen(command, shell=True, cwd=ROOT, env=env, stdout=out, stderr=out, text=True, start_new_session=True)
+        server = subprocess.Popen(
+            command, shell=True, cwd=ROOT, env=env, stdout=out, stderr=out, text=True, start_new_session=True
+        )
     deadline = time.monotonic() + START_TIMEOUT_S
     while SERVERS[command] not in log.read_text():
         if server.poll() is not None or time.monotonic() > deadline:
@@ -63,8 +67,13 @@ def start_server(command: str, env: dict[str, str]) -> subprocess.Popen[str]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script in the background ignores it, and servers would inherit that
-    env = os.environ | {"DEMO": IN_ITS_PLACE["configs/laptop"], "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a script in the background ignores it, and servers would inherit that
+    env = os.environ | {
+        "DEMO": IN_ITS_PLACE["configs/laptop"],
+        "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}",
+    }
     servers: dict[str, subprocess.Popen[str]] = {}
     try:
         for command in (c for page in PAGES for c in commands((ROOT / page).read_text())):

@@ -9,7 +9,19 @@ from packaging.utils import canonicalize_name
 
 import klear_core
 
-HEAVY = {"torch", "transformers", "ray", "vllm", "prefect", "mlflow", "pyarrow", "math_verify", "pebble", "matplotlib", "pandas"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "ray",
+    "vllm",
+    "prefect",
+    "mlflow",
+    "pyarrow",
+    "math_verify",
+    "pebble",
+    "matplotlib",
+    "pandas",
+}
 
 OWN_DOORS = {
     "klear_core.cluster": {"ray"},
@@ -41,13 +53,22 @@ def test_the_command_line_starts_without_anything_heavy():
 
 
 def test_learner_losses_and_torch_engine_need_torch_and_transformers_only():
-    heavy = modules_loaded_by("klear_core.rl.learner, klear_core.rl.losses, klear_core.sft.loop, klear_core.generate.qwen3.engine") & HEAVY
-    assert heavy <= {"torch", "transformers", "pandas"}, heavy  # transformers itself imports pandas where it is installed
+    heavy = (
+        modules_loaded_by(
+            "klear_core.rl.learner, klear_core.rl.losses, klear_core.sft.loop, klear_core.generate.qwen3.engine"
+        )
+        & HEAVY
+    )
+    assert heavy <= {"torch", "transformers", "pandas"}, (
+        heavy
+    )  # transformers itself imports pandas where it is installed
 
 
 def test_training_starts_where_only_torch_transformers_and_pydantic_are_installed():
     """What tests/gpu/README.md promises. Libraries that transformers would use if they were there do not come into it."""
-    modules = modules_loaded_by("klear_core.rl.learner, klear_core.rl.objective, klear_core.sft.loop, klear_core.train.parallel")
+    modules = modules_loaded_by(
+        "klear_core.rl.learner, klear_core.rl.objective, klear_core.sft.loop, klear_core.train.parallel"
+    )
     allowed = needs_of("torch", "transformers") | needs_of("pydantic")
     providers = metadata.packages_distributions()
     loaded = {canonicalize_name(d) for m in modules if not m.startswith("_") for d in providers.get(m, [])}

@@ -56,7 +56,9 @@ def test_plan_and_preflight_say_what_is_wrong_with_the_model_and_go_on(tmp_path:
         benchmarks=(BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout")),),
         model=HfModelConfig(path=str(folder)),
     )
-    assert [p for p in problems_with(config) if p.startswith(f"model.path = {str(folder)!r}: {folder / 'config.json'}: ")]
+    assert [
+        p for p in problems_with(config) if p.startswith(f"model.path = {str(folder)!r}: {folder / 'config.json'}: ")
+    ]
     assert {row.memory_gb for row in estimate(config)} == {None}
 
 

@@ -39,7 +39,11 @@ def test_what_does_not_compile_gives_the_compilers_complaint(source: Path, caplo
 @pytest.mark.parametrize(
     ("compiler", "timeout_s", "complaint"),
     [
-        ('while [ "$1" != -o ]; do shift; done; : > "$2"', 60, "scale.so"),  # what it makes is empty and cannot be loaded
+        (
+            'while [ "$1" != -o ]; do shift; done; : > "$2"',
+            60,
+            "scale.so",
+        ),  # what it makes is empty and cannot be loaded
         ("exec sleep 600", 0.2, "nothing after 0.2 s"),
     ],
 )

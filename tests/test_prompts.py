@@ -24,7 +24,9 @@ def tokenizer():
     return build_byte_tokenizer()
 
 
-@pytest.mark.parametrize("text", ["3+4*7-2 mod 10 = ?", "π ≈ 3,14 — naïve 你好 🙂", "", "  two  spaces\n\ttab\x00", "\u200d\ufeff<|not|>"])
+@pytest.mark.parametrize(
+    "text", ["3+4*7-2 mod 10 = ?", "π ≈ 3,14 — naïve 你好 🙂", "", "  two  spaces\n\ttab\x00", "\u200d\ufeff<|not|>"]
+)
 def test_any_text_comes_back_from_its_bytes(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == list(text.encode())
@@ -96,7 +98,9 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path):
 def test_the_end_token_is_what_ends_a_turn_even_if_the_folder_names_the_end_of_a_document(tmp_path: Path):
     tokenizer = build_byte_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"  # as Qwen3-8B-Base has it
-    with pytest.raises(ConfigError, match=r"ends in '<\|im_end\|>', but the tokenizer's eos_token is '<\|endoftext\|>'"):
+    with pytest.raises(
+        ConfigError, match=r"ends in '<\|im_end\|>', but the tokenizer's eos_token is '<\|endoftext\|>'"
+    ):
         check_template(tokenizer)
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)

@@ -6,7 +6,9 @@ import klear_core  # noqa: F401  (its import sets how MKL computes)
 from klear_core.generate.qwen3.batch import MIN_ROWS
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch multiplies matrices with another library than MKL")
+@pytest.mark.skipif(
+    not torch.backends.mkl.is_available(), reason="this torch multiplies matrices with another library than MKL"
+)
 @pytest.mark.parametrize(("num_in", "num_out"), [(32, 64), (64, 263), (96, 512), (256, 64)])
 def test_a_row_of_a_matrix_product_has_the_same_bits_in_any_batch_of_the_sampler(num_in: int, num_out: int) -> None:
     generator = torch.Generator().manual_seed(0)

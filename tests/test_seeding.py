@@ -7,13 +7,24 @@ from klear_core.seeding import seed_for
 def test_the_seed_is_the_same_in_every_process():
     code = "from klear_core.seeding import seed_for; print(seed_for(7, 'rl/rollout', 'p1', 3))"
     fresh = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "123", "PATH": ""}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "123", "PATH": ""},
     )
     assert int(fresh.stdout) == seed_for(7, "rl/rollout", "p1", 3)
 
 
 def test_every_argument_matters():
-    seeds = {seed_for(0, "a"), seed_for(1, "a"), seed_for(0, "b"), seed_for(0, "a", "x"), seed_for(0, "a", "x", 1), seed_for(0, "a", "x1")}
+    seeds = {
+        seed_for(0, "a"),
+        seed_for(1, "a"),
+        seed_for(0, "b"),
+        seed_for(0, "a", "x"),
+        seed_for(0, "a", "x", 1),
+        seed_for(0, "a", "x1"),
+    }
     assert len(seeds) == 6
 
 

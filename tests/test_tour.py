@@ -23,4 +23,6 @@ def test_a_link_of_the_tour_leads_to_what_it_names(name: str, path: str):
         assert path.endswith(name)
     else:
         tree = ast.parse(file.read_text())
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+        assert name in {
+            node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        }

@@ -87,7 +87,9 @@ def file_lock(path: Path, *, on_wait: Callable[[str], None], patience_s: float =
     try:
         _wait_for_lock(fd, on_wait, patience_s)
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode(), 0)
+        os.pwrite(
+            fd, f"process {os.getpid()} on {os.uname().nodename}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode(), 0
+        )
         yield
     finally:
         # closing the file releases the lock; the file itself stays, for the next holder
@@ -105,7 +107,9 @@ class DiskErrors:
     def __enter__(self) -> None:
         """Do nothing; errors are translated on exit."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Translate an error caused by a full disk; let any other through."""
         if error is None or isinstance(error, ResourceError) or not _says_disk_full(error):
             return

@@ -42,7 +42,9 @@ def check_floor(share: Share, floor: Floor, *, key: str, remedy: str) -> tuple[s
     if share.num_out == 0:
         raise DataError(f"{share}. {remedy}")
     if frac < floor.stop_below:
-        raise DataError(f"{share}; that is {frac:.1%}, less than {key}.stop_below = {floor.stop_below:g}. {remedy}, or lower that setting")
+        raise DataError(
+            f"{share}; that is {frac:.1%}, less than {key}.stop_below = {floor.stop_below:g}. {remedy}, or lower that setting"
+        )
     if frac < floor.warn_below:
         return (f"{share}; that is {frac:.1%}, less than {key}.warn_below = {floor.warn_below:g}",)
     return ()

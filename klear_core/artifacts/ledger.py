@@ -27,7 +27,9 @@ class LedgerStep(Settings):
     def _adds_up(self) -> Self:
         lost = sum(self.dropped.values())
         if self.num_in != self.num_out + lost:
-            raise ValueError(f"ledger step {self.step!r} does not add up: {self.num_in} in, {self.num_out} out, {lost} dropped")
+            raise ValueError(
+                f"ledger step {self.step!r} does not add up: {self.num_in} in, {self.num_out} out, {lost} dropped"
+            )
         return self
 
 

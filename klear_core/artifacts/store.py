@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Literal
 
 from klear_core.artifacts.files import DiskErrors, file_lock, sha256_of_all, sync_path, sync_tree
-from klear_core.artifacts.manifest import MANIFEST, MANIFEST_SUM, ArtifactRef, FileRecord, Manifest, read_manifest, write_manifest
+from klear_core.artifacts.manifest import (
+    MANIFEST,
+    MANIFEST_SUM,
+    ArtifactRef,
+    FileRecord,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
 from klear_core.errors import ArtifactError
 
 log = logging.getLogger(__name__)
@@ -72,7 +80,9 @@ class LocalStore:
             return None
         manifest = read_manifest(folder)
         if (manifest.kind, manifest.fingerprint) != (kind, fingerprint):
-            raise ArtifactError(f"{folder / MANIFEST}: describes {manifest.kind} {manifest.fingerprint}, not {kind} {fingerprint}")
+            raise ArtifactError(
+                f"{folder / MANIFEST}: describes {manifest.kind} {manifest.fingerprint}, not {kind} {fingerprint}"
+            )
         return _ref_of(manifest, folder)
 
     def find_intact(self, kind: str, fingerprint: str) -> ArtifactRef | None:
@@ -108,7 +118,9 @@ class LocalStore:
 
     def folders(self, kind: str = "*") -> list[Path]:
         """Return the folders of all finished artifacts, or of one kind."""
-        return sorted(f.parent for f in self.root.glob(f"{kind}/*/{MANIFEST}") if not f.parent.parent.name.startswith("."))
+        return sorted(
+            f.parent for f in self.root.glob(f"{kind}/*/{MANIFEST}") if not f.parent.parent.name.startswith(".")
+        )
 
     @contextmanager
     def create(self, kind: str, fingerprint: str) -> Iterator[LocalSlot]:
@@ -121,7 +133,9 @@ class LocalStore:
 
         def tell(who: str) -> None:
             waited_for.append(who)
-            log.warning("%s %s is being built by %s: waiting for it", kind, fingerprint, who)  # a warning, so that a terminal shows it
+            log.warning(
+                "%s %s is being built by %s: waiting for it", kind, fingerprint, who
+            )  # a warning, so that a terminal shows it
 
         with DiskErrors(self.root), file_lock(lock, on_wait=tell):
             if waited_for:
@@ -151,7 +165,9 @@ class LocalStore:
             hashes = sha256_of_all([ref.path / name for name in expected])
             for (name, file), sha in zip(expected.items(), hashes, strict=True):
                 if sha != file.sha256:
-                    raise ArtifactError(f"{ref.path / name}: altered (SHA-256 {sha[:12]}…, the manifest says {file.sha256[:12]}…)")
+                    raise ArtifactError(
+                        f"{ref.path / name}: altered (SHA-256 {sha[:12]}…, the manifest says {file.sha256[:12]}…)"
+                    )
 
     def manifest(self, ref: ArtifactRef) -> Manifest:
         """Return the artifact's manifest. ArtifactError if it is missing or altered."""
@@ -198,7 +214,9 @@ def _list_files(folder: Path) -> list[str]:
 def _describe_files(folder: Path) -> tuple[FileRecord, ...]:
     names = _list_files(folder)
     hashes = sha256_of_all([folder / n for n in names])
-    return tuple(FileRecord(path=n, size=(folder / n).stat().st_size, sha256=h) for n, h in zip(names, hashes, strict=True))
+    return tuple(
+        FileRecord(path=n, size=(folder / n).stat().st_size, sha256=h) for n, h in zip(names, hashes, strict=True)
+    )
 
 
 def _ref_of(manifest: Manifest, folder: Path) -> ArtifactRef:

@@ -77,7 +77,11 @@ def is_direct(cfg: RlConfig, gpus: GpuPlan) -> bool:
         case "auto":
             return gpus.learner >= 1 and gpus.rollout >= num_engine_ranks(cfg)
         case "direct":
-            if 0 < gpus.learner < 1 or 0 < gpus.rollout < num_engine_ranks(cfg) or (gpus.learner > 0) != (gpus.rollout > 0):
+            if (
+                0 < gpus.learner < 1
+                or 0 < gpus.rollout < num_engine_ranks(cfg)
+                or (gpus.learner > 0) != (gpus.rollout > 0)
+            ):
                 raise ResourceError(
                     f'runtime.weight_sync = "direct" with {gpus.learner:g} GPUs for a learner rank and {gpus.rollout:g} for a rollout '
                     f'actor: NCCL needs whole GPUs for each of them, gloo none for either; "store" works in between'
@@ -97,9 +101,15 @@ def gpus_here() -> int:
     """Return this machine's GPUs as Ray counts them: the driver's, at most as many as CUDA_VISIBLE_DEVICES names."""
     if shutil.which("nvidia-smi") is None:
         return 0
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=False)
-    count = len([line for line in listed.stdout.splitlines() if line.startswith("GPU ")]) if listed.returncode == 0 else 0
+    listed = subprocess.run(
+        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=False
+    )
+    count = (
+        len([line for line in listed.stdout.splitlines() if line.startswith("GPU ")]) if listed.returncode == 0 else 0
+    )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return count
-    return min(count, len([name for name in visible.split(",") if name.strip() and name.strip() not in ("-1", "NoDevFiles")]))
+    return min(
+        count, len([name for name in visible.split(",") if name.strip() and name.strip() not in ("-1", "NoDevFiles")])
+    )

@@ -48,7 +48,9 @@ class RayLearner:
     async def _make(self) -> None:
         self._ranks = [self._actor_type.remote() for _ in range(self._setup.cfg.runtime.num_workers)]
         timeout_s = max(START_S, self._setup.cfg.runtime.stall_timeout_s)
-        place = await within(self._ranks[0].__ray_call__.remote(_meeting_place), timeout_s, "the learner", "start its process")
+        place = await within(
+            self._ranks[0].__ray_call__.remote(_meeting_place), timeout_s, "the learner", "start its process"
+        )
         starts = [actor.start.remote(self._setup, rank, place) for rank, actor in enumerate(self._ranks)]
         await within(asyncio.gather(*starts), timeout_s, "the learner", "load the model")
 
@@ -84,13 +86,17 @@ class RayLearner:
         wait = partial(within, timeout_s=self._setup.cfg.runtime.stall_timeout_s)
         async with self._turn:
             # Leave dead engines out beforehand: the learner would wait for each until its timeout.
-            failed = await _failures({i: wait(e.__ray_ready__.remote(), who=rollout_name(i), what="answer") for i, e in engines.items()})
+            failed = await _failures(
+                {i: wait(e.__ray_ready__.remote(), who=rollout_name(i), what="answer") for i, e in engines.items()}
+            )
             offer: WeightOffer = (await self._call("offer_weights"))[0]
             present = [i for i in engines if i not in failed]
             # Both sides must run at the same time: sending and fetching are collective calls.
             sending = asyncio.ensure_future(self._call("send_weights", offer, present))
             calls = {i: engines[i].fetch_weights.remote(replace(offer, engine=i)) for i in present}
-            failed |= await _failures({i: wait(call, who=rollout_name(i), what="fetch its weights") for i, call in calls.items()})
+            failed |= await _failures(
+                {i: wait(call, who=rollout_name(i), what="fetch its weights") for i, call in calls.items()}
+            )
             await sending
         return failed
 

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from klear_core.cluster.actors import Answer, Request, RolloutActor, to_arrays
-from klear_core.cluster.calls import LOST, START_S, Restarts, StoredWeights, WeightsNotReceived, cause_of, rollout_name, within
+from klear_core.cluster.calls import (
+    LOST,
+    START_S,
+    Restarts,
+    StoredWeights,
+    WeightsNotReceived,
+    cause_of,
+    rollout_name,
+    within,
+)
 from klear_core.cluster.rl_learner import RayLearner
 from klear_core.generate.engine import SamplingParams, WeightOffer, WeightSource
 from klear_core.rl.workers import LearnerLost, RlSetup
@@ -63,7 +72,10 @@ class RayPolicy:
 
     async def start(self) -> None:
         """Start all actors with the initial model, and a task for each that serves its requests."""
-        self._slots = [ActorSlot(index=i, actor=self._actor_type.remote()) for i in range(self._setup.cfg.runtime.num_rollout_actors)]
+        self._slots = [
+            ActorSlot(index=i, actor=self._actor_type.remote())
+            for i in range(self._setup.cfg.runtime.num_rollout_actors)
+        ]
         await asyncio.gather(*(self._start_actor(slot) for slot in self._slots))
         for slot in self._slots:
             serving = asyncio.create_task(self._serve(slot))
@@ -214,7 +226,9 @@ class RayPolicy:
 
     async def _load_actor(self, slot: ActorSlot) -> None:
         start = slot.actor.start.remote(self._setup, self._weights, self.version)
-        await within(start, max(START_S, self._setup.cfg.runtime.stall_timeout_s), rollout_name(slot.index), "start its engine")
+        await within(
+            start, max(START_S, self._setup.cfg.runtime.stall_timeout_s), rollout_name(slot.index), "start its engine"
+        )
         if not self._is_given:
             return
         try:

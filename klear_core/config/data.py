@@ -66,7 +66,9 @@ def _path_as_source(value: object) -> object:
     return {"kind": "file", "path": value} if isinstance(value, str) else value
 
 
-Source = Annotated[Annotated[ProceduralSource | FileSource, Field(discriminator="kind")], BeforeValidator(_path_as_source)]
+Source = Annotated[
+    Annotated[ProceduralSource | FileSource, Field(discriminator="kind")], BeforeValidator(_path_as_source)
+]
 """A source of prompts; a bare path means a file whose row format is detected from its first row."""
 
 

@@ -51,7 +51,9 @@ def read_profile(folder: Path) -> Tree:
             raise ConfigError(f"{file}: a grid of runs, not a profile; klear ablate {file}")
         for key in own:
             if key in settings:
-                raise ConfigError(f"{file}: [{key}] is already set by another file of this profile; keep each table in one file")
+                raise ConfigError(
+                    f"{file}: [{key}] is already set by another file of this profile; keep each table in one file"
+                )
         settings |= own
     return settings
 
@@ -71,7 +73,9 @@ def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
     for i, key in enumerate(keys[:-1]):
         nested = table.setdefault(key, {})
         if not isinstance(nested, dict):
-            raise ConfigError(f"--set {override!r}: {'.'.join(keys[: i + 1])} is {nested!r}, not a table with keys of its own")
+            raise ConfigError(
+                f"--set {override!r}: {'.'.join(keys[: i + 1])} is {nested!r}, not a table with keys of its own"
+            )
         table = nested
     value = _toml_value(text.strip())
     if keys[-1] == "kind" and table.get("kind") != value:

@@ -65,7 +65,11 @@ class PipelineConfig(Settings):
     @model_validator(mode="after")
     def _optimizers_are_there_to_continue(self) -> PipelineConfig:
         if self.rl.continue_optimizer:
-            raise ValueError("rl.continue_optimizer = true: SFT keeps no optimizer that math RL could go on with; set it to false")
+            raise ValueError(
+                "rl.continue_optimizer = true: SFT keeps no optimizer that math RL could go on with; set it to false"
+            )
         if self.rl_code is not None and self.rl_code.continue_optimizer and not self.rl.keep_optimizer:
-            raise ValueError("rl_code.continue_optimizer = true needs the optimizer of math RL: set rl.keep_optimizer = true")
+            raise ValueError(
+                "rl_code.continue_optimizer = true needs the optimizer of math RL: set rl.keep_optimizer = true"
+            )
         return self

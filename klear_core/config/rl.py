@@ -70,7 +70,9 @@ class GppoConfig(Settings):
         betas = _betas_of(values.get("preset")) if isinstance(values, dict) else {}
         for key, beta in betas.items():
             if values.get(key, beta) != beta:
-                raise ValueError(f"{key}={values[key]} contradicts preset {values['preset']!r}, where it is {beta}; use preset 'custom'")
+                raise ValueError(
+                    f"{key}={values[key]} contradicts preset {values['preset']!r}, where it is {beta}; use preset 'custom'"
+                )
         return values | betas if betas else values
 
     @model_validator(mode="after")
@@ -347,7 +349,11 @@ class RlConfig(Settings):
     @model_validator(mode="after")
     def _samplers_log_probs_are_of_the_policy(self) -> RlConfig:
         sampling = self.rollout.sampling
-        cut = {"top_p": sampling.top_p != 1, "top_k": sampling.top_k != 0, "repetition_penalty": sampling.repetition_penalty != 1}
+        cut = {
+            "top_p": sampling.top_p != 1,
+            "top_k": sampling.top_k != 0,
+            "repetition_penalty": sampling.repetition_penalty != 1,
+        }
         if self.old_logps == "sampler" and any(cut.values()):
             found = ", ".join(f"{name} = {getattr(sampling, name):g}" for name, is_cut in cut.items() if is_cut)
             raise ValueError(
@@ -379,11 +385,15 @@ class RlConfig(Settings):
     def _penalty_fits_the_budget(self) -> RlConfig:
         buffer, budget = self.overlong.penalty_tokens, self.rollout.sampling.max_new_tokens
         if buffer > budget:
-            raise ValueError(f"overlong.penalty_tokens = {buffer} exceeds max_new_tokens = {budget}: every answer would be penalised")
+            raise ValueError(
+                f"overlong.penalty_tokens = {buffer} exceeds max_new_tokens = {budget}: every answer would be penalised"
+            )
         return self
 
     @model_validator(mode="after")
     def _samples_at_a_temperature(self) -> RlConfig:
         if self.rollout.sampling.temperature == 0:
-            raise ValueError("rollout.sampling.temperature = 0 is greedy: all answers of a group would be the same; RL needs more than 0")
+            raise ValueError(
+                "rollout.sampling.temperature = 0 is greedy: all answers of a group would be the same; RL needs more than 0"
+            )
         return self

@@ -20,7 +20,9 @@ _READ = "read_"
 """Prefix of a benchmark's ledger step; the benchmark's name follows."""
 
 
-def prepare_benchmarks(benchmarks: Sequence[BenchmarkConfig], *, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
+def prepare_benchmarks(
+    benchmarks: Sequence[BenchmarkConfig], *, seed: int, workdir: Path, telemetry: Telemetry
+) -> StageSummary:
     """Write `<name>/00000-of-00001.parquet` for each benchmark.
 
     Raise DataError if a row cannot be judged, a question is repeated, or the number of rows is not the expected one.
@@ -32,9 +34,13 @@ def prepare_benchmarks(benchmarks: Sequence[BenchmarkConfig], *, seed: int, work
         telemetry.progress(i, len(benchmarks), benchmark.name)
         problems = load_benchmark(benchmark, seed=seed)
         write_shard(workdir / benchmark.name / shard_name(0, 1), problems)
-        ledger.append(LedgerStep(step=_READ + benchmark.name, unit="problem", num_in=len(problems), num_out=len(problems)))
+        ledger.append(
+            LedgerStep(step=_READ + benchmark.name, unit="problem", num_in=len(problems), num_out=len(problems))
+        )
     telemetry.progress(len(benchmarks), len(benchmarks), "done")
-    return StageSummary(counts={"benchmarks": len(benchmarks), "problems": sum(s.num_out for s in ledger)}, ledger=tuple(ledger))
+    return StageSummary(
+        counts={"benchmarks": len(benchmarks), "problems": sum(s.num_out for s in ledger)}, ledger=tuple(ledger)
+    )
 
 
 def num_rows(manifest: Manifest) -> dict[str, int]:
@@ -50,10 +56,14 @@ def load_benchmark(benchmark: BenchmarkConfig, *, seed: int) -> list[Problem]:
             raise DataError(f"benchmark {benchmark.name}: a row cannot be judged, {row.reason}: {row.detail}")
         problem = problem_from(row, DifficultyConfig())
         if problem.problem_id in problems:
-            raise DataError(f"benchmark {benchmark.name}: the question {problem.question[:100]!r} comes twice; remove one of the two rows")
+            raise DataError(
+                f"benchmark {benchmark.name}: the question {problem.question[:100]!r} comes twice; remove one of the two rows"
+            )
         problems[problem.problem_id] = problem
     if benchmark.expected_rows is not None and len(problems) != benchmark.expected_rows:
-        raise DataError(f"benchmark {benchmark.name}: expected_rows is {benchmark.expected_rows}, but its source has {len(problems)} rows")
+        raise DataError(
+            f"benchmark {benchmark.name}: expected_rows is {benchmark.expected_rows}, but its source has {len(problems)} rows"
+        )
     if not problems:
         raise DataError(f"benchmark {benchmark.name}: its source has no rows")
     return list(problems.values())

@@ -20,7 +20,9 @@ _OPENING = re.compile(
     r"(?:\s*(?:### )?Question:)?\s*"
 )
 
-_TEST_FIELDS = frozenset(["tests", "input_output", "test_list", "test", "public_test_cases", "private_test_cases", "reward_model"])
+_TEST_FIELDS = frozenset(
+    ["tests", "input_output", "test_list", "test", "public_test_cases", "private_test_cases", "reward_model"]
+)
 
 _APPS_LEVELS = ("introductory", "interview", "competition")
 _TACO_LEVELS = ("easy", "medium", "medium_hard", "hard", "very_hard")

@@ -57,7 +57,9 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
             else:
                 dropped.append(why)
     if not problems:
-        raise DataError(f"curation left no problem of {num_rows.total()} rows: {dict(Counter(d.reason for d in dropped))}")
+        raise DataError(
+            f"curation left no problem of {num_rows.total()} rows: {dict(Counter(d.reason for d in dropped))}"
+        )
     # Sorting by a seeded hash of the id shuffles: a problem's sort key does not depend on the other problems.
     problems.sort(key=lambda p: seed_for(seed, "data/shuffle", p.problem_id))
     _write_shards(workdir / "problems", problems, cfg.runtime.rows_per_shard)
@@ -84,11 +86,15 @@ def _protected_questions(cfg: CurateConfig, benchmarks: Path) -> Iterator[Protec
 def _also_protected(source: FileSource) -> Iterator[Protected]:
     for number, question in enumerate(read_questions(source), 1):
         if isinstance(question, Dropped):
-            raise DataError(f"{source.path}: a question that is to be kept out of training cannot be read: {question.detail}")
+            raise DataError(
+                f"{source.path}: a question that is to be kept out of training cannot be read: {question.detail}"
+            )
         yield Protected(benchmark=source_name(source), question_id=f"row {number}", question=question)
 
 
-def _checked_rows(rows: Iterator[Candidate | Dropped], source: str, floor: ReadFloor, warnings: list[str]) -> Iterator[Candidate | Dropped]:
+def _checked_rows(
+    rows: Iterator[Candidate | Dropped], source: str, floor: ReadFloor, warnings: list[str]
+) -> Iterator[Candidate | Dropped]:
     """Yield the rows unchanged; after the last one, append to `warnings` or raise DataError if too few were usable."""
     lost: Counter[str] = Counter()
     num_rows = 0
@@ -131,7 +137,11 @@ def _write_shards(folder: Path, records: Sequence[T], rows_per_shard: int) -> No
 
 
 def _summary(
-    problems: Sequence[Problem], dropped: Sequence[Dropped], num_rows: Counter[str], dedup: Deduplicator, decontaminator: Decontaminator
+    problems: Sequence[Problem],
+    dropped: Sequence[Dropped],
+    num_rows: Counter[str],
+    dedup: Deduplicator,
+    decontaminator: Decontaminator,
 ) -> StageSummary:
     kept = Counter(p.source for p in problems)
     noted = {
@@ -148,7 +158,12 @@ def _summary(
         num_out = num_in - sum(reasons.values())
         ledger.append(
             LedgerStep(
-                step=step, unit="row" if step == READ else "problem", num_in=num_in, num_out=num_out, dropped=reasons, noted=noted[step]
+                step=step,
+                unit="row" if step == READ else "problem",
+                num_in=num_in,
+                num_out=num_out,
+                dropped=reasons,
+                noted=noted[step],
             )
         )
         num_in = num_out
@@ -156,7 +171,11 @@ def _summary(
     tags = dict(sorted(Counter(p.difficulty.value for p in problems).items()))
     ledger.append(LedgerStep(step="difficulty", unit="problem", num_in=num_in, num_out=num_in, noted=tags))
     return StageSummary(
-        counts={"rows": num_rows.total(), "problems": len(problems), "protected_questions": decontaminator.num_protected},
+        counts={
+            "rows": num_rows.total(),
+            "problems": len(problems),
+            "protected_questions": decontaminator.num_protected,
+        },
         ledger=tuple(ledger),
         notes=_notes(num_rows, kept, decontaminator),
     )
@@ -167,5 +186,7 @@ def _notes(num_rows: Counter[str], kept: Counter[str], decontaminator: Decontami
     if not decontaminator.num_protected:
         notes.append("there is no benchmark, so nothing was compared with one")
     if decontaminator.common_phrases:
-        notes.append(f"{len(decontaminator.common_phrases)} word grams stand in so many benchmark questions that they condemned nothing")
+        notes.append(
+            f"{len(decontaminator.common_phrases)} word grams stand in so many benchmark questions that they condemned nothing"
+        )
     return tuple(notes)

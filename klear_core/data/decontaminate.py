@@ -65,12 +65,16 @@ class Decontaminator:
             return None
         near = self._protected[hit.index]
         detail = f"{candidate.source}: shares {hit.num_shared} with {near.benchmark} {near.question_id}: {hit.first_shared!r}"
-        return Dropped(problem_id=candidate.problem_id, step="decontaminate", reason=f"in_{near.benchmark}", detail=detail)
+        return Dropped(
+            problem_id=candidate.problem_id, step="decontaminate", reason=f"in_{near.benchmark}", detail=detail
+        )
 
     def _protect(self, index: int, tokens: Sequence[str]) -> None:
         if not tokens:
             one = self._protected[index]
-            raise DataError(f"benchmark {one.benchmark}, question {one.question_id}: {one.question!r} has no word to recognise it by")
+            raise DataError(
+                f"benchmark {one.benchmark}, question {one.question_id}: {one.question!r} has no word to recognise it by"
+            )
         # Coverage is relative to the grams that can match, so common phrases are not in the denominator either.
         own = self._own_grams(tokens) - self.common_phrases
         self._num_grams.append(len(own))

@@ -39,7 +39,9 @@ def _is_code(fields: Fields) -> bool:
     for mark, is_code in (("math", False), ("coder1", True)):
         if mark in data_source:
             return is_code
-    raise RowError("unknown_domain", "ability", f"neither ability {ability!r} nor data_source {data_source!r} says math or code")
+    raise RowError(
+        "unknown_domain", "ability", f"neither ability {ability!r} nor data_source {data_source!r} says math or code"
+    )
 
 
 def _rl_question(fields: Fields) -> str:
@@ -72,7 +74,11 @@ def _own_reference(fields: Fields) -> Reference:
 
 def _own_rating(fields: Fields) -> float | None:
     """Return the rating from an optional `difficulty`: easy, medium or hard, or a share in [0, 1]."""
-    return grade_at(fields, "difficulty") if isinstance(fields.get("difficulty"), str) else rating_at(fields, "difficulty", top=1)
+    return (
+        grade_at(fields, "difficulty")
+        if isinstance(fields.get("difficulty"), str)
+        else rating_at(fields, "difficulty", top=1)
+    )
 
 
 MIXED_SCHEMAS = (
@@ -85,7 +91,10 @@ MIXED_SCHEMAS = (
     ),
     Schema(
         name="verl",
-        signatures=keys("data_source prompt ability reward_model extra_info", "data_source prompt ability reward_model question answer"),
+        signatures=keys(
+            "data_source prompt ability reward_model extra_info",
+            "data_source prompt ability reward_model question answer",
+        ),
         question=_rl_question,
         reference=_rl_reference,
         rating=_rl_rating,

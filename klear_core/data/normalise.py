@@ -14,7 +14,9 @@ _EMPTY_SCRIPT = re.compile(r"[_^]\s*\{\s*\}")
 _STYLE = re.compile(
     r"\\(?:text|textnormal|mbox|hbox|textbf|textit|texttt|textrm|emph|mathrm|mathbf|mathit|mathsf|boldsymbol|operatorname)(?![a-zA-Z])\*?"
 )
-_NAMES = re.compile(r"\\(?:[dt]frac|[dt]binom|cdot|times|ast|leq|le|geq|ge|neq|ne|lvert|rvert|vert|mid|[lc]?dots|dots[cbmi])(?![a-zA-Z])")
+_NAMES = re.compile(
+    r"\\(?:[dt]frac|[dt]binom|cdot|times|ast|leq|le|geq|ge|neq|ne|lvert|rvert|vert|mid|[lc]?dots|dots[cbmi])(?![a-zA-Z])"
+)
 _NAME_MEANS = {
     "dfrac": " frac ", "tfrac": " frac ", "dbinom": " binom ", "tbinom": " binom ",
     "cdot": "*", "times": "*", "ast": "*", "leq": "<=", "le": "<=", "geq": ">=", "ge": ">=", "neq": "!=", "ne": "!=",

@@ -55,7 +55,10 @@ def generate_chains(cfg: ProceduralSource, *, seed: int) -> Iterator[Candidate]:
     shares = _shares(cfg)
     for share in shares.values():
         share.check()
-    drawn = {level: share.draw(Random(seed_for(seed, "data/procedural", cfg.name, level))) for level, share in shares.items()}  # noqa: S311
+    drawn = {
+        level: share.draw(Random(seed_for(seed, "data/procedural", cfg.name, level)))  # noqa: S311
+        for level, share in shares.items()
+    }
     for index in range(cfg.num_problems):
         level = cfg.num_operations[index % len(cfg.num_operations)]
         chain = next(drawn[level])

@@ -25,7 +25,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from klear_core.errors import DataError
-from klear_core.types import AssertTests, CallCase, CallTests, CodeReference, MathReference, Reference, StdinCase, StdinTests
+from klear_core.types import (
+    AssertTests,
+    CallCase,
+    CallTests,
+    CodeReference,
+    MathReference,
+    Reference,
+    StdinCase,
+    StdinTests,
+)
 
 MAX_TESTS_BYTES = 256 << 20
 """Limit for the unpacked tests of one problem, in bytes.
@@ -99,7 +108,9 @@ def code_reference_from_tests(value: object, *, fn_name: str = "") -> CodeRefere
         case [] | dict() if not tests:
             raise DataError("the test list is empty")
         case dict():
-            raise DataError(f"unknown test keys {sorted(map(str, tests))[:8]}; see klear_core/data/references.py for what is read")
+            raise DataError(
+                f"unknown test keys {sorted(map(str, tests))[:8]}; see klear_core/data/references.py for what is read"
+            )
         case _:
             raise DataError(f"tests must be an object or a list, not {type(tests).__name__}: {tests!r:.200}")
 
@@ -117,7 +128,10 @@ def _klear_code(value: Mapping[str, object]) -> CodeReference:
     time_limit, memory_limit = value.get("time_limit_s"), value.get("memory_limit_mb")
     if not (time_limit is None or (_is_number(time_limit) and time_limit > 0)):  # type: ignore[operator]
         raise DataError(f"reference.time_limit_s must be a positive number, not {time_limit!r}")
-    if not (memory_limit is None or (isinstance(memory_limit, int) and not isinstance(memory_limit, bool) and memory_limit > 0)):
+    if not (
+        memory_limit is None
+        or (isinstance(memory_limit, int) and not isinstance(memory_limit, bool) and memory_limit > 0)
+    ):
         raise DataError(f"reference.memory_limit_mb must be a positive integer, not {memory_limit!r}")
     is_order_free, checker = value.get("is_order_free", False), value.get("checker", "")
     if not isinstance(is_order_free, bool) or not isinstance(checker, str):
@@ -209,7 +223,9 @@ def _code_contests(row: Mapping[str, object]) -> CodeReference:
         tests = row.get(column) or {"input": [], "output": []}
         match tests:
             case {"input": list() as inputs, "output": list() as outputs} if len(inputs) == len(outputs):
-                cases += [_stdin_case(i, o, n) for n, (i, o) in enumerate(zip(inputs, outputs, strict=True), start=len(cases))]
+                cases += [
+                    _stdin_case(i, o, n) for n, (i, o) in enumerate(zip(inputs, outputs, strict=True), start=len(cases))
+                ]
             case _:
                 raise DataError(f"{column} must hold lists input and output of one length, not {tests!r:.200}")
     if not cases:
@@ -239,7 +255,10 @@ def _entry_point(row: Mapping[str, object]) -> CodeReference:
     Definitions in the prompt other than the entry point are helpers that the tests need, so they are prepended.
     """
     test, entry_point, prompt = row["test"], row["entry_point"], row.get("prompt", "")
-    if not (isinstance(test, str) and isinstance(entry_point, str) and isinstance(prompt, str)) or "def check(" not in test:
+    if (
+        not (isinstance(test, str) and isinstance(entry_point, str) and isinstance(prompt, str))
+        or "def check(" not in test
+    ):
         raise DataError("prompt, test and entry_point must be strings and test must define check(candidate)")
     helpers = _definitions_besides(prompt, entry_point)
     return _asserts(f"{helpers}\n{test}\ncheck({entry_point})")
@@ -248,7 +267,9 @@ def _entry_point(row: Mapping[str, object]) -> CodeReference:
 def _definitions_besides(prompt: str, entry_point: str) -> str:
     try:
         # HumanEval prompts end in a signature or docstring; `pass` completes the body so that they parse.
-        body = ast.parse(prompt.rstrip() + "\n    pass\n" if prompt.rstrip().endswith(('"""', "'''", ":")) else prompt).body
+        body = ast.parse(
+            prompt.rstrip() + "\n    pass\n" if prompt.rstrip().endswith(('"""', "'''", ":")) else prompt
+        ).body
     except SyntaxError:
         return ""  # LeetCodeDataset's older prompts are prose
     # The entry point is left out: its stub would shadow the solution that the tests check.
@@ -333,7 +354,9 @@ def _call_case(args: object, expected: object, i: int) -> CallCase:
 
 def _stdin_case(given: object, output: object, i: int) -> StdinCase:
     if not isinstance(given, str) or not isinstance(output, str):
-        raise DataError(f"test {i}: input and output must be text, not {type(given).__name__} and {type(output).__name__}")
+        raise DataError(
+            f"test {i}: input and output must be text, not {type(given).__name__} and {type(output).__name__}"
+        )
     return StdinCase(input=given, output=output)
 
 

@@ -63,7 +63,9 @@ def check_file(path: Path) -> None:
     if not path.name.endswith(SUFFIXES):
         raise ConfigError(f"{path}: unknown kind of file; allowed: {', '.join('*' + s for s in SUFFIXES)}")
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; relative paths are taken from the working directory, which is {Path.cwd()}")
+        raise ConfigError(
+            f"{path}: no such file; relative paths are taken from the working directory, which is {Path.cwd()}"
+        )
 
 
 def stem_of(path: Path) -> str:
@@ -160,5 +162,7 @@ def _parquet_rows(path: Path) -> Iterator[Row | BrokenRow]:
 
 def _as_row(value: object, *, where: str) -> Row | BrokenRow:
     if not isinstance(value, dict):
-        return BrokenRow(where=where, reason="not_an_object", detail=f"expected an object, found {type(value).__name__}")
+        return BrokenRow(
+            where=where, reason="not_an_object", detail=f"expected an object, found {type(value).__name__}"
+        )
     return Row(where=where, fields=value)

@@ -19,7 +19,13 @@ from klear_core.artifacts.floors import check_floor
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard, read_shards, write_shard
 from klear_core.artifacts.shards import Shard, plan_shards, work_shards
-from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, ProceduralTeacherConfig, TeacherConfig
+from klear_core.config.distill import (
+    DistillConfig,
+    DistillRuntime,
+    HttpTeacherConfig,
+    ProceduralTeacherConfig,
+    TeacherConfig,
+)
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.select import drop_reason, dropped, why_incomplete
 from klear_core.distill.teacher import Teacher, TeacherFailure, TeacherResult
@@ -49,7 +55,9 @@ Judge = Callable[[Problem, str], Awaitable[Verdict]]
 """Returns the verdict on a complete model output; see `JudgePool.judge_async`."""
 
 
-def distill(cfg: DistillConfig, verify: VerifyConfig, *, problems: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
+def distill(
+    cfg: DistillConfig, verify: VerifyConfig, *, problems: Path, seed: int, workdir: Path, telemetry: Telemetry
+) -> StageSummary:
     """Write `workdir/traces` and `workdir/dropped` for the problems in a curation artifact folder.
 
     Raise TeacherError or JudgeError if more than `cfg.max_failure_rate` of the samples fail, DataError if too few
@@ -63,7 +71,9 @@ def distill(cfg: DistillConfig, verify: VerifyConfig, *, problems: Path, seed: i
     chosen = choose_problems(offered, max_problems=cfg.max_problems, seed=seed)
     with build_verifier(verify) as judges:
         notes = judges.prepare(chosen)
-        summary = asyncio.run(_with_teacher(cfg, judges.judge_async, chosen, seed=seed, workdir=workdir, telemetry=telemetry))
+        summary = asyncio.run(
+            _with_teacher(cfg, judges.judge_async, chosen, seed=seed, workdir=workdir, telemetry=telemetry)
+        )
     summary = summary.model_copy(update={"notes": (*summary.notes, *notes)})
     if len(chosen) == len(offered):
         return summary
@@ -145,7 +155,9 @@ class _Solved:
 class _Collection:
     """One run of the stage: turns problems into traces and keeps the counts so far."""
 
-    def __init__(self, cfg: DistillConfig, teacher: Teacher, judge: Judge, *, seed: int, telemetry: Telemetry, num_problems: int) -> None:
+    def __init__(
+        self, cfg: DistillConfig, teacher: Teacher, judge: Judge, *, seed: int, telemetry: Telemetry, num_problems: int
+    ) -> None:
         self.cfg = cfg
         self.teacher = teacher
         self.judge = judge
@@ -231,7 +243,9 @@ class _Collection:
         failures = self.failures.setdefault(shard.path, [])
         failures.extend(new)
         if failures and self.budget.is_exceeded(num_asked=self._num_asked(shard), num_failed=len(failures)):
-            raise _too_many_failures(failures, num_asked=self._num_asked(shard), max_failure_rate=self.cfg.max_failure_rate)
+            raise _too_many_failures(
+                failures, num_asked=self._num_asked(shard), max_failure_rate=self.cfg.max_failure_rate
+            )
 
     def summary(self) -> StageSummary:
         """Return the stage's counts, ledger and warnings; raise DataError if a share is below its floor."""
@@ -245,11 +259,15 @@ class _Collection:
             counts["teacher_accuracy"] = round(trace_counts.num_correct.total() / trace_counts.num_judged.total(), 4)
         warnings = _floor_warnings(trace_counts, self.cfg.runtime)
         if trace_counts.num_judged and not trace_counts.num_correct:
-            warnings += (f"not one of {trace_counts.num_judged.total():,} judged answers of the teacher is right: are the references?",)
+            warnings += (
+                f"not one of {trace_counts.num_judged.total():,} judged answers of the teacher is right: are the references?",
+            )
         return StageSummary(counts=counts, ledger=trace_counts.ledger(), seeds={"distill": self.seed}, notes=warnings)
 
 
-def _floor_warnings(trace_counts: TraceCounts, runtime: DistillRuntime, *, with_selected: bool = True) -> tuple[str, ...]:
+def _floor_warnings(
+    trace_counts: TraceCounts, runtime: DistillRuntime, *, with_selected: bool = True
+) -> tuple[str, ...]:
     """Return warnings about shares below `warn_below`; raise DataError for one below `stop_below` or empty."""
     whole = trace_counts.whole()
     commonest = max(whole.lost, key=whole.lost.__getitem__, default="")
@@ -257,7 +275,9 @@ def _floor_warnings(trace_counts: TraceCounts, runtime: DistillRuntime, *, with_
     warnings = check_floor(whole, runtime.whole, key="distill.runtime.whole", remedy=remedy)
     if with_selected:
         remedy = "Check the references, or let distill.select keep wrong answers too"
-        warnings += check_floor(trace_counts.selected(), runtime.selected, key="distill.runtime.selected", remedy=remedy)
+        warnings += check_floor(
+            trace_counts.selected(), runtime.selected, key="distill.runtime.selected", remedy=remedy
+        )
     return warnings
 
 
@@ -294,7 +314,9 @@ def _dropped_path(shard: Shard[Problem]) -> Path:
     return shard.path.parents[1] / "dropped" / shard.path.name
 
 
-def _too_many_failures(failures: Sequence[Dropped], *, num_asked: int, max_failure_rate: float) -> TeacherError | JudgeError:
+def _too_many_failures(
+    failures: Sequence[Dropped], *, num_asked: int, max_failure_rate: float
+) -> TeacherError | JudgeError:
     by_reason = ", ".join(f"{n} {reason}" for reason, n in Counter(f.reason for f in failures).most_common())
     last = failures[-1]
     error_type = TeacherError if last.step == "ask" else JudgeError

@@ -55,7 +55,9 @@ class HttpTeacher:
         self._client = httpx.AsyncClient(
             headers=_headers(cfg.api_key_env),
             timeout=httpx.Timeout(None, connect=min(_CONNECT_TIMEOUT_S, cfg.runtime.timeout_s)),
-            limits=httpx.Limits(max_connections=cfg.runtime.max_concurrency, max_keepalive_connections=cfg.runtime.max_concurrency),
+            limits=httpx.Limits(
+                max_connections=cfg.runtime.max_concurrency, max_keepalive_connections=cfg.runtime.max_concurrency
+            ),
         )
 
     async def solve(self, problem: Problem, *, num_samples: int, seed: int) -> Sequence[TeacherResult]:
@@ -122,7 +124,9 @@ class HttpTeacher:
             return read_reply(response.content)
         detail = f"HTTP {status}: {response.text[:300]!r}"
         if status in _HOPELESS:
-            raise TeacherRejectsError(f"the teacher {self.name!r} at {self._url} refuses: {_HOPELESS[status]} ({detail})")
+            raise TeacherRejectsError(
+                f"the teacher {self.name!r} at {self._url} refuses: {_HOPELESS[status]} ({detail})"
+            )
         if status in _BUSY or response.is_server_error:
             wait_s = min(_retry_after_s(response), timeout_s)  # capped: a server may ask for hours
             return _Trouble(reason=f"http_{status}", detail=detail, wait_s=wait_s)
@@ -194,7 +198,9 @@ def read_reply(payload: bytes) -> TeacherResult:
     except ValidationError as e:
         problem = e.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, problem["loc"]))
-        return TeacherFailure(reason="malformed", detail=f"{where or 'reply'}: {problem['msg']}; it starts with {payload[:100]!r}")
+        return TeacherFailure(
+            reason="malformed", detail=f"{where or 'reply'}: {problem['msg']}; it starts with {payload[:100]!r}"
+        )
     choice = reply.choices[0]
     if choice.finish_reason not in _FINISH:
         reason = "content_filter" if choice.finish_reason == "content_filter" else "interrupted"
@@ -218,7 +224,9 @@ def _headers(api_key_env: str) -> dict[str, str]:
         return {}
     key = os.environ.get(api_key_env, "").strip()
     if not key:
-        raise ConfigError(f"distill.teacher.api_key_env = {api_key_env!r}: this environment variable is not set; export it and run again")
+        raise ConfigError(
+            f"distill.teacher.api_key_env = {api_key_env!r}: this environment variable is not set; export it and run again"
+        )
     return {"Authorization": f"Bearer {key}"}
 
 

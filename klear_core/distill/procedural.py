@@ -29,7 +29,10 @@ class ProceduralTeacher:
             chain = parse_chain(problem.question)
         except DataError as e:
             return [TeacherFailure(reason="unsupported", detail=str(e))] * num_samples
-        return [self._write(chain, Random(seed_for(seed, "distill/teacher", problem.problem_id, i))) for i in range(num_samples)]  # noqa: S311
+        return [
+            self._write(chain, Random(seed_for(seed, "distill/teacher", problem.problem_id, i)))  # noqa: S311
+            for i in range(num_samples)
+        ]
 
     async def close(self) -> None:
         """Do nothing; this teacher has no connections."""

@@ -32,7 +32,9 @@ def drop_reason(trace: TeacherTrace, cfg: SelectConfig) -> Dropped | None:
 
 def unjudged(trace: TeacherTrace) -> Dropped:
     """Return the drop record of a trace whose judge failed; the reason is the verdict's outcome."""
-    return dropped(trace.problem_id, trace.sample_idx, step="judge", reason=trace.verdict.outcome, detail=trace.verdict.detail)
+    return dropped(
+        trace.problem_id, trace.sample_idx, step="judge", reason=trace.verdict.outcome, detail=trace.verdict.detail
+    )
 
 
 def dropped(problem_id: str, sample_idx: int, *, step: str, reason: str, detail: str) -> Dropped:

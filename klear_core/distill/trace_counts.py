@@ -66,7 +66,9 @@ class TraceCounts:
         steps = [step for step in STEPS if step != "select"]
         lost = sum((self._dropped[step] for step in steps), Counter[str]())
         example = next((self._first_lost[step] for step in steps if step in self._first_lost), "")
-        return Share(what="answers of the teacher are whole and judged", num_in=self.num_asked, lost=lost, example=example)
+        return Share(
+            what="answers of the teacher are whole and judged", num_in=self.num_asked, lost=lost, example=example
+        )
 
     def selected(self) -> Share:
         """Return the share of complete, judged answers that the policy keeps."""

@@ -96,7 +96,9 @@ def read_run(*, rl: Path, before: Path, after: Path, commit: str | None = None) 
     steps = [row for row in read_metrics(rl / METRICS_FILE) if _ENTROPY in row]
     columns = {name: _numbers(steps, name) for name in (*TOKEN_SHARES.values(), _LARGEST, _ENTROPY)}
     if not all(columns.values()):
-        raise ArtifactError(f"{rl}: this RL stage trained on no token, or every update was skipped, so there is nothing to compare")
+        raise ArtifactError(
+            f"{rl}: this RL stage trained on no token, or every update was skipped, so there is nothing to compare"
+        )
     reports = read_reports(after)
     greedy = [report.greedy.value for report in reports if report.greedy is not None]
     return RunResult(
@@ -128,7 +130,11 @@ def rows_of(runs: Mapping[str, Mapping[float, Runs]], reference: str) -> tuple[R
             by_rate[rate][variant] = own
     if len(by_rate) > 1:
         by_rate[None] = {variant: at_own_rate(found) for variant, found in runs.items()}
-    rows = (_row(v, rate, own, found.get(reference, {}), v == reference) for rate, found in by_rate.items() for v, own in found.items())
+    rows = (
+        _row(v, rate, own, found.get(reference, {}), v == reference)
+        for rate, found in by_rate.items()
+        for v, own in found.items()
+    )
     return tuple(row for row in rows if row is not None)
 
 
@@ -151,13 +157,26 @@ def _row(variant: str, rate: float | None, runs: Runs, reference: Runs, is_refer
     if len(pairs) < 2:
         return None
     score = seed_interval([run.after for run in runs.values()], bounds=(0, 1), confidence=CONFIDENCE)
-    difference = None if is_reference else seed_interval([own - other for own, other in pairs], bounds=(-1, 1), confidence=CONFIDENCE)
+    difference = (
+        None
+        if is_reference
+        else seed_interval([own - other for own, other in pairs], bounds=(-1, 1), confidence=CONFIDENCE)
+    )
     return Row(variant=variant, learning_rate=rate, score=score, difference=difference, runs=dict(runs))
 
 
 def as_markdown(table: AblationTable) -> str:
     """Format the table as Markdown: scores and token shares in per cent, differences in percentage points."""
-    head = ["variant", "lr", "avg@n (95 %)", f"minus {table.reference} (95 %)", "collapsed", *TOKEN_SHARES, "max r", "entropy"]
+    head = [
+        "variant",
+        "lr",
+        "avg@n (95 %)",
+        f"minus {table.reference} (95 %)",
+        "collapsed",
+        *TOKEN_SHARES,
+        "max r",
+        "entropy",
+    ]
     lines = [_line(head), _line(["---"] * len(head)), *(_line(_cells(row)) for row in table.rows), ""]
     lines += [line for row in table.rows if row.learning_rate is not None for line in _lacking(row)]
     lines += [f"- no result: {run}: {why}" for run, why in table.failures.items()]

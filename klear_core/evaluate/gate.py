@@ -65,7 +65,9 @@ def compare(before: Path, after: Path) -> tuple[Comparison, ...]:
         )
     means_before, means_after = _problem_means(before), _problem_means(after)
     return tuple(
-        _compare_one(means_before[name, decoding], means_after[name, decoding], reports_before[name], report, decoding=decoding)
+        _compare_one(
+            means_before[name, decoding], means_after[name, decoding], reports_before[name], report, decoding=decoding
+        )
         for name, report in reports_after.items()
         for decoding in _DECODINGS
         if (name, decoding) in means_before and (name, decoding) in means_after
@@ -77,7 +79,12 @@ _Means = Mapping[str, float]
 
 
 def _compare_one(
-    before: _Means, after: _Means, report_before: EvalReport, report_after: EvalReport, *, decoding: Literal["sampled", "greedy"]
+    before: _Means,
+    after: _Means,
+    report_before: EvalReport,
+    report_after: EvalReport,
+    *,
+    decoding: Literal["sampled", "greedy"],
 ) -> Comparison:
     shared = sorted(before.keys() & after.keys())  # sorted, so that float sums do not depend on the order of a set
     if not shared:

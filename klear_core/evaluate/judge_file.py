@@ -161,7 +161,9 @@ def _answer_of(value: object, line: int) -> _Answer | BadRow:
     if not isinstance(response, str):
         return BadRow(line=line, reason=f"response of {answer_id} must be text, not {type(response).__name__}")
     try:
-        return _Answer(answer_id=str(answer_id), response=response, reference=reference_from_json(_plain(value["reference"])))
+        return _Answer(
+            answer_id=str(answer_id), response=response, reference=reference_from_json(_plain(value["reference"]))
+        )
     except DataError as e:
         return BadRow(line=line, reason=f"reference of {answer_id}: {e}")
 
@@ -186,7 +188,9 @@ def _write(out: Path, verdicts: list[tuple[str, Verdict]]) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        schema = pa.schema([("id", pa.string()), ("outcome", pa.string()), ("score", pa.float64()), ("detail", pa.string())])
+        schema = pa.schema(
+            [("id", pa.string()), ("outcome", pa.string()), ("score", pa.float64()), ("detail", pa.string())]
+        )
         pq.write_table(pa.Table.from_pylist(rows, schema=schema), beside, compression="zstd")
     else:
         beside.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -199,7 +203,9 @@ def _written(answer_id: str, verdict: Verdict) -> dict[str, object]:
     return {"id": answer_id, "outcome": verdict.outcome.value, "score": score, "detail": verdict.detail}
 
 
-def _summary(num_rows: int, verdicts: list[tuple[str, Verdict]], bad_rows: list[BadRow], notes: tuple[str, ...]) -> JudgeSummary:
+def _summary(
+    num_rows: int, verdicts: list[tuple[str, Verdict]], bad_rows: list[BadRow], notes: tuple[str, ...]
+) -> JudgeSummary:
     scores = [v.score for _, v in verdicts if v.outcome.is_models_doing]
     return JudgeSummary(
         num_rows=num_rows,

@@ -75,7 +75,9 @@ def evaluate(
 
     async def run(judge: Judge) -> None:
         own_seed, window = seed_for(seed, "evaluate/engine"), wanted_window(model)
-        engine = await build_engine(cfg.engine, folder, num_threads=cfg.runtime.num_threads, seed=own_seed, window=window)
+        engine = await build_engine(
+            cfg.engine, folder, num_threads=cfg.runtime.num_threads, seed=own_seed, window=window
+        )
         try:
             exam = Examination(engine=engine, render=render, judge=judge)
             await answer_benchmarks(cfg, suite, exam, seed=seed, workdir=workdir, telemetry=telemetry)
@@ -91,7 +93,13 @@ def evaluate(
 
 
 async def answer_benchmarks(
-    cfg: EvaluateConfig, suite: Sequence[Benchmark], exam: Examination, *, seed: int, workdir: Path, telemetry: Telemetry
+    cfg: EvaluateConfig,
+    suite: Sequence[Benchmark],
+    exam: Examination,
+    *,
+    seed: int,
+    workdir: Path,
+    telemetry: Telemetry,
 ) -> None:
     """Sample and judge every answer whose shard is missing, and write each shard when it is complete."""
     run = _Run(cfg, suite, exam, seed=seed, telemetry=telemetry)
@@ -111,7 +119,9 @@ async def answer_benchmarks(
 class _Run:
     """Samples and judges single answers in one run of the stage, and counts those that could not be judged."""
 
-    def __init__(self, cfg: EvaluateConfig, suite: Sequence[Benchmark], exam: Examination, *, seed: int, telemetry: Telemetry) -> None:
+    def __init__(
+        self, cfg: EvaluateConfig, suite: Sequence[Benchmark], exam: Examination, *, seed: int, telemetry: Telemetry
+    ) -> None:
         self.cfg = cfg
         self.exam = exam
         self.seed = seed
@@ -145,7 +155,9 @@ class _Run:
         except KlearError:  # before ValueError: DataError and ConfigError are ValueErrors with a message of their own
             raise
         except ValueError as e:
-            raise DataError(f"benchmark {ask.benchmark!r}, problem {problem.problem_id}: the engine cannot answer it: {e}") from e
+            raise DataError(
+                f"benchmark {ask.benchmark!r}, problem {problem.problem_id}: the engine cannot answer it: {e}"
+            ) from e
         if completion.finish_reason == "abort":
             raise ResourceError(f"benchmark {ask.benchmark!r}, problem {problem.problem_id}: the engine gave up midway")
         sample = EvalSample(
@@ -194,17 +206,26 @@ def sampling_params(cfg: SamplingConfig, ask: Ask, *, seed: int) -> SamplingPara
     )
 
 
-def report_scores(cfg: EvaluateConfig, suite: Sequence[Benchmark], *, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
+def report_scores(
+    cfg: EvaluateConfig, suite: Sequence[Benchmark], *, seed: int, workdir: Path, telemetry: Telemetry
+) -> StageSummary:
     """Score the answers in the shards and write `report.json`, with one report per benchmark."""
     reports: list[EvalReport] = []
     ledger: list[LedgerStep] = []
     for benchmark in suite:
         samples = (s for shard in plan_answers(cfg, benchmark, workdir) for s in read_shard(shard.path, EvalSample))
         tallies = tally(samples, benchmark.problems)
-        reports.append(make_report(tallies, cfg, benchmark=benchmark.name, num_samples=benchmark.num_samples, seed=seed))
+        reports.append(
+            make_report(tallies, cfg, benchmark=benchmark.name, num_samples=benchmark.num_samples, seed=seed)
+        )
         ledger.append(ledger_step(benchmark.name, tallies))
     write_reports(workdir, tuple(reports))
     telemetry.log({name: value for report in reports for name, value in metrics_of(report).items()}, step=0)
-    counts: dict[str, int | float] = {"problems": sum(r.num_problems for r in reports), "answers": sum(step.num_in for step in ledger)}
+    counts: dict[str, int | float] = {
+        "problems": sum(r.num_problems for r in reports),
+        "answers": sum(step.num_in for step in ledger),
+    }
     scores = {f"{r.benchmark}_avg_at_{r.num_samples}": round(r.avg.value, 4) for r in reports}
-    return StageSummary(counts=scores | counts, ledger=tuple(ledger), seeds={"evaluate": seed}, notes=lines_of_warning(reports))
+    return StageSummary(
+        counts=scores | counts, ledger=tuple(ledger), seeds={"evaluate": seed}, notes=lines_of_warning(reports)
+    )

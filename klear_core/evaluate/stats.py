@@ -66,7 +66,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return -math.expm1(math.fsum(math.log1p(-k / i) for i in range(num_wrong + 1, num_samples + 1)))
 
 
-def _interval(values: Sequence[float], *, added: tuple[float, float], bounds: tuple[float, float], confidence: float) -> Interval:
+def _interval(
+    values: Sequence[float], *, added: tuple[float, float], bounds: tuple[float, float], confidence: float
+) -> Interval:
     """Return the mean of `values` with the Student's t interval of `values` and the `added` ones, cut to `bounds`."""
     value = math.fsum(values) / len(values)
     centre, half = _t_interval([*values, *added], confidence)

@@ -35,13 +35,17 @@ class Ask:
 
 def load_benchmark(folder: Path, cfg: BenchmarkConfig) -> Benchmark:
     """Read one benchmark from the benchmarks' artifact folder; its problems are unique, and there is at least one."""
-    return Benchmark(name=cfg.name, problems=tuple(read_shards(folder / cfg.name, Problem)), num_samples=cfg.num_samples)
+    return Benchmark(
+        name=cfg.name, problems=tuple(read_shards(folder / cfg.name, Problem)), num_samples=cfg.num_samples
+    )
 
 
 def plan_answers(cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path) -> list[Shard[Ask]]:
     """Return all answers to sample for a benchmark, problem by problem, cut into shards."""
     asks = [ask for problem in benchmark.problems for ask in _asks(cfg, benchmark, problem)]
-    return plan_shards(workdir / "samples", asks, items_per_shard=cfg.runtime.answers_per_shard, prefix=f"{benchmark.name}-")
+    return plan_shards(
+        workdir / "samples", asks, items_per_shard=cfg.runtime.answers_per_shard, prefix=f"{benchmark.name}-"
+    )
 
 
 def _asks(cfg: EvaluateConfig, benchmark: Benchmark, problem: Problem) -> Iterable[Ask]:

@@ -103,7 +103,9 @@ def make_report(tallies: Tallies, cfg: EvaluateConfig, *, benchmark: str, num_sa
     sampled, greedy = tallies["sampled"], tallies["greedy"]
     avg = sampled.score(confidence=cfg.confidence)
     if avg is None:
-        raise DataError(f"benchmark {benchmark!r}: not one of {sampled.num_samples} answers could be judged: {dict(sampled.unscored)}")
+        raise DataError(
+            f"benchmark {benchmark!r}: not one of {sampled.num_samples} answers could be judged: {dict(sampled.unscored)}"
+        )
     pass_at = [sampled.pass_at(k, confidence=cfg.confidence) for k in powers_of_two(num_samples)]
     return EvalReport(
         benchmark=benchmark,
@@ -188,4 +190,6 @@ def lines_of_warning(reports: Iterable[EvalReport]) -> tuple[str, ...]:
 
 
 def _as_score(interval: Interval, *, num_problems: int, num_samples: int) -> Score:
-    return Score(value=interval.value, low=interval.low, high=interval.high, num_problems=num_problems, num_samples=num_samples)
+    return Score(
+        value=interval.value, low=interval.low, high=interval.high, num_problems=num_problems, num_samples=num_samples
+    )

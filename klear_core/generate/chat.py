@@ -65,7 +65,9 @@ class ChatModel:
         await self.engine.close()
 
 
-async def open_chat(folder: Path, cfg: LocalEngineConfig, *, num_threads: int, seed: int, window: int | None = None) -> ChatModel:
+async def open_chat(
+    folder: Path, cfg: LocalEngineConfig, *, num_threads: int, seed: int, window: int | None = None
+) -> ChatModel:
     """Load the model and tokenizer of a Hugging Face folder. `window` raises the positions that its config states.
 
     ConfigError if the engine cannot run this model, ResourceError if the engine is not installed.

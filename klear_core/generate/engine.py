@@ -35,7 +35,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.max_new_tokens < 1:
-            raise ValueError(f"num_samples = {self.num_samples} and max_new_tokens = {self.max_new_tokens} must be at least 1")
+            raise ValueError(
+                f"num_samples = {self.num_samples} and max_new_tokens = {self.max_new_tokens} must be at least 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,10 @@ class HttpEngine:
     ) -> None:
         self._cfg, self._sleep = cfg, sleep
         self._client = httpx.AsyncClient(
-            base_url=cfg.base_url.rstrip("/") + "/", headers=_headers(cfg), timeout=cfg.runtime.timeout_s, transport=transport
+            base_url=cfg.base_url.rstrip("/") + "/",
+            headers=_headers(cfg),
+            timeout=cfg.runtime.timeout_s,
+            transport=transport,
         )
         self._slots = asyncio.Semaphore(cfg.runtime.max_concurrency)
         self._model_lock = asyncio.Lock()
@@ -90,7 +93,10 @@ class HttpEngine:
 
     async def _samples(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
         budget = await self._budget(len(prompt_ids), params)
-        tasks = [asyncio.create_task(self._sample(prompt_ids, params, sample_idx=i, budget=budget)) for i in range(params.num_samples)]
+        tasks = [
+            asyncio.create_task(self._sample(prompt_ids, params, sample_idx=i, budget=budget))
+            for i in range(params.num_samples)
+        ]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -100,7 +106,9 @@ class HttpEngine:
     async def _budget(self, prompt_len: int, params: SamplingParams) -> int:
         max_len = (await self._served_model()).max_model_len
         if prompt_len == 0 or (max_len is not None and prompt_len >= max_len):
-            raise ValueError(f"prompt of {prompt_len} tokens: 1 to {(max_len or 0) - 1} leave room for an answer of {self._cfg.model}")
+            raise ValueError(
+                f"prompt of {prompt_len} tokens: 1 to {(max_len or 0) - 1} leave room for an answer of {self._cfg.model}"
+            )
         return params.max_new_tokens if max_len is None else min(params.max_new_tokens, max_len - prompt_len)
 
     async def _served_model(self) -> _Model:
@@ -109,11 +117,15 @@ class HttpEngine:
                 models = _Models.model_validate_json(await self._request("GET", "models", None)).data
                 found = [model for model in models if model.id == self._cfg.model]
                 if not found:
-                    raise ConfigError(f"model = {self._cfg.model!r} is not served at {self._cfg.base_url}: {[m.id for m in models]} are")
+                    raise ConfigError(
+                        f"model = {self._cfg.model!r} is not served at {self._cfg.base_url}: {[m.id for m in models]} are"
+                    )
                 self._model = found[0]
         return self._model
 
-    async def _sample(self, prompt_ids: list[int], params: SamplingParams, *, sample_idx: int, budget: int) -> Completion:
+    async def _sample(
+        self, prompt_ids: list[int], params: SamplingParams, *, sample_idx: int, budget: int
+    ) -> Completion:
         body: dict[str, object] = {
             "model": self._cfg.model,
             "prompt": prompt_ids,
@@ -132,12 +144,20 @@ class HttpEngine:
         try:
             (choice,) = _Reply.model_validate_json(content).choices
         except ValidationError as error:
-            raise ConfigError(f"{self._cfg.base_url}/completions does not answer with token ids and log-probs: {error}") from error
+            raise ConfigError(
+                f"{self._cfg.base_url}/completions does not answer with token ids and log-probs: {error}"
+            ) from error
         token_ids, logps = tuple(choice.token_ids), tuple(choice.logprobs.token_logprobs)
         if len(token_ids) != len(logps):
-            raise ConfigError(f"{self._cfg.base_url}/completions gave {len(token_ids)} token ids and {len(logps)} log-probs")
+            raise ConfigError(
+                f"{self._cfg.base_url}/completions gave {len(token_ids)} token ids and {len(logps)} log-probs"
+            )
         return Completion(
-            text=choice.text, token_ids=token_ids, logps=logps, finish_reason=choice.finish_reason, policy_versions=(0,) * len(token_ids)
+            text=choice.text,
+            token_ids=token_ids,
+            logps=logps,
+            finish_reason=choice.finish_reason,
+            policy_versions=(0,) * len(token_ids),
         )
 
     async def _request(self, method: str, path: str, body: dict[str, object] | None) -> bytes:
@@ -159,7 +179,9 @@ class HttpEngine:
                 pause_s = _asked_pause_s(response) or pause_s
             if attempt < self._cfg.runtime.max_retries:
                 await self._sleep(pause_s)
-        raise ResourceError(f"{self._cfg.base_url}/{path} failed {self._cfg.runtime.max_retries + 1} times; the last: {trouble}")
+        raise ResourceError(
+            f"{self._cfg.base_url}/{path} failed {self._cfg.runtime.max_retries + 1} times; the last: {trouble}"
+        )
 
 
 def _headers(cfg: HttpEngineConfig) -> dict[str, str]:

@@ -37,7 +37,9 @@ class FolderTokenizer:
         listed = _read_json(model_folder / "generation_config.json").get("eos_token_id")
         found = {*(listed if isinstance(listed, list) else [listed]), eos_id} - {None}
         if not found:
-            raise ConfigError(f"{model_folder}: no end token in tokenizer_config.json or generation_config.json: nothing would ever stop")
+            raise ConfigError(
+                f"{model_folder}: no end token in tokenizer_config.json or generation_config.json: nothing would ever stop"
+            )
         return tuple(sorted(found))
 
 

@@ -37,7 +37,11 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 256 << 20
 """Bytes of one message: large enough for full bandwidth, small next to a layer's activations."""
 _POLL_S = 0.002
-_HARMLESS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_HARMLESS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 """Environment in which NCCL's watchdog reports the errors of a new group, but leaves the process alive."""
 _MAKING_ONE = threading.Lock()
 
@@ -86,7 +90,9 @@ class WeightServer:
             source = iter(weights)
             for chunk in cut(offer.tensors, offer.chunk_bytes):
                 # a chunk has one dtype; as flat bytes, one broadcast carries all its tensors
-                bytes_N = torch.cat([_checked(next(source), spec).reshape(-1) for spec in chunk]).to(device).view(torch.uint8)
+                bytes_N = (
+                    torch.cat([_checked(next(source), spec).reshape(-1) for spec in chunk]).to(device).view(torch.uint8)
+                )
                 self._with_each(groups, partial(_Group.broadcast, bytes_N=bytes_N))
             assert next(source, None) is None, "more weights than were offered"
             # a barrier: nobody closes a group before all have received everything
@@ -128,7 +134,9 @@ class WeightServer:
         """Return the engines that have registered by the deadline."""
         deadline = self._deadline()
         keys = {engine: [_seat(offer, engine, rank) for rank in range(1, 1 + offer.num_ranks)] for engine in engines}
-        while time.monotonic() < deadline and not self._store.check([key for of_engine in keys.values() for key in of_engine]):
+        while time.monotonic() < deadline and not self._store.check(
+            [key for of_engine in keys.values() for key in of_engine]
+        ):
             time.sleep(_POLL_S)
         present = [engine for engine in engines if self._store.check(keys[engine])]
         if len(present) < len(engines):
@@ -294,7 +302,11 @@ def _seat(offer: WeightOffer, engine: int, rank: int) -> str:
 
 def _checked(pair: tuple[str, Tensor], spec: TensorSpec) -> Tensor:
     name, tensor = pair
-    assert (name, tuple(tensor.shape), tensor.dtype) == (spec.name, spec.shape, getattr(torch, spec.dtype)), (name, tensor.shape, spec)
+    assert (name, tuple(tensor.shape), tensor.dtype) == (spec.name, spec.shape, getattr(torch, spec.dtype)), (
+        name,
+        tensor.shape,
+        spec,
+    )
     return tensor
 
 

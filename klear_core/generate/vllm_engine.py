@@ -41,7 +41,14 @@ class VllmEngine:
 
     @classmethod
     async def start(
-        cls, cfg: VllmEngineConfig, model_folder: Path, *, num_threads: int, seed: int, version: int = 0, window: int | None = None
+        cls,
+        cfg: VllmEngineConfig,
+        model_folder: Path,
+        *,
+        num_threads: int,
+        seed: int,
+        version: int = 0,
+        window: int | None = None,
     ) -> VllmEngine:
         """Load the model in a new process. ResourceError without vllm, ConfigError if `max_model_len` is too large.
 
@@ -66,7 +73,9 @@ class VllmEngine:
         await llm.update_weight_version(str(version))
         return engine
 
-    def __init__(self, llm: AsyncLLM, tokenizer: FolderTokenizer, shapes: Shapes, *, version: int, held: contextlib.ExitStack) -> None:
+    def __init__(
+        self, llm: AsyncLLM, tokenizer: FolderTokenizer, shapes: Shapes, *, version: int, held: contextlib.ExitStack
+    ) -> None:
         """Wrap a running `AsyncLLM`. `held` is closed with the engine."""
         self.version = version
         self._held = held
@@ -102,7 +111,9 @@ class VllmEngine:
                 await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         await self._llm.collective_rpc("refresh_tied_head")
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise ResourceError(f"vLLM kept its prefix cache while loading version {version}: answers would mix two policies")
+            raise ResourceError(
+                f"vLLM kept its prefix cache while loading version {version}: answers would mix two policies"
+            )
         # labels all further tokens
         await self._llm.update_weight_version(str(version))
         self.version = version
@@ -166,7 +177,9 @@ class VllmEngine:
         return Completion(
             text=self._tokenizer.decode(token_ids, finish_reason),
             token_ids=token_ids,
-            logps=tuple(logprobs[token_id].logprob for token_id, logprobs in zip(token_ids, output.logprobs, strict=True)),
+            logps=tuple(
+                logprobs[token_id].logprob for token_id, logprobs in zip(token_ids, output.logprobs, strict=True)
+            ),
             finish_reason=finish_reason,
             policy_versions=tuple(int(span.version) for span in spans for _ in range(span.start, span.end)),
         )
@@ -202,7 +215,9 @@ class WorkerExtension:
             head.quant_method.process_weights_after_loading(head)
 
 
-def engine_arguments(cfg: VllmEngineConfig, model_folder: Path, *, seed: int, window: int | None = None) -> dict[str, Any]:
+def engine_arguments(
+    cfg: VllmEngineConfig, model_folder: Path, *, seed: int, window: int | None = None
+) -> dict[str, Any]:
     """Return keyword arguments of vLLM's `AsyncEngineArgs`.
 
     `window` raises the positions of the folder's config; YaRN multiplies the result.
@@ -265,7 +280,9 @@ def handover_place(num_bytes: int, places: Sequence[Path]) -> Path:
 def _save(weights: Mapping[str, Tensor], folder: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, folder / "model.safetensors"
+    )
 
 
 @contextlib.contextmanager

@@ -66,7 +66,9 @@ def check_shapes(found: Shapes, expected: Shapes) -> None:
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys() - {HEAD})
     if missing or unknown:
-        raise ConfigError(f"weights do not fit the model: missing {missing[:3]} ({len(missing)}), unknown {unknown[:3]} ({len(unknown)})")
+        raise ConfigError(
+            f"weights do not fit the model: missing {missing[:3]} ({len(missing)}), unknown {unknown[:3]} ({len(unknown)})"
+        )
     for name, shape in expected.items():
         if found[name] != shape:
             raise ConfigError(f"weights do not fit the model: {name} has shape {found[name]}, expected {shape}")

@@ -46,15 +46,24 @@ class PendingWork:
             return cls(config=config, stages=names, files_of=files_of)
         store = LocalStore(open_store(config.workspace).root, checked_by="size")
         folders = {name: store.folder(own.kind, own.fingerprint) for name, own in ids.items() if name not in again}
-        made = {name: folder for name, folder in folders.items() if folder.is_dir() and not store.damage(folder.parent.name, folder.name)}
+        made = {
+            name: folder
+            for name, folder in folders.items()
+            if folder.is_dir() and not store.damage(folder.parent.name, folder.name)
+        }
         there = names | made.keys()
-        unmade = ((s.name, tuple(n.name for n in needed if n.name in s.inputs.values() and n.name not in there)) for s in needed)
+        unmade = (
+            (s.name, tuple(n.name for n in needed if n.name in s.inputs.values() and n.name not in there))
+            for s in needed
+        )
         return cls(
             config=config,
             stages=names.difference(made),
             files_of=files_of,
             benchmarks=made.get("benchmarks"),
-            begun_gb=sum(_gb_in(store.workdir(ids[name].kind, ids[name].fingerprint)) for name in names.difference(made)),
+            begun_gb=sum(
+                _gb_in(store.workdir(ids[name].kind, ids[name].fingerprint)) for name in names.difference(made)
+            ),
             unmade_inputs=tuple((name, missing) for name, missing in unmade if name in names and missing),
         )
 

@@ -60,7 +60,9 @@ def model_size(model: ModelConfig) -> ModelSize | None:
             attention = m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads) * m.hidden_size
             layer = attention + 3 * m.hidden_size * m.intermediate_size
             return ModelSize(
-                num_params=_BYTE_VOCAB * m.hidden_size + m.num_layers * layer, hidden_size=m.hidden_size, num_layers=m.num_layers
+                num_params=_BYTE_VOCAB * m.hidden_size + m.num_layers * layer,
+                hidden_size=m.hidden_size,
+                num_layers=m.num_layers,
             )
         case HfModelConfig(path=path):
             try:
@@ -110,10 +112,15 @@ def _distill(config: PipelineConfig) -> StageEstimate:
     traces = _num_traces(config)
     teacher = config.distill.teacher
     if not isinstance(teacher, HttpTeacherConfig):
-        return StageEstimate(stage="distill", max_tokens=None, memory_gb=None, note=f"{traces} traces by the procedural teacher")
+        return StageEstimate(
+            stage="distill", max_tokens=None, memory_gb=None, note=f"{traces} traces by the procedural teacher"
+        )
     tokens = None if traces is None else traces * teacher.max_tokens
     return StageEstimate(
-        stage="distill", max_tokens=tokens, memory_gb=None, note=f"{teacher.model}: {traces or 'unknown number of'} traces"
+        stage="distill",
+        max_tokens=tokens,
+        memory_gb=None,
+        note=f"{teacher.model}: {traces or 'unknown number of'} traces",
     )
 
 
@@ -121,12 +128,17 @@ def _sft(config: PipelineConfig, size: ModelSize | None) -> StageEstimate:
     traces = _num_traces(config)
     rows = [
         n
-        for n in (traces and traces * config.sft.num_epochs, config.sft.max_steps and config.sft.max_steps * config.sft.rows_per_step)
+        for n in (
+            traces and traces * config.sft.num_epochs,
+            config.sft.max_steps and config.sft.max_steps * config.sft.rows_per_step,
+        )
         if n
     ]
     tokens = min(rows) * config.sft.max_tokens if rows else None
     memory = _train_memory_gb(size, config.sft.runtime, is_bf16=config.sft.dtype == "bfloat16")
-    return StageEstimate(stage="sft", max_tokens=tokens, memory_gb=memory, note=f"rows of up to {config.sft.max_tokens} tokens")
+    return StageEstimate(
+        stage="sft", max_tokens=tokens, memory_gb=memory, note=f"rows of up to {config.sft.max_tokens} tokens"
+    )
 
 
 def _rl(stage: str, cfg: RlConfig, size: ModelSize | None) -> StageEstimate:
@@ -146,10 +158,15 @@ def _evaluate(config: PipelineConfig, size: ModelSize | None, *, num_models: int
     memory = None if size is None else size.num_params * (2 if config.evaluate.engine.kind == "vllm" else 4) / 1e9
     if None in counts:
         return StageEstimate(stage="evaluate", max_tokens=None, memory_gb=memory, note="a benchmark file is missing")
-    answers = sum(n * (b.num_samples + config.evaluate.greedy) for n, b in zip(counts, config.benchmarks, strict=True) if n)
+    answers = sum(
+        n * (b.num_samples + config.evaluate.greedy) for n, b in zip(counts, config.benchmarks, strict=True) if n
+    )
     tokens = num_models * answers * config.evaluate.sampling.max_new_tokens
     return StageEstimate(
-        stage="evaluate", max_tokens=tokens, memory_gb=memory, note=f"{num_models} models, {answers} answers each; weights only"
+        stage="evaluate",
+        max_tokens=tokens,
+        memory_gb=memory,
+        note=f"{num_models} models, {answers} answers each; weights only",
     )
 
 

@@ -17,7 +17,17 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.jobs import BaseJob, BenchmarksJob, CurateJob, DistillJob, EvaluateJob, Job, ReportJob, RlJob, SftJob
+from klear_core.config.jobs import (
+    BaseJob,
+    BenchmarksJob,
+    CurateJob,
+    DistillJob,
+    EvaluateJob,
+    Job,
+    ReportJob,
+    RlJob,
+    SftJob,
+)
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ConfigError
 
@@ -66,7 +76,9 @@ def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
     return (*stages, Stage(name="report", job=ReportJob.of(config), inputs=everything))
 
 
-def select_stages(stages: Sequence[Stage], *, only: str | None, from_: str | None, until: str | None) -> tuple[str, ...]:
+def select_stages(
+    stages: Sequence[Stage], *, only: str | None, from_: str | None, until: str | None
+) -> tuple[str, ...]:
     """Return the names of the stages to run. A kind selects all its stages (`evaluate`).
 
     ConfigError lists the names if one is unknown.
@@ -110,7 +122,9 @@ def stages_again(stages: Sequence[Stage], rerun_from: str | None, chosen: Collec
         return ()
     again = downstream_of(stages, rerun_from)
     if not set(again[:1]) <= set(chosen):
-        raise ConfigError(f"rerun from {rerun_from!r}: it is not among the stages to run, which are {', '.join(chosen)}")
+        raise ConfigError(
+            f"rerun from {rerun_from!r}: it is not among the stages to run, which are {', '.join(chosen)}"
+        )
     return again
 
 

@@ -13,7 +13,15 @@ from klear_core.artifacts.store import CheckedBy, LocalStore
 from klear_core.config.base import result_settings
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ArtifactError
-from klear_core.pipeline.graph import CODE_VERSIONS, Stage, fingerprints_of, input_records, open_store, stages_of, with_inputs
+from klear_core.pipeline.graph import (
+    CODE_VERSIONS,
+    Stage,
+    fingerprints_of,
+    input_records,
+    open_store,
+    stages_of,
+    with_inputs,
+)
 
 _ABSENT = "(not set)"
 
@@ -32,7 +40,11 @@ class StagePlan:
 
 
 def plan_stages(
-    config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = (), checked_by: CheckedBy = "size"
+    config: PipelineConfig,
+    chosen: Collection[str] | None = None,
+    *,
+    again: Collection[str] = (),
+    checked_by: CheckedBy = "size",
 ) -> list[StagePlan]:
     """Return which of the chosen stages (None: all) a run would reuse, which it would run, and why. Runs nothing.
 
@@ -44,10 +56,16 @@ def plan_stages(
     ids = fingerprints_of(with_inputs(stages, names), config.workspace)
     store = LocalStore(open_store(config.workspace).root, checked_by=checked_by)
     asked = dict.fromkeys(again, "asked to be made again")
-    return [_plan_one(stage, ids, config.workspace, store, asked.get(stage.name, "")) for stage in stages if stage.name in names]
+    return [
+        _plan_one(stage, ids, config.workspace, store, asked.get(stage.name, ""))
+        for stage in stages
+        if stage.name in names
+    ]
 
 
-def _plan_one(stage: Stage, ids: Mapping[str, ArtifactId], workspace: WorkspaceConfig, store: LocalStore, asked: str) -> StagePlan:
+def _plan_one(
+    stage: Stage, ids: Mapping[str, ArtifactId], workspace: WorkspaceConfig, store: LocalStore, asked: str
+) -> StagePlan:
     """Return the plan of one stage. `asked` is why it runs although its artifact may exist; empty if it need not."""
     own = ids[stage.name]
     action: Literal["run", "reuse", "damaged"] = "run"

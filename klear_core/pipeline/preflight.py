@@ -30,14 +30,18 @@ _LONG_ANSWER = 8192
 """Answers longer than this many tokens need an engine with a paged cache, which the torch engine lacks."""
 
 
-def require_ready(config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = ()) -> None:
+def require_ready(
+    config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = ()
+) -> None:
     """Raise ConfigError with everything that would stop the run, before anything is spent."""
     problems = problems_with(config, chosen, again=again)
     if problems:
         raise ConfigError("\n       ".join(["this profile cannot run here yet:", *problems]))
 
 
-def problems_with(config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = ()) -> list[str]:
+def problems_with(
+    config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = ()
+) -> list[str]:
     """Return everything known to be missing or contradictory, each with its key, value and fix; empty if nothing is.
 
     `chosen` names the stages to run (None: all of them), `again` those to build even if they exist.
@@ -134,7 +138,10 @@ def _length_problems(work: PendingWork) -> Iterator[str]:
     for key, engine, sampling in work.engines():
         room, of_what = window, f"model.max_position_embeddings = {window}"
         if isinstance(engine, VllmEngineConfig) and engine.yarn_factor is not None:
-            room, of_what = round(window * engine.yarn_factor), f"{of_what} times {key}.engine.yarn_factor = {engine.yarn_factor:g}"
+            room, of_what = (
+                round(window * engine.yarn_factor),
+                f"{of_what} times {key}.engine.yarn_factor = {engine.yarn_factor:g}",
+            )
         if isinstance(engine, VllmEngineConfig) and engine.max_model_len is not None:
             if engine.max_model_len > room:
                 yield f"{key}.engine.max_model_len = {engine.max_model_len} is more than {of_what}"
@@ -174,7 +181,9 @@ def _cuda_problems(work: PendingWork) -> Iterator[str]:
     """Check the devices of this process. Those of a Ray cluster at RAY_ADDRESS are known only after joining it."""
     devices = {f"{stage}.runtime": runtime.device for stage, runtime in work.trainings()}
     devices |= {
-        f"{key}.engine.runtime": engine.runtime.device for key, engine, _ in work.engines() if isinstance(engine, TorchEngineConfig)
+        f"{key}.engine.runtime": engine.runtime.device
+        for key, engine, _ in work.engines()
+        if isinstance(engine, TorchEngineConfig)
     }
     for key, device in devices.items():
         if device == "cuda" and (key.startswith(("sft.", "evaluate.")) or not _joins_a_cluster()):
@@ -202,7 +211,9 @@ def _sandbox_problems(work: PendingWork) -> Iterator[str]:
         return
     from klear_core.verify.sandbox.selftest import proven_backend
 
-    yield from _complaints(f"verify.sandbox, for the code problems of {', '.join(stages)}", proven_backend, work.config.verify)
+    yield from _complaints(
+        f"verify.sandbox, for the code problems of {', '.join(stages)}", proven_backend, work.config.verify
+    )
 
 
 def _workspace_problems(work: PendingWork) -> Iterator[str]:

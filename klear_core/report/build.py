@@ -59,14 +59,22 @@ def build_report(inputs: ReportInputs, out: Path) -> StageSummary:
     """
     page = _page(read_facts(inputs))
     html = _template().render(
-        page=page, started=_readable(page.facts.run.started_at), css=(HERE / "report.css").read_text(), charts=charts, lineage=lineage
+        page=page,
+        started=_readable(page.facts.run.started_at),
+        css=(HERE / "report.css").read_text(),
+        charts=charts,
+        lineage=lineage,
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(out.name + ".tmp")
     beside.write_text(html, encoding="utf-8")
     beside.replace(out)
     return StageSummary(
-        counts={"stages": len(page.facts.stages), "missing_stages": len(page.facts.missing), "bytes": out.stat().st_size},
+        counts={
+            "stages": len(page.facts.stages),
+            "missing_stages": len(page.facts.missing),
+            "bytes": out.stat().st_size,
+        },
         seeds={"run": inputs.config.seed},
     )
 
@@ -108,5 +116,11 @@ def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"percent": percent, "number": number, "duration": duration, "model_name": model_name, "python": repr}
+    environment.filters |= {
+        "percent": percent,
+        "number": number,
+        "duration": duration,
+        "model_name": model_name,
+        "python": repr,
+    }
     return environment.get_template("report.html.j2")

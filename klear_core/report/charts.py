@@ -69,7 +69,9 @@ class LineChart:
     y_ticks: tuple[Tick, ...]
 
 
-def line_chart(title: str, series: Sequence[tuple[str, Series]], *, note: str = "", is_share: bool = False) -> LineChart | None:
+def line_chart(
+    title: str, series: Sequence[tuple[str, Series]], *, note: str = "", is_share: bool = False
+) -> LineChart | None:
     """Lay out labelled series on shared axes; shares are shown in percent. Return None if no value is finite."""
     drawn = [(label, s) for label, s in series if s.finite]
     if not drawn:
@@ -89,7 +91,9 @@ def line_chart(title: str, series: Sequence[tuple[str, Series]], *, note: str = 
     return LineChart(
         title=title,
         note=note,
-        lines=tuple(_line(label, s, x_of, lambda v: y_of(v * scale), lambda v: number(v * scale) + suffix) for label, s in drawn),
+        lines=tuple(
+            _line(label, s, x_of, lambda v: y_of(v * scale), lambda v: number(v * scale) + suffix) for label, s in drawn
+        ),
         x_ticks=tuple(Tick(at=x_of(m), label=f"{int(m):,}") for m in x_marks),
         y_ticks=tuple(Tick(at=y_of(m), label=label) for m, label in zip(y_marks, y_labels, strict=True)),
     )
@@ -132,7 +136,13 @@ def _axis(low: float, high: float, start: float, end: float) -> Callable[[float]
     return lambda v: round(start + (v - low) / (high - low) * (end - start), 1)
 
 
-def _line(label: str, series: Series, x_of: Callable[[float], float], y_of: Callable[[float], float], show: Callable[[float], str]) -> Line:
+def _line(
+    label: str,
+    series: Series,
+    x_of: Callable[[float], float],
+    y_of: Callable[[float], float],
+    show: Callable[[float], str],
+) -> Line:
     binned = _binned(series)
     smooth = _rolling_mean(binned) if _is_noisy(binned.finite) else None
     return Line(

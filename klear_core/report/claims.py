@@ -136,13 +136,19 @@ def _overall(differences: list[PairedDifference]) -> Standing:
 
 def _tally(differences: list[PairedDifference], facts: Facts) -> str:
     """Phrase all benchmarks: `Of 3 benchmarks, GPPO improved a (67.1 % to 97.8 %) and b (…), and has no shown …`."""
-    said: dict[Standing, str] = {"better": "improved {}", "worse": "made {} worse", "not_shown": "has no shown effect on {}"}
+    said: dict[Standing, str] = {
+        "better": "improved {}",
+        "worse": "made {} worse",
+        "not_shown": "has no shown effect on {}",
+    }
     parts = []
     for standing, words in said.items():
         names = [_with_scores(d, facts) for d in differences if standing_of(d) == standing]
         if names:
             parts.append(words.format(_listed(names)))
-    return f"Of {len(differences)} benchmarks, {training_name(facts.config, differences[0].after)} {', and '.join(parts)}."
+    return (
+        f"Of {len(differences)} benchmarks, {training_name(facts.config, differences[0].after)} {', and '.join(parts)}."
+    )
 
 
 def _with_scores(difference: PairedDifference, facts: Facts) -> str:

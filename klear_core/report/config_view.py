@@ -55,7 +55,10 @@ def _model_changes(value: BaseModel, default: object, key: str) -> Iterator[Sett
         return
     if isinstance(default, BaseModel) and hasattr(value, "kind"):
         yield Setting(
-            key=f"{key}.kind", default=_as_json(getattr(default, "kind", None)), value=_as_json(value.kind), help_text=_first_line(value)
+            key=f"{key}.kind",
+            default=_as_json(getattr(default, "kind", None)),
+            value=_as_json(value.kind),
+            help_text=_first_line(value),
         )
     yield from _changes(value, _own_default(value), f"{key}.")
 

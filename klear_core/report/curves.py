@@ -61,7 +61,9 @@ SFT_CHARTS = (
 )
 RL_CHARTS = (
     ChartSpec(title="Reward, mean", metrics=(("reward/mean", ""),), note="of all judged answers"),
-    ChartSpec(title="Pass rate", metrics=(("pass/rate", ""),), note="share of sampled answers that are right", is_share=True),
+    ChartSpec(
+        title="Pass rate", metrics=(("pass/rate", ""),), note="share of sampled answers that are right", is_share=True
+    ),
     ChartSpec(
         title="Clipped tokens by side",
         metrics=(("clip/high_frac", "high"), ("clip/low_frac", "low"), ("clip/dual_frac", "dual")),
@@ -69,11 +71,18 @@ RL_CHARTS = (
         is_share=True,
     ),
     ChartSpec(
-        title="Pull of clipped tokens", metrics=(("clip/pull_frac", ""),), note="their share of the gradient's weight", is_share=True
+        title="Pull of clipped tokens",
+        metrics=(("clip/pull_frac", ""),),
+        note="their share of the gradient's weight",
+        is_share=True,
     ),
     ChartSpec(title="Entropy, nats per token", metrics=(("entropy/mean", ""),)),
-    ChartSpec(title="Response length, tokens", metrics=(("response/mean_tokens", "mean"), ("response/max_tokens", "longest"))),
-    ChartSpec(title="Truncated answers", metrics=(("response/truncated_frac", ""),), note="ran out of tokens", is_share=True),
+    ChartSpec(
+        title="Response length, tokens", metrics=(("response/mean_tokens", "mean"), ("response/max_tokens", "longest"))
+    ),
+    ChartSpec(
+        title="Truncated answers", metrics=(("response/truncated_frac", ""),), note="ran out of tokens", is_share=True
+    ),
     ChartSpec(
         title="Groups of answers",
         metrics=(("groups/asked", "asked"), ("groups/kept", "kept")),
@@ -84,9 +93,18 @@ RL_CHARTS = (
         metrics=(("ratio/max", "largest"), ("ratio/mean", "mean"), ("ratio/min", "smallest")),
         note="by token; 1 is no change",
     ),
-    ChartSpec(title="Gradient norm", metrics=(("grad/norm", "mean"), ("grad/max", "largest")), note="before it is cut to the bound"),
+    ChartSpec(
+        title="Gradient norm",
+        metrics=(("grad/norm", "mean"), ("grad/max", "largest")),
+        note="before it is cut to the bound",
+    ),
     ChartSpec(title="Sampler and learner disagree", metrics=(("mismatch/k3", "k3 divergence, nats"),)),
-    ChartSpec(title="Answers not judged", metrics=(("judge/failed_frac", ""),), note="the judge's fault; never rewarded", is_share=True),
+    ChartSpec(
+        title="Answers not judged",
+        metrics=(("judge/failed_frac", ""),),
+        note="the judge's fault; never rewarded",
+        is_share=True,
+    ),
     ChartSpec(title="Staleness, versions", metrics=(("staleness/mean", "mean"), ("staleness/max", "largest"))),
     ChartSpec(
         title="Seconds a step",
@@ -97,7 +115,10 @@ RL_CHARTS = (
             ("time/sync_s", "weights"),
         ),
     ),
-    ChartSpec(title="Tokens per second", metrics=(("speed/sampled_tokens_per_s", "sampled"), ("speed/trained_tokens_per_s", "trained"))),
+    ChartSpec(
+        title="Tokens per second",
+        metrics=(("speed/sampled_tokens_per_s", "sampled"), ("speed/trained_tokens_per_s", "trained")),
+    ),
 )
 PHASES = (("time/wait_s", "waiting for answers"), ("time/train_s", "learning"), ("time/sync_s", "handing over weights"))
 
@@ -151,7 +172,9 @@ def _phases(by_name: dict[str, Series]) -> tuple[Phase, ...]:
     whole = sum(totals.values())
     if not whole:
         return ()
-    return tuple(Phase(name=name, seconds=duration(t), fraction=t / whole, tone=i) for i, (name, t) in enumerate(totals.items()))
+    return tuple(
+        Phase(name=name, seconds=duration(t), fraction=t / whole, tone=i) for i, (name, t) in enumerate(totals.items())
+    )
 
 
 def _other(series: Series) -> OtherMetric:

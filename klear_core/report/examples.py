@@ -100,8 +100,16 @@ def _fates(labels: Sequence[str]) -> list[tuple[str, int, _Fate]]:
     """Return title, number of examples and predicate per change of verdict between the last two models."""
     before, after = model_name(labels[-2]), model_name(labels[-1])
     return [
-        (f"Fixed: wrong after {before}, right after {after}", 3, lambda marks: marks[-2] == "wrong" and marks[-1] == "right"),
-        (f"Broken: right after {before}, wrong after {after}", 3, lambda marks: marks[-2] == "right" and marks[-1] == "wrong"),
+        (
+            f"Fixed: wrong after {before}, right after {after}",
+            3,
+            lambda marks: marks[-2] == "wrong" and marks[-1] == "right",
+        ),
+        (
+            f"Broken: right after {before}, wrong after {after}",
+            3,
+            lambda marks: marks[-2] == "right" and marks[-1] == "wrong",
+        ),
         (f"Still wrong after {after}", 2, lambda marks: marks[-2] == "wrong" and marks[-1] == "wrong"),
         (f"Right after both {before} and {after}", 1, lambda marks: marks[-2] == "right" and marks[-1] == "right"),
     ]
@@ -135,7 +143,11 @@ def _example(key: _Key, models: Sequence[ModelFacts], answers: Sequence[Mapping[
 
 def _answer(label: str, sample: EvalSample) -> Answer:
     mark = _mark(sample)
-    verdict = sample.verdict.outcome.replace("_", " ") if sample.verdict.outcome != "scored" else f"score {sample.verdict.score:g}"
+    verdict = (
+        sample.verdict.outcome.replace("_", " ")
+        if sample.verdict.outcome != "scored"
+        else f"score {sample.verdict.score:g}"
+    )
     return Answer(
         model=model_name(label),
         mark=mark,

@@ -52,7 +52,11 @@ class StageLedger:
 
 def stage_ledgers(stages: tuple[StageFacts, ...]) -> list[StageLedger]:
     """Return the ledgers of the stages that have one, in pipeline order."""
-    return [StageLedger(stage=s.name, rows=tuple(_row(step) for step in s.manifest.ledger)) for s in stages if s.manifest.ledger]
+    return [
+        StageLedger(stage=s.name, rows=tuple(_row(step) for step in s.manifest.ledger))
+        for s in stages
+        if s.manifest.ledger
+    ]
 
 
 def _row(step: LedgerStep) -> LedgerRow:
@@ -75,7 +79,9 @@ def _row(step: LedgerStep) -> LedgerRow:
             for i, ((reason, count), share) in enumerate(zip(named, printed, strict=True))
         ),
         noted=tuple(
-            Noted(reason=reason, count=count, share=_share_of(count, step.num_in)) for reason, count in step.noted.items() if count
+            Noted(reason=reason, count=count, share=_share_of(count, step.num_in))
+            for reason, count in step.noted.items()
+            if count
         ),
     )
 

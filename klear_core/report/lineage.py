@@ -39,7 +39,9 @@ class Graph:
 def lineage_graph(stages: Sequence[StageFacts]) -> Graph:
     """Return the graph with inputs to the left of their outputs. An input that no stage of the run made is a source."""
     made = {s.manifest.fingerprint: s for s in stages}
-    parents: dict[str, tuple[str, ...]] = {f: tuple(dict.fromkeys(i.fingerprint for i in s.manifest.inputs)) for f, s in made.items()}
+    parents: dict[str, tuple[str, ...]] = {
+        f: tuple(dict.fromkeys(i.fingerprint for i in s.manifest.inputs)) for f, s in made.items()
+    }
     sources = {i.fingerprint: i.role for s in stages for i in s.manifest.inputs if i.fingerprint not in made}
     parents = dict.fromkeys(sources, ()) | parents
     grid = _Grid(parents, _columns(parents))
@@ -122,7 +124,9 @@ class _Grid:
     def _size(self, fingerprint: str, column: int) -> float:
         return NODE_HEIGHT if self.columns[fingerprint] == column else LANE_HEIGHT
 
-    def _pull(self, fingerprint: str, column: int, parents: Mapping[str, Sequence[str]], stacks: Sequence[Sequence[str]]) -> float:
+    def _pull(
+        self, fingerprint: str, column: int, parents: Mapping[str, Sequence[str]], stacks: Sequence[Sequence[str]]
+    ) -> float:
         """Return the mean position of its edges' start in the column before; sorting by it avoids most crossings."""
         if column == 0:
             return 0.0

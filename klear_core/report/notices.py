@@ -25,7 +25,11 @@ def notices(facts: Facts) -> list[Notice]:
 
 def _missing(facts: Facts) -> list[Notice]:
     """Report missing stages: those with an error failed, the others were not reached."""
-    found = [Notice(level="failure", where=m.name, text=f"This stage failed: {m.trouble}") for m in facts.missing if m.trouble]
+    found = [
+        Notice(level="failure", where=m.name, text=f"This stage failed: {m.trouble}")
+        for m in facts.missing
+        if m.trouble
+    ]
     not_run = ", ".join(m.name for m in facts.missing if not m.trouble)
     if not_run:
         found.append(Notice(level="failure", where="not run", text=f"No result of {not_run}."))
@@ -42,7 +46,10 @@ def _lacking(facts: Facts) -> list[Notice]:
     stages: tuple[StageFacts | MissingStage, ...] = (*facts.stages, *facts.missing)
     for stage in stages:
         steps = {step for series in stage.metrics for step in series.steps}
-        lacking = {series.name: [t for t, v in zip(series.steps, series.values, strict=True) if v is None] for series in stage.metrics}
+        lacking = {
+            series.name: [t for t, v in zip(series.steps, series.values, strict=True) if v is None]
+            for series in stage.metrics
+        }
         names = [name for name, without in lacking.items() if without]
         if names:
             num_lacking = len({t for without in lacking.values() for t in without})

@@ -61,7 +61,9 @@ def _question(facts: Facts) -> str:
     """Return the shortest question of the first example group that has one which fits."""
     shown = pick_examples(facts)
     for group in shown.groups if shown else ():
-        fitting = [e.question for e in group.examples if len(e.question) <= _MAX_QUESTION_CHARS and e.question.isprintable()]
+        fitting = [
+            e.question for e in group.examples if len(e.question) <= _MAX_QUESTION_CHARS and e.question.isprintable()
+        ]
         if fitting:
             return min(fitting, key=len)
     return _NO_QUESTION

@@ -54,7 +54,9 @@ def _series(path: Path) -> tuple[Series, ...]:
         assert step is not None, path
         for name, value in row.items():
             columns.setdefault(name, {})[int(step)] = value
-    return tuple(Series(name=name, steps=tuple(sorted(c)), values=tuple(c[t] for t in sorted(c))) for name, c in columns.items())
+    return tuple(
+        Series(name=name, steps=tuple(sorted(c)), values=tuple(c[t] for t in sorted(c))) for name, c in columns.items()
+    )
 
 
 def _model(stage: StageFolder, folder: Path) -> ModelFacts:

@@ -110,7 +110,9 @@ class BenchmarkView:
         """Return the change of avg@n to this model from the one evaluated before it, if there is one."""
         names = [row.model for row in self.rows]
         before = names[names.index(model) - 1] if names.index(model) else ""
-        return next((d for d in self.differences if (d.before, d.after) == (before, model) and d.score != "greedy"), None)
+        return next(
+            (d for d in self.differences if (d.before, d.after) == (before, model) and d.score != "greedy"), None
+        )
 
 
 def benchmark_views(facts: Facts) -> list[BenchmarkView]:
@@ -190,7 +192,9 @@ def _difficulties(scored: list[tuple[ModelFacts, EvalReport]]) -> tuple[SideBySi
         SideBySide(
             label=level.difficulty,
             num_problems=level.num_problems,
-            means=tuple((label, _mean(avg) if (avg := by_level.get(level.difficulty)) else None) for label, by_level in by_model),
+            means=tuple(
+                (label, _mean(avg) if (avg := by_level.get(level.difficulty)) else None) for label, by_level in by_model
+            ),
         )
         for level in levels
     )
@@ -236,7 +240,9 @@ def _engine_text(profile: DecodingProfile) -> str:
             return f"torch engine in {engine.dtype}"
         case VllmEngineConfig() as engine:
             yarn = f", YaRN factor {engine.yarn_factor:g}" if engine.yarn_factor else ", no YaRN"
-            attention = f" with attention factor {engine.yarn_attention_factor:g}" if engine.yarn_attention_factor else ""
+            attention = (
+                f" with attention factor {engine.yarn_attention_factor:g}" if engine.yarn_attention_factor else ""
+            )
             return f"vLLM in {engine.dtype}{yarn}{attention}"
         case HttpEngineConfig() as engine:
             return f"endpoint serving {engine.model}"

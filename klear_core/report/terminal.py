@@ -31,7 +31,15 @@ def score_table(facts: Facts, *, with_claims: bool = True) -> RenderableType:
 
 def _table(bench: BenchmarkView) -> Table:
     title = f"{bench.name}: {bench.num_problems:,} held-out problems, {bench.confidence} intervals"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False, padding=(0, 1))
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        header_style="dim",
+        pad_edge=False,
+        padding=(0, 1),
+    )
     table.add_column("model", style="bold")
     for name in (f"avg@{bench.num_samples}", "greedy", f"pass@{bench.k}", "cut off", "change, points"):
         table.add_column(name, justify="right")
@@ -44,7 +52,9 @@ def _table(bench: BenchmarkView) -> Table:
 def _unscored(bench: BenchmarkView) -> list[Text]:
     """Return a line per model with unscored answers; no column, because they are rare and a line has 80 characters."""
     return [
-        Text(f"{row.model}: answers not judged, and in no score: {row.unscored}", style="yellow") for row in bench.rows if row.has_unscored
+        Text(f"{row.model}: answers not judged, and in no score: {row.unscored}", style="yellow")
+        for row in bench.rows
+        if row.has_unscored
     ]
 
 

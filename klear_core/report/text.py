@@ -72,7 +72,9 @@ def _apportioned(counts: Sequence[int], total: int, units: int) -> list[int]:
 
 def visible(text: str) -> str:
     """Spell out control characters in model output (`\\u202e`), so that none can hide or reorder text."""
-    return "".join(_spelled(c) if unicodedata.category(c) in _HIDDEN_CATEGORIES and c not in "\n\t" else c for c in text)
+    return "".join(
+        _spelled(c) if unicodedata.category(c) in _HIDDEN_CATEGORIES and c not in "\n\t" else c for c in text
+    )
 
 
 def _spelled(char: str) -> str:

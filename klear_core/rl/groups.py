@@ -46,7 +46,11 @@ class DropCounts:
 
     def of(self, unit: str) -> dict[str, int]:
         """Return the counts by reason of one unit (`group` or `rollout`), in name order."""
-        return {name.removeprefix(f"{unit}/"): n for name, n in sorted(self.counts.items()) if name.startswith(f"{unit}/") and n}
+        return {
+            name.removeprefix(f"{unit}/"): n
+            for name, n in sorted(self.counts.items())
+            if name.startswith(f"{unit}/") and n
+        }
 
     def ledger(self) -> tuple[LedgerStep, ...]:
         """Return one ledger step for prompts and one for answers; each adds up to the number asked for."""
@@ -55,7 +59,9 @@ class DropCounts:
 
 def _ledger_step(unit: str, drops: Mapping[str, int]) -> LedgerStep:
     dropped = {reason: n for reason, n in drops.items() if reason != TRAINED}
-    return LedgerStep(step=f"{unit}_filter", unit=unit, num_in=sum(drops.values()), num_out=drops.get(TRAINED, 0), dropped=dropped)
+    return LedgerStep(
+        step=f"{unit}_filter", unit=unit, num_in=sum(drops.values()), num_out=drops.get(TRAINED, 0), dropped=dropped
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +145,9 @@ class Samples:
     drops: DropCounts
 
 
-def to_samples(groups: Sequence[RolloutGroup], cfg: AdvantageConfig, overlong: OverlongConfig, *, oldest_allowed: int) -> Samples:
+def to_samples(
+    groups: Sequence[RolloutGroup], cfg: AdvantageConfig, overlong: OverlongConfig, *, oldest_allowed: int
+) -> Samples:
     """Compute advantages, then make one row per answer.
 
     Over-long answers (with `handling = "mask"`) and answers with a token sampled by a version before `oldest_allowed`
@@ -185,7 +193,11 @@ def _trained_or_reason(rollout: Rollout, overlong: OverlongConfig, oldest_allowe
 
 def _sample(problem_id: str, rollout: Rollout, advantage: float) -> TrainSample:
     prompt_ids, completion = rollout.prompt_ids, rollout.completion
-    assert len(completion.token_ids) == len(completion.logps) > 0, (problem_id, len(completion.token_ids), len(completion.logps))
+    assert len(completion.token_ids) == len(completion.logps) > 0, (
+        problem_id,
+        len(completion.token_ids),
+        len(completion.logps),
+    )
     return TrainSample(
         problem_id=problem_id,
         token_ids=(*prompt_ids, *completion.token_ids),

@@ -79,7 +79,9 @@ class Learner:
 
     def save(self, counters: Counters) -> None:
         """Save the present state and the caller's counters as a checkpoint (collective call)."""
-        self._checkpoints.save(self.version, self._policy, self._updater.optimizer, {**counters, "learner/skipped": self._num_skipped})
+        self._checkpoints.save(
+            self.version, self._policy, self._updater.optimizer, {**counters, "learner/skipped": self._num_skipped}
+        )
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights by Hugging Face name, in the training dtype on rank 0's CPU (other ranks: empty)."""
@@ -89,7 +91,10 @@ class Learner:
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """Return name, dtype and shape of each weight, in the order of `each_weight`."""
-        return tuple(TensorSpec(name=name, dtype=self.cfg.dtype, shape=shape) for name, shape in weight_shapes(self._policy).items())
+        return tuple(
+            TensorSpec(name=name, dtype=self.cfg.dtype, shape=shape)
+            for name, shape in weight_shapes(self._policy).items()
+        )
 
     def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same weights as `weights` one by one, on each rank's device; every rank must iterate to the end."""
@@ -118,7 +123,9 @@ class Learner:
         # Resolve the schedule of the betas for this step.
         cfg = self.cfg.model_copy(update={"loss": at_step(self.cfg.loss, self.version)})
         # Every rank gets all samples and cuts them with the same seed; `_prepare` then takes this rank's share.
-        cut = cut_minibatches(samples, cfg.minibatches_per_step, seed=seed_for(self._seed, "rl/minibatches", self.version))
+        cut = cut_minibatches(
+            samples, cfg.minibatches_per_step, seed=seed_for(self._seed, "rl/minibatches", self.version)
+        )
         # All before the first update: old log-probs must come from the policy as it was before this RL step.
         minibatches = [self._prepare(rows, cfg) for rows in cut]
         stats = TokenStats(self._world.device)
@@ -143,7 +150,9 @@ class Learner:
 
     def _load(self) -> Policy:
         checkpointing = self.cfg.runtime.activation_checkpointing
-        return load_policy(model_folder(self._model), self._world, dtype=self.cfg.dtype, activation_checkpointing=checkpointing)
+        return load_policy(
+            model_folder(self._model), self._world, dtype=self.cfg.dtype, activation_checkpointing=checkpointing
+        )
 
     def _kept(self, folder: Path) -> Checkpoints:
         return Checkpoints(folder, CheckpointConfig(keep=1), self._world)
@@ -154,7 +163,9 @@ class Learner:
         # Loading overwrites the settings of the parameter groups (betas, decay), so save them here and put them back.
         own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         if not folder.is_dir() or self._kept(folder).load_latest(self._policy, optimizer) is None:
-            raise ConfigError(f"continue_optimizer: {folder} holds no optimizer state; set keep_optimizer in the stage that made the model")
+            raise ConfigError(
+                f"continue_optimizer: {folder} holds no optimizer state; set keep_optimizer in the stage that made the model"
+            )
         for group, settings in zip(optimizer.param_groups, own, strict=True):
             group.update(settings)
 
@@ -185,7 +196,9 @@ class Learner:
         # The updater passes only the micro-batch, so its targets are looked up by object identity.
         targets = {id(micro): t for micro, t in zip(minibatch.packed.micros, minibatch.targets, strict=True)}
         own = TokenStats(self._world.device)
-        result = self._updater.step(minibatch.packed, lambda micro: head_of(targets[id(micro)], cfg, own), step=self.version)
+        result = self._updater.step(
+            minibatch.packed, lambda micro: head_of(targets[id(micro)], cfg, own), step=self.version
+        )
         # Statistics of a skipped update are discarded: one NaN would spoil the sums of the whole RL step.
         if result.is_applied:
             stats.merge(own)
@@ -193,10 +206,14 @@ class Learner:
             self._num_skipped += 1
             allowed = cfg.runtime.max_nonfinite_steps
             folder = self._workdir / "skipped"
-            keep_bad_batch(folder, minibatch.rows, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed)
+            keep_bad_batch(
+                folder, minibatch.rows, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed
+            )
         return result
 
-    def _describe(self, minibatches: Sequence[_MiniBatch], results: Sequence[StepResult], stats: TokenStats) -> dict[str, float]:
+    def _describe(
+        self, minibatches: Sequence[_MiniBatch], results: Sequence[StepResult], stats: TokenStats
+    ) -> dict[str, float]:
         """Return metrics of the applied updates (collective call); only the update counts if none was applied."""
         of_tokens = stats.over(self._world).metrics()
         applied = [(m, r) for m, r in zip(minibatches, results, strict=True) if r.is_applied]
@@ -223,7 +240,10 @@ class Learner:
         policy since they were sampled is part of the difference.
         """
         # Learner over sampler, in float64: `k3` is about half the square of the gap, which float32 rounds away.
-        gaps = [log_ratio(o.logp_N.double(), t.sampler_logp_N.double()) for o, t in zip(result.outputs, first.targets, strict=True)]
+        gaps = [
+            log_ratio(o.logp_N.double(), t.sampler_logp_N.double())
+            for o, t in zip(result.outputs, first.targets, strict=True)
+        ]
         bound = self.cfg.max_log_ratio
         gap_N = torch.cat(gaps).clamp(-bound, bound)
         k3_sum = self._world.sum(k3(gap_N).sum()).item()

@@ -36,7 +36,15 @@ _NUM_SHOWN = 20  # number of steps, spread over the run, whose first answers are
 
 
 def train_rl(
-    cfg: RlConfig, verify: VerifyConfig, *, model: Path, problems: Path, seed: int, workdir: Path, telemetry: Telemetry, workers: Workers
+    cfg: RlConfig,
+    verify: VerifyConfig,
+    *,
+    model: Path,
+    problems: Path,
+    seed: int,
+    workdir: Path,
+    telemetry: Telemetry,
+    workers: Workers,
 ) -> StageSummary:
     """Train `model` on problems of the configured domain; write `workdir/model` and `workdir/sample_rollouts.parquet`.
 
@@ -61,10 +69,14 @@ def choose_problems(folder: Path, cfg: RlConfig) -> tuple[list[Problem], LedgerS
     if not chosen:
         raise DataError(f"{folder}: none of its {len(everything)} problems is of domain {cfg.domain!r}")
     dropped = {"other_domain": len(everything) - len(chosen)}
-    return chosen, LedgerStep(step="choose_domain", unit="problem", num_in=len(everything), num_out=len(chosen), dropped=dropped)
+    return chosen, LedgerStep(
+        step="choose_domain", unit="problem", num_in=len(everything), num_out=len(chosen), dropped=dropped
+    )
 
 
-async def run_rl(setup: RlSetup, problems: list[Problem], judge: Judge, telemetry: Telemetry, workers: Workers) -> Progress:
+async def run_rl(
+    setup: RlSetup, problems: list[Problem], judge: Judge, telemetry: Telemetry, workers: Workers
+) -> Progress:
     """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint."""
     try:
         # Both spend seconds on imports, so they run concurrently.
@@ -76,7 +88,9 @@ async def run_rl(setup: RlSetup, problems: list[Problem], judge: Judge, telemetr
                 progress = Progress.of(await learner.restore())
                 # Stream and collector are rebuilt after a loss, so that prompts continue where the checkpoint left off.
                 stream = PromptStream(problems, seed=setup.seed, position=progress.position)
-                collector = Collector(policy, judge, stream, tokenizer, setup.cfg, seed=setup.seed, who_is_asked=workers.status)
+                collector = Collector(
+                    policy, judge, stream, tokenizer, setup.cfg, seed=setup.seed, who_is_asked=workers.status
+                )
                 await run_steps(setup, learner, policy, collector.collect, progress, telemetry)
                 if not (setup.workdir / "model").exists():  # a run killed after the export has only to return
                     await learner.export(setup.workdir / "model")
@@ -119,10 +133,14 @@ async def run_steps(
 
             collected.drops.add(samples.drops)
             update |= describe_groups(collected.groups, collected.drops)
-            update |= speed(collected, update, wait_s=sampled - start, train_s=trained - sampled, sync_s=synced - trained)
+            update |= speed(
+                collected, update, wait_s=sampled - start, train_s=trained - sampled, sync_s=synced - trained
+            )
             sampled_tokens = sum(len(r.completion.token_ids) for g in collected.groups for r in g.rollouts)
             progress.after(update, collected.drops, position=collected.position, sampled_tokens=sampled_tokens)
-            if progress.has_all_one() and progress.step == progress.steps_without_update + 1:  # the first step with an update
+            if (
+                progress.has_all_one() and progress.step == progress.steps_without_update + 1
+            ):  # the first step with an update
                 log.warning("step %d: %s", progress.step, all_one(cfg))
             telemetry.log(update, step=progress.step)
             telemetry.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
@@ -142,7 +160,9 @@ def check_taught(progress: Progress, setup: RlSetup) -> tuple[str, ...]:
     return check_floor(share, setup.cfg.runtime.taught, key="rl.runtime.taught", remedy=remedy)
 
 
-async def hand_over(learner: LearnerHandle, policy: TrainableEngine, sleeper: SleepingEngine | None, *, version: int) -> None:
+async def hand_over(
+    learner: LearnerHandle, policy: TrainableEngine, sleeper: SleepingEngine | None, *, version: int
+) -> None:
     """Load the learner's weights into the engines as `version`; engines that are asleep wake first."""
     weights = await learner.weights()
     # After `weights`: by then the learner has freed the GPU memory that a waking engine needs. Engines may be awake
@@ -160,7 +180,9 @@ def _sleeper(policy: TrainableEngine, cfg: RlConfig) -> SleepingEngine | None:
     return policy
 
 
-def speed(collected: Collected, update: dict[str, float], *, wait_s: float, train_s: float, sync_s: float) -> dict[str, float]:
+def speed(
+    collected: Collected, update: dict[str, float], *, wait_s: float, train_s: float, sync_s: float
+) -> dict[str, float]:
     """Return seconds by phase and tokens per second; `wait_s` is below `rollout_s` if sampling overlaps training."""
     sampled_tokens = sum(len(r.completion.token_ids) for g in collected.groups for r in g.rollouts)
     return {
@@ -190,7 +212,9 @@ class Lookahead:
             self.allow_another()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for task in self._tasks:
             task.cancel()
         # Wait for the cancelled tasks and retrieve their errors: the loop is already ending for another reason.

@@ -76,7 +76,13 @@ class TokenLoss:
 
 
 def token_loss(
-    logp_N: Tensor, entropy_N: Tensor, batch: TrainBatch, cfg: LossConfig, *, erc: ErcConfig | None, max_log_ratio: float
+    logp_N: Tensor,
+    entropy_N: Tensor,
+    batch: TrainBatch,
+    cfg: LossConfig,
+    *,
+    erc: ErcConfig | None,
+    max_log_ratio: float,
 ) -> TokenLoss:
     """Return the unreduced loss, finite even for infinite log-probs; NaN stays NaN so that a fault is noticed."""
     logp_N = logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP)
@@ -84,7 +90,9 @@ def token_loss(
     unbounded_N = log_ratio(logp_N.detach(), batch.old_logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP))
     log_ratio_N = unbounded_N.clamp(-max_log_ratio, max_log_ratio)
     weights = _weights(log_ratio_N, logp_N.detach(), batch, cfg)
-    erc_N = torch.zeros_like(weights.low_N) if erc is None else _entropy_moved(entropy_N.detach(), batch.old_entropy_N, erc)
+    erc_N = (
+        torch.zeros_like(weights.low_N) if erc is None else _entropy_moved(entropy_N.detach(), batch.old_entropy_N, erc)
+    )
     # ERC removes a token's gradient and leaves its value.
     weight_N = weights.weight_N.masked_fill(erc_N, 0) * batch.correction_N
 
@@ -140,7 +148,9 @@ def row_mean(x_N: Tensor, batch: TrainBatch) -> Tensor:
     # One reduction gives sums and counts. In float64, because a row may have tens of thousands of tokens.
     both_N2 = torch.stack([x_N, torch.ones_like(x_N)], dim=1).double()
     # Context-parallel ranks hold other tokens of the same rows, so sums and counts are added before dividing.
-    total_R, count_R = batch.context.sum(both_N2.new_zeros(batch.num_rows, 2).index_add(0, batch.row_N, both_N2)).unbind(1)
+    total_R, count_R = batch.context.sum(
+        both_N2.new_zeros(batch.num_rows, 2).index_add(0, batch.row_N, both_N2)
+    ).unbind(1)
     mean_R = total_R / count_R.clamp(min=1)  # rows of other micro-batches have no token here and are never looked up
     return mean_R.to(x_N.dtype)[batch.row_N]
 
@@ -181,7 +191,12 @@ def _gppo(ratio_N: Tensor, advantage_N: Tensor, cfg: GppoConfig) -> _Weights:
     weight_N = torch.where(high_N, cfg.beta_high * (1 + cfg.eps_high), ratio_N)
     weight_N = torch.where(low_N, cfg.beta_low * (1 - cfg.eps_low), weight_N)
     weights = _Weights(
-        value_N=weight_N, weight_N=weight_N, low_N=low_N, high_N=high_N, clipped_N=low_N | high_N, dual_N=torch.zeros_like(low_N)
+        value_N=weight_N,
+        weight_N=weight_N,
+        low_N=low_N,
+        high_N=high_N,
+        clipped_N=low_N | high_N,
+        dual_N=torch.zeros_like(low_N),
     )
     return _dual_clipped(weights, ratio_N, advantage_N, cfg.dual_clip)
 
@@ -193,7 +208,12 @@ def _clip(ratio_N: Tensor, advantage_N: Tensor, cfg: ClipConfig | GspoConfig) ->
     value_N = torch.where(high_N, 1 + cfg.eps_high, torch.where(low_N, 1 - cfg.eps_low, ratio_N))
     weight_N = ratio_N.masked_fill(low_N | high_N, 0)
     weights = _Weights(
-        value_N=value_N, weight_N=weight_N, low_N=low_N, high_N=high_N, clipped_N=low_N | high_N, dual_N=torch.zeros_like(low_N)
+        value_N=value_N,
+        weight_N=weight_N,
+        low_N=low_N,
+        high_N=high_N,
+        clipped_N=low_N | high_N,
+        dual_N=torch.zeros_like(low_N),
     )
     return _dual_clipped(weights, ratio_N, advantage_N, cfg.dual_clip)
 

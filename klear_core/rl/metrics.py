@@ -48,7 +48,14 @@ class TokenStats:
         self._extremes = torch.full((2,), -math.inf, device=device)
 
     def add(
-        self, token: TokenLoss, batch: TrainBatch, entropy_N: Tensor, scale_N: Tensor, cfg: LossConfig, *, truncate_at: float | None
+        self,
+        token: TokenLoss,
+        batch: TrainBatch,
+        entropy_N: Tensor,
+        scale_N: Tensor,
+        cfg: LossConfig,
+        *,
+        truncate_at: float | None,
     ) -> None:
         """Add one chunk of tokens; `scale_N` is each token's factor in the loss, `truncate_at` the correction's cap."""
         if token.loss_N.numel() == 0:

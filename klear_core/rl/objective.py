@@ -68,7 +68,9 @@ class OldPolicy:
     ref_logp_N: Tensor
 
 
-def make_targets(micro: MicroBatch, rows: Sequence[TrainSample], old: OldPolicy, counts: Denominators, cfg: RlConfig) -> Targets:
+def make_targets(
+    micro: MicroBatch, rows: Sequence[TrainSample], old: OldPolicy, counts: Denominators, cfg: RlConfig
+) -> Targets:
     """Spread advantages and scales of rows over the micro-batch's loss tokens; `rows` is the complete mini-batch."""
 
     def per_row(values: Sequence[float]) -> Tensor:
@@ -86,7 +88,10 @@ def make_targets(micro: MicroBatch, rows: Sequence[TrainSample], old: OldPolicy,
     )
     # The sampler's log-probs as old ones already make the ratio span the mismatch; there is nothing to correct.
     if cfg.old_logps == "learner":
-        batch = replace(batch, correction_N=mismatch_correction(batch, old.sampler_logp_N, cfg.mismatch, max_log_ratio=cfg.max_log_ratio))
+        batch = replace(
+            batch,
+            correction_N=mismatch_correction(batch, old.sampler_logp_N, cfg.mismatch, max_log_ratio=cfg.max_log_ratio),
+        )
     lm_scale = cfg.lm_coef / max(1, counts.num_positive_tokens)  # a mini-batch may have no positive sample
     return Targets(
         target_N=micro.target_N,
@@ -109,7 +114,9 @@ def _scale(num_tokens: int, counts: Denominators, cfg: RlConfig) -> float:
             return 1 / (counts.num_rows * cfg.rollout.sampling.max_new_tokens)
 
 
-def mismatch_correction(batch: TrainBatch, sampler_logp_N: Tensor, cfg: MismatchConfig, *, max_log_ratio: float) -> Tensor:
+def mismatch_correction(
+    batch: TrainBatch, sampler_logp_N: Tensor, cfg: MismatchConfig, *, max_log_ratio: float
+) -> Tensor:
     """Return each token's factor: learner over sampler probability, at most `truncate_at`.
 
     It is 0 for sequences whose geometric mean of that ratio, or its inverse, is above `max_sequence_ratio`.

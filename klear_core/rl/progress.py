@@ -46,7 +46,9 @@ class Progress:
         self.steps_without_update += metrics["rl/optim/updates"] == 0
         self.skipped_updates += int(metrics["rl/optim/skipped"])
         if "rl/ratio/max" in metrics:  # absent from a step without an applied update
-            self.largest_ratio_gap = max(self.largest_ratio_gap, metrics["rl/ratio/max"] - 1, 1 - metrics["rl/ratio/min"])
+            self.largest_ratio_gap = max(
+                self.largest_ratio_gap, metrics["rl/ratio/max"] - 1, 1 - metrics["rl/ratio/min"]
+            )
         self.pass_rate = metrics.get("rl/pass/rate", self.pass_rate)
 
     def has_all_one(self) -> bool:
@@ -79,7 +81,9 @@ class Progress:
         """Return counts, ledger and notes for the stage's manifest and report."""
         notes = [all_one(cfg)] if self.has_all_one() else []
         if self.steps_without_update:
-            notes.append(f"{self.steps_without_update} of {self.step} steps changed nothing: no informative group, or only skipped updates")
+            notes.append(
+                f"{self.steps_without_update} of {self.step} steps changed nothing: no informative group, or only skipped updates"
+            )
         if self.skipped_updates:
             notes.append(skipped_note(self.skipped_updates))
         counts: dict[str, int | float] = {
@@ -90,7 +94,9 @@ class Progress:
             "trained_tokens": self.trained_tokens,
             "last_pass_rate": self.pass_rate,
         }
-        return StageSummary(counts=counts, ledger=(choice, *self.drops.ledger()), seeds={"rl": seed}, notes=tuple(notes))
+        return StageSummary(
+            counts=counts, ledger=(choice, *self.drops.ledger()), seeds={"rl": seed}, notes=tuple(notes)
+        )
 
 
 def all_one(cfg: RlConfig) -> str:

@@ -9,7 +9,14 @@ import math
 from collections.abc import Sequence
 from typing import assert_never
 
-from klear_core.config.rl import AdvantageConfig, BatchAdvantage, GrpoAdvantage, OverlongConfig, RewardConfig, RlooAdvantage
+from klear_core.config.rl import (
+    AdvantageConfig,
+    BatchAdvantage,
+    GrpoAdvantage,
+    OverlongConfig,
+    RewardConfig,
+    RlooAdvantage,
+)
 from klear_core.prompts import THINK_CLOSE, THINK_OPEN
 from klear_core.types import Completion, Outcome, Verdict
 

@@ -40,7 +40,9 @@ class PromptStream:
     def __init__(self, problems: Sequence[Problem], *, seed: int, position: int = 0) -> None:
         assert problems, "a stream needs a problem"
         self.position = position
-        self._problems = sorted(problems, key=lambda p: p.problem_id)  # the order must not depend on how they were stored
+        self._problems = sorted(
+            problems, key=lambda p: p.problem_id
+        )  # the order must not depend on how they were stored
         self._seed = seed
         self._order: tuple[int, list[int]] = (-1, [])
 
@@ -141,7 +143,9 @@ class Collector:
             tasks[prompt.position] = [asyncio.create_task(self._rollout(prompt, prompt_ids, i)) for i in samples]
         await self._all_or_stall([t for group in tasks.values() for t in group])
         problems = {p.position: p.problem for p in prompts}
-        return [RolloutGroup(problem=problems[at], rollouts=tuple(t.result() for t in group)) for at, group in tasks.items()]
+        return [
+            RolloutGroup(problem=problems[at], rollouts=tuple(t.result() for t in group)) for at, group in tasks.items()
+        ]
 
     async def _rollout(self, prompt: Prompt, prompt_ids: tuple[int, ...], sample_idx: int) -> Rollout:
         sampling = self._cfg.rollout.sampling
@@ -181,7 +185,9 @@ class Collector:
         seen, seen_at = self._num_events, time.monotonic()
         try:
             while pending:
-                done, pending = await asyncio.wait(pending, timeout=timeout_s / _LOOKS, return_when=asyncio.FIRST_EXCEPTION)
+                done, pending = await asyncio.wait(
+                    pending, timeout=timeout_s / _LOOKS, return_when=asyncio.FIRST_EXCEPTION
+                )
                 for task in done:
                     task.result()  # raises what the task failed with
                 if seen != self._num_events:

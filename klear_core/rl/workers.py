@@ -99,7 +99,9 @@ class LocalWorkers:
         if self._engine is None:
             folder = model_folder(setup.model)
             threads = runtime.rollout_threads
-            self._engine = await build_trainable_engine(setup.cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed)
+            self._engine = await build_trainable_engine(
+                setup.cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed
+            )
         self._learner = LocalLearner(learner, num_threads=runtime.num_threads)
         return self._learner, self._engine
 

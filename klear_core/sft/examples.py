@@ -88,13 +88,19 @@ class TokenStore:
         return len(self.problem_ids)
 
     def __getitem__(self, row: int) -> SftExample:
-        start, end, prompt_len = int(self._ends[row - 1]) if row else 0, int(self._ends[row]), int(self._prompt_lens[row])
+        start, end, prompt_len = (
+            int(self._ends[row - 1]) if row else 0,
+            int(self._ends[row]),
+            int(self._prompt_lens[row]),
+        )
         token_ids = tuple(self._tokens[start:end].tolist())
         loss_mask = (False,) * prompt_len + (True,) * (end - start - prompt_len)
         return SftExample(problem_id=self.problem_ids[row], token_ids=token_ids, loss_mask=loss_mask)
 
 
-def build_store(traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Path, *, max_tokens: int, overlong: Overlong) -> TokenStore:
+def build_store(
+    traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Path, *, max_tokens: int, overlong: Overlong
+) -> TokenStore:
     """Tokenise all traces into `folder`, or reuse the store that a killed run had finished.
 
     `check_store` then decides whether there are enough rows.
@@ -112,7 +118,9 @@ def build_store(traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Pa
             num_in += 1
             if isinstance(example, Unusable):
                 dropped[example.reason] += 1
-                example_lost = example_lost or f"problem {trace.problem_id}, sample {trace.sample_idx}: {example.reason}"
+                example_lost = (
+                    example_lost or f"problem {trace.problem_id}, sample {trace.sample_idx}: {example.reason}"
+                )
                 continue
             f.write(np.array(example.token_ids, dtype=np.uint32).tobytes())
             lens.append(len(example.token_ids))
@@ -123,12 +131,20 @@ def build_store(traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Pa
             # A complete trace without its end token was cut at `max_tokens`.
             num_cut += trace.finish_reason == "stop" and example.token_ids[-1] != tokenizer.eos_token_id
     noted = {"cut": num_cut, "taught_without_end": num_unended}
-    ledger = LedgerStep(step="tokenise", unit="trace", num_in=num_in, num_out=len(lens), dropped=dict(dropped), noted=noted)
+    ledger = LedgerStep(
+        step="tokenise", unit="trace", num_in=num_in, num_out=len(lens), dropped=dict(dropped), noted=noted
+    )
     (folder / "ledger.json").write_text(ledger.model_dump_json())
     (folder / "example_lost.txt").write_text(example_lost)
     beside = folder / "index.tmp.npz"
     # The index marks the store as complete, so it comes last and appears by a rename.
-    np.savez(beside, ends=np.cumsum(lens), prompt_lens=np.array(prompt_lens), problem_ids=np.array(problem_ids), sources=np.array(sources))
+    np.savez(
+        beside,
+        ends=np.cumsum(lens),
+        prompt_lens=np.array(prompt_lens),
+        problem_ids=np.array(problem_ids),
+        sources=np.array(sources),
+    )
     beside.replace(folder / "index.npz")
     return TokenStore(folder)
 

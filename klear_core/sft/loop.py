@@ -45,7 +45,9 @@ class _Job:
     workdir: Path
 
 
-def train_sft(cfg: SftConfig, *, model: Path, traces: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
+def train_sft(
+    cfg: SftConfig, *, model: Path, traces: Path, seed: int, workdir: Path, telemetry: Telemetry
+) -> StageSummary:
     """Train `model` on `traces/traces/*.parquet` and write `workdir/model`, a Hugging Face folder in `cfg.dtype`.
 
     ConfigError if the chat template is unfit, DataError if too few traces are usable, TrainingError after too many
@@ -113,9 +115,15 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
 
     weights = full_weights(policy, dtype=cfg.dtype)  # collective call: all ranks, though only rank 0 writes
     if world.rank == 0:
-        export_model(weights, model_folder(job.model), job.workdir / "model", max_position_embeddings=wanted_window(job.model))
+        export_model(
+            weights, model_folder(job.model), job.workdir / "model", max_position_embeddings=wanted_window(job.model)
+        )
     held_out = LedgerStep(
-        step="hold_out", unit="row", num_in=len(store), num_out=len(split.train), dropped={"validation": len(split.validation)}
+        step="hold_out",
+        unit="row",
+        num_in=len(store),
+        num_out=len(split.train),
+        dropped={"validation": len(split.validation)},
     )
     ledger = (store.ledger, held_out, _weigh_step(order, num_steps=num_steps, num_rows=len(split.train)))
     notes = (skipped_note(int(counters["num_skipped"])),) if counters["num_skipped"] else ()
@@ -125,7 +133,9 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
 def _counts(num_steps: int, counters: Mapping[str, float]) -> dict[str, int | float]:
     """Return the numbers to show first: the result, then the work done."""
     losses = {name: value for name, value in counters.items() if name.endswith("_loss")}
-    return {"steps": num_steps} | losses | {"tokens": int(counters["num_tokens"]), "skipped": int(counters["num_skipped"])}
+    return (
+        {"steps": num_steps} | losses | {"tokens": int(counters["num_tokens"]), "skipped": int(counters["num_skipped"])}
+    )
 
 
 def _of_update(result: StepResult, batch: PackedBatch) -> dict[str, float]:
@@ -163,14 +173,23 @@ class _Speedometer:
 
 
 def _row_order(cfg: SftConfig, store: TokenStore, rows: Sequence[int], *, seed: int) -> RowOrder:
-    return RowOrder(rows, store.sources, weights=cfg.source_weights, num_epochs=cfg.num_epochs, rows_per_step=cfg.rows_per_step, seed=seed)
+    return RowOrder(
+        rows,
+        store.sources,
+        weights=cfg.source_weights,
+        num_epochs=cfg.num_epochs,
+        rows_per_step=cfg.rows_per_step,
+        seed=seed,
+    )
 
 
 def _weigh_step(order: RowOrder, *, num_steps: int, num_rows: int) -> LedgerStep:
     """Count the rows trained on at least once, and the others by what excluded them."""
     num_wanted, num_seen = order.num_distinct(order.num_steps), order.num_distinct(num_steps)
     dropped = {"source_weights": num_rows - num_wanted, "max_steps": num_wanted - num_seen}
-    return LedgerStep(step="weigh", unit="row", num_in=num_rows, num_out=num_seen, dropped={k: n for k, n in dropped.items() if n})
+    return LedgerStep(
+        step="weigh", unit="row", num_in=num_rows, num_out=num_seen, dropped={k: n for k, n in dropped.items() if n}
+    )
 
 
 def _keep_bad_batch(rows: Sequence[SftExample], job: _Job, *, step: int, num_skipped: int) -> None:

@@ -39,6 +39,8 @@ def sft_objective(rows: Sequence[Row], normalise: Normalise) -> Objective:
         # Each loss token takes the weight of its row, whichever micro-batch it is in.
         weight_N = weights.to(micro.row_N.device)[micro.row_N]
         # Minus: minimise the negative log-likelihood. `where` selects a chunk of N.
-        return partial(fused_loss, target_N=micro.target_N, loss_fn=lambda logp_C, _entropy_C, where: -weight_N[where] * logp_C)
+        return partial(
+            fused_loss, target_N=micro.target_N, loss_fn=lambda logp_C, _entropy_C, where: -weight_N[where] * logp_C
+        )
 
     return objective

@@ -36,22 +36,35 @@ def split_rows(problem_ids: Sequence[str], *, frac: float, max_rows: int, seed: 
             break
         validation += rows_of[problem_id]
     held_out = set(validation)
-    return Split(train=tuple(r for r in range(len(problem_ids)) if r not in held_out), validation=tuple(sorted(validation)))
+    return Split(
+        train=tuple(r for r in range(len(problem_ids)) if r not in held_out), validation=tuple(sorted(validation))
+    )
 
 
 class RowOrder:
     """Cuts the stream of training rows into steps; epochs follow without a gap. DataError if there are no rows."""
 
     def __init__(
-        self, rows: Sequence[int], sources: Sequence[str], *, weights: Mapping[str, float], num_epochs: int, rows_per_step: int, seed: int
+        self,
+        rows: Sequence[int],
+        sources: Sequence[str],
+        *,
+        weights: Mapping[str, float],
+        num_epochs: int,
+        rows_per_step: int,
+        seed: int,
     ) -> None:
-        self._by_source = {s: np.array([r for r in rows if sources[r] == s]) for s in sorted({sources[r] for r in rows})}
+        self._by_source = {
+            s: np.array([r for r in rows if sources[r] == s]) for s in sorted({sources[r] for r in rows})
+        }
         self._weights = weights
         self._rows_per_step = rows_per_step
         self._seed = seed
         self.rows_per_epoch = len(self._epoch(0)) if rows else 0
         if not self.rows_per_epoch:
-            raise DataError(f"nothing to train on: source_weights {dict(weights)} leave none of {len(rows)} rows that are not held out")
+            raise DataError(
+                f"nothing to train on: source_weights {dict(weights)} leave none of {len(rows)} rows that are not held out"
+            )
         self.num_rows = self.rows_per_epoch * num_epochs
         self.num_steps = -(-self.num_rows // rows_per_step)
         self._cached_epoch = lru_cache(maxsize=2)(self._epoch)  # a step can span two epochs

@@ -47,7 +47,9 @@ def model_folder(artifact: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ArtifactError(f"{pointer}: points to {folder}, which has no config.json any more")
     if _weight_sizes(folder) != pointed["weights"]:
-        raise ArtifactError(f"{pointer}: the weights in {folder} are not those that it was made for; run the base stage again")
+        raise ArtifactError(
+            f"{pointer}: the weights in {folder} are not those that it was made for; run the base stage again"
+        )
     return folder
 
 

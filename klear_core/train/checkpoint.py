@@ -77,7 +77,9 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise failure
 
-    def load_latest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, int | float]] | None:
+    def load_latest(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[int, dict[str, int | float]] | None:
         """Restore the newest complete checkpoint and return its step and counters; None if there is none.
 
         A damaged checkpoint is skipped with a warning: resuming from the one before it loses less than starting over.

@@ -54,7 +54,9 @@ class FlopCount:
         num_pairs = sum(len(r.token_ids) ** 2 / 2 for r in rows)
         num_loss_tokens = sum(sum(r.loss_mask) for r in rows)
         # 6: multiply and add, once forward and twice backward. Attention has two products, scores and weighted values.
-        return 6.0 * (self.layer_params * num_tokens + self.head_params * num_loss_tokens + 2 * self.attention_width * num_pairs)
+        return 6.0 * (
+            self.layer_params * num_tokens + self.head_params * num_loss_tokens + 2 * self.attention_width * num_pairs
+        )
 
 
 def peak_flops(device: torch.device) -> float | None:

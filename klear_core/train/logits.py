@@ -89,7 +89,14 @@ class Passes:
         return _read(z_CV, target_C1, need_entropy=need_entropy, in_place=True)
 
     def grad(
-        self, z_CV: Tensor, reading: Reading, target_C1: Tensor, dlogp_C: Tensor, dentropy_C: Tensor | None, *, dtype: torch.dtype
+        self,
+        z_CV: Tensor,
+        reading: Reading,
+        target_C1: Tensor,
+        dlogp_C: Tensor,
+        dentropy_C: Tensor | None,
+        *,
+        dtype: torch.dtype,
     ) -> Tensor:
         """Run the second pass: return dLoss/dz in `dtype` from dLoss/dlogp and dLoss/dentropy. May overwrite `z_CV`."""
         given = (dlogp_C[:, None], reading.entropy_C[:, None], None if dentropy_C is None else dentropy_C[:, None])
@@ -111,7 +118,11 @@ class Passes:
 
     def _give_up(self, error: Exception) -> None:
         self._read = self._grad = None
-        log.warning("the fused head runs uncompiled, at more memory traffic: torch.compile failed with %s: %s", type(error).__name__, error)
+        log.warning(
+            "the fused head runs uncompiled, at more memory traffic: torch.compile failed with %s: %s",
+            type(error).__name__,
+            error,
+        )
 
 
 @cache

@@ -138,7 +138,9 @@ class _Head(NamedTuple):
             z_CV /= self.temperature
         return z_CV, passes_on(z_CV.device.type).read(z_CV, self.target_N[chunk, None], need_entropy=need_entropy)
 
-    def add_grads(self, grads: _Grads, chunk: slice, z_CV: Tensor, reading: Reading, dlogp_C: Tensor, dentropy_C: Tensor | None) -> None:
+    def add_grads(
+        self, grads: _Grads, chunk: slice, z_CV: Tensor, reading: Reading, dlogp_C: Tensor, dentropy_C: Tensor | None
+    ) -> None:
         """Add the chunk to `grads`, given the loss's derivatives by its log-probs and entropies."""
         # z = logits / temperature: dLoss/dlogits has a factor 1 / temperature, applied here to [C] instead of [C, V].
         by_z = (dlogp_C / self.temperature, None if dentropy_C is None else dentropy_C / self.temperature)
@@ -153,7 +155,14 @@ class _Head(NamedTuple):
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, loss_fn: TokenLossFn, temperature: float, need_entropy: bool, size: int
+        ctx,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        target_N: Tensor,
+        loss_fn: TokenLossFn,
+        temperature: float,
+        need_entropy: bool,
+        size: int,
     ):
         head = _Head(hidden_NH, weight_VH, target_N, temperature)
         grads = head.grads(*ctx.needs_input_grad[:2])
@@ -183,7 +192,9 @@ class _FusedLoss(torch.autograd.Function):
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         grad_hidden_NH = None if grad_hidden_NH is None else grad_hidden_NH * grad_loss.to(grad_hidden_NH.dtype)
         if grad_weight_VH is not None:  # scale and cast in one pass, without a second float32 copy
-            grad_weight_VH = torch.mul(grad_weight_VH, grad_loss, out=torch.empty_like(grad_weight_VH, dtype=ctx.weight_dtype))
+            grad_weight_VH = torch.mul(
+                grad_weight_VH, grad_loss, out=torch.empty_like(grad_weight_VH, dtype=ctx.weight_dtype)
+            )
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
 
 
@@ -212,7 +223,13 @@ class _TokenLogps(torch.autograd.Function):
 
         for chunk in head.chunks(ctx.size):
             add(chunk)
-        return grads.hidden_NH, None if grads.weight_VH is None else grads.weight_VH.to(weight_VH.dtype), None, None, None
+        return (
+            grads.hidden_NH,
+            None if grads.weight_VH is None else grads.weight_VH.to(weight_VH.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _pointwise(loss_fn: TokenLossFn, reading: Reading, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:

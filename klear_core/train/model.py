@@ -69,7 +69,9 @@ def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "floa
     dropouts = {f"{name} of {m.p}" for name, m in hf.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
     # With dropout, old log-probs would differ from the policy's, and a resumed run from an uninterrupted one.
     if dropouts:
-        raise ConfigError(f"{folder}: dropout ({min(dropouts)}); set it to 0 in the model's config, Klear trains without")
+        raise ConfigError(
+            f"{folder}: dropout ({min(dropouts)}); set it to 0 in the model's config, Klear trains without"
+        )
     fuse(hf)
     return Policy(hf.to(device)).train()
 
@@ -85,7 +87,9 @@ def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
         with device:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     transformers_logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
+    )
 
 
 def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -97,7 +101,9 @@ def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device(device)
 
 
-def export_model(state: dict[str, Tensor], source: Path, target: Path, *, max_position_embeddings: int | None = None) -> None:
+def export_model(
+    state: dict[str, Tensor], source: Path, target: Path, *, max_position_embeddings: int | None = None
+) -> None:
     """Write weights under their Hugging Face names, with config and tokenizer of `source`, as a folder ready to load.
 
     `max_position_embeddings` raises the config's window (never lowers it): vLLM refuses prompt + response beyond it.

@@ -37,7 +37,11 @@ def make_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, fused=True)
     # Create the moments now instead of in the first step: too little memory fails early, and any checkpoint has them.
     for p in decayed + plain:
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {
+            "step": torch.zeros((), device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     return optimizer
 
 
@@ -49,7 +53,9 @@ def grad_norm(model: nn.Module) -> Tensor:
     return full
 
 
-def apply_update(model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, norm: Tensor, max_grad_norm: float) -> None:
+def apply_update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, norm: Tensor, max_grad_norm: float
+) -> None:
     """Clip gradients of norm `norm` to `max_grad_norm`, update the weights, and clear the gradients."""
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm)
     for group in optimizer.param_groups:

@@ -118,7 +118,11 @@ def pack(
     each member gets its columns.
     """
     # Every rank computes the same plan from the same rows, without communication.
-    families = _families(rows, tokens_per_microbatch) if shares_prompts else [_Family(rows=(i,), prompt_len=0) for i in range(len(rows))]
+    families = (
+        _families(rows, tokens_per_microbatch)
+        if shares_prompts
+        else [_Family(rows=(i,), prompt_len=0) for i in range(len(rows))]
+    )
     sizes = [_line_len(f.rows, f.prompt_len, rows) for f in families]
     bins = _best_fit(sizes, tokens_per_microbatch)
     # Tokens that a line computes: its columns must divide evenly among the ranks of a context.
@@ -202,7 +206,9 @@ def _share(areas: Sequence[int], num_ranks: int) -> list[list[int]]:
     return shares
 
 
-def _micro_batch(families: Sequence[_Family], rows: Sequence[Row], device: torch.device | str, multiple: int) -> MicroBatch:
+def _micro_batch(
+    families: Sequence[_Family], rows: Sequence[Row], device: torch.device | str, multiple: int
+) -> MicroBatch:
     """Build one micro-batch whose T is a multiple of `multiple`."""
     line = _Line()
     for family in families:
@@ -218,7 +224,9 @@ def _micro_batch(families: Sequence[_Family], rows: Sequence[Row], device: torch
     column_N = np.concatenate(columns)
     token_ids_T = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens, _ in line.segments])
     position_ids_T = np.concatenate([np.arange(first, first + len(tokens)) for tokens, first in line.segments])
-    target_N = np.concatenate([np.asarray(rows[i].token_ids, dtype=np.int64)[c] for i, c in zip(index, columns, strict=True)])
+    target_N = np.concatenate(
+        [np.asarray(rows[i].token_ids, dtype=np.int64)[c] for i, c in zip(index, columns, strict=True)]
+    )
     lengths = [len(tokens) for tokens, _ in line.segments]
     return MicroBatch(
         token_ids_1T=torch.from_numpy(token_ids_T[None]).to(device),

@@ -76,20 +76,26 @@ class World:
 
 
 @contextmanager
-def join_world(runtime: TrainRuntime, *, rank: int, init_method: str, sees_only_its_gpu: bool = False) -> Iterator[World]:
+def join_world(
+    runtime: TrainRuntime, *, rank: int, init_method: str, sees_only_its_gpu: bool = False
+) -> Iterator[World]:
     """Join `runtime.num_workers` processes as rank `rank`.
 
     `init_method` is their rendezvous (`file://...`, `tcp://host:port`).
     `sees_only_its_gpu`: all other GPUs are hidden from this process, as Ray does.
     """
-    device = _device_of_rank(runtime, 0, 1) if sees_only_its_gpu else _device_of_rank(runtime, rank, runtime.num_workers)
+    device = (
+        _device_of_rank(runtime, 0, 1) if sees_only_its_gpu else _device_of_rank(runtime, rank, runtime.num_workers)
+    )
     if device.type == "cpu":
         torch.set_num_threads(runtime.num_threads)
     size = runtime.num_workers
     if size > 1:
         # The long timeout covers collective calls that wait for rank 0, which alone reads the model.
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+        dist.init_process_group(
+            backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(minutes=30)
+        )
     try:
         yield World(rank=rank, size=size, device=device, context=_join_context(rank, runtime.context_parallel))
     finally:
@@ -135,8 +141,15 @@ def load_policy(folder: Path, world: World, *, dtype: Dtype, activation_checkpoi
     one full weight.
     """
     if world.size == 1:
-        return parallelise(load_model(folder, device=world.device), world, dtype=dtype, activation_checkpointing=activation_checkpointing)
-    policy = parallelise(load_model(folder, device="meta"), world, dtype=dtype, activation_checkpointing=activation_checkpointing)
+        return parallelise(
+            load_model(folder, device=world.device),
+            world,
+            dtype=dtype,
+            activation_checkpointing=activation_checkpointing,
+        )
+    policy = parallelise(
+        load_model(folder, device="meta"), world, dtype=dtype, activation_checkpointing=activation_checkpointing
+    )
     hf: Any = policy.to_empty(device=world.device).hf
     hf.tie_weights()  # to_empty() allocates the head apart from its embedding
     _hand_out(load_model(folder, device="cpu") if world.rank == 0 else None, policy, world)
@@ -150,11 +163,17 @@ def _hand_out(whole: Policy | None, policy: Policy, world: World) -> None:
 
     theirs = {} if whole is None else {**_distinct_weights(whole), **dict(whole.named_buffers())}
     for name, mine in {**_distinct_weights(policy), **dict(policy.named_buffers())}.items():
-        value = theirs[name].to(world.device) if whole is not None else torch.empty(mine.shape, dtype=mine.dtype, device=world.device)
+        value = (
+            theirs[name].to(world.device)
+            if whole is not None
+            else torch.empty(mine.shape, dtype=mine.dtype, device=world.device)
+        )
         dist.broadcast(value, src=0)
         if isinstance(mine, DTensor):
             # src_data_rank=None: every rank has the full value by now and only cuts out its shard.
-            mine.to_local().copy_(distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None).to_local())
+            mine.to_local().copy_(
+                distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None).to_local()
+            )
         else:
             mine.copy_(value)
 

@@ -101,7 +101,9 @@ def _started(body: Body[Any], runtime: TrainRuntime, init_method: str) -> Iterat
     try:
         for index in range(runtime.num_workers):
             inbox, outbox = spawn.Pipe(duplex=False)
-            process = spawn.Process(target=_be_rank, args=(body, runtime, index, init_method, outbox, level), daemon=True)
+            process = spawn.Process(
+                target=_be_rank, args=(body, runtime, index, init_method, outbox, level), daemon=True
+            )
             process.start()
             ranks.append(_Rank(index=index, process=process, inbox=inbox))
             outbox.close()  # the rank now holds the only write end: the pipe ends when it dies
@@ -202,7 +204,9 @@ class _Speaker:
         self.put_nowait(_Progressed(done=done, total=total, note=note))
 
 
-def _be_rank(body: Body[Any], runtime: TrainRuntime, index: int, init_method: str, outbox: Connection, level: int) -> None:
+def _be_rank(
+    body: Body[Any], runtime: TrainRuntime, index: int, init_method: str, outbox: Connection, level: int
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     speaker = _Speaker(outbox)

@@ -77,7 +77,9 @@ class Updater:
         return StepResult(loss=loss.item(), grad_norm=norm.item(), lr=lr, is_applied=is_applied, outputs=tuple(outputs))
 
 
-def keep_bad_batch(folder: Path, rows: Sequence[DataclassInstance], *, step: int, num_skipped: int, max_skipped: int) -> None:
+def keep_bad_batch(
+    folder: Path, rows: Sequence[DataclassInstance], *, step: int, num_skipped: int, max_skipped: int
+) -> None:
     """Save the rows of a skipped update for inspection; TrainingError if more than `max_skipped` were skipped.
 
     `num_skipped` includes this one. It is part of the file name, because an RL step has several updates.
@@ -89,7 +91,9 @@ def keep_bad_batch(folder: Path, rows: Sequence[DataclassInstance], *, step: int
     beside.replace(path)
     log.warning("step %d skipped: loss or gradient not finite; its rows are in %s", step, path)
     if num_skipped > max_skipped:
-        raise TrainingError(f"{num_skipped} steps with a loss or gradient that is not finite, {max_skipped} are allowed; see {folder}")
+        raise TrainingError(
+            f"{num_skipped} steps with a loss or gradient that is not finite, {max_skipped} are allowed; see {folder}"
+        )
 
 
 def _named(value: Any) -> Any:

@@ -73,7 +73,9 @@ class JudgeClient:
         fd = theirs.fileno()
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "klear_core.verify.server", str(fd)]
-        process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+        process = subprocess.Popen(
+            command, pass_fds=(fd,), stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+        )
         theirs.close()
         link = _Link(process=process, connection=Connection(ours.detach()))
         # The settings are the first message; see `server.main`.
@@ -96,9 +98,14 @@ class JudgeClient:
                 self._link = None
                 _wait_or_kill(link.process)
                 status = link.process.returncode
-                _LOG.warning("the judging process ended by itself (exit status %s); the next answer starts another", status)
+                _LOG.warning(
+                    "the judging process ended by itself (exit status %s); the next answer starts another", status
+                )
         link.connection.close()
-        died, closed = Fault(kind="died", detail="the judging process ended"), Fault(kind="closed", detail="the judges were closed")
+        died, closed = (
+            Fault(kind="died", detail="the judging process ended"),
+            Fault(kind="closed", detail="the judges were closed"),
+        )
         for future in link.pending.values():
             future.set_result(closed if is_closed else died)
 

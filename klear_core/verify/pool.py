@@ -46,7 +46,11 @@ class JudgeHealth:
             self._counts[verdict.outcome] += 1
             failed = sum(self._counts[o] for o in _OUR_FAULTS)
             total = self._counts.total()
-        if verdict.outcome in _OUR_FAULTS and failed >= self._min_failed_count and failed > self._max_failed_frac * total:
+        if (
+            verdict.outcome in _OUR_FAULTS
+            and failed >= self._min_failed_count
+            and failed > self._max_failed_frac * total
+        ):
             raise JudgeError(
                 f"{failed} of {total} verdicts failed for reasons that are not the model's (limit {self._max_failed_frac:.0%}, "
                 f"verify.max_failed_frac); going on would train on noise. Last: {verdict.outcome}: {verdict.detail}"
@@ -64,7 +68,9 @@ class JudgePool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:

@@ -86,7 +86,9 @@ class Server:
                 return compared
             case CodeTask():
                 self._prove()
-                judged: Future[Verdict] = self._code_pool.schedule(_judge_code, (task,), timeout=_code_timeout_s(task, self._cfg))
+                judged: Future[Verdict] = self._code_pool.schedule(
+                    _judge_code, (task,), timeout=_code_timeout_s(task, self._cfg)
+                )
                 return judged
             case ProveSandbox():
                 done: Future[Verdict] = Future()

@@ -57,4 +57,6 @@ def test_a_folder_is_known_by_names_and_contents_of_its_files(tmp_path: Path):
 
 def test_a_job_holds_nothing_of_the_workspace():
     config = PipelineConfig()
-    assert SftJob.of(config) == SftJob.of(config.model_copy(update={"workspace": config.workspace.model_copy(update={"root": "/else"})}))
+    assert SftJob.of(config) == SftJob.of(
+        config.model_copy(update={"workspace": config.workspace.model_copy(update={"root": "/else"})})
+    )

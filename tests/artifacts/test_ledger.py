@@ -5,7 +5,9 @@ from klear_core.artifacts.ledger import LedgerStep
 
 
 def test_a_step_that_adds_up_is_accepted():
-    step = LedgerStep(step="dedup", unit="problem", num_in=10, num_out=7, dropped={"repeat": 2, "empty": 1}, noted={"cut": 4})
+    step = LedgerStep(
+        step="dedup", unit="problem", num_in=10, num_out=7, dropped={"repeat": 2, "empty": 1}, noted={"cut": 4}
+    )
     assert step.num_out == 7
 
 

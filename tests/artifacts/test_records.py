@@ -30,7 +30,9 @@ def problem(question: str, reference: MathReference | CodeReference) -> Problem:
 def test_records_come_back_as_they_went(tmp_path):
     problems = [
         problem("1+1", MathReference(answers=("2", "two"))),
-        problem("add", CodeReference(tests=CallTests(fn_name="f", cases=(CallCase(args_json="[1]", expected_json="2"),)))),
+        problem(
+            "add", CodeReference(tests=CallTests(fn_name="f", cases=(CallCase(args_json="[1]", expected_json="2"),)))
+        ),
     ]
     assert write_shard(tmp_path / "a.parquet", problems) == 2
     assert read_shard(tmp_path / "a.parquet", Problem) == problems

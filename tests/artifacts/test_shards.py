@@ -17,7 +17,11 @@ def test_shards_cover_all_items_in_order_and_are_nearly_equal(tmp_path: Path) ->
     shards = plan_shards(tmp_path, range(10), items_per_shard=4)
     assert [i for s in shards for i in s.items] == list(range(10))
     assert sizes(shards) == [3, 3, 4]
-    assert [s.path.name for s in shards] == ["00000-of-00003.parquet", "00001-of-00003.parquet", "00002-of-00003.parquet"]
+    assert [s.path.name for s in shards] == [
+        "00000-of-00003.parquet",
+        "00001-of-00003.parquet",
+        "00002-of-00003.parquet",
+    ]
 
 
 def test_no_items_make_no_shard(tmp_path: Path) -> None:

@@ -190,7 +190,9 @@ def test_of_two_processes_that_want_the_same_artifact_one_builds_and_the_other_r
     assert sorted(log_of(tmp_path)) == ["built", "reused"]
 
 
-def test_a_builder_that_waits_says_for_whom_and_since_when_and_that_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_builder_that_waits_says_for_whom_and_since_when_and_that_it_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     builder = start_builder(tmp_path)
     wait_for(lambda: log_of(tmp_path) == ["built"])
 

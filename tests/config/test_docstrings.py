@@ -25,5 +25,7 @@ CLASSES = sorted(reachable(PipelineConfig) | {AblationConfig}, key=lambda cls: c
 def test_every_setting_says_what_it_is(cls: type[Settings]) -> None:
     """A nested table says it in the docstring of its class."""
     assert cls.__doc__
-    settings = {name: field for name, field in cls.model_fields.items() if name != "kind" and not classes_in(field.annotation)}
+    settings = {
+        name: field for name, field in cls.model_fields.items() if name != "kind" and not classes_in(field.annotation)
+    }
     assert [name for name, field in settings.items() if not field.description] == []

@@ -28,7 +28,9 @@ def test_a_profile_says_only_what_differs(profile):
 
 
 def test_override_wins_over_the_file(profile):
-    assert load_profile(profile, ["rl.num_steps=9", "rl.loss.eps_high=0.3"]).rl.loss == GppoConfig(beta_low=0.5, eps_high=0.3)
+    assert load_profile(profile, ["rl.num_steps=9", "rl.loss.eps_high=0.3"]).rl.loss == GppoConfig(
+        beta_low=0.5, eps_high=0.3
+    )
 
 
 def test_changing_the_kind_forgets_the_settings_of_the_old_kind(profile):
@@ -48,7 +50,10 @@ def test_list_values_are_toml():
 
 def test_an_endpoint_cannot_be_scored_for_it_would_stand_for_every_model(profile):
     with pytest.raises(ConfigError, match=r"evaluate\.engine.*'http'.*'torch', 'vllm'"):
-        load_profile(profile, ["evaluate.engine.kind=http", "evaluate.engine.base_url=http://127.0.0.1:1/v1", "evaluate.engine.model=m"])
+        load_profile(
+            profile,
+            ["evaluate.engine.kind=http", "evaluate.engine.base_url=http://127.0.0.1:1/v1", "evaluate.engine.model=m"],
+        )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,9 @@ def test_values_that_make_no_sense_are_refused(profile, override, told):
 
 def test_a_model_may_lie_in_the_home_folder(profile, monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
-    assert load_profile(profile, ["model.kind=hf", "model.path=~/models/Qwen3"]).model.path == "/home/someone/models/Qwen3"
+    assert (
+        load_profile(profile, ["model.kind=hf", "model.path=~/models/Qwen3"]).model.path == "/home/someone/models/Qwen3"
+    )
 
 
 def test_text_that_is_not_toml_is_a_string():
@@ -140,8 +147,14 @@ TWO_OF_ONE_NAME = 'benchmarks=[{name="a", source="x.jsonl"}, {name="a", source="
     [
         ([TWO_OF_ONE_NAME], "benchmarks: 'a' names more than one"),
         (["rl.continue_optimizer=true"], "rl.continue_optimizer = true: SFT keeps no optimizer"),
-        (["rl_code.continue_optimizer=true"], "rl_code.continue_optimizer = true needs .* set rl.keep_optimizer = true"),
-        (["rl.group_filter.min_accuracy=0.9", "rl.group_filter.max_accuracy=0.1"], "rl.group_filter: min_accuracy = 0.9 is above"),
+        (
+            ["rl_code.continue_optimizer=true"],
+            "rl_code.continue_optimizer = true needs .* set rl.keep_optimizer = true",
+        ),
+        (
+            ["rl.group_filter.min_accuracy=0.9", "rl.group_filter.max_accuracy=0.1"],
+            "rl.group_filter: min_accuracy = 0.9 is above",
+        ),
         (
             ["distill.teacher.kind=http", "distill.teacher.model=m", "distill.teacher.base_url=http://"],
             "distill.teacher.base_url = 'http://'",
@@ -149,7 +162,9 @@ TWO_OF_ONE_NAME = 'benchmarks=[{name="a", source="x.jsonl"}, {name="a", source="
         (["rl.old_logps=sampler", "rl.mismatch.truncate_at=2"], "rl: mismatch correction compares"),
     ],
 )
-def test_settings_that_cannot_work_together_are_refused_without_repeating_whole_tables(profile, overrides: list[str], told: str):
+def test_settings_that_cannot_work_together_are_refused_without_repeating_whole_tables(
+    profile, overrides: list[str], told: str
+):
     with pytest.raises(ConfigError, match=rf": {told}") as error:
         load_profile(profile, overrides)
     assert "{" not in str(error.value)
@@ -170,7 +185,9 @@ def classes_below(annotation: typing.Any) -> set[type[BaseModel]]:
 
 def test_the_default_of_a_table_is_that_of_its_class():
     """Else a table of which one key is set would fall back to other values than a table that is not named at all."""
-    fields = [(cls, name, field.default) for cls in classes_below(PipelineConfig) for name, field in cls.model_fields.items()]
+    fields = [
+        (cls, name, field.default) for cls in classes_below(PipelineConfig) for name, field in cls.model_fields.items()
+    ]
     tables = [(cls.__name__, name, default) for cls, name, default in fields if isinstance(default, BaseModel)]
     assert len(tables) > 30
     assert [(cls, name) for cls, name, default in tables if default != type(default)()] == []

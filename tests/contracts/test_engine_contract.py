@@ -54,7 +54,9 @@ async def _torch(folder: Path) -> AsyncIterator[InferenceEngine]:
 @contextlib.asynccontextmanager
 async def _vllm(folder: Path) -> AsyncIterator[InferenceEngine]:
     runtime = VllmRuntime(enforce_eager=True, kv_cache_mb=64, max_num_seqs=32)
-    engine = await build_trainable_engine(VllmEngineConfig(dtype="float32", runtime=runtime), folder, num_threads=1, seed=0)
+    engine = await build_trainable_engine(
+        VllmEngineConfig(dtype="float32", runtime=runtime), folder, num_threads=1, seed=0
+    )
     try:
         yield engine
     finally:
@@ -116,7 +118,15 @@ async def leave(context: contextlib.AbstractAsyncContextManager[InferenceEngine]
 
 
 def params(**changes: float) -> SamplingParams:
-    defaults = {"num_samples": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_new_tokens": 12, "seed": 7}
+    defaults = {
+        "num_samples": 3,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "repetition_penalty": 1.0,
+        "max_new_tokens": 12,
+        "seed": 7,
+    }
     return SamplingParams(**(defaults | changes))  # type: ignore[arg-type]
 
 
@@ -213,7 +223,10 @@ def test_close_fails_requests_that_wait_and_those_that_come_later(running: Runni
     """The last test here, for it closes the engine of all."""
 
     async def body(engine: InferenceEngine) -> None:
-        many = [asyncio.create_task(engine.generate(PROMPTS[4], params(max_new_tokens=1000, num_samples=64, seed=i))) for i in range(8)]
+        many = [
+            asyncio.create_task(engine.generate(PROMPTS[4], params(max_new_tokens=1000, num_samples=64, seed=i)))
+            for i in range(8)
+        ]
         await asyncio.sleep(0)
         await engine.close()
         results = await asyncio.gather(*many, return_exceptions=True)

@@ -31,7 +31,11 @@ def test_benchmarks_are_written_in_their_own_order_and_read_back_with_their_name
     assert [p.question for name, p in found if name == "bench"] == ["What is 3+3?", "What is 1+1?"]
     chains = [p for name, p in found if name == "chains"]
     assert all(is_held_out(p.question) for p in chains)
-    assert {p.difficulty for p in chains} == {Difficulty.EASY, Difficulty.MEDIUM, Difficulty.HARD}  # 2, 4 and 6, 8 operations of 10
+    assert {p.difficulty for p in chains} == {
+        Difficulty.EASY,
+        Difficulty.MEDIUM,
+        Difficulty.HARD,
+    }  # 2, 4 and 6, 8 operations of 10
     assert summary.counts == {"benchmarks": 2, "problems": 10}
     assert [(s.step, s.num_out) for s in summary.ledger] == [("read_bench", 2), ("read_chains", 8)]
 

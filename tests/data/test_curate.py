@@ -4,7 +4,14 @@ from collections import Counter
 import pytest
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.data import BenchmarkConfig, CurateConfig, CurateRuntime, DecontaminateConfig, FileSource, ProceduralSource
+from klear_core.config.data import (
+    BenchmarkConfig,
+    CurateConfig,
+    CurateRuntime,
+    DecontaminateConfig,
+    FileSource,
+    ProceduralSource,
+)
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.curate import check_curation, curate
 from klear_core.errors import ConfigError, DataError
@@ -26,7 +33,9 @@ def row(question, answer="1"):
 
 def bench_folder(tmp_path):
     source = file_source(tmp_path, "bench", [{"question": LEAK + ". How far?", "answer": "#### 120"}])
-    prepare_benchmarks([BenchmarkConfig(name="bench", source=source)], seed=0, workdir=tmp_path / "bench", telemetry=NullTelemetry())
+    prepare_benchmarks(
+        [BenchmarkConfig(name="bench", source=source)], seed=0, workdir=tmp_path / "bench", telemetry=NullTelemetry()
+    )
     return tmp_path / "bench"
 
 
@@ -74,11 +83,17 @@ def test_benchmark_questions_never_reach_training(tmp_path):
 
 
 def test_questions_without_references_can_be_kept_out_too(tmp_path):
-    source = file_source(tmp_path, "one", [row("Count the ways to tile a three by eight board with dominoes"), row("Find a.")])
-    also = file_source(
-        tmp_path, "other", [{"problem": "count the ways to tile a three by eight board with dominoes!", "expected_answer": None}]
+    source = file_source(
+        tmp_path, "one", [row("Count the ways to tile a three by eight board with dominoes"), row("Find a.")]
     )
-    summary, problems, dropped = run(CurateConfig(sources=(source,), decontaminate=DecontaminateConfig(also=(also,))), tmp_path)
+    also = file_source(
+        tmp_path,
+        "other",
+        [{"problem": "count the ways to tile a three by eight board with dominoes!", "expected_answer": None}],
+    )
+    summary, problems, dropped = run(
+        CurateConfig(sources=(source,), decontaminate=DecontaminateConfig(also=(also,))), tmp_path
+    )
     assert [p.question for p in problems] == ["Find a."]
     assert [d.reason for d in dropped] == ["in_other"]
     assert summary.counts["protected_questions"] == 2
@@ -86,7 +101,9 @@ def test_questions_without_references_can_be_kept_out_too(tmp_path):
 
 def test_difficulty_is_the_sources_own(tmp_path):
     source = file_source(tmp_path, "one", [row("Find a.")])
-    summary, problems, _ = run(CurateConfig(sources=(source, ProceduralSource(num_operations=(2, 4, 6, 8), num_problems=4))), tmp_path)
+    summary, problems, _ = run(
+        CurateConfig(sources=(source, ProceduralSource(num_operations=(2, 4, 6, 8), num_problems=4))), tmp_path
+    )
     assert Counter(p.difficulty for p in problems) == {Difficulty.EASY: 1, Difficulty.MEDIUM: 2, Difficulty.HARD: 2}
     assert summary.ledger[-1].noted == {"easy": 1, "hard": 2, "medium": 2}
 
@@ -131,7 +148,9 @@ def test_nothing_left_is_an_error(tmp_path):
 
 
 def test_an_unreadable_protected_question_stops_curation(tmp_path):
-    also = file_source(tmp_path, "other", [{"problem": "fine", "expected_answer": "1"}, {"problem": "", "expected_answer": "1"}])
+    also = file_source(
+        tmp_path, "other", [{"problem": "fine", "expected_answer": "1"}, {"problem": "", "expected_answer": "1"}]
+    )
     cfg = CurateConfig(sources=(ProceduralSource(num_problems=5),), decontaminate=DecontaminateConfig(also=(also,)))
     check_curation(cfg)
     with pytest.raises(DataError, match=r"kept out of training cannot be read.*other\.jsonl:2"):
@@ -175,6 +194,8 @@ def test_a_source_that_is_repaired_or_a_floor_that_is_lowered_lets_curation_pass
 
 @pytest.mark.parametrize(("num_broken", "num_warnings"), [(0, 0), (1, 0), (2, 1), (60, 1)])
 def test_some_broken_rows_are_a_warning(tmp_path, num_broken, num_warnings):
-    summary, _, _ = run(CurateConfig(sources=(rows_with_broken(tmp_path, num_good=100, num_broken=num_broken),)), tmp_path)
+    summary, _, _ = run(
+        CurateConfig(sources=(rows_with_broken(tmp_path, num_good=100, num_broken=num_broken),)), tmp_path
+    )
     assert len(summary.notes) == num_warnings
     assert summary.ledger[0].dropped == ({"no_reference": num_broken} if num_broken else {})

@@ -10,7 +10,9 @@ ALPHABET = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda"
 
 
 def prompt(question):
-    return Candidate(source="s", domain=Domain.MATH, question=question, reference=MathReference(answers=("1",)), rating=None)
+    return Candidate(
+        source="s", domain=Domain.MATH, question=question, reference=MathReference(answers=("1",)), rating=None
+    )
 
 
 def protect(*questions, cfg=None):
@@ -73,9 +75,13 @@ def test_coverage_is_the_share_of_one_question():
 
 def test_a_phrase_of_many_questions_condemns_nothing_but_the_questions_stay_protected():
     phrase = "the input is given from standard input in the following format"
-    questions = [f"{phrase} number{i} and then some more words that nobody else {i} has in this order" for i in range(12)]
+    questions = [
+        f"{phrase} number{i} and then some more words that nobody else {i} has in this order" for i in range(12)
+    ]
     guard = protect(*questions, phrase)
-    assert guard.leak_in(prompt(f"{phrase}: N M")) is not None  # here the phrase is a question of its own, looked for whole
+    assert (
+        guard.leak_in(prompt(f"{phrase}: N M")) is not None
+    )  # here the phrase is a question of its own, looked for whole
     guard = protect(*questions)
     assert guard.common_phrases
     assert guard.leak_in(prompt(f"{phrase}: N M")) is None

@@ -5,7 +5,9 @@ from klear_core.types import CodeReference, Domain, MathReference, StdinCase, St
 
 
 def candidate(question, answer="1", source="a"):
-    return Candidate(source=source, domain=Domain.MATH, question=question, reference=MathReference(answers=(answer,)), rating=None)
+    return Candidate(
+        source=source, domain=Domain.MATH, question=question, reference=MathReference(answers=(answer,)), rating=None
+    )
 
 
 def code(question, output):

@@ -28,7 +28,9 @@ def demo() -> PipelineConfig:
 
 
 def chains(demo: PipelineConfig, *sources: object) -> list[Candidate]:
-    return [c for source in sources if isinstance(source, ProceduralSource) for c in generate_chains(source, seed=demo.seed)]
+    return [
+        c for source in sources if isinstance(source, ProceduralSource) for c in generate_chains(source, seed=demo.seed)
+    ]
 
 
 def num_by_length(problems: list[Candidate]) -> Counter[int]:

@@ -21,7 +21,10 @@ from klear_core.data.normalise import tokens_of
         ("a  b\n\tc", "a b c"),
         ("$A_iA_1A_{i+1}$", "$A_i A_{1} A_{i+1}$"),
         ("trapezoid $A B C D$ with $A B=5$", "trapezoid $ABCD$ with $AB = 5$"),
-        ("don\N{RIGHT SINGLE QUOTATION MARK}t \N{LEFT DOUBLE QUOTATION MARK}quote\N{RIGHT DOUBLE QUOTATION MARK}", 'don\'t "quote"'),
+        (
+            "don\N{RIGHT SINGLE QUOTATION MARK}t \N{LEFT DOUBLE QUOTATION MARK}quote\N{RIGHT DOUBLE QUOTATION MARK}",
+            'don\'t "quote"',
+        ),
         ("\N{LATIN SMALL LIGATURE FI}nd", "find"),
         ("3 \N{MINUS SIGN} 4", "3 - 4"),
         ("the integer $k^{}_{}$ is added", "the integer $k$ is added"),

@@ -35,7 +35,9 @@ def test_what_is_written_is_read_back():
             assert parse_chain(write_chain(chain)) == chain
 
 
-@pytest.mark.parametrize("text", ["", "What is 2+2?", "mod 10: 3=?", "mod 10: 3,/4=?", "mod 10: 3,+4", "mod 10: 3,+4=? and more"])
+@pytest.mark.parametrize(
+    "text", ["", "What is 2+2?", "mod 10: 3=?", "mod 10: 3,/4=?", "mod 10: 3,+4", "mod 10: 3,+4=? and more"]
+)
 def test_other_text_is_not_a_chain(text):
     with pytest.raises(DataError, match="not a chain problem"):
         parse_chain(text)
@@ -56,7 +58,9 @@ def test_splits_share_no_problem_and_together_are_the_whole_space_whatever_the_s
     held_out = {q for q in everything if is_held_out(q)}
     found = {"train": set(), "heldout": set()}
     for split, seed, level in product(found, range(3), (1, 2, 3)):
-        available = sum(1 for q in everything if (q in held_out) == (split == "heldout") and len(parse_chain(q).steps) == level)
+        available = sum(
+            1 for q in everything if (q in held_out) == (split == "heldout") and len(parse_chain(q).steps) == level
+        )
         if available:
             cfg = ProceduralSource(modulus=3, num_operations=(level,), num_problems=available, split=split)
             found[split] |= {c.question for c in generate_chains(cfg, seed=seed)}

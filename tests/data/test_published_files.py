@@ -106,14 +106,21 @@ def test_answers_are_those_published(file, index, answer):
 
 def test_no_question_carries_its_sources_instruction():
     questions = [r.question for file in (*MATH, *CODE) for r in rows_of(file) if isinstance(r, Candidate)]
-    wrappers = ("final answer within", "<|im_start|>", "self-contained code snippet", "You will be given a question (problem")
+    wrappers = (
+        "final answer within",
+        "<|im_start|>",
+        "self-contained code snippet",
+        "You will be given a question (problem",
+    )
     assert not [q for q in questions if any(w in q for w in wrappers)]
 
 
 def test_call_based_problems_keep_their_function_name_and_starter_code():
     calls = [r for r in rows_of("graded-lcb/problems.jsonl.gz") if isinstance(r.reference.tests, CallTests)]
     assert len(calls) == 58
-    assert all(isinstance(r.reference, CodeReference) and f"def {r.reference.tests.fn_name}(" in r.question for r in calls)
+    assert all(
+        isinstance(r.reference, CodeReference) and f"def {r.reference.tests.fn_name}(" in r.question for r in calls
+    )
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +149,11 @@ def test_every_planted_benchmark_question_is_found_as_it_is_and_in_disguise(guar
         one
         for one in protected()
         for text in (one.question, disguised(one.question))
-        if guard.leak_in(Candidate(source="s", domain=Domain.MATH, question=text, reference=MathReference(answers=("1",)), rating=None))
+        if guard.leak_in(
+            Candidate(
+                source="s", domain=Domain.MATH, question=text, reference=MathReference(answers=("1",)), rating=None
+            )
+        )
         is None
     ]
     assert not missed
@@ -152,12 +163,17 @@ def test_every_planted_benchmark_question_is_found_as_it_is_and_in_disguise(guar
 def curated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("curated")
     benchmarks = [
-        BenchmarkConfig(name=re.sub(r"\W", "_", source(file).name), source=source(file), expected_rows=n) for file, n in BENCHMARKS.items()
+        BenchmarkConfig(name=re.sub(r"\W", "_", source(file).name), source=source(file), expected_rows=n)
+        for file, n in BENCHMARKS.items()
     ]
     prepare_benchmarks(benchmarks, seed=0, workdir=folder / "bench", telemetry=NullTelemetry())
     cfg = CurateConfig(sources=tuple(map(source, MATH)))
     summary = curate(cfg, benchmarks=folder / "bench", seed=0, workdir=folder / "out", telemetry=NullTelemetry())
-    return summary, list(read_shards(folder / "out" / "problems", Problem)), list(read_shards(folder / "out" / "dropped", Dropped))
+    return (
+        summary,
+        list(read_shards(folder / "out" / "problems", Problem)),
+        list(read_shards(folder / "out" / "dropped", Dropped)),
+    )
 
 
 def test_the_ledger_of_all_math_sources_adds_up(curated):
@@ -172,7 +188,9 @@ def test_the_ledger_of_all_math_sources_adds_up(curated):
 def test_no_benchmark_question_is_left_among_the_training_problems(curated):
     _, problems, _ = curated
     left = {" ".join(t for t in tokens_of(p.question) if is_word(t)) for p in problems}
-    asked = {" ".join(t for t in tokens_of(q) if is_word(t)) for file in BENCHMARKS for q in read_questions(source(file))}
+    asked = {
+        " ".join(t for t in tokens_of(q) if is_word(t)) for file in BENCHMARKS for q in read_questions(source(file))
+    }
     assert not left & asked
 
 
@@ -193,13 +211,20 @@ def test_repeats_across_sources_are_found(curated):
 
 def test_leetcode_problems_of_two_packers_are_one():
     theirs, ours = (
-        rows_of(file) for file in ("code-rllm-leetcode/leetcode.json", "code-leetcodedataset/LeetCodeDataset-v0.2.0-train.jsonl.gz")
+        rows_of(file)
+        for file in ("code-rllm-leetcode/leetcode.json", "code-leetcodedataset/LeetCodeDataset-v0.2.0-train.jsonl.gz")
     )
     assert len({c.problem_id for c in theirs} & {c.problem_id for c in ours}) > 1100
 
 
 def test_aime_questions_that_aops_and_math_typeset_differently_are_one():
     """11 differ in AoPS's empty scripts (`n^{}_{}`), 2 in `\\dots` and `\\ldots`."""
-    in_math = {tuple(tokens_of(c.question)) for file in MATH if "aime" not in file for c in rows_of(file) if isinstance(c, Candidate)}
+    in_math = {
+        tuple(tokens_of(c.question))
+        for file in MATH
+        if "aime" not in file
+        for c in rows_of(file)
+        if isinstance(c, Candidate)
+    }
     aime = [c for c in rows_of("math-deepscaler-aime/aime.json") if isinstance(c, Candidate)]
     assert sum(tuple(tokens_of(c.question)) in in_math for c in aime) == 249

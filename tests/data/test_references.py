@@ -27,10 +27,16 @@ LCB_CALL = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
 
 ROWS: dict[str, tuple[dict[str, Any], object]] = {
     "APPS": ({"input_output": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})}, ONE_STDIN),
-    "APPS with a function": ({"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]})}, ONE_CALL),
+    "APPS with a function": (
+        {"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]})},
+        ONE_CALL,
+    ),
     "TACO with a function": ({"input_output": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}}, ONE_CALL),
     "lines as lists": ({"tests": {"inputs": [["1 2", ""]], "outputs": [["3", ""]]}}, ONE_STDIN),
-    "KlearReasoner": ({"reward_model": {"ground_truth": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})}}, ONE_STDIN),
+    "KlearReasoner": (
+        {"reward_model": {"ground_truth": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})}},
+        ONE_STDIN,
+    ),
     "DeepCoder": ({"tests": json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}])}, ONE_STDIN),
     "DeepCoder with a function": (
         {"tests": [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}]},
@@ -38,18 +44,34 @@ ROWS: dict[str, tuple[dict[str, Any], object]] = {
     ),
     "LiveCodeBench public": ({"public_test_cases": json.dumps(LCB_STDIN), "private_test_cases": ""}, ONE_STDIN),
     "LiveCodeBench private": ({"public_test_cases": "[]", "private_test_cases": packed(LCB_STDIN)}, ONE_STDIN),
-    "LiveCodeBench function": ({"public_test_cases": json.dumps(LCB_CALL), "metadata": '{"func_name": "add"}'}, ONE_CALL),
+    "LiveCodeBench function": (
+        {"public_test_cases": json.dumps(LCB_CALL), "metadata": '{"func_name": "add"}'},
+        ONE_CALL,
+    ),
     "CodeContests": (
-        {"public_tests": {"input": ["1 2\n"], "output": ["3\n"]}, "private_tests": {"input": [], "output": []}, "generated_tests": None},
+        {
+            "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+            "private_tests": {"input": [], "output": []},
+            "generated_tests": None,
+        },
         ONE_STDIN,
     ),
-    "rLLM functional": ({"tests": {"functional": "assert add(1, 2) == 3"}}, AssertTests(programs=("assert add(1, 2) == 3",))),
+    "rLLM functional": (
+        {"tests": {"functional": "assert add(1, 2) == 3"}},
+        AssertTests(programs=("assert add(1, 2) == 3",)),
+    ),
     "MBPP": (
         {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "import math"},
         AssertTests(programs=("import math\nassert add(1, 2) == 3",)),
     ),
-    "Klear stdin": ({"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}]}}, ONE_STDIN),
-    "Klear call": ({"kind": "code", "tests": {"type": "call", "fn_name": "add", "cases": [{"args": [1, 2], "expected": 3}]}}, ONE_CALL),
+    "Klear stdin": (
+        {"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}]}},
+        ONE_STDIN,
+    ),
+    "Klear call": (
+        {"kind": "code", "tests": {"type": "call", "fn_name": "add", "cases": [{"args": [1, 2], "expected": 3}]}},
+        ONE_CALL,
+    ),
 }
 
 
@@ -71,7 +93,11 @@ def test_limits_of_the_problem_are_kept() -> None:
 
 def test_humaneval_keeps_the_prompts_helpers_and_not_the_function_under_test() -> None:
     prompt = 'import math\n\ndef poly(x):\n    return x + 1\n\ndef root(y):\n    """Where poly is y."""\n'
-    row = {"prompt": prompt, "entry_point": "root", "test": "def check(candidate):\n    assert poly(candidate(3)) == 3\n"}
+    row = {
+        "prompt": prompt,
+        "entry_point": "root",
+        "test": "def check(candidate):\n    assert poly(candidate(3)) == 3\n",
+    }
     tests = code_reference_from_row(row).tests
     assert isinstance(tests, AssertTests)
     assert "def poly" in tests.programs[0]
@@ -115,7 +141,8 @@ def test_malformed_tests_are_refused_with_a_reason(value: object, reason: str) -
 
 
 @pytest.mark.parametrize(
-    "payload", ["###", base64.b64encode(b"nonsense").decode(), base64.b64encode(zlib.compress(pickle.dumps(Path))).decode()]
+    "payload",
+    ["###", base64.b64encode(b"nonsense").decode(), base64.b64encode(zlib.compress(pickle.dumps(Path))).decode()],
 )
 def test_a_packed_column_that_is_no_text_is_refused(payload: str) -> None:
     with pytest.raises(DataError, match="private_test_cases"):

@@ -34,7 +34,13 @@ def test_a_broken_line_is_reported_with_its_number_and_the_others_are_read(tmp_p
     found = list(read_rows(path))
     assert [r.fields for r in found if isinstance(r, Row)] == [{"q": 1}, {"q": 2}]
     broken = [(r.where.removeprefix(f"{path}:"), r.reason) for r in found if isinstance(r, BrokenRow)]
-    assert broken == [("3", "not_json"), ("4", "not_an_object"), ("5", "not_an_object"), ("6", "not_utf8"), ("8", "not_json")]
+    assert broken == [
+        ("3", "not_json"),
+        ("4", "not_an_object"),
+        ("5", "not_an_object"),
+        ("6", "not_utf8"),
+        ("8", "not_json"),
+    ]
 
 
 def test_a_missing_file_and_an_unknown_kind_are_config_errors_that_name_them(tmp_path):
@@ -85,7 +91,8 @@ def test_rows_are_streamed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "stem"), [("train.jsonl", "train"), ("a.b.jsonl.gz", "a.b"), ("aime24.qs.jsonl", "aime24.qs"), ("x.parquet", "x")]
+    ("name", "stem"),
+    [("train.jsonl", "train"), ("a.b.jsonl.gz", "a.b"), ("aime24.qs.jsonl", "aime24.qs"), ("x.parquet", "x")],
 )
 def test_the_stem_leaves_out_how_the_file_is_stored(tmp_path, name, stem):
     assert stem_of(tmp_path / name) == stem

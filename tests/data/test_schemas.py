@@ -25,15 +25,31 @@ MATH_ROWS = {
     "klear_bench of AIME 2025": {"messages": CHAT[1:], "meta": {"solution": "2"}},
     "klear_bench of HMMT": {"id": 0, "messages": CHAT[1:], "solution": "\\boxed{2}", "answer": "2"},
     "gsm8k": {"question": "What is 1+1?", "answer": "One and one is <<1+1=2>>2.\n#### 2"},
-    "math500": {"problem": "What is 1+1?", "answer": "2", "subject": "Algebra", "level": 3, "solution": "", "unique_id": "x"},
+    "math500": {
+        "problem": "What is 1+1?",
+        "answer": "2",
+        "subject": "Algebra",
+        "level": 3,
+        "solution": "",
+        "unique_id": "x",
+    },
     "amc23": {"id": 1, "problem": "What is 1+1?", "question": "What is 1+1?", "answer": 2.0, "url": "u"},
     "deepscaler": {"problem": "What is 1+1?", "answer": "2", "difficulty": 3.0, "type": "Algebra"},
-    "deepmath": {"prompt": "What is 1+1?", "messages": json.dumps(CHAT), "ground_truth": "2", "difficulty": "6.0", "tag": "x"},
+    "deepmath": {
+        "prompt": "What is 1+1?",
+        "messages": json.dumps(CHAT),
+        "ground_truth": "2",
+        "difficulty": "6.0",
+        "tag": "x",
+    },
     "nemo": {"id": "x", "problem": "What is 1+1?", "expected_answer": "$2$."},
     "verl with an instruction": {
         "data_source": "deepscaler",
         "prompt": [
-            {"role": "user", "content": "What is 1+1? Let's think step by step and output the final answer within \\boxed{}."},
+            {
+                "role": "user",
+                "content": "What is 1+1? Let's think step by step and output the final answer within \\boxed{}.",
+            },
         ],
         "ability": "math",
         "reward_model": {"ground_truth": "2", "style": "rule"},
@@ -63,13 +79,23 @@ MATH_ROWS = {
 def test_every_math_format_is_recognised_and_gives_the_same_problem(name, tmp_path):
     found = read_one(MATH_ROWS[name], tmp_path)
     assert isinstance(found, Candidate), found
-    assert (found.question, found.reference, found.domain) == ("What is 1+1?", MathReference(answers=("2",)), Domain.MATH)
+    assert (found.question, found.reference, found.domain) == (
+        "What is 1+1?",
+        MathReference(answers=("2",)),
+        Domain.MATH,
+    )
     assert schema_for("auto", MATH_ROWS[name], where="x").name == name.split()[0]
 
 
 @pytest.mark.parametrize(
     ("name", "rating"),
-    [("math500", 0.6), ("deepscaler", 0.6), ("deepmath", 0.6), ("verl with a template and a bare question", 0.6), ("gsm8k", None)],
+    [
+        ("math500", 0.6),
+        ("deepscaler", 0.6),
+        ("deepmath", 0.6),
+        ("verl with a template and a bare question", 0.6),
+        ("gsm8k", None),
+    ],
 )
 def test_ratings_are_shares_of_their_own_scale(name, rating, tmp_path):
     assert read_one(MATH_ROWS[name], tmp_path).rating == rating
@@ -101,7 +127,10 @@ CODE_ROWS = {
         "ability": "code",
         "reward_model": {"ground_truth": json.dumps(STDIN), "style": "rule"},
     },
-    "problem": {"question": "Add.", "reference": {"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1 2", "output": "3"}]}}},
+    "problem": {
+        "question": "Add.",
+        "reference": {"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1 2", "output": "3"}]}},
+    },
 }
 
 
@@ -118,8 +147,19 @@ def test_every_stdin_format_gives_a_code_problem(name, tmp_path):
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
 ASSERT_ROWS = {
     "mbpp": {"text": "Add.", "test_list": ["assert add(1, 2) == 3"], "task_id": 1},
-    "humaneval": {"prompt": "def add(a, b):\n    '''Add.'''\n", "test": CHECK, "entry_point": "add", "canonical_solution": ""},
-    "leetcode": {"query": "Add.", "prompt": "", "test": CHECK, "entry_point": "Solution().add", "meta": {"difficulty": "Hard"}},
+    "humaneval": {
+        "prompt": "def add(a, b):\n    '''Add.'''\n",
+        "test": CHECK,
+        "entry_point": "add",
+        "canonical_solution": "",
+    },
+    "leetcode": {
+        "query": "Add.",
+        "prompt": "",
+        "test": CHECK,
+        "entry_point": "Solution().add",
+        "meta": {"difficulty": "Hard"},
+    },
 }
 
 
@@ -153,7 +193,10 @@ def test_the_openings_of_code_prompts_are_left_out_so_that_repeats_look_alike(op
 
 def test_starter_code_becomes_part_of_the_question(tmp_path):
     row = CODE_ROWS["lcb"] | {"starter_code": "class Solution:\n    def add(self, a, b):\n        "}
-    assert read_one(row, tmp_path).question == "Add.\n\nComplete this code:\n```python\nclass Solution:\n    def add(self, a, b):\n```"
+    assert (
+        read_one(row, tmp_path).question
+        == "Add.\n\nComplete this code:\n```python\nclass Solution:\n    def add(self, a, b):\n```"
+    )
     assert read_one(CODE_ROWS["lcb"], tmp_path).question == "Add.\n\nRead standard input, write standard output."
 
 
@@ -213,7 +256,8 @@ def test_thousands_commas_of_gsm8k_are_removed_but_not_those_of_lists(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("published", "bare"), [("$3 \\sqrt{6}$.", "3 \\sqrt{6}"), ("$1$ and $2$", "$1$ and $2$"), ("3.5", "3.5"), ("$", "$"), (" 7 ", "7")]
+    ("published", "bare"),
+    [("$3 \\sqrt{6}$.", "3 \\sqrt{6}"), ("$1$ and $2$", "$1$ and $2$"), ("3.5", "3.5"), ("$", "$"), (" 7 ", "7")],
 )
 def test_dollar_signs_around_a_whole_answer_are_removed(published, bare):
     assert bare_answer(published) == bare
@@ -237,7 +281,11 @@ def test_odd_values_anywhere_in_a_row_lead_to_a_drop_or_a_problem_never_to_a_cra
     path = tmp_path / "rows.jsonl"
     changed = [row | {key: odd} for key in row for odd in ODD_VALUES]
     changed += [
-        row | {key: value | {inner: odd}} for key, value in row.items() if isinstance(value, dict) for inner in value for odd in ODD_VALUES
+        row | {key: value | {inner: odd}}
+        for key, value in row.items()
+        if isinstance(value, dict)
+        for inner in value
+        for odd in ODD_VALUES
     ]
     path.write_text("".join(json.dumps(r) + "\n" for r in (row, *changed)))
     found = list(read_source(FileSource(path=str(path), row_schema=schema_for("auto", row, where="x").name), seed=0))

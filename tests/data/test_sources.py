@@ -5,7 +5,14 @@ import pytest
 
 from klear_core.config.data import FileSource, ProceduralSource
 from klear_core.data.candidates import Candidate
-from klear_core.data.sources import check_questions, check_source, check_sources, read_questions, read_source, source_name
+from klear_core.data.sources import (
+    check_questions,
+    check_source,
+    check_sources,
+    read_questions,
+    read_source,
+    source_name,
+)
 from klear_core.errors import ConfigError
 from klear_core.types import CodeReference, Dropped, MathReference
 
@@ -25,14 +32,21 @@ def test_every_row_comes_out_as_a_candidate_or_as_a_drop(tmp_path):
     path = file_of(tmp_path, [GOOD, "oops\n", {"question": "q", "answer": "?"}, GOOD])
     found = list(read_source(FileSource(path=path), seed=0))
     assert [type(f) for f in found] == [Candidate, Dropped, Dropped, Candidate]
-    assert [(f.problem_id, f.reason) for f in found if isinstance(f, Dropped)] == [(f"{path}:2", "not_json"), (f"{path}:3", "no_reference")]
+    assert [(f.problem_id, f.reason) for f in found if isinstance(f, Dropped)] == [
+        (f"{path}:2", "not_json"),
+        (f"{path}:3", "no_reference"),
+    ]
 
 
 def test_every_row_of_the_readmes_example_can_be_used():
     example = "tests/files/problems.jsonl"
     assert example in (ROOT / "README.md").read_text()
     found = list(read_source(FileSource(path=str(ROOT / example)), seed=0))
-    assert [type(row.reference) for row in found if isinstance(row, Candidate)] == [MathReference, MathReference, CodeReference]
+    assert [type(row.reference) for row in found if isinstance(row, Candidate)] == [
+        MathReference,
+        MathReference,
+        CodeReference,
+    ]
 
 
 def test_a_broken_first_line_does_not_decide_the_format(tmp_path):

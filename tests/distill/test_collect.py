@@ -46,7 +46,9 @@ def run(
 ) -> StageSummary:
     telemetry = telemetry or NullTelemetry()
     return asyncio.run(
-        collect_traces(cfg, teacher, (judge or FakeJudge()).judge_async, problems, seed=7, workdir=workdir, telemetry=telemetry)
+        collect_traces(
+            cfg, teacher, (judge or FakeJudge()).judge_async, problems, seed=7, workdir=workdir, telemetry=telemetry
+        )
     )
 
 
@@ -64,7 +66,9 @@ def steps(summary: StageSummary) -> dict[str, LedgerStep]:
 
 def test_every_sample_becomes_a_judged_trace_in_problem_order(tmp_path: Path) -> None:
     summary = run(make_config(samples_per_problem=2), tmp_path, FakeTeacher())
-    assert [(t.problem_id, t.sample_idx) for t in traces(tmp_path)] == [(p.problem_id, i) for p in PROBLEMS for i in (0, 1)]
+    assert [(t.problem_id, t.sample_idx) for t in traces(tmp_path)] == [
+        (p.problem_id, i) for p in PROBLEMS for i in (0, 1)
+    ]
     assert all(t.verdict.is_correct for t in traces(tmp_path))
     assert drops(tmp_path) == []
     assert summary.counts == {"problems": 10, "traces": 20, "tokens": 60, "teacher_accuracy": 1.0}
@@ -90,7 +94,14 @@ def test_the_ledger_follows_every_sample_from_asking_to_selection(tmp_path: Path
         LedgerStep(step="ask", unit="trace", num_in=10, num_out=9, dropped={"timeout": 1}),
         LedgerStep(step="complete", unit="trace", num_in=9, num_out=7, dropped={"no_reasoning": 1, "truncated": 1}),
         LedgerStep(step="judge", unit="trace", num_in=7, num_out=6, dropped={"judge_failed": 1}),
-        LedgerStep(step="select", unit="trace", num_in=6, num_out=5, dropped={"wrong_easy": 1}, noted={"wrong_but_kept_hard": 1}),
+        LedgerStep(
+            step="select",
+            unit="trace",
+            num_in=6,
+            num_out=5,
+            dropped={"wrong_easy": 1},
+            noted={"wrong_but_kept_hard": 1},
+        ),
     )
     assert {d.problem_id: d.reason for d in drops(tmp_path)} == {
         "p000": "timeout",
@@ -119,7 +130,10 @@ def test_a_finished_shard_is_not_asked_again_and_the_result_is_that_of_one_run(t
     first = FakeTeacher({"p006": RuntimeError("power cut")})
     with pytest.raises(RuntimeError, match="power cut"):
         run(cfg, broken, first)
-    assert [p.name for p in sorted((broken / "traces").iterdir())] == ["00000-of-00003.parquet", "00001-of-00003.parquet"]
+    assert [p.name for p in sorted((broken / "traces").iterdir())] == [
+        "00000-of-00003.parquet",
+        "00001-of-00003.parquet",
+    ]
 
     second = FakeTeacher()
     assert run(cfg, broken, second) == expected
@@ -138,7 +152,10 @@ def test_a_changed_shard_size_asks_for_nothing_again(tmp_path: Path) -> None:
 def test_too_many_teacher_failures_stop_the_stage_and_keep_the_finished_shards(tmp_path: Path) -> None:
     cfg = make_config(runtime=DistillRuntime(traces_per_shard=4, max_in_flight=1), max_failure_rate=0.2)
     teacher = FakeTeacher({"p004": [FAILED], "p005": [FAILED]})
-    with pytest.raises(TeacherError, match=r"2 of the 3 answers of a shard failed \(2 timeout\).*max_failure_rate = 0.2.*p005.*run again"):
+    with pytest.raises(
+        TeacherError,
+        match=r"2 of the 3 answers of a shard failed \(2 timeout\).*max_failure_rate = 0.2.*p005.*run again",
+    ):
         run(cfg, tmp_path, teacher)
     assert "p006" not in teacher.asked
     again = FakeTeacher()
@@ -190,7 +207,9 @@ def write_chains(folder: Path, answers: Sequence[int]) -> None:
 def test_the_stage_reads_problems_and_judges_with_the_real_judge(tmp_path: Path) -> None:
     write_chains(tmp_path / "in", range(6))
     cfg = DistillConfig(samples_per_problem=2, max_problems=5)
-    summary = distill(cfg, VerifyConfig(), problems=tmp_path / "in", seed=0, workdir=tmp_path / "out", telemetry=NullTelemetry())
+    summary = distill(
+        cfg, VerifyConfig(), problems=tmp_path / "in", seed=0, workdir=tmp_path / "out", telemetry=NullTelemetry()
+    )
     assert steps(summary)["limit"].dropped == {"over_max_problems": 1}
     assert steps(summary)["ask"].num_in == 10
     assert summary.seeds == {"distill": 0}
@@ -201,13 +220,27 @@ def test_the_stage_reads_problems_and_judges_with_the_real_judge(tmp_path: Path)
 def test_no_problem_at_all_is_an_error_that_says_where_to_look(tmp_path: Path) -> None:
     write_chains(tmp_path / "in", ())
     with pytest.raises(DataError, match="no problem to distill"):
-        distill(DistillConfig(), VerifyConfig(), problems=tmp_path / "in", seed=0, workdir=tmp_path / "out", telemetry=NullTelemetry())
+        distill(
+            DistillConfig(),
+            VerifyConfig(),
+            problems=tmp_path / "in",
+            seed=0,
+            workdir=tmp_path / "out",
+            telemetry=NullTelemetry(),
+        )
 
 
 def test_a_problem_that_the_procedural_teacher_cannot_read_stops_with_the_reason(tmp_path: Path) -> None:
     write_shard(tmp_path / "in" / "problems" / "a.parquet", [make_problem(0, question="What is love?")])
     with pytest.raises(TeacherError, match=r"1 unsupported.*not a chain problem: 'What is love\?'"):
-        distill(DistillConfig(), VerifyConfig(), problems=tmp_path / "in", seed=0, workdir=tmp_path / "out", telemetry=NullTelemetry())
+        distill(
+            DistillConfig(),
+            VerifyConfig(),
+            problems=tmp_path / "in",
+            seed=0,
+            workdir=tmp_path / "out",
+            telemetry=NullTelemetry(),
+        )
 
 
 def test_a_missing_api_key_is_a_config_error_that_names_the_variable() -> None:
@@ -217,7 +250,9 @@ def test_a_missing_api_key_is_a_config_error_that_names_the_variable() -> None:
 
 def silent(num_silent: int, problems: Sequence[Problem] = PROBLEMS) -> FakeTeacher:
     """A teacher that gives no reasoning for the first problems."""
-    return FakeTeacher({p.problem_id: [make_reply(f"\\boxed{{{i}}}", reasoning="")] for i, p in enumerate(problems[:num_silent])})
+    return FakeTeacher(
+        {p.problem_id: [make_reply(f"\\boxed{{{i}}}", reasoning="")] for i, p in enumerate(problems[:num_silent])}
+    )
 
 
 @pytest.mark.parametrize("stop_below", [0.0, 0.5])
@@ -226,12 +261,16 @@ def test_a_teacher_without_reasoning_stops_the_stage_whatever_the_floor(tmp_path
     with pytest.raises(DataError) as caught:
         run(cfg, tmp_path, silent(10))
     told = str(caught.value)
-    assert told.startswith("0 of 10 answers of the teacher are whole and judged; lost: 10 no_reasoning; the first: problem p00")
+    assert told.startswith(
+        "0 of 10 answers of the teacher are whole and judged; lost: 10 no_reasoning; the first: problem p00"
+    )
     assert "serve it with a reasoning parser" in told
 
 
 def test_below_the_floor_distillation_stops_and_above_it_warns(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"4 of 10 .*6 no_reasoning.*40\.0%, less than distill\.runtime\.whole\.stop_below = 0\.5"):
+    with pytest.raises(
+        DataError, match=r"4 of 10 .*6 no_reasoning.*40\.0%, less than distill\.runtime\.whole\.stop_below = 0\.5"
+    ):
         run(make_config(), tmp_path / "below", silent(6))
     summary = run(make_config(), tmp_path / "at", silent(5))
     assert [note[:40] for note in summary.notes] == ["5 of 10 answers of the teacher are whole"]
@@ -264,7 +303,8 @@ def test_a_policy_that_keeps_nothing_is_an_error_and_a_teacher_that_is_never_rig
     wrong = {p.problem_id: [make_reply("\\boxed{99}")] for p in PROBLEMS}
     picky = SelectConfig(easy="correct_only", hard="correct_only")
     with pytest.raises(
-        DataError, match=r"0 of 10 whole answers are kept by distill\.select; lost: 5 wrong_\w+, 5 wrong_\w+; the first: pr"
+        DataError,
+        match=r"0 of 10 whole answers are kept by distill\.select; lost: 5 wrong_\w+, 5 wrong_\w+; the first: pr",
     ):
         run(make_config(select=picky), tmp_path / "picky", FakeTeacher(wrong))
     summary = run(make_config(), tmp_path / "all", FakeTeacher(wrong))

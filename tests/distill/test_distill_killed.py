@@ -57,7 +57,9 @@ def asked_by(server: ScriptedServer) -> Counter[str]:
     return questions
 
 
-def test_a_killed_distillation_asks_only_for_what_was_not_finished_and_ends_the_same(tmp_path: Path, server: ScriptedServer) -> None:
+def test_a_killed_distillation_asks_only_for_what_was_not_finished_and_ends_the_same(
+    tmp_path: Path, server: ScriptedServer
+) -> None:
     problems = [make_problem(i) for i in range(30)]
     write_shard(tmp_path / "in" / "problems" / "a.parquet", problems)
     expected = finish(start(tmp_path, server, "straight"))
@@ -81,7 +83,9 @@ def test_a_killed_distillation_asks_only_for_what_was_not_finished_and_ends_the_
     assert finish(start(tmp_path, server, "killed")) == expected
     asked = asked_by(server)
     assert asked.keys() == {p.question for p in problems} - done
-    assert asked.total() <= 2 * len(asked) + 2  # two requests were under way at the kill, and the server may have seen them late
+    assert (
+        asked.total() <= 2 * len(asked) + 2
+    )  # two requests were under way at the kill, and the server may have seen them late
     for folder, record_type in (("traces", TeacherTrace), ("dropped", Dropped)):
         assert list(read_shards(tmp_path / "killed" / folder, record_type)) == list(
             read_shards(tmp_path / "straight" / folder, record_type)

@@ -13,7 +13,9 @@ from klear_core.types import TeacherReply
 
 def payload(message: dict[str, object], finish_reason: object = "stop", usage: object = None) -> bytes:
     usage = {"prompt_tokens": 5, "completion_tokens": 42} if usage is None else usage
-    return json.dumps({"id": "x", "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}], "usage": usage}).encode()
+    return json.dumps(
+        {"id": "x", "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}], "usage": usage}
+    ).encode()
 
 
 def test_thinking_in_a_field_of_its_own_is_deepseeks_way() -> None:
@@ -28,7 +30,9 @@ def test_newer_servers_call_that_field_reasoning() -> None:
 
 @pytest.mark.parametrize("content", ["<think>\n2+2=4\n</think>\n\n4", "2+2=4</think>4"])
 def test_thinking_between_tags_is_split_off_also_if_the_template_opened_them(content: str) -> None:
-    assert read_reply(payload({"content": content})) == TeacherReply(reasoning="2+2=4", answer="4", finish_reason="stop", num_tokens=42)
+    assert read_reply(payload({"content": content})) == TeacherReply(
+        reasoning="2+2=4", answer="4", finish_reason="stop", num_tokens=42
+    )
 
 
 def test_thinking_that_never_ended_has_no_answer() -> None:
@@ -37,7 +41,9 @@ def test_thinking_that_never_ended_has_no_answer() -> None:
 
 
 def test_content_without_tags_is_all_answer() -> None:
-    assert read_reply(payload({"content": "4"})) == TeacherReply(reasoning="", answer="4", finish_reason="stop", num_tokens=42)
+    assert read_reply(payload({"content": "4"})) == TeacherReply(
+        reasoning="", answer="4", finish_reason="stop", num_tokens=42
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,11 @@ def test_content_without_tags_is_all_answer() -> None:
         (b"<html>Bad gateway</html>", "malformed", "<html>Bad gateway"),
         (b"", "malformed", "EOF"),
         (b'{"error": "overloaded"}', "malformed", "choices: Field required"),
-        (b'{"choices": [], "usage": {"completion_tokens": 1}}', "malformed", "choices: List should have at least 1 item"),
+        (
+            b'{"choices": [], "usage": {"completion_tokens": 1}}',
+            "malformed",
+            "choices: List should have at least 1 item",
+        ),
         (payload({"content": ["a", "b"]}), "malformed", "choices.0.message.content"),
         (payload({"content": "4"}, None), "malformed", "choices.0.finish_reason"),
         (payload({"content": "4"}, usage={}), "malformed", "usage.completion_tokens: Field required"),

@@ -28,7 +28,10 @@ def make_config(base_url: str, *, runtime: HttpRuntime | None = None, **changes:
 
 
 def ask(
-    cfg: HttpTeacherConfig, num_samples: int = 1, look: Callable[[HttpTeacher], None] = lambda _: None, **problem: object
+    cfg: HttpTeacherConfig,
+    num_samples: int = 1,
+    look: Callable[[HttpTeacher], None] = lambda _: None,
+    **problem: object,
 ) -> Sequence[TeacherResult]:
     async def run() -> Sequence[TeacherResult]:
         teacher = HttpTeacher(cfg, backoff_s=0.02)
@@ -49,9 +52,13 @@ def reason(result: TeacherResult) -> str:
 REPLY = TeacherReply(reasoning="2+2=4", answer="4", finish_reason="stop", num_tokens=9)
 
 
-def test_a_request_carries_the_question_the_instruction_and_the_decoding(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_carries_the_question_the_instruction_and_the_decoding(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TEACHER_KEY", "secret")
-    results = ask(make_config(server.base_url + "/", api_key_env="TEACHER_KEY", max_tokens=100), num_samples=2, question="2+2?")
+    results = ask(
+        make_config(server.base_url + "/", api_key_env="TEACHER_KEY", max_tokens=100), num_samples=2, question="2+2?"
+    )
     assert list(results) == [REPLY, REPLY]
     first, second = server.requests
     assert first["model"] == "r1"
@@ -71,7 +78,9 @@ def test_the_question_goes_alone_and_unseeded_if_so_set(server: ScriptedServer) 
 
 
 def test_another_instruction_is_another_prompt_version() -> None:
-    versions = {HttpTeacher(make_config("http://x", math_instruction=text)).prompt_version for text in ("", "Box it.", "Think.")}
+    versions = {
+        HttpTeacher(make_config("http://x", math_instruction=text)).prompt_version for text in ("", "Box it.", "Think.")
+    }
     assert len(versions) == 3
 
 
@@ -107,8 +116,15 @@ def test_retry_after_is_honoured_in_both_its_forms(server: ScriptedServer, value
 
 
 def test_a_server_that_stays_busy_fails_that_sample_alone_and_counts_its_tries(server: ScriptedServer) -> None:
-    server.script = [Answer(status=503, body="full"), Answer(status=503, body="full"), Answer(status=503, body="full"), Answer()]
-    first, second = ask(make_config(server.base_url, runtime=HttpRuntime(max_concurrency=1, max_retries=2, timeout_s=5)), num_samples=2)
+    server.script = [
+        Answer(status=503, body="full"),
+        Answer(status=503, body="full"),
+        Answer(status=503, body="full"),
+        Answer(),
+    ]
+    first, second = ask(
+        make_config(server.base_url, runtime=HttpRuntime(max_concurrency=1, max_retries=2, timeout_s=5)), num_samples=2
+    )
     assert isinstance(first, TeacherFailure)
     assert first.detail == "HTTP 503: 'full', 3 tries"
     assert second == REPLY
@@ -136,7 +152,9 @@ def test_a_request_that_the_server_will_not_take_fails_without_a_retry(server: S
 
 
 @pytest.mark.parametrize(("status", "advice"), [(401, "api_key_env"), (402, "balance"), (404, "distill.teacher.model")])
-def test_a_teacher_that_refuses_us_ends_the_stage_for_good_with_advice(server: ScriptedServer, status: int, advice: str) -> None:
+def test_a_teacher_that_refuses_us_ends_the_stage_for_good_with_advice(
+    server: ScriptedServer, status: int, advice: str
+) -> None:
     server.script = [Answer(status=status, body="no")]
     with pytest.raises(TeacherRejectsError, match=advice) as caught:
         ask(make_config(server.base_url))
@@ -148,7 +166,9 @@ def test_an_unreachable_teacher_is_an_error_with_the_address_the_tries_and_the_f
     with socket.socket() as taken:  # bound but not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-        with pytest.raises(TeacherError, match=rf"'r1' at {url}/chat/completions cannot be reached after 3 tries.*base_url") as caught:
+        with pytest.raises(
+            TeacherError, match=rf"'r1' at {url}/chat/completions cannot be reached after 3 tries.*base_url"
+        ) as caught:
             ask(make_config(url))
     assert not caught.value.is_permanent
 

@@ -12,7 +12,9 @@ from klear_core.types import TeacherReply
 
 
 def replies(cfg: ProceduralTeacherConfig, question: str, num_samples: int = 1, seed: int = 0) -> list[TeacherReply]:
-    results = asyncio.run(ProceduralTeacher(cfg).solve(make_problem(0, question=question), num_samples=num_samples, seed=seed))
+    results = asyncio.run(
+        ProceduralTeacher(cfg).solve(make_problem(0, question=question), num_samples=num_samples, seed=seed)
+    )
     assert all(isinstance(r, TeacherReply) for r in results)
     return [r for r in results if isinstance(r, TeacherReply)]
 
@@ -72,5 +74,7 @@ def test_the_same_seed_gives_the_same_traces_and_more_samples_change_no_earlier_
 
 
 def test_what_is_no_chain_problem_is_unsupported_not_an_exception() -> None:
-    results = asyncio.run(ProceduralTeacher(FLAWLESS).solve(make_problem(0, question="What is love?"), num_samples=2, seed=0))
+    results = asyncio.run(
+        ProceduralTeacher(FLAWLESS).solve(make_problem(0, question="What is love?"), num_samples=2, seed=0)
+    )
     assert [r.reason for r in results if isinstance(r, TeacherFailure)] == ["unsupported", "unsupported"]

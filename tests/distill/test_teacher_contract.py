@@ -31,7 +31,9 @@ def solve(make_teacher: MakeTeacher, num_samples: int, num_calls: int = 1) -> li
     async def run() -> list[Sequence[TeacherResult]]:
         teacher = make_teacher()
         try:
-            return await asyncio.gather(*(teacher.solve(PROBLEM, num_samples=num_samples, seed=1) for _ in range(num_calls)))
+            return await asyncio.gather(
+                *(teacher.solve(PROBLEM, num_samples=num_samples, seed=1) for _ in range(num_calls))
+            )
         finally:
             await teacher.close()
 

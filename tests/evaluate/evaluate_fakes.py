@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from klear_core.evaluate.run import Examination
 from klear_core.generate.engine import SamplingParams
-from klear_core.types import Completion, Difficulty, Domain, EvalSample, FinishReason, MathReference, Outcome, Problem, Verdict
+from klear_core.types import (
+    Completion,
+    Difficulty,
+    Domain,
+    EvalSample,
+    FinishReason,
+    MathReference,
+    Outcome,
+    Problem,
+    Verdict,
+)
 
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0)
 WRONG = Verdict(outcome=Outcome.SCORED, score=0.0)
@@ -66,7 +76,13 @@ class FakeEngine:
         text, finish_reason = reply
         ids = tuple(text.encode())
         return [
-            Completion(text=text, token_ids=ids, logps=(0.0,) * len(ids), finish_reason=finish_reason, policy_versions=(0,) * len(ids))
+            Completion(
+                text=text,
+                token_ids=ids,
+                logps=(0.0,) * len(ids),
+                finish_reason=finish_reason,
+                policy_versions=(0,) * len(ids),
+            )
         ] * params.num_samples
 
     async def close(self) -> None:

@@ -9,7 +9,15 @@ import pytest
 from klear_core.config.engine import TorchEngineConfig
 from klear_core.config.evaluate import EvaluateSamplingConfig
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable, RunResult, as_markdown, at_own_rate, read_run, rows_of
+from klear_core.evaluate.ablation import (
+    TOKEN_SHARES,
+    AblationTable,
+    RunResult,
+    as_markdown,
+    at_own_rate,
+    read_run,
+    rows_of,
+)
 from klear_core.metrics import MetricsFile
 from klear_core.scores import DecodingProfile, EvalReport, Score, write_reports
 
@@ -62,7 +70,9 @@ def trained(low: float, max_ratio: float, entropy: float) -> dict[str, float]:
 
 def test_a_run_is_read_from_its_folders_and_steps_without_training_do_not_count(tmp_path: Path) -> None:
     rl = an_rl_stage(tmp_path / "rl", trained(0.02, 2.0, 0.5), trained(0.04, 7.0, 0.3), {"rl/reward/mean": -1.0})
-    run = read_run(rl=rl, before=an_evaluation(tmp_path / "before", 0.5, 0.7), after=an_evaluation(tmp_path / "after", 0.8, 1.0))
+    run = read_run(
+        rl=rl, before=an_evaluation(tmp_path / "before", 0.5, 0.7), after=an_evaluation(tmp_path / "after", 0.8, 1.0)
+    )
     assert (run.before, run.after) == (pytest.approx(0.6), pytest.approx(0.9))
     assert run.token_shares["A<0, r low"] == pytest.approx(0.03)
     assert (run.max_ratio, run.entropy) == (7.0, 0.3)
@@ -125,7 +135,9 @@ def test_differences_are_paired_by_seed_at_the_same_rate() -> None:
     first, second = rows_of({"paper": {1e-4: paper}, "other": {1e-4: other}}, "paper")
     assert (first.variant, first.difference) == ("paper", None)
     assert second.difference is not None
-    assert (second.difference.value, second.difference.low, second.difference.high) == pytest.approx((0.2, -0.04841, 0.44841), abs=1e-5)
+    assert (second.difference.value, second.difference.low, second.difference.high) == pytest.approx(
+        (0.2, -0.04841, 0.44841), abs=1e-5
+    )
     assert second.score.value == pytest.approx(0.5)
 
 
@@ -143,7 +155,9 @@ def test_several_rates_have_a_row_each_and_one_at_own_rates() -> None:
 
 
 def test_a_variant_without_two_seeds_in_common_with_the_reference_has_no_row() -> None:
-    rows = rows_of({"paper": {1e-4: {1: a_run(0.3), 2: a_run(0.5)}}, "other": {1e-4: {2: a_run(0.3), 3: a_run(0.5)}}}, "paper")
+    rows = rows_of(
+        {"paper": {1e-4: {1: a_run(0.3), 2: a_run(0.5)}}, "other": {1e-4: {2: a_run(0.3), 3: a_run(0.5)}}}, "paper"
+    )
     assert [row.variant for row in rows] == ["paper"]
 
 

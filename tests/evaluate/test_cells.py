@@ -11,13 +11,24 @@ from klear_core.evaluate.cells import CellRecord, read_cells, table_of, write_ce
 
 def a_cell(variant: str, rate: float, seed: int, after: float) -> CellRecord:
     run = RunResult(
-        before=0.6, after=after, token_shares=dict.fromkeys(TOKEN_SHARES, 0.0), max_ratio=3.0, entropy=0.25, greedy=0.5, commit="abc"
+        before=0.6,
+        after=after,
+        token_shares=dict.fromkeys(TOKEN_SHARES, 0.0),
+        max_ratio=3.0,
+        entropy=0.25,
+        greedy=0.5,
+        commit="abc",
     )
     place = {"variant": variant, "learning_rate": rate, "seed": seed}
     return CellRecord(**place, minibatches_per_step=16, steps=20, collapsed=run.has_collapsed, result=run)
 
 
-CELLS = [a_cell("paper", 1e-4, 1, 0.3), a_cell("paper", 1e-4, 2, 0.5), a_cell("clip", 1e-4, 2, 0.7), a_cell("clip", 1e-4, 1, 0.4)]
+CELLS = [
+    a_cell("paper", 1e-4, 1, 0.3),
+    a_cell("paper", 1e-4, 2, 0.5),
+    a_cell("clip", 1e-4, 2, 0.7),
+    a_cell("clip", 1e-4, 1, 0.4),
+]
 
 
 def test_cells_are_read_as_they_were_written_one_a_line(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ CFG = EvaluateConfig(
 )
 
 
-def run(workdir: Path, exam: Examination, cfg: EvaluateConfig = CFG, suite: tuple[Benchmark, ...] = (TOY,)) -> StageSummary:
+def run(
+    workdir: Path, exam: Examination, cfg: EvaluateConfig = CFG, suite: tuple[Benchmark, ...] = (TOY,)
+) -> StageSummary:
     telemetry = NullTelemetry()
     asyncio.run(answer_benchmarks(cfg, suite, exam, seed=3, workdir=workdir, telemetry=telemetry))
     return report_scores(cfg, suite, seed=3, workdir=workdir, telemetry=telemetry)
@@ -36,7 +38,9 @@ def samples(workdir: Path) -> list[EvalSample]:
 def test_every_problem_is_answered_n_times_and_once_greedily(tmp_path: Path) -> None:
     summary = run(tmp_path, make_exam())
     assert [(s.problem_id, s.decoding, s.sample_idx) for s in samples(tmp_path)] == [
-        (p.problem_id, decoding, i) for p in TOY.problems for decoding, i in [("sampled", 0), ("sampled", 1), ("sampled", 2), ("greedy", 0)]
+        (p.problem_id, decoding, i)
+        for p in TOY.problems
+        for decoding, i in [("sampled", 0), ("sampled", 1), ("sampled", 2), ("greedy", 0)]
     ]
     (report,) = read_reports(tmp_path)
     assert (report.benchmark, report.num_problems, report.num_samples, report.seed) == ("toy", 5, 3, 3)
@@ -51,9 +55,9 @@ def test_every_sample_has_a_seed_of_its_own_and_the_profile_of_the_settings(tmp_
     sampled = [p for _, p in engine.asked if p.temperature > 0]
     greedy = [p for _, p in engine.asked if p.temperature == 0]
     assert len({p.seed for p in sampled}) == 15
-    assert {(p.num_samples, p.temperature, p.top_p, p.top_k, p.repetition_penalty, p.max_new_tokens) for p in sampled} == {
-        (1, 0.6, 0.95, 20, 1.05, 50)
-    }
+    assert {
+        (p.num_samples, p.temperature, p.top_p, p.top_k, p.repetition_penalty, p.max_new_tokens) for p in sampled
+    } == {(1, 0.6, 0.95, 20, 1.05, 50)}
     assert {(p.top_p, p.top_k, p.repetition_penalty) for p in greedy} == {(1.0, 0, 1.05)}
     assert len(greedy) == 5
 
@@ -110,7 +114,9 @@ def test_too_many_unscored_answers_stop_the_stage_with_the_outcomes(tmp_path: Pa
     cfg = CFG.model_copy(update={"max_unscored_rate": 0.1})  # 2 of 20
     flaky = FakeJudge(lambda p, r: UNJUDGED if p.problem_id == "p002" else None)
     engine = FakeEngine()
-    with pytest.raises(JudgeError, match=r"'toy': 3 of 20 answers.*\(3 judge_failed\).*max_unscored_rate = 0.1.*p002: worker died"):
+    with pytest.raises(
+        JudgeError, match=r"'toy': 3 of 20 answers.*\(3 judge_failed\).*max_unscored_rate = 0.1.*p002: worker died"
+    ):
         run(tmp_path, make_exam(engine, flaky), cfg=cfg)
     assert max(number for number, _ in engine.asked) == 2
     run(tmp_path, make_exam(), cfg=cfg)
@@ -146,7 +152,9 @@ def test_sampling_and_judging_overlap(tmp_path: Path) -> None:
 
 
 def test_a_problem_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="benchmark 'toy', problem p002: the engine cannot answer it: prompt of 600 tokens"):
+    with pytest.raises(
+        DataError, match="benchmark 'toy', problem p002: the engine cannot answer it: prompt of 600 tokens"
+    ):
         run(tmp_path, make_exam(FakeEngine({2: ValueError("prompt of 600 tokens")})))
 
 

@@ -19,7 +19,12 @@ CHAINS = BenchmarkConfig(name="chains", source=ProceduralSource(num_problems=2, 
 
 def answers_of_base(root: Path, *, window: int | None) -> int:
     """Of a folder whose own 16 positions hold no question."""
-    prepare_base(TinyModelConfig(num_layers=1, max_position_embeddings=16), seed=0, workdir=root / "tiny", telemetry=NullTelemetry())
+    prepare_base(
+        TinyModelConfig(num_layers=1, max_position_embeddings=16),
+        seed=0,
+        workdir=root / "tiny",
+        telemetry=NullTelemetry(),
+    )
     pointed = HfModelConfig(path=str(model_folder(root / "tiny")), max_position_embeddings=window)
     for stage in ("base", "benchmarks"):
         (root / stage).mkdir()

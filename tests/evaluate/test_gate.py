@@ -43,8 +43,12 @@ def test_two_evaluations_are_paired_by_problem(tmp_path: Path) -> None:
     assert not comparison.is_clear
 
 
-@pytest.mark.parametrize(("first", "second", "is_better", "is_worse"), [(WRONG, RIGHT, True, False), (RIGHT, WRONG, False, True)])
-def test_a_clear_difference_is_said_to_be_clear(tmp_path: Path, first: Verdict, second: Verdict, is_better: bool, is_worse: bool) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "is_better", "is_worse"), [(WRONG, RIGHT, True, False), (RIGHT, WRONG, False, True)]
+)
+def test_a_clear_difference_is_said_to_be_clear(
+    tmp_path: Path, first: Verdict, second: Verdict, is_better: bool, is_worse: bool
+) -> None:
     before = write_evaluation(tmp_path / "a", answers(*[(first, first)] * 20))
     after = write_evaluation(tmp_path / "b", answers(*[(second, second)] * 20))
     (comparison,) = compare(before, after)

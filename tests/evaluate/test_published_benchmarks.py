@@ -22,9 +22,15 @@ from klear_core.types import Completion, FinishReason, MathReference
 from klear_core.verify import build_verifier
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
-FILES = {"aime24": "bench-aime24/aime24.qs.jsonl", "aime25": "bench-aime25/aime25.qs.jsonl", "hmmt25": "bench-hmmt25/HMMT-202502.jsonl"}
+FILES = {
+    "aime24": "bench-aime24/aime24.qs.jsonl",
+    "aime25": "bench-aime25/aime25.qs.jsonl",
+    "hmmt25": "bench-hmmt25/HMMT-202502.jsonl",
+}
 
-pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the published benchmark files are not here (../shared/data)")
+pytestmark = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the published benchmark files are not here (../shared/data)"
+)
 
 
 class KeyEngine:
@@ -46,7 +52,9 @@ class KeyEngine:
 
 def completion(text: str, finish_reason: FinishReason) -> Completion:
     ids = tuple(text.encode())
-    return Completion(text=text, token_ids=ids, logps=(0.0,) * len(ids), finish_reason=finish_reason, policy_versions=(0,) * len(ids))
+    return Completion(
+        text=text, token_ids=ids, logps=(0.0,) * len(ids), finish_reason=finish_reason, policy_versions=(0,) * len(ids)
+    )
 
 
 def render(question: str) -> tuple[int, ...]:
@@ -65,7 +73,12 @@ def key_of(suite: Sequence[Benchmark]) -> dict[tuple[int, ...], str]:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EvalReport]:
     folder = tmp_path_factory.mktemp("published")
     configs = [
-        BenchmarkConfig(name=name, source=FileSource(path=str(SHARED / path), row_schema="klear_bench"), expected_rows=30, num_samples=1)
+        BenchmarkConfig(
+            name=name,
+            source=FileSource(path=str(SHARED / path), row_schema="klear_bench"),
+            expected_rows=30,
+            num_samples=1,
+        )
         for name, path in FILES.items()
     ]
     prepare_benchmarks(configs, seed=0, workdir=folder / "benchmarks", telemetry=NullTelemetry())

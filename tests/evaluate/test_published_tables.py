@@ -15,7 +15,11 @@ from klear_core.evaluate.stats import seed_interval
 
 ROOT = Path(__file__).parents[2]
 DATA = sorted((ROOT / "docs" / "data").glob("*.jsonl"))
-PUBLISHED = dict(re.findall(r"<!-- computed from data/(\w+)\.jsonl -->\n\n((?:\|.*\n)+)", (ROOT / "docs" / "training.md").read_text()))
+PUBLISHED = dict(
+    re.findall(
+        r"<!-- computed from data/(\w+)\.jsonl -->\n\n((?:\|.*\n)+)", (ROOT / "docs" / "training.md").read_text()
+    )
+)
 
 
 def test_every_file_of_runs_has_its_table() -> None:
@@ -37,14 +41,20 @@ def test_the_runs_are_those_of_the_grid_each_once(file: Path) -> None:
     assert sorted((r.variant, r.learning_rate, r.seed) for r in records) == sorted(asked)
     for r in records:
         rl = asked[r.variant, r.learning_rate, r.seed]
-        assert (r.minibatches_per_step, r.steps, r.collapsed) == (rl.minibatches_per_step, rl.num_steps, r.result.has_collapsed)
+        assert (r.minibatches_per_step, r.steps, r.collapsed) == (
+            rl.minibatches_per_step,
+            rl.num_steps,
+            r.result.has_collapsed,
+        )
         assert r.result.commit
 
 
 def test_the_difference_at_own_rates_is_computed_from_the_runs() -> None:
     """Rates were chosen on other seeds: 1e-4 for the paper's loss, 2e-4 for clipping."""
     paper = {r.seed: r.result.after for r in read_cells(ROOT / "docs/data/rates.jsonl") if r.learning_rate == 1e-4}
-    clip = {r.seed: r.result.after for r in read_cells(ROOT / "docs/data/clip_at_its_rate.jsonl") if r.variant == "clip"}
+    clip = {
+        r.seed: r.result.after for r in read_cells(ROOT / "docs/data/clip_at_its_rate.jsonl") if r.variant == "clip"
+    }
     found = seed_interval([clip[seed] - paper[seed] for seed in paper], bounds=(-1, 1), confidence=CONFIDENCE)
     value, low, high = (f"{100 * x:+.1f}" for x in (found.value, found.low, found.high))
     assert f"`clip` minus `paper` {value} ({low} to {high})" in (ROOT / "docs" / "training.md").read_text()

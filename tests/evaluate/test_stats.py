@@ -146,8 +146,12 @@ def draw_means(rng: Random, *, num_problems: int, num_samples: int, mean: float,
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("num_problems", "num_samples", "mean"), [(30, 4, 0.5), (30, 8, 0.05), (30, 1, 0.9), (100, 4, 0.99), (12, 4, 0.2)])
-def test_at_least_93_of_100_intervals_hold_the_truth(num_problems: int, num_samples: int, mean: float, correlation: float) -> None:
+@pytest.mark.parametrize(
+    ("num_problems", "num_samples", "mean"), [(30, 4, 0.5), (30, 8, 0.05), (30, 1, 0.9), (100, 4, 0.99), (12, 4, 0.2)]
+)
+def test_at_least_93_of_100_intervals_hold_the_truth(
+    num_problems: int, num_samples: int, mean: float, correlation: float
+) -> None:
     rng = Random(f"{num_problems} {num_samples} {mean} {correlation}")
     num_runs, hits = 600, 0
     for _ in range(num_runs):
@@ -162,7 +166,9 @@ def test_at_least_93_of_100_paired_intervals_hold_the_true_difference(gain: floa
     rng = Random(f"{gain} {correlation}")
     num_runs, hits = 600, 0
     for _ in range(num_runs):
-        draws = [draw_means(rng, num_problems=40, num_samples=4, mean=m, correlation=correlation) for m in (0.4, 0.4 + gain)]
+        draws = [
+            draw_means(rng, num_problems=40, num_samples=4, mean=m, correlation=correlation) for m in (0.4, 0.4 + gain)
+        ]
         interval = paired_interval(draws[0], draws[1], confidence=0.95)
         hits += interval.low <= gain <= interval.high
     assert hits / num_runs >= 0.93

@@ -100,6 +100,8 @@ def test_metric_names_have_three_parts_and_no_at_sign() -> None:
     assert all(name.count("/") == 2 and "@" not in name for name in metrics)
 
 
-@pytest.mark.parametrize(("limit", "powers"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (64, [1, 2, 4, 8, 16, 32, 64])])
+@pytest.mark.parametrize(
+    ("limit", "powers"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (64, [1, 2, 4, 8, 16, 32, 64])]
+)
 def test_k_runs_over_powers_of_two_and_n(limit: int, powers: list[int]) -> None:
     assert powers_of_two(limit) == powers

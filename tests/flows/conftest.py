@@ -63,7 +63,9 @@ def databases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (Path(workspace.root) / "mlflow").mkdir()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "MLFLOW"))}
     environment = kept | {"PREFECT_HOME": str(prefect_home(workspace)), "DO_NOT_TRACK": "1"}
-    subprocess.run([sys.executable, "-c", MAKE_DATABASES, tracking_uri(workspace)], env=environment, check=True, timeout=600)
+    subprocess.run(
+        [sys.executable, "-c", MAKE_DATABASES, tracking_uri(workspace)], env=environment, check=True, timeout=600
+    )
     return Path(workspace.root)
 
 

@@ -93,5 +93,7 @@ def start(*args: str | Path, log: Path, **environment: str) -> Command:
     command = [sys.executable, "-c", "from flows.cli import main; main()", *map(str, args)]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), _MARK: mark} | environment
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=kept | environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, cwd=ROOT, env=kept | environment, start_new_session=True
+        )
     return Command(process=process, mark=mark, log=log)

@@ -32,7 +32,9 @@ class Server:
 
     def prefect(self, *args: str, cwd: Path) -> str:
         command = [sys.executable, "-m", "prefect", "--no-prompt", *args]
-        result = subprocess.run(command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=400, check=False)
+        result = subprocess.run(
+            command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=400, check=False
+        )
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 

@@ -79,8 +79,12 @@ def test_a_grid_with_a_failed_run_ends_in_an_error() -> None:
 def test_every_run_is_kept_once_with_its_settings() -> None:
     configs = {c: config_of(GRID, c, []) for c in cells_of(GRID)}
     records = records_of(run_grid(GRID, Runs(SCORES)), configs)
-    assert sorted((r.variant, r.learning_rate, r.seed) for r in records) == sorted((c.variant, c.rate, c.seed) for c in configs)
-    assert {(r.minibatches_per_step, r.steps) for r in records} == {(configs[cell("paper", 1e-4, 1)].rl.minibatches_per_step, 2)}
+    assert sorted((r.variant, r.learning_rate, r.seed) for r in records) == sorted(
+        (c.variant, c.rate, c.seed) for c in configs
+    )
+    assert {(r.minibatches_per_step, r.steps) for r in records} == {
+        (configs[cell("paper", 1e-4, 1)].rl.minibatches_per_step, 2)
+    }
     assert [r.collapsed for r in records if (r.variant, r.learning_rate) == ("paper", 2e-4)] == [True, True]
 
 
@@ -108,7 +112,11 @@ def test_a_grid_keeps_the_data_that_it_was_measured_on(file: Path) -> None:
     (benchmark,), (source,) = config.benchmarks, config.curate.sources
     assert isinstance(benchmark.source, ProceduralSource)
     assert isinstance(source, ProceduralSource)
-    assert (benchmark.num_samples, benchmark.source.num_problems, benchmark.source.num_operations) == (4, 256, (2, 4, 6, 8))
+    assert (benchmark.num_samples, benchmark.source.num_problems, benchmark.source.num_operations) == (
+        4,
+        256,
+        (2, 4, 6, 8),
+    )
     assert (source.num_problems, source.num_operations) == (8192, (2, 4, 6, 8))
 
 
@@ -138,7 +146,13 @@ def test_every_run_of_a_grid_is_checked_before_the_first_is_begun(klear, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_grid_leaves_a_table_and_then_has_nothing_left_to_make(klear, fresh: Path, tmp_path: Path) -> None:
-    small = ["sft.max_steps=5", "rl.num_steps=1", "rl.rollout.groups_per_step=4", "rl.group_filter.zero_advantage=off", *FEW_PROBLEMS]
+    small = [
+        "sft.max_steps=5",
+        "rl.num_steps=1",
+        "rl.rollout.groups_per_step=4",
+        "rl.group_filter.zero_advantage=off",
+        *FEW_PROBLEMS,
+    ]
     file = tmp_path / "small.toml"
     file.write_text(
         f"""

@@ -17,7 +17,13 @@ from klear_core.report.text import visible
 from klear_core.train.base import prepare_base
 
 TINY = TinyModelConfig(
-    hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=24, max_position_embeddings=64
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=24,
+    max_position_embeddings=64,
 )
 NOT_ASKED = "the question takes 69 tokens with its turn's marks, and the model's window holds 64"
 
@@ -82,7 +88,9 @@ def test_by_default_an_answer_may_fill_the_window(klear, runs):
 
 def test_a_seed_makes_sampled_answers_reproducible(klear, runs):
     def answers(seed: int) -> str:
-        return klear("chat", "rl", "1", "--root", runs, "--max-tokens", 8, "--temperature", 1, "--samples", 2, "--seed", seed).out
+        return klear(
+            "chat", "rl", "1", "--root", runs, "--max-tokens", 8, "--temperature", 1, "--samples", 2, "--seed", seed
+        ).out
 
     assert answers(1) == answers(1) != answers(2)
     assert "── 1 of 2" in answers(1)
@@ -116,6 +124,8 @@ except SystemExit as end:
     assert not end.code, end.code
 print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
 """
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.splitlines()[-1] == "[]"

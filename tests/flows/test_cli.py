@@ -15,7 +15,9 @@ from klear_core.artifacts.store import LocalStore
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
 COMMANDS = ("run", "plan", "doctor", "show", "chat", "ui", "sweep", "judge", "bench", "ablate")
-PROFILES = sorted({f.parent.relative_to(ROOT) for f in (ROOT / "configs").rglob("*.toml") if f.parent.name != "ablations"})
+PROFILES = sorted(
+    {f.parent.relative_to(ROOT) for f in (ROOT / "configs").rglob("*.toml") if f.parent.name != "ablations"}
+)
 
 
 def test_the_help_lists_every_command(klear):
@@ -144,7 +146,9 @@ def test_an_empty_workspace_has_nothing_to_show(klear, tmp_path):
     assert f"there is none at all under {tmp_path / 'none'}" in ended.err
 
 
-@pytest.mark.parametrize(("option", "told"), [("--only", "stage 'rl' needs 'curate' and 'sft'"), ("--from", "needs 'curate' and 'sft'")])
+@pytest.mark.parametrize(
+    ("option", "told"), [("--only", "stage 'rl' needs 'curate' and 'sft'"), ("--from", "needs 'curate' and 'sft'")]
+)
 def test_a_stage_without_its_inputs_is_refused_at_once_with_a_command_line(klear, tmp_path, option, told):
     ended = klear("run", "smoke", option, "rl", "--set", f"workspace.root={tmp_path / 'ws'}")
     assert ended.status == 2
@@ -156,7 +160,11 @@ def test_a_stage_without_its_inputs_is_refused_at_once_with_a_command_line(klear
 def test_rerun_from_shows_in_the_plan_and_refuses_a_stage_that_is_not_to_run(klear, tmp_path):
     where = ("--set", f"workspace.root={tmp_path / 'ws'}")
     shown = klear("run", "smoke", "--dry-run", "--rerun-from", "rl", *where)
-    assert re.findall(r"^ *(\w+) +run +\w+ +asked to be made again", shown.out, re.MULTILINE) == ["rl", "evaluate_rl", "report"]
+    assert re.findall(r"^ *(\w+) +run +\w+ +asked to be made again", shown.out, re.MULTILINE) == [
+        "rl",
+        "evaluate_rl",
+        "report",
+    ]
     ended = klear("run", "smoke", "--only", "base", "--rerun-from", "curate", *where)
     assert (ended.status, "rerun from 'curate': it is not among the stages to run" in ended.err) == (2, True)
 
@@ -169,7 +177,10 @@ def test_an_artifact_that_is_not_there_is_an_error_that_lists_the_stages(klear, 
 
 
 def test_answers_in_a_file_are_judged(klear, tmp_path):
-    answers = [{"id": n, "response": rf"</think> \boxed{{{n}}}", "reference": {"kind": "math", "answers": ["1"]}} for n in ("1", "2")]
+    answers = [
+        {"id": n, "response": rf"</think> \boxed{{{n}}}", "reference": {"kind": "math", "answers": ["1"]}}
+        for n in ("1", "2")
+    ]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
     shown = klear("judge", tmp_path / "answers.jsonl", "--out", tmp_path / "verdicts.jsonl")
     assert shown.status == 0, shown.err

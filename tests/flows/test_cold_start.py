@@ -55,7 +55,13 @@ def made(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "args", [("--help",), ("run", "--help"), ("plan", "laptop", "--set", "workspace.root={}"), ("show", "distill", "--root", "{}")]
+    "args",
+    [
+        ("--help",),
+        ("run", "--help"),
+        ("plan", "laptop", "--set", "workspace.root={}"),
+        ("show", "distill", "--root", "{}"),
+    ],
 )
 def test_commands_that_only_look_import_nothing_heavy(made: Path, args: tuple[str, ...]):
     did, shown = klear(*(arg.format(made) for arg in args))

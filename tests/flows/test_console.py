@@ -12,11 +12,15 @@ from klear_core.errors import TeacherError
 from tasks.task import Attempt
 
 COUNTS = {f"benchmark_{i}_avg_at_64": 0.125 for i in range(8)} | {"problems": 2048, "tokens": 2855520.0}
-REF = ArtifactRef(kind="evaluate", fingerprint="3f2a91aa", uri="file:///x", created_at=datetime(2026, 1, 1, tzinfo=UTC), counts=COUNTS)
+REF = ArtifactRef(
+    kind="evaluate", fingerprint="3f2a91aa", uri="file:///x", created_at=datetime(2026, 1, 1, tzinfo=UTC), counts=COUNTS
+)
 DOWN = TeacherError("the teacher [R1] at http://127.0.0.1:8000 cannot be reached\nand a second line")
 
 
-def test_a_log_file_has_every_count_of_a_stage_on_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_log_file_has_every_count_of_a_stage_on_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("COLUMNS", "80")
     console = RunConsole()
     console.stage_done("evaluate_rl", REF, was_reused=False, wall_s=1.0)
@@ -39,13 +43,21 @@ def test_a_log_file_has_every_count_of_a_stage_on_one_line(capsys: pytest.Captur
             Attempt(number=3, of=3, next_in_s=None),
             "  ✗ distill (attempt 3 of 3): the teacher [R1] at http://127.0.0.1:8000 cannot be reached",
         ),
-        (OSError("disk"), Attempt(number=1, of=2, next_in_s=5.0), "  ✗ distill (attempt 1 of 2): OSError: disk; next attempt in about 5 s"),
+        (
+            OSError("disk"),
+            Attempt(number=1, of=2, next_in_s=5.0),
+            "  ✗ distill (attempt 1 of 2): OSError: disk; next attempt in about 5 s",
+        ),
         (DOWN, Attempt(number=1, of=1, next_in_s=None), "  ✗ distill"),
         (KeyboardInterrupt(), Attempt(number=1, of=3, next_in_s=None), "  ✗ distill"),
     ],
 )
 def test_a_failed_try_is_one_line_with_its_reason_and_the_time_of_the_next(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, attempt: Attempt, line: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    attempt: Attempt,
+    line: str,
 ):
     monkeypatch.setenv("COLUMNS", "80")
     console = RunConsole()

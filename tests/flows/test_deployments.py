@@ -18,14 +18,18 @@ DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda d: d["name"])
-def test_every_deployment_points_to_a_flow_that_takes_its_parameters(deployment: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_every_deployment_points_to_a_flow_that_takes_its_parameters(
+    deployment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(ROOT)
     flow = load_flow_from_entrypoint(deployment["entrypoint"])
     assert isinstance(flow, Flow)
     flow.validate_parameters(deployment["parameters"])
 
 
-@pytest.mark.parametrize("deployment", [d for d in DEPLOYMENTS if d["entrypoint"].startswith("flows.stages.")], ids=lambda d: d["name"])
+@pytest.mark.parametrize(
+    "deployment", [d for d in DEPLOYMENTS if d["entrypoint"].startswith("flows.stages.")], ids=lambda d: d["name"]
+)
 def test_the_profile_of_a_deployment_has_its_stage(deployment: dict[str, Any]):
     stages = stages_of(load_profile(profile_folder(deployment["parameters"]["profile"])))
     assert select_stages(stages, only=deployment["name"], from_=None, until=None)
@@ -59,12 +63,16 @@ def test_a_partial_form_keeps_what_was_given_apart_from_defaults():
 def test_runs_of_deployments_have_what_lets_them_live_through_an_outage():
     for deployment in DEPLOYMENTS:
         environment = deployment["work_pool"]["job_variables"]["env"]
-        assert 2 ** (int(environment["PREFECT_CLIENT_MAX_RETRIES"]) + 1) - 2 >= 300  # seconds for which a request is tried
+        assert (
+            2 ** (int(environment["PREFECT_CLIENT_MAX_RETRIES"]) + 1) - 2 >= 300
+        )  # seconds for which a request is tried
         assert 3 * int(environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) <= SILENT_S
         assert "concurrency_limit" not in deployment  # a lease, which a server can lose; the pool's limit is none
 
 
-@pytest.mark.parametrize("given", [{"profile": "no-such"}, {"overrides": ["no.such=1"]}, {"profile": "smoke", "overrides": ["seed=x"]}])
+@pytest.mark.parametrize(
+    "given", [{"profile": "no-such"}, {"overrides": ["no.such=1"]}, {"profile": "smoke", "overrides": ["seed=x"]}]
+)
 def test_a_run_whose_parameters_do_not_resolve_has_a_name_for_the_flow_to_fail_under(given: dict[str, Any]):
     def config() -> PipelineConfig:
         return resolve(given.get("profile", "laptop"), given.get("overrides", []), None)

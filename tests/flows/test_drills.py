@@ -125,15 +125,23 @@ def states_in_prefect(workspace: Path, table: str) -> list[str]:
         return sorted(state for (state,) in database.execute(f"SELECT state_type FROM {table}"))
 
 
-@pytest.mark.parametrize(("kind", "number"), [("distill", signal.SIGINT), ("sft", signal.SIGTERM), ("rl", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("kind", "number"), [("distill", signal.SIGINT), ("sft", signal.SIGTERM), ("rl", signal.SIGINT)]
+)
 def test_an_interrupted_run_ends_soon_says_how_to_go_on_and_goes_on(
     run: Run, tmp_path: Path, straight: Path, kind: str, number: signal.Signals
 ):
     before = ("benchmarks", "curate", "base", "distill", "sft")[: {"distill": 3, "sft": 4, "rl": 5}[kind]]
     begin_with(straight, tmp_path / "ws", *before)
-    chosen = ("--until", kind, *(("--set", "distill.samples_per_problem=64") if kind == "distill" else ()))  # seconds, to be hit in
+    chosen = (
+        "--until",
+        kind,
+        *(("--set", "distill.samples_per_problem=64") if kind == "distill" else ()),
+    )  # seconds, to be hit in
     stopped = run(*chosen)
-    has_begun = {"distill": lambda: f"… {kind}" in stopped.output}.get(kind, lambda: bool(steps_in(work(tmp_path / "ws", kind))))
+    has_begun = {"distill": lambda: f"… {kind}" in stopped.output}.get(
+        kind, lambda: bool(steps_in(work(tmp_path / "ws", kind)))
+    )
     stopped.until(has_begun)
     assert stopped.interrupt(number) == 130, stopped.output
     assert "interrupted; the same command goes on from here" in stopped.output
@@ -176,7 +184,9 @@ def test_a_damaged_artifact_is_named_kept_and_made_again(
     assert "will be built again" in again.output
     assert [f.name.split("-")[:2] for f in (tmp_path / "ws" / "artifacts" / ".aside").iterdir()] == [["corrupt", kind]]
     same = {f.path: f.sha256 for f in intact if f.path != "metrics.jsonl"}
-    assert {f.path: f.sha256 for f in read_manifest(made(tmp_path / "ws", kind)).files if f.path != "metrics.jsonl"} == same
+    assert {
+        f.path: f.sha256 for f in read_manifest(made(tmp_path / "ws", kind)).files if f.path != "metrics.jsonl"
+    } == same
 
 
 def test_of_two_runs_at_once_one_builds_and_the_other_waits_and_reuses(run: Run, fresh: Path, tmp_path: Path):

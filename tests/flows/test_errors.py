@@ -126,7 +126,9 @@ SMALL = 'curate.sources=[{kind="procedural", split="train", modulus=6, num_opera
 def test_a_broken_row_in_the_middle_of_a_source_is_dropped_by_name_and_the_others_are_used(
     fresh: Path, tmp_path: Path, commands: list[Command]
 ):
-    rows = [json.dumps({"question": f"What is {n} + {n}?", "answer": f"They are {2 * n}.\n#### {2 * n}"}) for n in range(40)]
+    rows = [
+        json.dumps({"question": f"What is {n} + {n}?", "answer": f"They are {2 * n}.\n#### {2 * n}"}) for n in range(40)
+    ]
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join([*rows[:20], '{"question": "What is', *rows[20:]]) + "\n")
     commands.append(run(fresh, f'curate.sources=["{source}"]', until="curate", log=tmp_path / "log"))
@@ -138,7 +140,9 @@ def test_a_broken_row_in_the_middle_of_a_source_is_dropped_by_name_and_the_other
 
 
 @pytest.mark.slow
-def test_a_teacher_that_goes_away_is_named_and_what_was_done_stays(fresh: Path, tmp_path: Path, commands: list[Command]):
+def test_a_teacher_that_goes_away_is_named_and_what_was_done_stays(
+    fresh: Path, tmp_path: Path, commands: list[Command]
+):
     """It answers when the run begins, and is gone before the first problem is put to it."""
     store = LocalStore(fresh / "artifacts")
 
@@ -156,7 +160,9 @@ def test_a_teacher_that_goes_away_is_named_and_what_was_done_stays(fresh: Path, 
     output = commands[0].output
     assert f"at {url}/chat/completions cannot be reached" in output
     assert is_one_message(output), output
-    assert re.search(r"✗ distill \(attempt 1 of 2\): .*cannot be reached.*; next attempt in about 5 s\n", output), output
+    assert re.search(r"✗ distill \(attempt 1 of 2\): .*cannot be reached.*; next attempt in about 5 s\n", output), (
+        output
+    )
     assert re.search(r"✗ distill \(attempt 2 of 2\): .*cannot be reached.*\n", output), output
     assert {f.parent.name for f in store.folders()} == {"benchmarks", "curate", "base"}
     (report,) = (fresh / "failed").glob("*/report.html")
@@ -198,14 +204,25 @@ def test_a_full_disk_is_said_with_the_place_and_the_run_goes_on_once_there_is_ro
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_killed_rollout_actors_are_replaced_until_there_were_too_many(fresh: Path, tmp_path: Path, commands: list[Command]):
+def test_killed_rollout_actors_are_replaced_until_there_were_too_many(
+    fresh: Path, tmp_path: Path, commands: list[Command]
+):
     """With no replacement allowed it is an error that names the actor; run again with the default it ends well."""
-    small = (SMALL, "sft.max_steps=10", "sft.rows_per_step=8", "rl.num_steps=4", "rl.rollout.groups_per_step=4", "workspace.retries=0")
+    small = (
+        SMALL,
+        "sft.max_steps=10",
+        "sft.rows_per_step=8",
+        "rl.num_steps=4",
+        "rl.rollout.groups_per_step=4",
+        "workspace.retries=0",
+    )
 
     def begun() -> list[Path]:
         return [f for f in (fresh / "artifacts" / ".building").glob("rl-*/work/metrics.jsonl") if f.stat().st_size]
 
-    commands.append(run(fresh, *small, "rl.num_steps=8", "rl.runtime.max_restarts=0", until="rl", log=tmp_path / "first"))
+    commands.append(
+        run(fresh, *small, "rl.num_steps=8", "rl.runtime.max_restarts=0", until="rl", log=tmp_path / "first")
+    )
     commands[0].until(lambda: bool(begun()))
     for actor in rollout_actors(commands[0])[:1]:
         actor.kill()
@@ -222,4 +239,8 @@ def test_killed_rollout_actors_are_replaced_until_there_were_too_many(fresh: Pat
 
 
 def rollout_actors(command: Command) -> list[psutil.Process]:
-    return [p for p in psutil.Process(command.process.pid).children(recursive=True) if title(p).startswith("ray::RolloutActor")]
+    return [
+        p
+        for p in psutil.Process(command.process.pid).children(recursive=True)
+        if title(p).startswith("ray::RolloutActor")
+    ]

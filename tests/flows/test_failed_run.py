@@ -28,7 +28,9 @@ def config(tmp_path: Path) -> PipelineConfig:
 
 @pytest.fixture
 def info(config: PipelineConfig) -> RunInfo:
-    return RunInfo(workspace=config.workspace, run_id="5f2c", run_name="laptop-seed0-gppo", stage="", started_at=datetime.now(UTC))
+    return RunInfo(
+        workspace=config.workspace, run_id="5f2c", run_name="laptop-seed0-gppo", stage="", started_at=datetime.now(UTC)
+    )
 
 
 def made(config: PipelineConfig, stage: str) -> ArtifactRef:
@@ -90,7 +92,9 @@ def test_a_report_that_fails_itself_is_the_stage_that_failed(config: PipelineCon
     assert "This run failed in report, with 4 of 5 stages done." in failed_report(info).read_text()
 
 
-def test_an_interrupted_run_has_not_failed(config: PipelineConfig, info: RunInfo, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interrupted_run_has_not_failed(
+    config: PipelineConfig, info: RunInfo, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     with pytest.raises(SystemError), failure_reported(info, config, CHOSEN, {}):
         raise SystemError("in native code") from KeyboardInterrupt()
@@ -98,7 +102,9 @@ def test_an_interrupted_run_has_not_failed(config: PipelineConfig, info: RunInfo
     assert not caplog.records
 
 
-def test_a_retry_that_ends_well_takes_the_failures_report_away_and_no_artifact_came_of_it(config: PipelineConfig, info: RunInfo) -> None:
+def test_a_retry_that_ends_well_takes_the_failures_report_away_and_no_artifact_came_of_it(
+    config: PipelineConfig, info: RunInfo
+) -> None:
     refs = {"base": made(config, "base")}
     with pytest.raises(TrainingError), failure_reported(info, config, CHOSEN, refs):
         raise TrainingError("stalled")

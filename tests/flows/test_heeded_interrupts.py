@@ -34,6 +34,10 @@ def test_an_interrupt_that_comes_while_python_clears_something_away_is_heeded(nu
 
 
 def test_what_else_is_raised_there_is_reported_as_ever() -> None:
-    script = SCRIPT.replace("signal.raise_signal(int(sys.argv[1]))", "raise ValueError('odd')").replace("time.sleep(300)", "")
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    script = SCRIPT.replace("signal.raise_signal(int(sys.argv[1]))", "raise ValueError('odd')").replace(
+        "time.sleep(300)", ""
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True
+    )
     assert "ValueError: odd" in ended.stderr

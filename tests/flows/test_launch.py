@@ -53,7 +53,9 @@ def test_what_else_has_no_proxy_still_has_none(monkeypatch: pytest.MonkeyPatch):
     assert getproxies()["no"] == "intranet.example,127.0.0.1,localhost"
 
 
-def test_a_command_knows_it_before_it_asks_anything_of_a_server(monkeypatch: pytest.MonkeyPatch, klear, url: str, tmp_path: Path):
+def test_a_command_knows_it_before_it_asks_anything_of_a_server(
+    monkeypatch: pytest.MonkeyPatch, klear, url: str, tmp_path: Path
+):
     """A teacher on this machine is asked for its models before a run begins."""
     monkeypatch.setenv("http_proxy", NOBODY)
     monkeypatch.setenv("no_proxy", "")

@@ -88,6 +88,10 @@ def test_a_run_that_is_ended_from_outside_does_not_wait(caplog: pytest.LogCaptur
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     caplog.set_level(logging.WARNING)
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}), pytest.raises(KeyboardInterrupt), server_awaited():
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}),
+        pytest.raises(KeyboardInterrupt),
+        server_awaited(),
+    ):
         raise KeyboardInterrupt
     assert "does not answer" not in caplog.text

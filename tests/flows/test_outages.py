@@ -91,7 +91,9 @@ class Run:
     def wait_until_it_runs(self, *, but: int | None = None) -> int:
         """The process id, once there is one other than `but`."""
         file = self.root / "pid"
-        pid = once(lambda: int(file.read_text() or 0) if file.exists() else 0, lambda seen: seen not in (0, but), timeout_s=300)
+        pid = once(
+            lambda: int(file.read_text() or 0) if file.exists() else 0, lambda seen: seen not in (0, but), timeout_s=300
+        )
         assert pid not in (0, but), self.server.log_tail()
         return pid
 
@@ -105,7 +107,9 @@ class Run:
 
     def progress(self) -> list[tuple[float, str]]:
         wanted = {"artifacts": {"flow_run_id": {"any_": [self.run_id]}, "type": {"any_": ["progress"]}}}
-        return [(artifact["data"], artifact["description"]) for artifact in self.server.post("/artifacts/filter", wanted)]
+        return [
+            (artifact["data"], artifact["description"]) for artifact in self.server.post("/artifacts/filter", wanted)
+        ]
 
     def worst_step_s(self) -> float:
         return float((self.root / "worst_s").read_text())
@@ -124,14 +128,18 @@ def test_runs_outlast_a_short_outage_and_one_that_dies_in_it_is_retried(server: 
 
 @pytest.mark.bench
 @pytest.mark.parametrize("away_s", [130, 300])
-def test_runs_outlast_a_long_outage_also_under_a_lease_and_a_silent_one_is_found(server: Server, tmp_path: Path, away_s: int):
+def test_runs_outlast_a_long_outage_also_under_a_lease_and_a_silent_one_is_found(
+    server: Server, tmp_path: Path, away_s: int
+):
     outage(server, tmp_path, away_s=away_s, before_s=215 - away_s / 2, after_s=240)
 
 
 @pytest.mark.bench
 def test_a_flow_that_cannot_be_imported_ends_failed_in_its_third_attempt(server: Server, tmp_path: Path):
     run = Run(server, tmp_path / "broken", deployment="broken")
-    last = once(lambda: server.get(f"/flow_runs/{run.run_id}"), lambda seen: seen["state_type"] == "FAILED", timeout_s=600)
+    last = once(
+        lambda: server.get(f"/flow_runs/{run.run_id}"), lambda seen: seen["state_type"] == "FAILED", timeout_s=600
+    )
     assert (last["state_type"], last["run_count"]) == ("FAILED", 0), server.log_tail()
     assert run.states().count("Crashed") == 3
 

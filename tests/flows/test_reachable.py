@@ -106,7 +106,14 @@ def test_a_server_that_hangs_is_told_first_as_slow_and_then_as_silent(
 
 
 @pytest.mark.parametrize(
-    "url", [f"127.0.0.1:4200/{SECRET}", f"ftp://{SECRET}@example.org/api", f"http://u:{SECRET}@/api", f"http://a:{SECRET}/api", SECRET]
+    "url",
+    [
+        f"127.0.0.1:4200/{SECRET}",
+        f"ftp://{SECRET}@example.org/api",
+        f"http://u:{SECRET}@/api",
+        f"http://a:{SECRET}/api",
+        SECRET,
+    ],
 )
 def test_what_is_no_address_is_told_without_repeating_it(monkeypatch: pytest.MonkeyPatch, url: str):
     assert "address" in refusal(monkeypatch, url)
@@ -124,11 +131,15 @@ def test_a_port_is_checked_likewise(nobody: int):
 
 
 def test_any_server_can_be_checked_by_its_own_name(nobody: int):
-    with pytest.raises(ConfigError, match=rf"MLFLOW_TRACKING_URI: 127\.0\.0\.1:{nobody} does not answer .*; start MLflow"):
+    with pytest.raises(
+        ConfigError, match=rf"MLFLOW_TRACKING_URI: 127\.0\.0\.1:{nobody} does not answer .*; start MLflow"
+    ):
         check_endpoint(f"http://127.0.0.1:{nobody}", "MLFLOW_TRACKING_URI", path="/health", remedy="start MLflow")
 
 
-def test_klear_run_says_it_in_one_line_before_anything_is_made(klear, monkeypatch: pytest.MonkeyPatch, nobody: int, tmp_path):
+def test_klear_run_says_it_in_one_line_before_anything_is_made(
+    klear, monkeypatch: pytest.MonkeyPatch, nobody: int, tmp_path
+):
     monkeypatch.setenv("PREFECT_API_URL", f"http://user:{SECRET}@127.0.0.1:{nobody}/api")
     ended = klear("run", "smoke", "--set", f"workspace.root={tmp_path / 'ws'}")
     assert ended.status == 2
@@ -139,7 +150,9 @@ def test_klear_run_says_it_in_one_line_before_anything_is_made(klear, monkeypatc
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}"])
-def test_a_ray_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, nobody: int, silent: int, address: str):
+def test_a_ray_cluster_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, nobody: int, silent: int, address: str
+):
     monkeypatch.setenv("RAY_ADDRESS", address.format(port=nobody))
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS: 127.0.0.1:{nobody} does not answer .*unset RAY_ADDRESS"):
         check_ray()
@@ -153,7 +166,9 @@ def test_a_ray_address_without_a_port_is_left_to_ray(monkeypatch: pytest.MonkeyP
     check_ray()
 
 
-def test_a_tracking_server_that_is_not_there_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch, nobody: int):
+def test_a_tracking_server_that_is_not_there_is_named_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, nobody: int
+):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:{SECRET}@127.0.0.1:{nobody}")
     with pytest.raises(ConfigError, match=f"MLFLOW_TRACKING_URI: 127.0.0.1:{nobody} does not answer") as refused:
         check_tracking(WorkspaceConfig(root="none"))
@@ -166,7 +181,9 @@ def test_without_a_tracking_server_nothing_is_asked(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["MLFLOW_TRACKING_URI", "RAY_ADDRESS"])
-def test_a_run_that_names_a_server_that_is_not_there_ends_before_it_makes_anything(klear, monkeypatch, nobody: int, tmp_path, name: str):
+def test_a_run_that_names_a_server_that_is_not_there_ends_before_it_makes_anything(
+    klear, monkeypatch, nobody: int, tmp_path, name: str
+):
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv(name, f"http://127.0.0.1:{nobody}" if name.startswith("MLFLOW") else f"127.0.0.1:{nobody}")
     ended = klear("run", "smoke", "--set", f"workspace.root={tmp_path / 'ws'}")

@@ -52,7 +52,9 @@ def curated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The artifacts of `klear run configs/laptop --until curate` on the published math files."""
     root = tmp_path_factory.mktemp("curated")
     sources = ", ".join(f'"{SHARED / file}"' for file in SOURCES)
-    benchmarks = ", ".join(f'{{name = "{name}", num_samples = 1, source = "{SHARED / file}"}}' for name, file in BENCHMARKS.items())
+    benchmarks = ", ".join(
+        f'{{name = "{name}", num_samples = 1, source = "{SHARED / file}"}}' for name, file in BENCHMARKS.items()
+    )
     overrides = (f"curate.sources=[{sources}]", f"benchmarks=[{benchmarks}]", f"workspace.root={root / 'ws'}")
     settings = [part for override in overrides for part in ("--set", override)]
     command = start("run", "configs/laptop", "--until", "curate", *settings, log=root / "log")
@@ -71,7 +73,9 @@ def test_every_row_of_the_sources_is_accounted_for(curated: Path):
 
 def test_the_benchmarks_are_whole(curated: Path):
     (folder,) = LocalStore(curated).folders("benchmarks")
-    assert {name: len(list(read_shards(folder / name, Problem))) for name in BENCHMARKS} == dict.fromkeys(BENCHMARKS, 30)
+    assert {name: len(list(read_shards(folder / name, Problem))) for name in BENCHMARKS} == dict.fromkeys(
+        BENCHMARKS, 30
+    )
 
 
 def test_the_aime_problems_of_the_benchmark_years_are_removed_but_for_one_told_in_other_words(curated: Path):
@@ -89,13 +93,18 @@ def test_the_aime_problems_of_the_benchmark_years_are_removed_but_for_one_told_i
 def test_real_answers_are_judged_as_another_harness_did(klear, tmp_path: Path, file: str):
     with gzip.open(SHARED / file, "rt") as f:
         rows = [json.loads(line) for line in f]
-    answers = [{"id": str(r["idx"]), "response": r["code"][0], "reference": {"kind": "math", "answers": [str(r["gt"])]}} for r in rows]
+    answers = [
+        {"id": str(r["idx"]), "response": r["code"][0], "reference": {"kind": "math", "answers": [str(r["gt"])]}}
+        for r in rows
+    ]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
     others = ("verify.tags=none", "verify.window=whole")  # these models write other marks, or none
     settings = [part for setting in (*others, "verify.math.cpu_s=60") for part in ("--set", setting)]
     told = klear("judge", tmp_path / "answers.jsonl", "--out", tmp_path / "verdicts.jsonl", *settings)
     assert told.status == 0, told.err
-    verdicts = {v["id"]: v["score"] == 1.0 for v in map(json.loads, (tmp_path / "verdicts.jsonl").read_text().splitlines())}
+    verdicts = {
+        v["id"]: v["score"] == 1.0 for v in map(json.loads, (tmp_path / "verdicts.jsonl").read_text().splitlines())
+    }
     num_rows, num_same = GRADED[file]
     assert len(verdicts) == num_rows
     assert sum(verdicts[str(r["idx"])] == r["score"][0] for r in rows) >= num_same

@@ -168,5 +168,7 @@ def test_a_parameter_out_of_bounds_is_refused_at_once(deployed: Server):
     import httpx
 
     found = deployed.get("/deployments/name/klear/pipeline")
-    reply = httpx.post(f"{deployed.url}/deployments/{found['id']}/create_flow_run", json={"parameters": {"settings": {"seed": -1}}})
+    reply = httpx.post(
+        f"{deployed.url}/deployments/{found['id']}/create_flow_run", json={"parameters": {"settings": {"seed": -1}}}
+    )
     assert reply.status_code == 409

@@ -39,7 +39,9 @@ def test_a_setting_of_a_tagged_union_is_laid_over_the_profiles(profile: str):
 
 
 def test_overrides_win_over_settings_and_these_over_the_profile(profile: str):
-    config = resolve(profile, ["seed=5", "sft.num_epochs=7"], PipelineConfig.model_validate({"seed": 4, "sft": {"num_epochs": 6}}))
+    config = resolve(
+        profile, ["seed=5", "sft.num_epochs=7"], PipelineConfig.model_validate({"seed": 4, "sft": {"num_epochs": 6}})
+    )
     assert (config.seed, config.sft.num_epochs) == (5, 7)
 
 

@@ -7,16 +7,37 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from flows.sweep_rules import LONG_S, RECENT_S, SETTLE_S, SILENT_S, START_S, Change, SeenRun, StateType, Watch, verdict_on
+from flows.sweep_rules import (
+    LONG_S,
+    RECENT_S,
+    SETTLE_S,
+    SILENT_S,
+    START_S,
+    Change,
+    SeenRun,
+    StateType,
+    Watch,
+    verdict_on,
+)
 
 RUN = UUID(int=1)
 EVERY_S = 5.0
 
 
-def seen(state: StateType = "RUNNING", *, heartbeat: int | None = 1, state_id: int = 1, age_s: float = 0.0, history: str = "") -> SeenRun:
+def seen(
+    state: StateType = "RUNNING", *, heartbeat: int | None = 1, state_id: int = 1, age_s: float = 0.0, history: str = ""
+) -> SeenRun:
     beat = None if heartbeat is None else UUID(int=heartbeat)
     changes = tuple(Change(state=name, at_s=at_s) for name, at_s in parsed(history))
-    return SeenRun(run_id=RUN, name="smoke", state=state, state_id=UUID(int=state_id), state_age_s=age_s, heartbeat=beat, history=changes)
+    return SeenRun(
+        run_id=RUN,
+        name="smoke",
+        state=state,
+        state_id=UUID(int=state_id),
+        state_age_s=age_s,
+        heartbeat=beat,
+        history=changes,
+    )
 
 
 def parsed(history: str) -> list[tuple[str, float]]:
@@ -107,7 +128,9 @@ def test_a_run_whose_process_died_before_it_could_be_cancelled_is_cancelled():
 def test_runs_do_not_disturb_each_other():
     watch, other = Watch(), uuid4()
     for now_s in range(0, 200, 5):
-        alive = SeenRun(run_id=other, name="b", state="RUNNING", state_id=UUID(int=9), state_age_s=0, heartbeat=UUID(int=10 + now_s))
+        alive = SeenRun(
+            run_id=other, name="b", state="RUNNING", state_id=UUID(int=9), state_age_s=0, heartbeat=UUID(int=10 + now_s)
+        )
         quiet_s = watch.look([seen(), alive], now_s=float(now_s))
     assert quiet_s == {RUN: 195.0, other: 0.0}
 
@@ -120,7 +143,10 @@ def test_runs_do_not_disturb_each_other():
         ("pending pending running crashed", "RETRY"),  # Pending and InfrastructurePending are one attempt
         ("pending running crashed scheduled pending running crashed", "RETRY"),
         ("pending running crashed scheduled pending running crashed scheduled pending running crashed", "FAILED"),
-        ("pending crashed scheduled pending crashed scheduled pending crashed", "FAILED"),  # never got as far as Running
+        (
+            "pending crashed scheduled pending crashed scheduled pending crashed",
+            "FAILED",
+        ),  # never got as far as Running
         ("pending running crashed scheduled pending crashed scheduled pending running crashed", "FAILED"),
         ("pending running crashed crashed crashed", "RETRY"),  # told three times, crashed once
         ("pending running failed scheduled pending running crashed scheduled pending running crashed", "RETRY"),
@@ -133,7 +159,9 @@ def test_a_crashed_run_is_retried_until_its_third_crash(history: str, then: str)
 def test_a_run_that_crashed_while_it_was_being_cancelled_is_cancelled_and_not_retried():
     assert after_crash("pending running cancelling crashed") == "CANCELLED"
     assert after_crash("pending running crashed scheduled pending cancelling crashed") == "CANCELLED"
-    assert after_crash("pending running cancelling crashed scheduled pending running crashed") == "RETRY"  # Retry was pressed
+    assert (
+        after_crash("pending running cancelling crashed scheduled pending running crashed") == "RETRY"
+    )  # Retry was pressed
 
 
 def test_an_attempt_that_ran_for_long_begins_a_new_row_of_crashes():

@@ -35,14 +35,18 @@ class Installed:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("KLEAR", "PREFECT", "MLFLOW", "RAY"))}
         command = [sys.executable, "-c", COMMAND, str(self.site), *args]
         environment = kept | {"PYTHONPATH": str(self.site), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, cwd=self.work, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        return subprocess.run(
+            command, cwd=self.work, env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip"]
-    built = subprocess.run([*pip, "wheel", "-q", "--no-deps", str(ROOT), "-w", str(folder)], capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        [*pip, "wheel", "-q", "--no-deps", str(ROOT), "-w", str(folder)], capture_output=True, text=True, check=False
+    )
     if built.returncode and "setuptools" in built.stderr:
         pytest.skip(f"pip cannot have the build backend here: {built.stderr[-300:]}")
     assert built.returncode == 0, built.stderr
@@ -52,7 +56,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     site = tmp_path_factory.mktemp("site")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True
+    )
     return Installed(site=site, work=tmp_path_factory.mktemp("empty"))
 
 
@@ -60,7 +66,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
 def test_a_wheel_has_every_profile_and_every_data_file_of_the_packages(wheel: Path):
     there = set(zipfile.ZipFile(wheel).namelist())
     profiles = {f"flows/profiles/{file.relative_to(ROOT / 'configs')}" for file in (ROOT / "configs").rglob("*.toml")}
-    data = {str(file.relative_to(ROOT)) for file in (ROOT / "klear_core").rglob("*") if file.suffix in DATA or file.name == "py.typed"}
+    data = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "klear_core").rglob("*")
+        if file.suffix in DATA or file.name == "py.typed"
+    }
     assert len(data) > 5
     assert profiles | data <= there
 

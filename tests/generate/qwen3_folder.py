@@ -12,7 +12,13 @@ VOCAB_SIZE = 264
 
 
 def build_model(
-    *, seed: int = 0, num_layers: int = 2, hidden_size: int = 32, max_len: int = 256, head_dim: int = 16, is_tied: bool = True
+    *,
+    seed: int = 0,
+    num_layers: int = 2,
+    hidden_size: int = 32,
+    max_len: int = 256,
+    head_dim: int = 16,
+    is_tied: bool = True,
 ) -> Qwen3ForCausalLM:
     """Sharp enough that sampling, truncation and weight changes all show."""
     config = Qwen3Config(

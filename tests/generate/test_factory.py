@@ -14,7 +14,9 @@ def test_each_kind_of_config_gives_its_engine(tmp_path: Path) -> None:
 
     async def main() -> None:
         torch_engine = await build_engine(TorchEngineConfig(), folder, num_threads=1, seed=0)
-        http_engine = await build_engine(HttpEngineConfig(base_url="http://localhost/v1", model="m"), folder, num_threads=1, seed=0)
+        http_engine = await build_engine(
+            HttpEngineConfig(base_url="http://localhost/v1", model="m"), folder, num_threads=1, seed=0
+        )
         resumed = await build_trainable_engine(TorchEngineConfig(), folder, num_threads=1, seed=0, version=12)
         assert [type(e).__name__ for e in (torch_engine, http_engine)] == ["TorchEngine", "HttpEngine"]
         assert resumed.version == 12

@@ -13,14 +13,18 @@ from klear_core.generate.engine import SamplingParams
 from klear_core.generate.http_engine import HttpEngine
 from klear_core.seeding import seed_for
 
-PARAMS = SamplingParams(num_samples=2, temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05, max_new_tokens=10, seed=3)
+PARAMS = SamplingParams(
+    num_samples=2, temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05, max_new_tokens=10, seed=3
+)
 MODELS = {"data": [{"id": "other"}, {"id": MODEL, "max_model_len": 12}]}
 ANSWER = {"choices": [choice("hi", (104, 105, 258), (-0.1, -0.2, -0.3), "stop")]}
 Reply = tuple[int, object] | Exception
 
 
 def run(
-    replies: Callable[[int, dict[str, object]], Reply], body: Callable[[HttpEngine], Awaitable[None]], **settings: object
+    replies: Callable[[int, dict[str, object]], Reply],
+    body: Callable[[HttpEngine], Awaitable[None]],
+    **settings: object,
 ) -> list[float]:
     """Let `body` use an engine whose n-th completion request gets `replies(n, request)`; the pauses it took."""
     count, pauses = iter(range(1_000)), []
@@ -97,7 +101,8 @@ def test_retries_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"), [(400, ValueError), (401, ConfigError), (403, ConfigError), (404, ConfigError), (422, ValueError)]
+    ("status", "kind"),
+    [(400, ValueError), (401, ConfigError), (403, ConfigError), (404, ConfigError), (422, ValueError)],
 )
 def test_refusals_are_final(status: int, kind: type[Exception]) -> None:
     async def body(engine: HttpEngine) -> None:

@@ -65,7 +65,9 @@ def test_a_row_among_rows_of_its_prompt_is_the_same_as_alone(model: Qwen3, nativ
     for owner, together in crowd.items():
         alone = finish(batch_of(model, native), [[row(owner)]])[owner]
         assert together.token_ids == alone.token_ids
-        assert torch.allclose(torch.tensor(together.logps), torch.tensor(alone.logps), rtol=0, atol=0 if native else 3e-5)
+        assert torch.allclose(
+            torch.tensor(together.logps), torch.tensor(alone.logps), rtol=0, atol=0 if native else 3e-5
+        )
         assert len(together.token_ids) == 1 + owner * 29 % 70
 
 
@@ -77,7 +79,9 @@ def test_a_penalised_row_alone_is_what_it_is_among_others(model: Qwen3, native: 
         assert alone.token_ids == crowd[owner].token_ids
 
 
-def test_rows_that_go_on_in_slots_of_their_own_take_the_tokens_they_would_have_taken(model: Qwen3, native: NativeStep | None) -> None:
+def test_rows_that_go_on_in_slots_of_their_own_take_the_tokens_they_would_have_taken(
+    model: Qwen3, native: NativeStep | None
+) -> None:
     """`renew` with the weights there were: the prompt and what was sampled so far become a prefix."""
     owners = range(24)
     expected = finish(batch_of(model, native), [[row(owner, temperature=0.0) for owner in owners]])

@@ -32,7 +32,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Qwen3ForCausalLM) ->
 
 
 def params(**changes: float) -> SamplingParams:
-    defaults = {"num_samples": 2, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_new_tokens": 30, "seed": 1}
+    defaults = {
+        "num_samples": 2,
+        "temperature": 0.8,
+        "top_p": 1.0,
+        "top_k": 0,
+        "repetition_penalty": 1.0,
+        "max_new_tokens": 30,
+        "seed": 1,
+    }
     return SamplingParams(**(defaults | changes))  # type: ignore[arg-type]
 
 
@@ -53,13 +61,17 @@ def reference_logits(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completio
     return model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].float()
 
 
-def logp_errors(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, *, temperature: float) -> torch.Tensor:
+def logp_errors(
+    model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, *, temperature: float
+) -> torch.Tensor:
     logp_TV = torch.log_softmax(reference_logits(model, prompt, completion) / temperature, -1)
     expected_T = logp_TV.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     return (expected_T - torch.tensor(completion.logps)).abs()
 
 
-def logp_error(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, *, temperature: float) -> float:
+def logp_error(
+    model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, *, temperature: float
+) -> float:
     return logp_errors(model, prompt, completion, temperature=temperature).max().item()
 
 
@@ -67,7 +79,9 @@ def test_logps_are_those_of_transformers_at_the_sampling_temperature(folder: Pat
     async def body(engine: TorchEngine) -> None:
         for prompt in PROMPTS:
             for completion in await engine.generate(prompt, params(num_samples=4)):
-                assert logp_error(model, prompt, completion, temperature=0.8) < 2e-5  # logits reach 40 here: a few units in the last place
+                assert (
+                    logp_error(model, prompt, completion, temperature=0.8) < 2e-5
+                )  # logits reach 40 here: a few units in the last place
 
     run(folder, body)
 
@@ -94,7 +108,9 @@ def test_greedy_takes_the_largest_logit_and_reports_temperature_one(folder: Path
 
 def test_a_row_is_the_same_to_the_bit_in_any_batch(folder: Path) -> None:
     async def body(engine: TorchEngine) -> None:
-        crowd = await asyncio.gather(*(engine.generate(p, params(seed=s, num_samples=3)) for s in range(6) for p in PROMPTS))
+        crowd = await asyncio.gather(
+            *(engine.generate(p, params(seed=s, num_samples=3)) for s in range(6) for p in PROMPTS)
+        )
         for i, (seed, prompt) in enumerate((s, p) for s in range(6) for p in PROMPTS):
             assert await engine.generate(prompt, params(seed=seed, num_samples=3)) == crowd[i]
 
@@ -105,7 +121,11 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch(folder: Path) -> None:
 def test_answers_that_share_a_prompt_are_exact_while_others_join_and_leave(
     folder: Path, model: Qwen3ForCausalLM, temperature: float
 ) -> None:
-    requests = [(prompt, params(num_samples=3, temperature=temperature, max_new_tokens=n)) for n in (40, 3, 17) for prompt in PROMPTS]
+    requests = [
+        (prompt, params(num_samples=3, temperature=temperature, max_new_tokens=n))
+        for n in (40, 3, 17)
+        for prompt in PROMPTS
+    ]
 
     async def body(engine: TorchEngine) -> None:
         groups = await asyncio.gather(*(engine.generate(prompt, decoding) for prompt, decoding in requests))
@@ -138,14 +158,18 @@ def test_top_k_keeps_to_the_k_largest_and_renormalises(folder: Path, model: Qwen
             top_T2 = (reference_logits(model, PROMPTS[2], completion) / 2.0).topk(2)
             for token_id, logp, values, indices in zip(completion.token_ids, completion.logps, *top_T2, strict=True):
                 assert token_id in indices.tolist()
-                assert logp == pytest.approx(torch.log_softmax(values, -1)[indices.tolist().index(token_id)].item(), abs=2e-5)
+                assert logp == pytest.approx(
+                    torch.log_softmax(values, -1)[indices.tolist().index(token_id)].item(), abs=2e-5
+                )
 
     run(folder, body)
 
 
 def test_repetition_penalty_counts_prompt_and_answer(folder: Path, model: Qwen3ForCausalLM) -> None:
     async def body(engine: TorchEngine) -> None:
-        (completion,) = await engine.generate(PROMPTS[4], params(repetition_penalty=1.5, temperature=0.0, num_samples=1))
+        (completion,) = await engine.generate(
+            PROMPTS[4], params(repetition_penalty=1.5, temperature=0.0, num_samples=1)
+        )
         for t, logits in enumerate(reference_logits(model, PROMPTS[4], completion)):
             seen = list({*PROMPTS[4], *completion.token_ids[:t]})
             logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.5, logits[seen] * 1.5)
@@ -157,7 +181,13 @@ def test_repetition_penalty_counts_prompt_and_answer(folder: Path, model: Qwen3F
 
 
 def test_rows_of_one_batch_keep_their_own_decoding(folder: Path) -> None:
-    kinds = [params(), params(temperature=0.0), params(top_p=0.7), params(top_k=3, temperature=1.5), params(repetition_penalty=1.3)]
+    kinds = [
+        params(),
+        params(temperature=0.0),
+        params(top_p=0.7),
+        params(top_k=3, temperature=1.5),
+        params(repetition_penalty=1.3),
+    ]
 
     async def body(engine: TorchEngine) -> None:
         mixed = await asyncio.gather(*(engine.generate(PROMPTS[3], kind) for kind in kinds))
@@ -200,7 +230,9 @@ def test_every_end_token_of_the_generation_config_stops(folder: Path, tmp_path: 
     run(stops_everywhere, body)
 
 
-def test_new_weights_serve_the_next_token_and_each_token_says_whose_it_is(folder: Path, model: Qwen3ForCausalLM) -> None:
+def test_new_weights_serve_the_next_token_and_each_token_says_whose_it_is(
+    folder: Path, model: Qwen3ForCausalLM
+) -> None:
     newer = build_model(seed=1, max_len=MAX_LEN)
 
     async def body(engine: TorchEngine) -> None:
@@ -208,7 +240,9 @@ def test_new_weights_serve_the_next_token_and_each_token_says_whose_it_is(folder
         mixed: list[Completion] = []
         for seed in range(50):  # the sampler may be done before we get to run again, but not every time
             await engine.load_weights(dict(model.state_dict()), version=0)
-            long = asyncio.create_task(engine.generate(prompt, params(max_new_tokens=200, num_samples=4, temperature=1.5, seed=seed)))
+            long = asyncio.create_task(
+                engine.generate(prompt, params(max_new_tokens=200, num_samples=4, temperature=1.5, seed=seed))
+            )
             await engine.generate(prompt, params(max_new_tokens=4, num_samples=1))
             await engine.load_weights(dict(newer.state_dict()), version=7)
             mixed = [c for c in await long if len(set(c.policy_versions)) == 2]
@@ -233,7 +267,11 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(folder: Path
         before = await engine.generate(PROMPTS[2], params())
         wide = dict(build_model(hidden_size=64).state_dict())
         partial = {name: tensor for name, tensor in build_model(seed=2).state_dict().items() if "layers.1" not in name}
-        for weights, complaint in ((wide, "shape"), (partial, "missing"), (wide | {"extra": torch.zeros(1)}, "unknown")):
+        for weights, complaint in (
+            (wide, "shape"),
+            (partial, "missing"),
+            (wide | {"extra": torch.zeros(1)}, "unknown"),
+        ):
             with pytest.raises(ConfigError, match=complaint):
                 await engine.load_weights(weights, version=1)
         assert engine.version == 0
@@ -245,7 +283,9 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(folder: Path
 def test_a_cancelled_request_frees_its_rows(folder: Path) -> None:
     async def body(engine: TorchEngine) -> None:
         for seed in range(50):  # the sampler may be done before we get to run again, but not every time
-            request = asyncio.create_task(engine.generate(PROMPTS[2], params(max_new_tokens=200, num_samples=8, seed=seed)))
+            request = asyncio.create_task(
+                engine.generate(PROMPTS[2], params(max_new_tokens=200, num_samples=8, seed=seed))
+            )
             await engine.generate(PROMPTS[0], params(max_new_tokens=1))
             if request.cancel():
                 break
@@ -278,7 +318,9 @@ def test_bfloat16_stays_near_transformers_bfloat16(folder: Path, model: Qwen3For
         ({"attention_bias": True}, "attention_bias"),
     ],
 )
-def test_other_architectures_are_sent_to_vllm(tmp_path: Path, model: Qwen3ForCausalLM, change: dict[str, object], complaint: str) -> None:
+def test_other_architectures_are_sent_to_vllm(
+    tmp_path: Path, model: Qwen3ForCausalLM, change: dict[str, object], complaint: str
+) -> None:
     folder = write_folder(tmp_path, model)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -310,7 +352,9 @@ def test_prompt_tokens_outside_the_vocabulary_are_refused(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_worker_that_dies_fails_everybody_with_its_reason(folder: Path, model: Qwen3ForCausalLM) -> None:
-    unreadable = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}  # right names and shapes, no data
+    unreadable = {
+        name: tensor.to("meta") for name, tensor in model.state_dict().items()
+    }  # right names and shapes, no data
 
     async def body(engine: TorchEngine) -> None:
         waiting = asyncio.create_task(engine.generate(PROMPTS[2], params(max_new_tokens=200, num_samples=1000)))

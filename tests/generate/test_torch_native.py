@@ -51,19 +51,25 @@ def sample(model: Qwen3, native: NativeStep | None, **changes: float) -> list[En
 
 
 @pytest.mark.parametrize(
-    "decoding", [{}, {"temperature": 0.0}, {"temperature": 2.0}, {"top_k": 5, "top_p": 0.9}, {"repetition_penalty": 1.4}], ids=str
+    "decoding",
+    [{}, {"temperature": 0.0}, {"temperature": 2.0}, {"top_k": 5, "top_p": 0.9}, {"repetition_penalty": 1.4}],
+    ids=str,
 )
 def test_compiled_steps_sample_what_torch_steps_sample(tmp_path: Path, decoding: dict[str, float]) -> None:
     model = load(tmp_path)
     compiled, plain = sample(model, native_of(model), **decoding), sample(model, None, **decoding)
-    assert [e.token_ids for e in compiled] == [e.token_ids for e in plain]  # a draw within 1e-6 of a border could differ; none is
+    assert [e.token_ids for e in compiled] == [
+        e.token_ids for e in plain
+    ]  # a draw within 1e-6 of a border could differ; none is
     assert [e.finish_reason for e in compiled] == [e.finish_reason for e in plain]
     assert {e.finish_reason for e in compiled} == {"stop", "length"}
     for a, b in zip(compiled, plain, strict=True):
         assert torch.allclose(torch.tensor(a.logps), torch.tensor(b.logps), rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("changes", [{"head_dim": 32}, {"hidden_size": 48}, {"num_layers": 1, "is_tied": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"head_dim": 32}, {"hidden_size": 48}, {"num_layers": 1, "is_tied": False}], ids=str
+)
 def test_compiled_steps_fit_other_shapes(tmp_path: Path, changes: dict[str, int]) -> None:
     model = load(tmp_path, **changes)
     compiled, plain = sample(model, native_of(model)), sample(model, None)
@@ -95,7 +101,9 @@ def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return None if request.param == "torch" else native_of(load(tmp_path_factory.mktemp("model")))
 
 
-def drawn(native: NativeStep | None, logits_BV: Tensor, *, temperature: float, seed: int = 0) -> tuple[list[int], list[float]]:
+def drawn(
+    native: NativeStep | None, logits_BV: Tensor, *, temperature: float, seed: int = 0
+) -> tuple[list[int], list[float]]:
     """A token of each row, and its log-probability."""
     num_rows = len(logits_BV)
     keys_B, no_stop = torch.arange(num_rows) + seed, torch.tensor([-1])

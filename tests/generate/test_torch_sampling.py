@@ -44,7 +44,10 @@ def test_uniforms_are_uniform() -> None:
 def test_tokens_come_with_the_probability_of_their_softmax(temperature: float) -> None:
     logits_V = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
     tokens_B, logps_B = draw(
-        logits_V.repeat(40_000, 1), torch.zeros(40_000, dtype=torch.int64), decoding(40_000, temperature=temperature), is_truncated=False
+        logits_V.repeat(40_000, 1),
+        torch.zeros(40_000, dtype=torch.int64),
+        decoding(40_000, temperature=temperature),
+        is_truncated=False,
     )
     probs_V = torch.softmax(logits_V / temperature, -1)
     frequency_V = torch.bincount(tokens_B, minlength=5) / 40_000
@@ -77,7 +80,9 @@ def test_truncation_is_row_by_row_and_knows_off() -> None:
 
 def test_cut_tokens_are_never_drawn() -> None:
     logits_BV = torch.randn(5000, 50, generator=torch.Generator().manual_seed(0))
-    tokens_B, logps_B = draw(logits_BV, torch.zeros(5000, dtype=torch.int64), decoding(5000, top_k=3), is_truncated=True)
+    tokens_B, logps_B = draw(
+        logits_BV, torch.zeros(5000, dtype=torch.int64), decoding(5000, top_k=3), is_truncated=True
+    )
     assert (logits_BV.topk(3).indices == tokens_B[:, None]).any(-1).all()
     assert logps_B.isfinite().all()
 
@@ -100,7 +105,9 @@ def test_top_p_adds_up_a_large_vocabulary_exactly() -> None:
 
 def test_greedy_ignores_truncation_and_reports_temperature_one() -> None:
     logits_BV = torch.tensor([[1.0, 4.0, 2.0]])
-    tokens_B, logps_B = draw(logits_BV, torch.tensor([0]), decoding(1, temperature=0.0, top_k=1, top_p=0.1), is_truncated=True)
+    tokens_B, logps_B = draw(
+        logits_BV, torch.tensor([0]), decoding(1, temperature=0.0, top_k=1, top_p=0.1), is_truncated=True
+    )
     assert tokens_B.tolist() == [1]
     assert logps_B.item() == pytest.approx(torch.log_softmax(logits_BV[0], -1)[1].item())
 

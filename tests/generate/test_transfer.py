@@ -44,16 +44,22 @@ input()
 
 
 def specs(weights: dict[str, torch.Tensor]) -> list[TensorSpec]:
-    return [TensorSpec(name=k, dtype=str(w.dtype).removeprefix("torch."), shape=tuple(w.shape)) for k, w in weights.items()]
+    return [
+        TensorSpec(name=k, dtype=str(w.dtype).removeprefix("torch."), shape=tuple(w.shape)) for k, w in weights.items()
+    ]
 
 
-def offer_of(server: WeightServer, weights: dict[str, torch.Tensor], *, num_ranks: int = 1, chunk_bytes: int = 64) -> WeightOffer:
+def offer_of(
+    server: WeightServer, weights: dict[str, torch.Tensor], *, num_ranks: int = 1, chunk_bytes: int = 64
+) -> WeightOffer:
     return server.offer(specs(weights), version=3, backend="gloo", num_ranks=num_ranks, chunk_bytes=chunk_bytes)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
-        a.dtype == b.dtype and a.shape == b.shape and a.reshape(-1).view(torch.uint8).tolist() == b.reshape(-1).view(torch.uint8).tolist()
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.reshape(-1).view(torch.uint8).tolist() == b.reshape(-1).view(torch.uint8).tolist()
     )
 
 
@@ -73,7 +79,9 @@ def test_every_process_of_every_engine_gets_the_same_bits_in_order() -> None:
     for _ in range(2):  # each hand-over meets anew
         offer = load_offer(dump_offer(offer_of(server, WEIGHTS, num_ranks=2)))
         with ThreadPoolExecutor(4) as pool:
-            fetching = [pool.submit(fetch_all, replace(offer, engine=engine), rank) for engine in (0, 1) for rank in (1, 2)]
+            fetching = [
+                pool.submit(fetch_all, replace(offer, engine=engine), rank) for engine in (0, 1) for rank in (1, 2)
+            ]
             assert server.send(offer, WEIGHTS.items(), [0, 1]) == []
             for fetched in fetching:
                 assert [name for name, _ in fetched.result()] == list(WEIGHTS)
@@ -99,7 +107,9 @@ def test_an_engine_that_never_comes_or_leaves_early_costs_the_others_nothing() -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "told"), [(signal.SIGKILL, ""), (signal.SIGSTOP, "did not answer in time")], ids=["killed", "stuck"])
+@pytest.mark.parametrize(
+    ("number", "told"), [(signal.SIGKILL, ""), (signal.SIGSTOP, "did not answer in time")], ids=["killed", "stuck"]
+)
 def test_an_engine_that_is_killed_or_stuck_meanwhile_is_lost_alone(
     caplog: pytest.LogCaptureFixture, number: signal.Signals, told: str
 ) -> None:
@@ -165,7 +175,9 @@ def test_weights_that_are_not_those_of_the_offer_are_our_mistake(others: dict[st
         server.send(offer_of(server, WEIGHTS), others.items(), [])
 
 
-def during(server: WeightServer, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]], call: Callable[[], object]) -> None:
+def during(
+    server: WeightServer, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]], call: Callable[[], object]
+) -> None:
     sending = threading.Thread(target=server.send, args=(offer, weights, [0]))
     sending.start()
     call()

@@ -35,7 +35,15 @@ T = TypeVar("T")
 
 
 def params(**changes: float) -> SamplingParams:
-    defaults = {"num_samples": 2, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_new_tokens": 30, "seed": 1}
+    defaults = {
+        "num_samples": 2,
+        "temperature": 0.8,
+        "top_p": 1.0,
+        "top_k": 0,
+        "repetition_penalty": 1.0,
+        "max_new_tokens": 30,
+        "seed": 1,
+    }
     return SamplingParams(**(defaults | changes))  # type: ignore[arg-type]
 
 
@@ -44,9 +52,13 @@ def model_of(seed: int, *, is_tied: bool) -> Qwen3ForCausalLM:
 
 
 @torch.no_grad()
-def reference_logps(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, temperature: float) -> torch.Tensor:
+def reference_logps(
+    model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, temperature: float
+) -> torch.Tensor:
     """logp_TV of transformers' forward over the whole sequence, at the new tokens."""
-    return torch.log_softmax(model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].float() / temperature, -1)
+    return torch.log_softmax(
+        model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].float() / temperature, -1
+    )
 
 
 def logp_error(model: Qwen3ForCausalLM, prompt: tuple[int, ...], completion: Completion, temperature: float) -> float:
@@ -170,7 +182,9 @@ def test_a_trained_model_starts_as_it_was_exported_and_takes_what_its_learner_of
         assert await sending == []
 
     async def main() -> None:
-        engine = await VllmEngine.start(VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME), tmp_path / "model", num_threads=1, seed=0)
+        engine = await VllmEngine.start(
+            VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME), tmp_path / "model", num_threads=1, seed=0
+        )
         for version, policy in policies.items():
             if version > 1:
                 await update(engine, policy)
@@ -241,7 +255,9 @@ def test_a_window_wider_than_the_model_is_refused_unless_yarn_stretches_it(tmp_p
     folder = write_folder(tmp_path, build_model(max_len=256))
     with pytest.raises(ConfigError, match=r"max_model_len = 640 exceeds the 256"):
         engine_arguments(VllmEngineConfig(max_model_len=640), folder, seed=0)
-    stretched = engine_arguments(VllmEngineConfig(max_model_len=640, yarn_factor=2.5, yarn_attention_factor=1.05), folder, seed=2**40)
+    stretched = engine_arguments(
+        VllmEngineConfig(max_model_len=640, yarn_factor=2.5, yarn_attention_factor=1.05), folder, seed=2**40
+    )
     assert stretched["max_model_len"] == 640
     assert stretched["hf_overrides"]["max_position_embeddings"] == 640
     assert stretched["hf_overrides"]["rope_parameters"] == {
@@ -273,7 +289,10 @@ def test_weights_are_handed_over_where_there_is_room(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     places = (tmp_path / "no memory here", tmp_path / "disk")
     assert handover_place(1000, places) == tmp_path / "disk"
-    with pytest.raises(ResourceError, match=rf"need {2 * free / 1e9:.1f} GB on their way to the vLLM process: .*disk has \d+\.\d GB free"):
+    with pytest.raises(
+        ResourceError,
+        match=rf"need {2 * free / 1e9:.1f} GB on their way to the vLLM process: .*disk has \d+\.\d GB free",
+    ):
         handover_place(2 * free, places)
 
 

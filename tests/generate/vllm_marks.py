@@ -12,7 +12,9 @@ IS_REQUIRED = os.environ.get("KLEAR_REQUIRE_VLLM") == "1"
 VLLM_MARKS = (
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not HAS_VLLM and not IS_REQUIRED, reason="vllm is not installed; make test-vllm installs and tests it"),
+    pytest.mark.skipif(
+        not HAS_VLLM and not IS_REQUIRED, reason="vllm is not installed; make test-vllm installs and tests it"
+    ),
 )
 Test = TypeVar("Test", bound=Callable[..., None])
 

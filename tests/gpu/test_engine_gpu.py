@@ -25,7 +25,10 @@ PROMPTS = [tuple(65 + (7 * i + j) % 50 for j in range(length)) for i, length in 
 
 @pytest.mark.parametrize(
     ("dtype", "mean_tolerance", "tolerance"),
-    [("float32", 1e-4, 1e-3), ("bfloat16", 0.1, 1.0)],  # in bfloat16 the same rows on a CPU differ by 0.023 on average, 0.24 at most
+    [
+        ("float32", 1e-4, 1e-3),
+        ("bfloat16", 0.1, 1.0),
+    ],  # in bfloat16 the same rows on a CPU differ by 0.023 on average, 0.24 at most
 )
 def test_logps_are_those_of_transformers_in_the_same_dtype_before_and_after_an_update(
     tmp_path: Path, dtype: str, mean_tolerance: float, tolerance: float
@@ -33,7 +36,9 @@ def test_logps_are_those_of_transformers_in_the_same_dtype_before_and_after_an_u
     models = [build_model(seed=seed).cuda() for seed in (0, 1)]
     folder = write_folder(tmp_path, models[0])
     cfg = TorchEngineConfig.model_validate({"dtype": dtype, "runtime": TorchEngineRuntime(device="cuda")})
-    params = SamplingParams(num_samples=8, temperature=0.8, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=60, seed=1)
+    params = SamplingParams(
+        num_samples=8, temperature=0.8, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=60, seed=1
+    )
 
     async def main() -> None:
         engine = TorchEngine(folder, cfg, num_threads=1)
@@ -41,7 +46,9 @@ def test_logps_are_those_of_transformers_in_the_same_dtype_before_and_after_an_u
             await engine.load_weights(dict(model.state_dict()), version=version)
             reference = model.to(getattr(torch, dtype))
             groups = await asyncio.gather(*(engine.generate(prompt, params) for prompt in PROMPTS))
-            pairs = [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group]
+            pairs = [
+                (prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group
+            ]
             error_N = torch.cat([(_logps(reference, *pair) - torch.tensor(pair[1].logps)).abs() for pair in pairs])
             assert error_N.mean() < mean_tolerance
             assert error_N.max() < tolerance
@@ -72,7 +79,9 @@ def test_vllm_answers_with_new_weights_and_sleeps(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     old, new = (build_model(seed=seed, hidden_size=128, head_dim=64).cuda() for seed in (0, 1))
     runtime = VllmRuntime(enforce_eager=True, gpu_memory_utilization=0.3, sleep_mode=True)
-    params = SamplingParams(num_samples=4, temperature=0.8, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=60, seed=1)
+    params = SamplingParams(
+        num_samples=4, temperature=0.8, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=60, seed=1
+    )
 
     async def update(engine: VllmEngine) -> None:
         weights = {name: parameter.detach() for name, parameter in new.named_parameters()}

@@ -6,7 +6,11 @@ import torch
 from klear_core.train.logits import Passes, passes_on
 from klear_core.train.logps import fused_loss, token_logps
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 VOCAB, HIDDEN, TOKENS, TEMPERATURE = 151_936, 256, 600, 0.7
 CHUNKS = {"max_logits": 250 * VOCAB}  # three of 200 tokens
@@ -19,7 +23,12 @@ def case(request):
     g = torch.Generator("cuda").manual_seed(0)
     h = torch.randn(TOKENS, HIDDEN, generator=g, device="cuda").to(request.param).requires_grad_()
     w = (0.4 * torch.randn(VOCAB, HIDDEN, generator=g, device="cuda")).to(request.param).requires_grad_()
-    return h, w, torch.randint(VOCAB, (TOKENS,), generator=g, device="cuda"), torch.linspace(-1, 2, TOKENS, device="cuda")
+    return (
+        h,
+        w,
+        torch.randint(VOCAB, (TOKENS,), generator=g, device="cuda"),
+        torch.linspace(-1, 2, TOKENS, device="cuda"),
+    )
 
 
 def exact(h, w, target, temperature=TEMPERATURE):
@@ -60,7 +69,9 @@ def test_cross_entropy_without_entropies_equals_float64(case):
     out = fused_loss(h, w, target, lambda lp, _e, at: -weight[at] * lp, **CHUNKS)
     logp, _ = exact(h, w, target, 1.0)
     torch.testing.assert_close(out.logp_N.double(), logp, atol=2e-4, rtol=0)
-    for a, b in zip(torch.autograd.grad(out.loss, (h, w)), torch.autograd.grad(-(weight * logp).sum(), (h, w)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(out.loss, (h, w)), torch.autograd.grad(-(weight * logp).sum(), (h, w)), strict=True
+    ):
         assert (a.double() - b.double()).norm() <= GRADIENT_ERROR[h.dtype] * b.double().norm()
 
 
@@ -88,7 +99,13 @@ def test_chunks_of_all_lengths_share_one_kernel_of_each_pass():
         found = []
         for way in (passes, plain):
             reading = way.read(mine := z.clone(), target, need_entropy=True)
-            found.append((reading.logp_C, reading.entropy_C, way.grad(mine, reading, target, dlogp, dentropy, dtype=torch.float32)))
+            found.append(
+                (
+                    reading.logp_C,
+                    reading.entropy_C,
+                    way.grad(mine, reading, target, dlogp, dentropy, dtype=torch.float32),
+                )
+            )
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
     assert len(graphs) == 2
@@ -111,4 +128,6 @@ def test_memory_holds_one_chunk_and_never_all_logits(case):
     chunk, weight_gradients = 4 * 200 * VOCAB, (4 + w.element_size()) * w.numel()
     assert peak(step) < 2 * chunk + weight_gradients + 64e6
     with torch.no_grad():
-        assert peak(lambda: fused_loss(h, w, target, lambda lp, _e, _at: -lp, **CHUNKS)) < chunk + 64e6  # no gradient of the weight
+        assert (
+            peak(lambda: fused_loss(h, w, target, lambda lp, _e, _at: -lp, **CHUNKS)) < chunk + 64e6
+        )  # no gradient of the weight

@@ -79,7 +79,9 @@ def test_compiled_layers_are_those_of_transformers(folder, dtype, rounding):
 
 
 def train(folder, checkpoints, world, telemetry):
-    policy = parallelise(load_model(folder, device=world.device), world, dtype="bfloat16", activation_checkpointing=True)
+    policy = parallelise(
+        load_model(folder, device=world.device), world, dtype="bfloat16", activation_checkpointing=True
+    )
     updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=8)
     rows = random_rows([20, 31, 12])
     losses = []
@@ -100,7 +102,9 @@ def test_bf16_steps_lower_the_loss_and_keep_float32_weights(folder, tmp_path):
 
 
 def train_together(folder, world, telemetry):
-    policy = parallelise(load_model(folder, device=world.device), world, dtype="bfloat16", activation_checkpointing=True)
+    policy = parallelise(
+        load_model(folder, device=world.device), world, dtype="bfloat16", activation_checkpointing=True
+    )
     updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=4)
     rows = random_rows([20, 31, 12])
     share = {"rank": world.data_rank, "num_ranks": world.num_data_ranks, "context": world.context}
@@ -111,5 +115,7 @@ def train_together(folder, world, telemetry):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device, two are needed")
 def test_two_gpus_that_share_rows_train_as_one(folder):
     one = run_ranks(partial(train_together, folder), TrainRuntime(device="cuda"), NullTelemetry())
-    two = run_ranks(partial(train_together, folder), TrainRuntime(device="cuda", num_workers=2, context_parallel=2), NullTelemetry())
+    two = run_ranks(
+        partial(train_together, folder), TrainRuntime(device="cuda", num_workers=2, context_parallel=2), NullTelemetry()
+    )
     assert two == pytest.approx(one, rel=2e-2)

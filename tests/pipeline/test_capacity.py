@@ -69,11 +69,16 @@ def test_sft_of_an_8b_model_needs_three_checkpoints_and_the_model(tmp_path: Path
     assert disk_problem(work, free_gb=312.3) is None
     problem = disk_problem(work, free_gb=100)
     assert problem is not None
-    assert "100.00 GB free there, 312.2 GB needed: everything else 1.0; sft model 16.4; 3 checkpoints of sft at 98.3 294.9." in problem
+    assert (
+        "100.00 GB free there, 312.2 GB needed: everything else 1.0; sft model 16.4; 3 checkpoints of sft at 98.3 294.9."
+        in problem
+    )
 
 
 def test_checkpoints_go_with_their_stage_and_models_stay(tmp_path: Path) -> None:
-    assert needed_gb(work_of(large(tmp_path), "sft", "rl", "rl_code")) == pytest.approx(1 + 3 * MODEL_GB + 3 * CHECKPOINT_GB)
+    assert needed_gb(work_of(large(tmp_path), "sft", "rl", "rl_code")) == pytest.approx(
+        1 + 3 * MODEL_GB + 3 * CHECKPOINT_GB
+    )
 
 
 def test_fewer_checkpoints_and_a_kept_optimizer_are_counted(tmp_path: Path) -> None:
@@ -118,7 +123,11 @@ def refusals(config: PipelineConfig, *stages: str) -> list[str]:
 def test_auto_is_no_cpu_for_an_8b_model_unless_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_engines = ("evaluate.engine={kind='torch'}", "rl.rollout.engine={kind='torch'}")
     config = large(tmp_path, *torch_engines)
-    assert refusals(config, "sft", "rl", "evaluate_rl") == ["sft.runtime.device", "evaluate.engine.runtime.device", "rl.runtime.device"]
+    assert refusals(config, "sft", "rl", "evaluate_rl") == [
+        "sft.runtime.device",
+        "evaluate.engine.runtime.device",
+        "rl.runtime.device",
+    ]
     learner_named = large(tmp_path, *torch_engines, "rl.runtime.device=cpu")
     assert refusals(learner_named, "rl") == ["rl.rollout.engine.runtime.device"]
     (problem,) = [p for p in problems_with(config, ["sft"]) if "no GPU for it" in p]

@@ -43,8 +43,16 @@ def publish(cfg: PipelineConfig, *names: str) -> None:
         if stage.name in names:
             inputs = input_records(stage.job, {role: ids[n] for role, n in stage.inputs.items()}, cfg.workspace)
             with open_store(cfg.workspace).create(stage.kind, ids[stage.name].fingerprint) as slot:
-                own = {"config": stage.job.model_dump(mode="json"), "result_config": result_settings(stage.job), "inputs": inputs}
-                made_by = {"stage": stage.name, "code_version": CODE_VERSIONS[stage.kind], "created_at": datetime.now(UTC)}
+                own = {
+                    "config": stage.job.model_dump(mode="json"),
+                    "result_config": result_settings(stage.job),
+                    "inputs": inputs,
+                }
+                made_by = {
+                    "stage": stage.name,
+                    "code_version": CODE_VERSIONS[stage.kind],
+                    "created_at": datetime.now(UTC),
+                }
                 (slot.workdir / "data").write_text("1234")
                 slot.publish(manifest(stage.kind, ids[stage.name].fingerprint, **own, **made_by))
 
@@ -64,8 +72,15 @@ def test_runtime_settings_and_the_workspace_change_nothing(tmp_path: Path):
 
 
 def test_sampling_a_benchmark_more_often_retrains_nothing(tmp_path: Path):
-    more = (BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout"), num_samples=64, expected_rows=4096),)
-    assert changed(config(tmp_path), config(tmp_path, benchmarks=more)) == ["evaluate_base", "evaluate_sft", "evaluate_rl", "report"]
+    more = (
+        BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout"), num_samples=64, expected_rows=4096),
+    )
+    assert changed(config(tmp_path), config(tmp_path, benchmarks=more)) == [
+        "evaluate_base",
+        "evaluate_sft",
+        "evaluate_rl",
+        "report",
+    ]
 
 
 def test_new_content_of_a_source_file_changes_what_is_made_from_it(tmp_path: Path):
@@ -165,7 +180,11 @@ def test_nothing_is_made_again_that_is_not_among_the_stages_to_run(tmp_path: Pat
 
 def test_stages_are_chosen_by_name_or_kind(tmp_path: Path):
     stages = stages_of(config(tmp_path))
-    assert select_stages(stages, only="evaluate", from_=None, until=None) == ("evaluate_base", "evaluate_sft", "evaluate_rl")
+    assert select_stages(stages, only="evaluate", from_=None, until=None) == (
+        "evaluate_base",
+        "evaluate_sft",
+        "evaluate_rl",
+    )
     assert select_stages(stages, only=None, from_="distill", until="rl") == ("distill", "sft", "rl")
     with pytest.raises(ConfigError, match="no stage 'train'; there are benchmarks, curate"):
         select_stages(stages, only="train", from_=None, until=None)
@@ -188,4 +207,11 @@ def test_what_follows_from_a_stage_is_all_that_is_made_from_it(tmp_path: Path):
 def test_what_a_stage_is_made_from_goes_back_to_the_beginning(tmp_path: Path):
     stages = stages_of(config(tmp_path))
     assert [s.name for s in with_inputs(stages, {"curate"})] == ["benchmarks", "curate"]
-    assert [s.name for s in with_inputs(stages, {"evaluate_sft"})] == ["benchmarks", "curate", "base", "distill", "sft", "evaluate_sft"]
+    assert [s.name for s in with_inputs(stages, {"evaluate_sft"})] == [
+        "benchmarks",
+        "curate",
+        "base",
+        "distill",
+        "sft",
+        "evaluate_sft",
+    ]

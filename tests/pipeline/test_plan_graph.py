@@ -9,7 +9,9 @@ def inputs_of(config: PipelineConfig) -> dict[str, dict[str, str]]:
 
 
 def test_rl_learns_from_the_curated_problems_unless_it_has_its_own():
-    own = PipelineConfig(curate_rl=CurateConfig(sources=(ProceduralSource(num_problems=64),)), rl_code=RlConfig(domain="code"))
+    own = PipelineConfig(
+        curate_rl=CurateConfig(sources=(ProceduralSource(num_problems=64),)), rl_code=RlConfig(domain="code")
+    )
     assert inputs_of(PipelineConfig())["rl"] == {"model": "sft", "problems": "curate"}
     assert inputs_of(own)["rl"] == {"model": "sft", "problems": "curate_rl"}
     assert inputs_of(own)["rl_code"] == {"model": "rl", "problems": "curate_rl"}
@@ -18,7 +20,12 @@ def test_rl_learns_from_the_curated_problems_unless_it_has_its_own():
 
 def test_every_model_is_evaluated_and_the_report_reads_everything():
     graph = inputs_of(PipelineConfig(rl_code=RlConfig(domain="code")))
-    assert [name for name in graph if name.startswith("evaluate")] == ["evaluate_base", "evaluate_sft", "evaluate_rl", "evaluate_rl_code"]
+    assert [name for name in graph if name.startswith("evaluate")] == [
+        "evaluate_base",
+        "evaluate_sft",
+        "evaluate_rl",
+        "evaluate_rl_code",
+    ]
     assert set(graph["report"]) == set(graph) - {"report"}
 
 

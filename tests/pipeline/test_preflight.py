@@ -27,7 +27,8 @@ from klear_core.pipeline.preflight import problems_with, require_ready
 CONFIGS = Path(__file__).parents[2] / "configs"
 KLEAR_8B = CONFIGS / "klear_8b"
 CODE_ROW = (
-    '{"question": "Print the sum.", "reference": {"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1", "output": "1"}]}}}'
+    '{"question": "Print the sum.", "reference": '
+    '{"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1", "output": "1"}]}}}'
 )
 MATH_ROW = '{"question": "1 + 1?", "reference": {"kind": "math", "answers": ["2"]}}'
 
@@ -55,7 +56,9 @@ def put_artifacts(config: PipelineConfig, *names: str) -> None:
             slot.publish(manifest(own.kind, own.fingerprint, stage=name))
 
 
-def test_a_stage_run_alone_names_the_inputs_that_are_not_there_and_the_command_line_that_makes_them(tmp_path: Path) -> None:
+def test_a_stage_run_alone_names_the_inputs_that_are_not_there_and_the_command_line_that_makes_them(
+    tmp_path: Path,
+) -> None:
     config = profile(tmp_path)
     found = problems_with(config, chosen(config, only="rl"))
     wanted = "stage 'rl' needs 'curate' and 'sft', not there or not whole for these settings: run up to that first, with --until sft"
@@ -88,8 +91,12 @@ def test_a_context_of_four_keeps_a_quarter_of_the_activations() -> None:
 
 
 def test_a_weight_for_a_source_that_does_not_exist_is_a_typo() -> None:
-    curate = CurateConfig.model_validate({"sources": [{"kind": "procedural", "name": "chain"}, "data/openthoughts.jsonl"]})
-    config = PipelineConfig(name="x", curate=curate, sft=SftConfig(source_weights={"openthoughts": 2, "opnthoughts": 2}))
+    curate = CurateConfig.model_validate(
+        {"sources": [{"kind": "procedural", "name": "chain"}, "data/openthoughts.jsonl"]}
+    )
+    config = PipelineConfig(
+        name="x", curate=curate, sft=SftConfig(source_weights={"openthoughts": 2, "opnthoughts": 2})
+    )
     wanted = "sft.source_weights: 'opnthoughts' is none of curate.sources, which are: chain, openthoughts"
     assert wanted in problems_with(config)
     assert not any("'openthoughts'" in problem for problem in problems_with(config))
@@ -124,7 +131,9 @@ def test_a_stage_alone_needs_what_it_reads_and_nothing_else(tmp_path: Path) -> N
 
 
 def test_a_stage_that_is_there_already_needs_nothing_any_more_unless_it_is_made_again(tmp_path: Path) -> None:
-    config = profile(tmp_path, "distill.teacher.kind=http", "distill.teacher.model=m", f"distill.teacher.base_url={dead_url()}")
+    config = profile(
+        tmp_path, "distill.teacher.kind=http", "distill.teacher.model=m", f"distill.teacher.base_url={dead_url()}"
+    )
     put_artifacts(config, "distill")
     assert problems_with(config) == []
     assert [p.split(":")[0] for p in problems_with(config, again=("distill",))] == ["distill.teacher"]
@@ -132,7 +141,9 @@ def test_a_stage_that_is_there_already_needs_nothing_any_more_unless_it_is_made_
 
 def test_all_that_is_missing_is_one_error(tmp_path: Path) -> None:
     config = profile(tmp_path, 'curate.sources=["no/one.jsonl", "no/two.jsonl"]')
-    with pytest.raises(ConfigError, match=r"(?s)cannot run here yet:.*no/one\.jsonl: no such file.*no/two\.jsonl: no such file"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)cannot run here yet:.*no/one\.jsonl: no such file.*no/two\.jsonl: no such file"
+    ):
         require_ready(config, ("curate",))
     require_ready(config, ("base",))
 
@@ -140,7 +151,10 @@ def test_all_that_is_missing_is_one_error(tmp_path: Path) -> None:
 def test_sources_of_one_name_and_protected_questions_that_are_missing_are_found(tmp_path: Path) -> None:
     twins = 'curate.sources=[{kind="procedural", name="a"}, {kind="procedural", name="a"}]'
     config = profile(tmp_path, twins, 'curate.decontaminate.also=[{path="no/set.jsonl"}]')
-    assert sorted(p.split(":")[0] for p in problems_with(config, ("curate",))) == ["curate.decontaminate.also", "curate.sources"]
+    assert sorted(p.split(":")[0] for p in problems_with(config, ("curate",))) == [
+        "curate.decontaminate.also",
+        "curate.sources",
+    ]
 
 
 def test_the_prompts_of_klear_8b_may_come_in_any_schema_as_its_readme_says() -> None:
@@ -203,7 +217,10 @@ def test_the_documented_64k_evaluation_of_klear_8b_fits_its_stretched_window(tmp
 def test_a_model_that_the_torch_engine_does_not_run_is_found_at_once(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "model", json.dumps(QWEN3 | {"model_type": "llama"}))
     problems = problems_with(profile(tmp_path, "model.kind=hf", f"model.path={folder}"))
-    assert [p.split(":")[0] for p in problems if 'set engine.kind = "vllm"' in p] == ["evaluate.engine", "rl.rollout.engine"]
+    assert [p.split(":")[0] for p in problems if 'set engine.kind = "vllm"' in p] == [
+        "evaluate.engine",
+        "rl.rollout.engine",
+    ]
 
 
 # ---- the machine
@@ -231,7 +248,10 @@ def test_klear_8b_takes_the_gpus_that_its_readme_says() -> None:
         ("rl.runtime.device=cuda", "rl.runtime: device 'cuda'"),
         ("rl.rollout.engine.runtime.device=cuda", "rl.rollout.engine.runtime: device 'cuda'"),
         ("evaluate.engine.runtime.device=cuda", "evaluate.engine.runtime: device 'cuda'"),
-        ("rl.runtime.learner_gpus=1", "rl.runtime: 1 learner ranks with 1 GPUs and 2 rollout actors with 0 need 1 GPUs; Ray has 0"),
+        (
+            "rl.runtime.learner_gpus=1",
+            "rl.runtime: 1 learner ranks with 1 GPUs and 2 rollout actors with 0 need 1 GPUs; Ray has 0",
+        ),
     ],
 )
 def test_a_gpu_that_is_not_there_is_missed_at_once(tmp_path: Path, override: str, told: str) -> None:
@@ -253,7 +273,9 @@ def test_code_is_judged_in_a_sandbox_that_must_prove_itself_where_there_is_code(
         found = problems_with(profile(tmp_path, broken, *overrides))
         return [p.split(":")[0] for p in found if p.startswith("verify.sandbox")]
 
-    code, math = (f'source={{kind="file", path="{tmp_path / name}.jsonl", row_schema="problem"}}' for name in ("code", "math"))
+    code, math = (
+        f'source={{kind="file", path="{tmp_path / name}.jsonl", row_schema="problem"}}' for name in ("code", "math")
+    )
     assert stages(f'benchmarks=[{{name="a", {math}}}]') == []
     assert stages(f'benchmarks=[{{name="a", {code}}}]') == ["verify.sandbox, for the code problems of evaluate"]
     assert stages(f'curate.sources=["{tmp_path}/code.jsonl"]') == ["verify.sandbox, for the code problems of distill"]
@@ -303,7 +325,9 @@ def with_teacher(root: Path, url: str) -> PipelineConfig:
 def test_a_teacher_that_nobody_serves_is_missed_with_the_address_that_was_tried(tmp_path: Path) -> None:
     url = dead_url()
     (problem,) = problems_with(with_teacher(tmp_path, url))
-    assert problem.startswith(f"distill.teacher: nobody answers at distill.teacher.base_url = '{url}': tried GET {url}/models")
+    assert problem.startswith(
+        f"distill.teacher: nobody answers at distill.teacher.base_url = '{url}': tried GET {url}/models"
+    )
 
 
 @pytest.mark.parametrize(("status", "is_fit"), [(200, True), (404, True), (500, True), (401, False), (403, False)])

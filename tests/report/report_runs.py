@@ -46,7 +46,9 @@ class Made:
 
 
 def config() -> PipelineConfig:
-    bench = BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout", num_problems=NUM_PROBLEMS), num_samples=4)
+    bench = BenchmarkConfig(
+        name="heldout", source=ProceduralSource(split="heldout", num_problems=NUM_PROBLEMS), num_samples=4
+    )
     return PipelineConfig(name="laptop", seed=3, benchmarks=(bench,), evaluate=EvaluateConfig(sampling=SAMPLING))
 
 
@@ -90,7 +92,9 @@ def eval_report(label: str) -> EvalReport:
     levels = (Difficulty.EASY, Difficulty.MEDIUM, Difficulty.HARD)
     return EvalReport(
         benchmark="heldout",
-        decoding=DecodingProfile(sampling=SAMPLING, engine=TorchEngineConfig(), seed_policy="one seed per problem and sample"),
+        decoding=DecodingProfile(
+            sampling=SAMPLING, engine=TorchEngineConfig(), seed_policy="one seed per problem and sample"
+        ),
         seed=3,
         confidence=0.95,
         num_problems=NUM_PROBLEMS,
@@ -126,7 +130,9 @@ def samples(label: str, seed: int = 0) -> list[EvalSample]:
         truth = ((numbers[0] + numbers[1]) * numbers[2] - numbers[3]) * numbers[4] % 10
         is_right = draw.random() < AVG[label] and not (label == "rl" and i == BROKEN_BY_RL)
         said = truth if is_right else (truth + 3) % 10
-        steps = "\n".join([f"{numbers[0]}+{numbers[1]}={(numbers[0] + numbers[1]) % 10}"] * (80 if i == BROKEN_BY_RL else 4))
+        steps = "\n".join(
+            [f"{numbers[0]}+{numbers[1]}={(numbers[0] + numbers[1]) % 10}"] * (80 if i == BROKEN_BY_RL else 4)
+        )
         text = "\x00\u202e9~~q" * 16 if label == "base" else f"<think>\n{steps}\n</think>\n\n\\boxed{{{said}}}"
         sample = EvalSample(
             benchmark="heldout",
@@ -154,7 +160,11 @@ def write_sft_metrics(folder: Path, steps: int = 1000) -> None:
     draw = random.Random(1)
     for t in range(1, steps + 1):
         loss = 0.28 + 4.5 * math.exp(-t / 60) + draw.gauss(0, 0.02)
-        row = {"sft/loss/train": loss, "sft/grad/norm": 0.3 + 3 * math.exp(-t / 80) + abs(draw.gauss(0, 0.1)), "sft/batch/fill": 0.97}
+        row = {
+            "sft/loss/train": loss,
+            "sft/grad/norm": 0.3 + 3 * math.exp(-t / 80) + abs(draw.gauss(0, 0.1)),
+            "sft/batch/fill": 0.97,
+        }
         row["sft/optim/lr"] = 4e-3 * min(1, t / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * t / steps)) / 2)
         row["sft/time/tokens_per_s"] = 24000 + draw.gauss(0, 600)
         if t % 100 == 0:
@@ -196,12 +206,19 @@ def write_rl_metrics(folder: Path, steps: int = 80) -> None:
 
 
 def ledger(step: str, unit: str, num_in: int, dropped: Mapping[str, int], **noted: int) -> LedgerStep:
-    return LedgerStep(step=step, unit=unit, num_in=num_in, num_out=num_in - sum(dropped.values()), dropped=dict(dropped), noted=noted)
+    return LedgerStep(
+        step=step, unit=unit, num_in=num_in, num_out=num_in - sum(dropped.values()), dropped=dict(dropped), noted=noted
+    )
 
 
 def differences() -> tuple[PairedDifference, ...]:
     def one(
-        before: str, after: str, value: float, low: float, high: float, decoding: Literal["sampled", "greedy"] = "sampled"
+        before: str,
+        after: str,
+        value: float,
+        low: float,
+        high: float,
+        decoding: Literal["sampled", "greedy"] = "sampled",
     ) -> PairedDifference:
         return PairedDifference(
             benchmark="heldout",
@@ -228,7 +245,9 @@ def differences() -> tuple[PairedDifference, ...]:
 def laptop_run(root: Path) -> ReportInputs:
     """A finished run as the laptop profile leaves it."""
     store, cfg = LocalStore(root), config()
-    benchmarks = publish(store, "benchmarks", Made(kind="benchmarks", settings=cfg.benchmarks[0], counts={"problems": 256}, wall_s=0.3))
+    benchmarks = publish(
+        store, "benchmarks", Made(kind="benchmarks", settings=cfg.benchmarks[0], counts={"problems": 256}, wall_s=0.3)
+    )
     curated = (
         ledger("dedup", "problem", 8192, {"exact_duplicate": 41}),
         ledger("decontaminate", "problem", 8151, {"shares_ngram": 7, "too_long": 3}),
@@ -250,7 +269,14 @@ def laptop_run(root: Path) -> ReportInputs:
     distill = publish(
         store,
         "distill",
-        Made(kind="distill", settings=cfg.distill, inputs=[("problems", curate)], counts={"traces": 16_266}, ledger=traced, wall_s=11.2),
+        Made(
+            kind="distill",
+            settings=cfg.distill,
+            inputs=[("problems", curate)],
+            counts={"traces": 16_266},
+            ledger=traced,
+            wall_s=11.2,
+        ),
     )
     trained = (ledger("length", "trace", 16_266, {"over_long": 2}),)
     sft = publish(
@@ -303,11 +329,17 @@ def laptop_run(root: Path) -> ReportInputs:
             profile="laptop",
             started_at=WHEN.isoformat(),
             git_commit="4f2a9c1d7be0835566aa0192c3d4e5f60718293a",
-            links={"Prefect flow run": "0f5d8f7e-7c1b-4d0e-9a55-2f6f0c1d9b3a", "MLflow run": "9d3c0b7a51e24b6f8a1d2c3e4f506172"},
+            links={
+                "Prefect flow run": "0f5d8f7e-7c1b-4d0e-9a55-2f6f0c1d9b3a",
+                "MLflow run": "9d3c0b7a51e24b6f8a1d2c3e4f506172",
+            },
         ),
         config=cfg,
         stages=(
-            *(StageFolder(name=name, folder=ref.path, was_reused=name in ("benchmarks", "curate")) for name, ref in built.items()),
+            *(
+                StageFolder(name=name, folder=ref.path, was_reused=name in ("benchmarks", "curate"))
+                for name, ref in built.items()
+            ),
             *evaluations,
         ),
         differences=differences(),

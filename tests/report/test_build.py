@@ -62,17 +62,31 @@ def html(run: ReportInputs, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_first_line_is_the_effect_of_the_last_step_with_its_interval(html: str) -> None:
-    assert "GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points, 95 % interval 27.9 to 33.6)." in text_of(html)
+    assert "GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points, 95 % interval 27.9 to 33.6)." in text_of(
+        html
+    )
 
 
 def test_every_score_of_the_evaluations_is_on_the_page(html: str) -> None:
     text = text_of(html)
-    for shown in ("0.0 %", "67.1 %", "97.8 %", "70.3 %", "99.6 %", "64.5 to 69.7", "2 of 1,024 (2 timed out)", "99.8 %"):
+    for shown in (
+        "0.0 %",
+        "67.1 %",
+        "97.8 %",
+        "70.3 %",
+        "99.6 %",
+        "64.5 to 69.7",
+        "2 of 1,024 (2 timed out)",
+        "99.8 %",
+    ):
         assert shown in text
 
 
 def test_the_decoding_profile_stands_beside_the_scores(html: str) -> None:
-    assert "temperature 1, top-p off, top-k off, repetition penalty off, up to 96 new tokens; torch engine in float32" in text_of(html)
+    assert (
+        "temperature 1, top-p off, top-k off, repetition penalty off, up to 96 new tokens; torch engine in float32"
+        in text_of(html)
+    )
 
 
 def test_the_page_loads_nothing_and_runs_nothing(html: str) -> None:
@@ -141,7 +155,11 @@ def test_an_answer_of_a_megabyte_is_cut_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_failed_is_named_with_its_error(run: ReportInputs, tmp_path: Path) -> None:
-    text = text_of(page_of(with_stage(run, StageFolder(name="rl", folder=None, trouble="TrainingError: 6 non-finite steps")), tmp_path))
+    text = text_of(
+        page_of(
+            with_stage(run, StageFolder(name="rl", folder=None, trouble="TrainingError: 6 non-finite steps")), tmp_path
+        )
+    )
     assert "rlThis stage failed: TrainingError: 6 non-finite steps" in text
     assert "8 of 9" in text
 
@@ -156,7 +174,9 @@ def test_a_run_without_a_final_evaluation_does_not_claim_it(run: ReportInputs, t
 
 
 def test_a_run_that_only_failed_still_has_a_report(run: ReportInputs, tmp_path: Path) -> None:
-    nothing = replace(run, stages=(StageFolder(name="curate", folder=None, trouble="DataError: row 3"),), differences=())
+    nothing = replace(
+        run, stages=(StageFolder(name="curate", folder=None, trouble="DataError: row 3"),), differences=()
+    )
     text = text_of(page_of(nothing, tmp_path))
     assert "No model was evaluated, so this run claims nothing." in text
     assert "DataError: row 3" in text

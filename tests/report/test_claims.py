@@ -20,7 +20,10 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 def with_last(facts: Facts, **changes: object) -> Facts:
     """The run with the sampled SFT to RL difference changed."""
-    changed = tuple(replace(d, **changes) if (d.before, d.after, d.decoding) == ("sft", "rl", "sampled") else d for d in facts.differences)
+    changed = tuple(
+        replace(d, **changes) if (d.before, d.after, d.decoding) == ("sft", "rl", "sampled") else d
+        for d in facts.differences
+    )
     return replace(facts, differences=changed)
 
 
@@ -75,7 +78,10 @@ def test_without_a_paired_comparison_nothing_is_claimed_of_the_last_step(facts: 
 def test_several_benchmarks_are_counted_and_named_by_what_became_of_them(facts: Facts) -> None:
     second = next(d for d in facts.differences if (d.before, d.after, d.decoding) == ("sft", "rl", "sampled"))
     more = replace(facts, differences=(*facts.differences, replace(second, benchmark="aime24", low=-0.1)))
-    assert sentence(more) == "Of 2 benchmarks, GPPO improved heldout (67.1 % to 97.8 %), and has no shown effect on aime24."
+    assert (
+        sentence(more)
+        == "Of 2 benchmarks, GPPO improved heldout (67.1 % to 97.8 %), and has no shown effect on aime24."
+    )
 
 
 def test_one_model_alone_proves_nothing(facts: Facts) -> None:

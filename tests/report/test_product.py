@@ -21,7 +21,13 @@ from klear_core.report.read import read_facts
 from klear_core.train.base import prepare_base
 
 TINY = TinyModelConfig(
-    hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=24, max_position_embeddings=256
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=24,
+    max_position_embeddings=256,
 )
 
 
@@ -76,7 +82,9 @@ def test_the_page_says_where_the_model_is_and_its_lines_of_transformers_run(
 ) -> None:
     build_report(run, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    where, command, lines = (entities.unescape(block) for block in re.findall(r"<h4>.*?</h4><pre>(.*?)</pre>", page, re.DOTALL))
+    where, command, lines = (
+        entities.unescape(block) for block in re.findall(r"<h4>.*?</h4><pre>(.*?)</pre>", page, re.DOTALL)
+    )
     product = product_of(facts)
     assert product is not None
     (folder,) = (s.folder for s in facts.stages if s.name == "rl")

@@ -5,7 +5,9 @@ import pytest
 from klear_core.report.text import duration, number, percent, points, shares, visible
 
 
-@pytest.mark.parametrize("counts", [[1, 1, 1], [8141, 7, 3], [16264, 2], [0, 5], [1, 0, 0, 0], [333, 333, 334], [20477, 3], [1, 99999]])
+@pytest.mark.parametrize(
+    "counts", [[1, 1, 1], [8141, 7, 3], [16264, 2], [0, 5], [1, 0, 0, 0], [333, 333, 334], [20477, 3], [1, 99999]]
+)
 def test_printed_shares_add_up_to_a_hundred(counts: list[int]) -> None:
     assert round(sum(float(s.removesuffix("\u00a0%")) for s in shares(counts)), 6) == 100
 
@@ -44,7 +46,8 @@ def test_numbers_are_short(value: float, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"), [(0.42, "0.4 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (125, "2 min 05 s"), (11_520, "3 h 12 min")]
+    ("seconds", "shown"),
+    [(0.42, "0.4 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (125, "2 min 05 s"), (11_520, "3 h 12 min")],
 )
 def test_durations_read_naturally(seconds: float, shown: str) -> None:
     assert duration(seconds).replace("\u00a0", " ") == shown

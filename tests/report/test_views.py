@@ -65,7 +65,9 @@ def test_steps_without_a_number_are_counted_in_a_notice(run: ReportInputs, tmp_p
         {"rl/loss/mean": 0.1, "rl/ratio/max": None},
         {"rl/loss/mean": 0.2, "rl/ratio/max": 3},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": t} | row) + "\n" for t, row in enumerate(rows, start=1)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": t} | row) + "\n" for t, row in enumerate(rows, start=1))
+    )
     broken = with_stage(run, StageFolder(name="rl", folder=None, workdir=tmp_path, trouble="out of disk"))
     found = read_facts(broken)
     (notice,) = [n for n in notices(found) if "have no number" in n.text]
@@ -110,7 +112,8 @@ def test_examples_follow_the_rule(facts: Facts) -> None:
 def test_sampled_answers_are_shown_where_greedy_ones_did_not_change(facts: Facts) -> None:
     right = Verdict(outcome=Outcome.SCORED, score=1.0)
     models = tuple(
-        replace(m, samples=tuple(replace(s, verdict=right) if s.decoding == "greedy" else s for s in m.samples)) for m in facts.models
+        replace(m, samples=tuple(replace(s, verdict=right) if s.decoding == "greedy" else s for s in m.samples))
+        for m in facts.models
     )
     examples = pick_examples(replace(facts, models=models))
     assert examples is not None
@@ -150,7 +153,11 @@ def test_another_kind_of_setting_shows_its_kind_and_what_it_needs() -> None:
     curate = base.curate.model_copy(update={"sources": (FileSource(path="problems.jsonl"),)})
     rl = base.rl.model_copy(update={"loss": ClipConfig()})
     changed = {s.key: s.value for s in changed_settings(base.model_copy(update={"curate": curate, "rl": rl}))}
-    assert changed == {"curate.sources.0.kind": '"file"', "curate.sources.0.path": '"problems.jsonl"', "rl.loss.kind": '"clip"'}
+    assert changed == {
+        "curate.sources.0.kind": '"file"',
+        "curate.sources.0.path": '"problems.jsonl"',
+        "rl.loss.kind": '"clip"',
+    }
 
 
 def test_inputs_stand_left_of_what_was_made_from_them(facts: Facts) -> None:
@@ -175,7 +182,9 @@ def test_a_graph_of_nothing_is_empty() -> None:
 
 
 def test_uncommitted_code_is_noticed(facts: Facts) -> None:
-    dirty = tuple(replace(s, manifest=s.manifest.model_copy(update={"git_dirty": s.name == "sft"})) for s in facts.stages)
+    dirty = tuple(
+        replace(s, manifest=s.manifest.model_copy(update={"git_dirty": s.name == "sft"})) for s in facts.stages
+    )
     assert any("uncommitted changes (sft)" in n.text for n in notices(replace(facts, stages=dirty)))
 
 

@@ -11,7 +11,15 @@ from safetensors.torch import load_file
 
 from klear_core.artifacts.records import shard_name, write_shard
 from klear_core.config.engine import SamplingConfig
-from klear_core.config.rl import GppoConfig, RewardConfig, RlCheckpointConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
+from klear_core.config.rl import (
+    GppoConfig,
+    RewardConfig,
+    RlCheckpointConfig,
+    RlConfig,
+    RlOptimConfig,
+    RlRuntime,
+    RolloutConfig,
+)
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base import prepare_base
@@ -20,7 +28,13 @@ from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem
 
 ONE = World(rank=0, size=1, device=torch.device("cpu"))
 TINY = TinyModelConfig(
-    hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=24, max_position_embeddings=64
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=24,
+    max_position_embeddings=64,
 )
 RAW_REWARD = RewardConfig(missing_close=None, missing_open=None)
 """For models that never learnt to think in tags."""
@@ -34,7 +48,9 @@ def tiny_base(workdir: Path) -> Path:
 
 def problem(name: str, *, domain: Domain = Domain.MATH) -> Problem:
     reference = MathReference(answers=("1",))
-    return Problem(problem_id=name, source="s", domain=domain, question=name, reference=reference, difficulty=Difficulty.EASY)
+    return Problem(
+        problem_id=name, source="s", domain=domain, question=name, reference=reference, difficulty=Difficulty.EASY
+    )
 
 
 def problem_artifact(folder: Path, problems: Sequence[Problem]) -> Path:

@@ -140,7 +140,9 @@ def test_a_killed_rollout_actor_is_replaced_and_no_answer_is_lost_or_doubled(
 
 
 @pytest.mark.slow
-def test_all_rollout_actors_may_die_at_once(session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]) -> None:
+def test_all_rollout_actors_may_die_at_once(
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+) -> None:
     run(config(), base, tmp_path, Saboteur(after=40, do=partial(kill, "RolloutActor", 2)))
     assert same_weights(tmp_path, undisturbed[0])
 
@@ -194,10 +196,25 @@ class _DeadLearner:
 
 
 @pytest.mark.slow
-def test_an_engine_that_finds_no_learner_calls_its_initial_weights_version_0(session: None, base: Path, tmp_path: Path) -> None:
+def test_an_engine_that_finds_no_learner_calls_its_initial_weights_version_0(
+    session: None, base: Path, tmp_path: Path
+) -> None:
     """So that the bound on staleness can tell what it samples from what the present policy samples."""
-    offer = WeightOffer(host="", port=0, key="", engine=0, num_ranks=1, backend="gloo", timeout_s=1, version=3, tensors=(), chunk_bytes=1)
-    params = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
+    offer = WeightOffer(
+        host="",
+        port=0,
+        key="",
+        engine=0,
+        num_ranks=1,
+        backend="gloo",
+        timeout_s=1,
+        version=3,
+        tensors=(),
+        chunk_bytes=1,
+    )
+    params = SamplingParams(
+        num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0
+    )
 
     async def drive() -> list[Completion]:
         job = RlSetup(cfg=config(num_rollout_actors=1), model=base, seed=0, workdir=tmp_path)
@@ -232,10 +249,14 @@ class _KillsTheLearner:
 
 
 @pytest.mark.slow
-def test_a_learner_that_dies_while_it_gives_weights_is_lost_to_all_until_it_is_restored(session: None, base: Path, tmp_path: Path) -> None:
+def test_a_learner_that_dies_while_it_gives_weights_is_lost_to_all_until_it_is_restored(
+    session: None, base: Path, tmp_path: Path
+) -> None:
     async def drive() -> None:
         workers = RayWorkers()
-        learner, _ = await workers.start(RlSetup(cfg=config(weight_sync="direct"), model=base, seed=0, workdir=tmp_path))
+        learner, _ = await workers.start(
+            RlSetup(cfg=config(weight_sync="direct"), model=base, seed=0, workdir=tmp_path)
+        )
         try:
             assert isinstance(learner, RayLearner)
             with pytest.raises(LearnerLost, match="send_weights"):
@@ -301,7 +322,8 @@ class _FreezingWorkers(RayWorkers):
 @pytest.mark.slow
 def test_a_frozen_actor_is_a_stall_that_names_it(session: None, base: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        TrainingError, match=r"rollouts stalled: in 20 s .* waited for from rollout actor 0 \(\d+ requests\), rollout actor 1"
+        TrainingError,
+        match=r"rollouts stalled: in 20 s .* waited for from rollout actor 0 \(\d+ requests\), rollout actor 1",
     ):
         run(config(stall_timeout_s=20), base, tmp_path, workers=_FreezingWorkers())
     frozen = actors_of("RolloutActor")
@@ -315,7 +337,9 @@ def test_a_broken_engine_ends_the_step_with_its_own_error(session: None, base: P
     async def drive() -> None:
         workers = RayWorkers()
         _, policy = await workers.start(RlSetup(cfg=config(), model=base, seed=0, workdir=tmp_path))
-        params = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
+        params = SamplingParams(
+            num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0
+        )
         try:
             with pytest.raises(ValueError, match="vocabulary"):
                 await policy.generate([10**6], params)
@@ -348,7 +372,9 @@ def test_a_stage_whose_driver_is_killed_leaves_no_actor_and_goes_on_to_the_same_
 ) -> None:
     """The driver, with a Ray of its own, dies after the checkpoint of the second step."""
     found_here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    driver = subprocess.Popen([sys.executable, __file__, str(base), str(tmp_path)], stdout=subprocess.PIPE, text=True, env=found_here)
+    driver = subprocess.Popen(
+        [sys.executable, __file__, str(base), str(tmp_path)], stdout=subprocess.PIPE, text=True, env=found_here
+    )
     assert driver.stdout is not None
     assert driver.stdout.readline() == "step 3 is done\n"
     actors = actors_of("RolloutActor") + actors_of("LearnerActor")
@@ -377,6 +403,8 @@ class _SaysWhenToKill(NullTelemetry):
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100 << 20)
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100 << 20
+    )
     job = RlSetup(cfg=config(), model=Path(sys.argv[1]), seed=0, workdir=Path(sys.argv[2]))
     asyncio.run(run_rl(job, PROBLEMS, low_byte_judge, _SaysWhenToKill(), RayWorkers()))

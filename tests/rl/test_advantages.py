@@ -24,7 +24,9 @@ PAPER, CODE, DR = GrpoAdvantage(std="population"), GrpoAdvantage(std="sample"), 
         ([-1, -1, -0.5, *[-1] * 5], [-0.3536, -0.3536, 2.4749, *[-0.3536] * 5], None),
     ],
 )
-def test_group_advantages_match_the_published_numbers(rewards: list[float], code: list[float], paper: list[float] | None) -> None:
+def test_group_advantages_match_the_published_numbers(
+    rewards: list[float], code: list[float], paper: list[float] | None
+) -> None:
     assert advantages([rewards], CODE)[0] == pytest.approx(code, abs=6e-5)
     if paper is not None:
         assert advantages([rewards], PAPER)[0] == pytest.approx(paper, abs=6e-5)

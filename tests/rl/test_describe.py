@@ -12,9 +12,15 @@ from klear_core.rl.rollout import Collected
 from klear_core.types import Completion, FinishReason, Outcome, Rollout, RolloutGroup, Verdict
 
 
-def rollout(reward: float, *, score: float, num_tokens: int, outcome: Outcome = Outcome.SCORED, finish: FinishReason = "stop") -> Rollout:
+def rollout(
+    reward: float, *, score: float, num_tokens: int, outcome: Outcome = Outcome.SCORED, finish: FinishReason = "stop"
+) -> Rollout:
     completion = Completion(
-        text="", token_ids=(5,) * num_tokens, logps=(-1.0,) * num_tokens, finish_reason=finish, policy_versions=(0,) * num_tokens
+        text="",
+        token_ids=(5,) * num_tokens,
+        logps=(-1.0,) * num_tokens,
+        finish_reason=finish,
+        policy_versions=(0,) * num_tokens,
     )
     verdict = Verdict(outcome=outcome, score=score)
     return Rollout(prompt_ids=(1,), completion=completion, verdict=verdict, reward=reward, is_positive=False)
@@ -22,7 +28,10 @@ def rollout(reward: float, *, score: float, num_tokens: int, outcome: Outcome = 
 
 FAILED = rollout(-1, score=0, num_tokens=4, outcome=Outcome.JUDGE_FAILED)
 GROUPS = (
-    RolloutGroup(problem=problem("a"), rollouts=(rollout(1, score=1, num_tokens=2), rollout(-0.5, score=0, num_tokens=8, finish="length"))),
+    RolloutGroup(
+        problem=problem("a"),
+        rollouts=(rollout(1, score=1, num_tokens=2), rollout(-0.5, score=0, num_tokens=8, finish="length")),
+    ),
     RolloutGroup(problem=problem("b"), rollouts=(rollout(-2, score=1, num_tokens=6), FAILED)),
 )
 

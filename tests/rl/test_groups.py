@@ -26,7 +26,9 @@ KEEP, DROP = OverlongConfig(), OverlongConfig(handling="drop")
 
 def problem(name: str) -> Problem:
     reference = MathReference(answers=("1",))
-    return Problem(problem_id=name, source="s", domain=Domain.MATH, question=name, reference=reference, difficulty=Difficulty.EASY)
+    return Problem(
+        problem_id=name, source="s", domain=Domain.MATH, question=name, reference=reference, difficulty=Difficulty.EASY
+    )
 
 
 def rollout(
@@ -40,7 +42,13 @@ def rollout(
     """A reward with the score it came from (1 for rewards of 1, else 0)."""
     completion = Completion(text="", token_ids=(5,), logps=(-0.5,), finish_reason=finish, policy_versions=(0,))
     verdict = Verdict(outcome=outcome, score=float(reward == 1) if score is None else score)
-    return Rollout(prompt_ids=(1, 2), completion=completion, verdict=verdict, reward=reward, is_positive=verdict.is_correct and has_tags)
+    return Rollout(
+        prompt_ids=(1, 2),
+        completion=completion,
+        verdict=verdict,
+        reward=reward,
+        is_positive=verdict.is_correct and has_tags,
+    )
 
 
 def group(*rewards: float, name: str = "p") -> RolloutGroup:
@@ -51,7 +59,9 @@ def soft_group(*pass_rates: float) -> RolloutGroup:
     return RolloutGroup(problem=problem("code"), rollouts=tuple(rollout(2 * p - 1, score=p) for p in pass_rates))
 
 
-def kept_of(groups: list[RolloutGroup], cfg: GroupFilterConfig | None = None, overlong: OverlongConfig = KEEP) -> tuple[int, Counter[str]]:
+def kept_of(
+    groups: list[RolloutGroup], cfg: GroupFilterConfig | None = None, overlong: OverlongConfig = KEEP
+) -> tuple[int, Counter[str]]:
     kept = keep_informative(groups, cfg or GroupFilterConfig(), overlong)
     return len(kept.groups), kept.drops.counts
 
@@ -69,7 +79,10 @@ def test_the_filter_can_be_off() -> None:
 def test_accuracy_filter_drops_a_code_group_that_only_soft_rewards_tell_apart() -> None:
     rates = (0.25, 0.5, 0.75, 0.0, 0.25, 0.5, 0.75, 0.5)
     by_accuracy = GroupFilterConfig(zero_advantage="accuracy")
-    assert kept_of([soft_group(*rates)], by_accuracy) == (0, {"group/same_accuracy": 1, "rollout/group_same_accuracy": 8})
+    assert kept_of([soft_group(*rates)], by_accuracy) == (
+        0,
+        {"group/same_accuracy": 1, "rollout/group_same_accuracy": 8},
+    )
     assert kept_of([soft_group(1.0, *rates[1:])], by_accuracy)[0] == 1
     assert kept_of([soft_group(*rates)])[0] == 1
 
@@ -78,7 +91,10 @@ def test_a_right_answer_without_its_tags_is_no_accurate_one() -> None:
     """As published: accuracy is a reward of exactly 1."""
     rollouts = (*group(-1, -1).rollouts, rollout(-2, score=1.0, has_tags=False))
     told_apart_by_rewards_alone = RolloutGroup(problem=problem("p"), rollouts=rollouts)
-    assert kept_of([told_apart_by_rewards_alone], GroupFilterConfig(zero_advantage="accuracy"))[1]["group/same_accuracy"] == 1
+    assert (
+        kept_of([told_apart_by_rewards_alone], GroupFilterConfig(zero_advantage="accuracy"))[1]["group/same_accuracy"]
+        == 1
+    )
     assert kept_of([told_apart_by_rewards_alone], GroupFilterConfig(min_accuracy=0.1))[1]["group/too_hard"] == 1
 
 
@@ -134,4 +150,8 @@ def test_ledger_adds_up_by_unit() -> None:
     drops.rollout("judge_failed")
     groups, rollouts = drops.ledger()
     assert (groups.num_in, groups.num_out, groups.dropped) == (4, 3, {"zero_advantage": 1})
-    assert (rollouts.num_in, rollouts.num_out, rollouts.dropped) == (32, 24, {"group_zero_advantage": 7, "judge_failed": 1})
+    assert (rollouts.num_in, rollouts.num_out, rollouts.dropped) == (
+        32,
+        24,
+        {"group_zero_advantage": 7, "judge_failed": 1},
+    )

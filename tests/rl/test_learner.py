@@ -118,8 +118,12 @@ def test_mismatch_is_right_for_a_sampler_that_hardly_differs(base: Path, tmp_pat
     assert metrics["rl/mismatch/max"] == pytest.approx(2.0**-13, rel=0.03, abs=0)
 
 
-@pytest.mark.parametrize("changes", [{}, {"old_logps": "learner"}, {"kl_coef": 0.1}, {"erc": ErcConfig()}, {"loss": GspoConfig()}])
-def test_every_form_of_the_loss_trains_on_finite_numbers(base: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"old_logps": "learner"}, {"kl_coef": 0.1}, {"erc": ErcConfig()}, {"loss": GspoConfig()}]
+)
+def test_every_form_of_the_loss_trains_on_finite_numbers(
+    base: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
     metrics = learner(base, tmp_path, rl_config(lm_coef=0.1, entropy_coef=0.01, **changes)).step(random_samples(6))
     assert metrics["rl/optim/updates"] == 2
     assert all(torch.isfinite(torch.tensor(v)) for v in metrics.values())
@@ -183,10 +187,26 @@ def test_each_bad_update_of_a_step_is_kept_and_counted_in_that_step_alone(base: 
     metrics = [it.step(rows) for rows in (bad, random_samples(6), bad[:2])]
     assert [(m["rl/optim/updates"], m["rl/optim/skipped"]) for m in metrics] == [(0, 3), (3, 0), (0, 2)]
     names = sorted(f.name for f in (tmp_path / "skipped").glob("*.json"))
-    assert names == ["step-00000000-1.json", "step-00000000-2.json", "step-00000000-3.json", "step-00000002-4.json", "step-00000002-5.json"]
+    assert names == [
+        "step-00000000-1.json",
+        "step-00000000-2.json",
+        "step-00000000-3.json",
+        "step-00000002-4.json",
+        "step-00000002-5.json",
+    ]
 
 
-OF_UPDATES = ("rl/loss/", "rl/grad/", "rl/batch/", "rl/entropy/", "rl/ratio/", "rl/clip/", "rl/outside/", "rl/mismatch/", "rl/optim/lr")
+OF_UPDATES = (
+    "rl/loss/",
+    "rl/grad/",
+    "rl/batch/",
+    "rl/entropy/",
+    "rl/ratio/",
+    "rl/clip/",
+    "rl/outside/",
+    "rl/mismatch/",
+    "rl/optim/lr",
+)
 
 
 def of_updates(metrics: dict[str, float]) -> dict[str, float]:
@@ -196,7 +216,9 @@ def of_updates(metrics: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize("advantage", [math.inf, 3e38], ids=["infinite", "overflows in the loss"])
 @pytest.mark.parametrize("place", [0, 1])
-def test_statistics_are_of_the_updates_that_were_applied(base: Path, tmp_path: Path, advantage: float, place: int) -> None:
+def test_statistics_are_of_the_updates_that_were_applied(
+    base: Path, tmp_path: Path, advantage: float, place: int
+) -> None:
     """Of two mini-batches one is skipped: what is left is a step of the other alone, whichever comes first."""
     samples = random_samples(8)
     halves = cut_minibatches(samples, 2, seed=seed_for(0, "rl/minibatches", 0))
@@ -207,7 +229,13 @@ def test_statistics_are_of_the_updates_that_were_applied(base: Path, tmp_path: P
     alone = learner(base, tmp_path / "good", rl_config(minibatches_per_step=1)).step(good)
     assert (metrics["rl/optim/updates"], metrics["rl/optim/skipped"]) == (1, 1)
     assert of_updates(metrics) == pytest.approx(of_updates(alone), rel=1e-5)
-    assert set(of_updates(alone)) > {"rl/ratio/max", "rl/clip/pull_frac", "rl/grad/max", "rl/mismatch/k3", "rl/batch/tokens"}
+    assert set(of_updates(alone)) > {
+        "rl/ratio/max",
+        "rl/clip/pull_frac",
+        "rl/grad/max",
+        "rl/mismatch/k3",
+        "rl/batch/tokens",
+    }
 
 
 def test_a_step_without_an_applied_update_has_no_statistics(base: Path, tmp_path: Path) -> None:
@@ -232,7 +260,8 @@ def test_the_exported_folder_loads_with_the_trained_weights(base: Path, tmp_path
         if name in dict(loaded.hf.named_parameters()):
             assert torch.equal(dict(loaded.hf.named_parameters())[name], w)
     assert not torch.equal(
-        it.weights()["model.embed_tokens.weight"], load_model(model_folder(base), device="cpu").hf.get_input_embeddings().weight
+        it.weights()["model.embed_tokens.weight"],
+        load_model(model_folder(base), device="cpu").hf.get_input_embeddings().weight,
     )
 
 
@@ -252,7 +281,9 @@ def test_a_later_stage_continues_with_the_kept_optimizer(base: Path, tmp_path: P
 
 def test_a_later_stage_takes_over_the_moments_and_keeps_its_own_settings(base: Path, tmp_path: Path) -> None:
     first = learner(
-        base, tmp_path / "math", rl_config(keep_optimizer=True, optim=RlOptimConfig(lr=1e-3, weight_decay=0.5, betas=(0.8, 0.9)))
+        base,
+        tmp_path / "math",
+        rl_config(keep_optimizer=True, optim=RlOptimConfig(lr=1e-3, weight_decay=0.5, betas=(0.8, 0.9))),
     )
     first.step(random_samples(6))
     first.export(tmp_path / "math" / "model")

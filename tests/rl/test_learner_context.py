@@ -33,7 +33,9 @@ CASES = {
 }
 
 
-def learn(base: Path, workdir: Path, world: World, _telemetry: Telemetry) -> dict[str, tuple[list[dict[str, float]], dict[str, Tensor]]]:
+def learn(
+    base: Path, workdir: Path, world: World, _telemetry: Telemetry
+) -> dict[str, tuple[list[dict[str, float]], dict[str, Tensor]]]:
     """Metrics and weights of two steps with each case."""
     found = {}
     for name, cfg in CASES.items():
@@ -48,12 +50,18 @@ def test_two_ranks_of_a_context_learn_as_one_process(tmp_path: Path) -> None:
     """Sequence ratios are clipped and some sequences masked on the way, so a mean over half a row would be seen."""
     base = tiny_base(tmp_path / "base")
     one = run_ranks(partial(learn, base, tmp_path / "one"), TrainRuntime(device="cpu"), NullTelemetry())
-    two = run_ranks(partial(learn, base, tmp_path / "two"), TrainRuntime(device="cpu", num_workers=2, context_parallel=2), NullTelemetry())
+    two = run_ranks(
+        partial(learn, base, tmp_path / "two"),
+        TrainRuntime(device="cpu", num_workers=2, context_parallel=2),
+        NullTelemetry(),
+    )
     assert 0 < one["gspo"][0][1]["rl/clip/low_frac"] + one["gspo"][0][1]["rl/clip/high_frac"] < 1
     assert 0 < one["sequence masking"][0][0]["rl/mismatch/masked_frac"] <= 1
     for name, (metrics, weights) in one.items():
         for a, b in zip(metrics, two[name][0], strict=True):
-            assert b == pytest.approx(a | {"rl/batch/fill": b["rl/batch/fill"]}, abs=1e-5)  # lines of an even number of tokens
+            assert b == pytest.approx(
+                a | {"rl/batch/fill": b["rl/batch/fill"]}, abs=1e-5
+            )  # lines of an even number of tokens
         torch.testing.assert_close(two[name][1], weights, atol=1e-5, rtol=0)
 
 

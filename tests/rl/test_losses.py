@@ -30,7 +30,11 @@ ALL_LOSSES: tuple[LossConfig, ...] = (
 
 
 def batch_of(
-    old_logps: list[float], advantages: list[float], *, rows: list[int] | None = None, dtype: torch.dtype = torch.float64
+    old_logps: list[float],
+    advantages: list[float],
+    *,
+    rows: list[int] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> TrainBatch:
     old_logp_N = torch.tensor(old_logps, dtype=dtype)
     return TrainBatch(
@@ -43,7 +47,9 @@ def batch_of(
     )
 
 
-def loss_and_grad(logps: list[float], batch: TrainBatch, cfg: LossConfig, **options: object) -> tuple[TokenLoss, list[float]]:
+def loss_and_grad(
+    logps: list[float], batch: TrainBatch, cfg: LossConfig, **options: object
+) -> tuple[TokenLoss, list[float]]:
     logp_N = torch.tensor(logps, dtype=batch.old_logp_N.dtype, requires_grad=True)
     settings: dict[str, object] = {"erc": None, "max_log_ratio": 20.0} | options
     loss = token_loss(logp_N, torch.full_like(logp_N, torch.nan), batch, cfg, **settings)  # type: ignore[arg-type]
@@ -98,7 +104,11 @@ def test_dual_clip_caps_value_and_ends_the_gradient() -> None:
     check_table(GppoConfig(dual_clip=10), -1, [*same(0.8, 0.8, 0.9, 1, 1.2, 1.29, 1.5, 3), (10, 0)])
     check_table(GppoConfig(dual_clip=3), -1, [*same(0.8, 0.8, 0.9, 1, 1.2, 1.29, 1.5), None, (3, 0)])
     check_table(ClipConfig(dual_clip=10), -1, [(0.8, 0), (0.8, 0), *same(0.9, 1, 1.2, 1.29, 1.5, 3), (10, 0)])
-    check_table(ClipConfig(dual_clip=10), 1, [*same(-0.25, -0.5, -0.9, -1, -1.2), (-1.28, 0), (-1.28, 0), (-1.28, 0), (-1.28, 0)])
+    check_table(
+        ClipConfig(dual_clip=10),
+        1,
+        [*same(-0.25, -0.5, -0.9, -1, -1.2), (-1.28, 0), (-1.28, 0), (-1.28, 0), (-1.28, 0)],
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +149,9 @@ def test_gppo_keeps_gradient_where_clip_drops_it() -> None:
 
 
 def test_gppo_weight_is_bounded_where_the_straight_through_form_grows() -> None:
-    assert one_token(12.0, 1.0, GppoConfig())[1] == pytest.approx(-1.28)  # clip(r) - r detached, plus r, would pull with 12
+    assert one_token(12.0, 1.0, GppoConfig())[1] == pytest.approx(
+        -1.28
+    )  # clip(r) - r detached, plus r, would pull with 12
 
 
 @pytest.mark.parametrize("cfg", ALL_LOSSES)
@@ -163,12 +175,19 @@ def test_gspo_gradient_is_that_of_the_sequence_ratio() -> None:
     logp_N = torch.tensor(logps, dtype=torch.float64, requires_grad=True)
     ratio = (logp_N - torch.tensor(old_logps, dtype=torch.float64)).mean().exp()
     (expected_N,) = torch.autograd.grad(-3 * 0.7 * ratio, logp_N)  # each of three tokens carries the sequence's term
-    _, grad = loss_and_grad(logps, batch_of(old_logps, [0.7] * 3, rows=[0, 0, 0]), GspoConfig(eps_low=0.5, eps_high=0.5))
+    _, grad = loss_and_grad(
+        logps, batch_of(old_logps, [0.7] * 3, rows=[0, 0, 0]), GspoConfig(eps_low=0.5, eps_high=0.5)
+    )
     assert grad == pytest.approx(expected_N.tolist())
 
 
 def test_only_sequence_losses_join_tokens() -> None:
-    assert [joins_tokens(cfg) for cfg in (GppoConfig(), ClipConfig(), CispoConfig(), GspoConfig())] == [False, False, False, True]
+    assert [joins_tokens(cfg) for cfg in (GppoConfig(), ClipConfig(), CispoConfig(), GspoConfig())] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_clipped_sides_are_told_apart() -> None:
@@ -192,7 +211,9 @@ def test_erc_keeps_values_and_removes_gradients_of_moved_entropies() -> None:
         num_rows=5,
     )
     logp_N = batch.old_logp_N.clone().requires_grad_()
-    loss = token_loss(logp_N, torch.tensor(new, dtype=torch.float64), batch, GppoConfig(), erc=ErcConfig(), max_log_ratio=20)
+    loss = token_loss(
+        logp_N, torch.tensor(new, dtype=torch.float64), batch, GppoConfig(), erc=ErcConfig(), max_log_ratio=20
+    )
     (grad_N,) = torch.autograd.grad(loss.loss_N.mean(), logp_N)
     assert loss.loss_N.mean().item() == pytest.approx(-1.0)
     assert grad_N.tolist() == pytest.approx([-0.2, 0, 0, -0.2, -0.2])
@@ -234,11 +255,16 @@ def test_gradient_is_that_of_the_textbook_form(cfg: LossConfig, advantage: float
 
 def test_inside_the_range_gppo_passes_finite_differences() -> None:
     for ratio in (0.85, 1.0, 1.2):
-        low, high = one_token(ratio * math.exp(-1e-6), 0.7, GppoConfig())[0], one_token(ratio * math.exp(1e-6), 0.7, GppoConfig())[0]
+        low, high = (
+            one_token(ratio * math.exp(-1e-6), 0.7, GppoConfig())[0],
+            one_token(ratio * math.exp(1e-6), 0.7, GppoConfig())[0],
+        )
         assert one_token(ratio, 0.7, GppoConfig())[1] == pytest.approx((high - low) / 2e-6, rel=1e-5)
 
 
-ANY_LOGP = st.one_of(st.floats(allow_nan=False, width=32), st.sampled_from([0.0, -0.0, -104.0, -1e4, -math.inf, math.inf, 89.0]))
+ANY_LOGP = st.one_of(
+    st.floats(allow_nan=False, width=32), st.sampled_from([0.0, -0.0, -104.0, -1e4, -math.inf, math.inf, 89.0])
+)
 
 
 @AT_ANY_SPEED
@@ -258,7 +284,9 @@ def test_a_nan_is_not_hidden(cfg: LossConfig) -> None:
 
 
 def test_log_ratios_beyond_the_bound_are_counted() -> None:
-    loss, _ = loss_and_grad([-0.1, -30.0, -1.0], batch_of([-30.0, -0.1, -1.0], [1.0] * 3), GppoConfig(), max_log_ratio=20.0)
+    loss, _ = loss_and_grad(
+        [-0.1, -30.0, -1.0], batch_of([-30.0, -0.1, -1.0], [1.0] * 3), GppoConfig(), max_log_ratio=20.0
+    )
     assert loss.bounded_N.tolist() == [True, True, False]
 
 
@@ -309,7 +337,9 @@ def test_betas_move_in_a_line_and_stay() -> None:
 
 
 def test_a_schedule_without_length_is_a_jump() -> None:
-    cfg = GppoConfig(preset="high_only", schedule=BetaSchedule(start_step=585, end_step=585, beta_low=0.5, beta_high=1.0))
+    cfg = GppoConfig(
+        preset="high_only", schedule=BetaSchedule(start_step=585, end_step=585, beta_low=0.5, beta_high=1.0)
+    )
     assert [at_step(cfg, s).beta_low for s in (584, 585)] == [0, 0.5]  # type: ignore[union-attr]
 
 

@@ -19,7 +19,9 @@ VOCAB = 5
 CPU = torch.device("cpu")
 
 
-def old_of(logp_N: torch.Tensor, *, sampler_logp_N: torch.Tensor | None = None, ref_logp_N: torch.Tensor | None = None) -> OldPolicy:
+def old_of(
+    logp_N: torch.Tensor, *, sampler_logp_N: torch.Tensor | None = None, ref_logp_N: torch.Tensor | None = None
+) -> OldPolicy:
     nan_N = torch.full_like(logp_N, torch.nan)
     return OldPolicy(
         logp_N=logp_N,
@@ -49,7 +51,9 @@ def loss_and_logp_grad(
     targets = make_targets(micro, rows, old, Denominators.of(rows), cfg)
     out = head_of(targets, cfg, TokenStats(CPU))(hidden_NH, torch.eye(2, dtype=dtype))
     (grad_N,) = torch.autograd.grad(out.loss, x_N)
-    by_place = sorted(zip(micro.row_N.tolist(), micro.column_N.tolist(), (grad_N / (1 - logp_N.exp())).tolist(), strict=True))
+    by_place = sorted(
+        zip(micro.row_N.tolist(), micro.column_N.tolist(), (grad_N / (1 - logp_N.exp())).tolist(), strict=True)
+    )
     return out.loss.item(), [g for _, _, g in by_place]
 
 
@@ -58,7 +62,10 @@ def three_responses() -> tuple[list[TrainSample], list[list[float]]]:
     adv = advantages([[1, 1, -1]], GrpoAdvantage(std="sample"))[0]
     logps = [[-0.1, -0.2], [-0.3], [-0.4, -0.5, -0.6]]
     olds = [[-0.1 - math.log(1.5), -0.2], [-0.3], [-0.4, -0.5 - math.log(0.5), -0.6]]
-    rows = [sample("p", [0] * len(o), o, advantage=a, is_positive=i < 2) for i, (o, a) in enumerate(zip(olds, adv, strict=True))]
+    rows = [
+        sample("p", [0] * len(o), o, advantage=a, is_positive=i < 2)
+        for i, (o, a) in enumerate(zip(olds, adv, strict=True))
+    ]
     return rows, logps
 
 
@@ -99,7 +106,9 @@ def test_kl_term_is_k3_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "gap", "rel"), [(torch.float64, 1e-6, 1e-6), (torch.float32, 1e-3, 1e-3)])
-def test_kl_term_and_its_gradient_are_right_where_policy_and_reference_hardly_differ(dtype: torch.dtype, gap: float, rel: float) -> None:
+def test_kl_term_and_its_gradient_are_right_where_policy_and_reference_hardly_differ(
+    dtype: torch.dtype, gap: float, rel: float
+) -> None:
     """k3 is half the gap squared, but for its cube; what is left of it in float32 comes from the rounding of the log-prob itself."""
     rows = [sample("p", [0], [-1.0], advantage=0.0)]
     old = old_of(torch.tensor([-1.0], dtype=dtype), ref_logp_N=torch.tensor([-1.0 + gap], dtype=dtype))
@@ -141,7 +150,9 @@ def test_infinite_log_probs_of_old_and_reference_stay_finite() -> None:
     assert all(math.isfinite(g) for g in grad)
 
 
-def micro_losses(rows: list[TrainSample], micros: tuple[MicroBatch, ...], cfg: RlConfig) -> tuple[float, torch.Tensor, TokenStats]:
+def micro_losses(
+    rows: list[TrainSample], micros: tuple[MicroBatch, ...], cfg: RlConfig
+) -> tuple[float, torch.Tensor, TokenStats]:
     """Summed loss and the gradient by a head weight, over micro-batches whose hidden states depend on the token alone."""
     weight_VH = torch.linspace(-1, 1, 256 * 4, dtype=torch.float64).reshape(256, 4).sin().requires_grad_()
     table = torch.linspace(-2, 2, 256 * 4, dtype=torch.float64).reshape(256, 4).cos()
@@ -175,7 +186,9 @@ def test_statistics_by_hand() -> None:
     logp_N = micro.gather([[0.0, 0.0, *row] for row in logps], torch.float64)
     x_N = logp_N - torch.log1p(-logp_N.exp())
     cfg, stats = rl_config(), TokenStats(CPU)
-    targets = make_targets(micro, rows, old_of(micro.gather([r.old_logps for r in rows], torch.float64)), Denominators.of(rows), cfg)
+    targets = make_targets(
+        micro, rows, old_of(micro.gather([r.old_logps for r in rows], torch.float64)), Denominators.of(rows), cfg
+    )
     head_of(targets, cfg, stats)(torch.stack([x_N, torch.zeros_like(x_N)], dim=1), torch.eye(2, dtype=torch.float64))
     metrics = stats.metrics()
     assert metrics["rl/ratio/mean"] == pytest.approx(1.0)

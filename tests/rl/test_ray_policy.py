@@ -28,7 +28,9 @@ from klear_core.cluster.calls import Restarts, within  # noqa: E402
 from klear_core.cluster.rl_learner import RayLearner  # noqa: E402
 from klear_core.cluster.rollout_engines import ActorSlot, RayPolicy  # noqa: E402
 
-PARAMS = SamplingParams(num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0)
+PARAMS = SamplingParams(
+    num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0
+)
 ANSWER = Completion(text="x", token_ids=(1,), logps=(-1.0,), finish_reason="stop", policy_versions=(0,))
 
 
@@ -108,7 +110,9 @@ def test_an_engine_is_at_version_0_until_it_has_the_weights_of_another(base: Pat
     async def drive() -> int:
         actor = RolloutActor()
         with pytest.raises(ConfigError):
-            await actor.start(RlSetup(cfg=config(), model=base, seed=0, workdir=tmp_path), to_arrays({"no such": torch.ones(1)}), 7)
+            await actor.start(
+                RlSetup(cfg=config(), model=base, seed=0, workdir=tmp_path), to_arrays({"no such": torch.ones(1)}), 7
+            )
         version = actor._engine.version
         await actor.close()
         return version
@@ -120,7 +124,9 @@ def test_who_does_not_do_what_in_time_is_named() -> None:
     async def never() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(TrainingError, match=r"stalled: waited 0\.01 s for rollout actor 3 to take the weights of version 7$"):
+    with pytest.raises(
+        TrainingError, match=r"stalled: waited 0\.01 s for rollout actor 3 to take the weights of version 7$"
+    ):
         asyncio.run(within(never(), 0.01, "rollout actor 3", "take the weights of version 7"))
 
 
@@ -168,7 +174,9 @@ def sleepy_actor() -> type[RolloutActor]:
 
 
 @pytest.mark.slow
-def test_engines_that_die_asleep_or_falling_asleep_are_replaced_when_the_others_wake(session: None, base: Path, tmp_path: Path) -> None:
+def test_engines_that_die_asleep_or_falling_asleep_are_replaced_when_the_others_wake(
+    session: None, base: Path, tmp_path: Path
+) -> None:
     """And not before: the learner has their memory."""
     first, second = (load_file(model_folder(base) / "model.safetensors") for _ in range(2))
     restarts = Restarts(allowed=2)
@@ -186,7 +194,11 @@ def test_engines_that_die_asleep_or_falling_asleep_are_replaced_when_the_others_
             await policy.wake()
             assert restarts.used == 2
             await policy.load_weights(second, version=2)
-            return [c for answers in await asyncio.gather(*(policy.generate([1], PARAMS) for _ in range(4))) for c in answers]
+            return [
+                c
+                for answers in await asyncio.gather(*(policy.generate([1], PARAMS) for _ in range(4)))
+                for c in answers
+            ]
         finally:
             await policy.close()
 
@@ -211,7 +223,9 @@ def short_of_memory_once() -> type[RolloutActor]:
 
 
 @pytest.mark.slow
-def test_an_actor_that_ray_kills_for_its_memory_is_replaced_as_any_other(session: None, base: Path, tmp_path: Path) -> None:
+def test_an_actor_that_ray_kills_for_its_memory_is_replaced_as_any_other(
+    session: None, base: Path, tmp_path: Path
+) -> None:
     restarts = Restarts(allowed=1)
 
     async def drive() -> list[Completion]:
@@ -258,7 +272,9 @@ class SeesRanks(Recorder):
 
 
 @pytest.mark.slow
-def test_if_one_learner_rank_dies_all_are_made_anew_and_go_on_from_the_checkpoint(session: None, base: Path, tmp_path: Path) -> None:
+def test_if_one_learner_rank_dies_all_are_made_anew_and_go_on_from_the_checkpoint(
+    session: None, base: Path, tmp_path: Path
+) -> None:
     """Killed while the third step is sampled, with the checkpoint of the first in place, and maybe that of the second."""
     telemetry = SeesRanks()
     judge = Saboteur(after=2 * 32 + 5, do=partial(kill, "LearnerActor", 1))

@@ -13,7 +13,11 @@ def rl(sampling: dict[str, object], **settings: object) -> RlConfig:
 
 @pytest.mark.parametrize(
     ("sampling", "found"),
-    [({"top_p": 0.95}, "top_p = 0.95"), ({"top_k": 20}, "top_k = 20"), ({"repetition_penalty": 1.05}, "repetition_penalty = 1.05")],
+    [
+        ({"top_p": 0.95}, "top_p = 0.95"),
+        ({"top_k": 20}, "top_k = 20"),
+        ({"repetition_penalty": 1.05}, "repetition_penalty = 1.05"),
+    ],
 )
 def test_log_probs_of_a_cut_distribution_are_no_old_log_probs(sampling: dict[str, object], found: str) -> None:
     with pytest.raises(ValueError, match=f"{found}: the sampler's log-probs are then of another distribution"):
@@ -25,13 +29,19 @@ def test_log_probs_of_a_cut_distribution_are_no_old_log_probs(sampling: dict[str
 def test_engines_cannot_sleep_while_they_sample() -> None:
     engine = {"kind": "vllm", "runtime": {"sleep_mode": True}}
     assert RlConfig.model_validate({"rollout": {"engine": engine}}).rollout.is_asleep_between
-    with pytest.raises(ValueError, match="sleep_mode with max_staleness = 1: engines that sample while the learner works"):
+    with pytest.raises(
+        ValueError, match="sleep_mode with max_staleness = 1: engines that sample while the learner works"
+    ):
         RlConfig.model_validate({"rollout": {"engine": engine}, "max_staleness": 1})
-    assert not RlConfig.model_validate({"rollout": {"engine": {"kind": "vllm"}}, "max_staleness": 1}).rollout.is_asleep_between
+    assert not RlConfig.model_validate(
+        {"rollout": {"engine": {"kind": "vllm"}}, "max_staleness": 1}
+    ).rollout.is_asleep_between
 
 
 def test_engines_sample_with_the_positions_that_the_learner_has() -> None:
-    with pytest.raises(ValueError, match=r"rollout\.engine\.yarn_factor = 2\.5: the learner's positions are not stretched"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.engine\.yarn_factor = 2\.5: the learner's positions are not stretched"
+    ):
         RlConfig.model_validate({"rollout": {"engine": {"kind": "vllm", "yarn_factor": 2.5}}})
 
 

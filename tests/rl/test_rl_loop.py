@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from rl_builders import Recorder, constant_rate, low_byte_judge, problem, problem_artifact, rl_config, same_weights, weights
+from rl_builders import (
+    Recorder,
+    constant_rate,
+    low_byte_judge,
+    problem,
+    problem_artifact,
+    rl_config,
+    same_weights,
+    weights,
+)
 from safetensors.torch import load_file
 
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
@@ -63,7 +72,14 @@ def test_every_step_logs_the_same_well_formed_names(base: Path, tmp_path: Path) 
     assert telemetry.steps == [1, 2, 3]
     names = set(telemetry.rows[0])
     assert all(name.count("/") == 2 and name.startswith("rl/") for name in names)
-    assert {"rl/reward/mean", "rl/pass/rate", "rl/groups/kept", "rl/entropy/mean", "rl/clip/low_frac", "rl/mismatch/k3"} <= names
+    assert {
+        "rl/reward/mean",
+        "rl/pass/rate",
+        "rl/groups/kept",
+        "rl/entropy/mean",
+        "rl/clip/low_frac",
+        "rl/mismatch/k3",
+    } <= names
 
 
 def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_books(base: Path, tmp_path: Path) -> None:
@@ -186,13 +202,18 @@ def test_engines_sleep_while_the_learner_works_and_wake_for_its_weights(base: Pa
 
 
 def test_engines_are_not_put_to_sleep_unasked(base: Path, tmp_path: Path) -> None:
-    assert told_in_two_steps(base, tmp_path, sleep_mode=False) == "load 0, generate, step, load 1, generate, step, load 2"
+    assert (
+        told_in_two_steps(base, tmp_path, sleep_mode=False) == "load 0, generate, step, load 1, generate, step, load 2"
+    )
 
 
 def test_engines_wake_for_the_learner_that_replaces_a_lost_one(base: Path, tmp_path: Path) -> None:
     step = "generate, sleep, step, wake, "
     lost = "generate, sleep, step, "  # of the second, from whose beginning it goes on
-    assert told_in_two_steps(base, tmp_path, sleep_mode=True, dies=True) == f"wake, load 0, {step}load 1, {lost}wake, load 1, {step}load 2"
+    assert (
+        told_in_two_steps(base, tmp_path, sleep_mode=True, dies=True)
+        == f"wake, load 0, {step}load 1, {lost}wake, load 1, {step}load 2"
+    )
 
 
 class HalfAndHalf(Watched):
@@ -210,7 +231,12 @@ class HalfAndHalf(Watched):
         async with self.changed:
             await self.changed.wait_for(lambda: self.version >= batch)
         half = len(completion.token_ids) // 2
-        return [replace(completion, policy_versions=(*completion.policy_versions[:half], *[batch] * (len(completion.token_ids) - half)))]
+        return [
+            replace(
+                completion,
+                policy_versions=(*completion.policy_versions[:half], *[batch] * (len(completion.token_ids) - half)),
+            )
+        ]
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
         async with self.changed:
@@ -218,7 +244,9 @@ class HalfAndHalf(Watched):
             self.changed.notify_all()
 
 
-def test_an_answer_sampled_across_an_update_trains_and_is_as_old_as_its_oldest_token(base: Path, tmp_path: Path) -> None:
+def test_an_answer_sampled_across_an_update_trains_and_is_as_old_as_its_oldest_token(
+    base: Path, tmp_path: Path
+) -> None:
     async def main() -> Recorder:
         telemetry = Recorder()
         engine = HalfAndHalf(TorchEngine(model_folder(base), TorchEngineConfig(), num_threads=1), answers_per_batch=16)
@@ -246,7 +274,9 @@ def notes_of(progress: Progress, cfg: RlConfig) -> tuple[str, ...]:
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "every ratio was 1" in r.getMessage()]
+    return [
+        r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "every ratio was 1" in r.getMessage()
+    ]
 
 
 def test_on_policy_single_updates_are_remarked_upon_once_in_the_run_and_in_its_notes(
@@ -258,20 +288,26 @@ def test_on_policy_single_updates_are_remarked_upon_once_in_the_run_and_in_its_n
     assert "every ratio was 1" in notes_of(progress, cfg)[0]
 
 
-def test_several_updates_a_step_are_nothing_to_remark_upon(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_several_updates_a_step_are_nothing_to_remark_upon(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cfg = rl_config(minibatches_per_step=2, old_logps="learner")
     assert notes_of(run(cfg, base, tmp_path)[0], cfg) == ()
     assert warnings_in(caplog) == []
 
 
-def test_steps_without_a_survivor_change_nothing_and_end_cleanly(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_without_a_survivor_change_nothing_and_end_cleanly(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def all_right(_problem: Problem, _response: str) -> Verdict:
         return Verdict(outcome=Outcome.SCORED, score=1.0)
 
     progress, telemetry = run(rl_config(), base, tmp_path, judge=all_right)
     assert telemetry.column("rl/groups/kept") == [0, 0, 0]
     assert progress.steps_without_update == 3
-    assert notes_of(progress, rl_config()) == ("3 of 3 steps changed nothing: no informative group, or only skipped updates",)
+    assert notes_of(progress, rl_config()) == (
+        "3 of 3 steps changed nothing: no informative group, or only skipped updates",
+    )
     assert warnings_in(caplog) == []
     (file,) = (base / "model").glob("*.safetensors")
     assert all(torch.equal(w, weights(tmp_path)[k]) for k, w in load_file(file).items())
@@ -286,7 +322,9 @@ def test_progress_survives_as_plain_numbers() -> None:
 def test_skipped_updates_are_counted_over_all_steps_and_noted() -> None:
     progress = Progress()
     for updates, skipped in ((3, 1), (4, 0), (0, 4)):
-        progress.after({"rl/optim/updates": updates, "rl/optim/skipped": skipped}, DropCounts(), position=0, sampled_tokens=0)
+        progress.after(
+            {"rl/optim/updates": updates, "rl/optim/skipped": skipped}, DropCounts(), position=0, sampled_tokens=0
+        )
     choice = LedgerStep(step="choose_domain", unit="problem", num_in=0, num_out=0)
     notes = progress.summary(rl_config(), choice, seed=0).notes
     assert any(note.startswith("5 updates were skipped") for note in notes)
@@ -310,7 +348,9 @@ def test_the_stage_leaves_a_model_sample_answers_and_books_that_add_up(base: Pat
 def train(cfg: RlConfig, base: Path, problems: Path, workdir: Path) -> StageSummary:
     """The whole stage with the real judge, to whom an untrained model says nothing right."""
     seen, by = NullTelemetry(), LocalWorkers()
-    return train_rl(cfg, VerifyConfig(), model=base, problems=problems, seed=0, workdir=workdir, telemetry=seen, workers=by)
+    return train_rl(
+        cfg, VerifyConfig(), model=base, problems=problems, seed=0, workdir=workdir, telemetry=seen, workers=by
+    )
 
 
 def test_a_stage_in_which_no_group_taught_anything_is_an_error_whatever_the_floor(base: Path, tmp_path: Path) -> None:
@@ -329,7 +369,9 @@ def test_a_long_run_that_teaches_nothing_stops_early(base: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("num_taught", "num_warnings"), [(100, 0), (99, 1), (10, 1)])
-def test_groups_that_seldom_teach_are_a_warning_and_surplus_is_no_loss(tmp_path: Path, num_taught: int, num_warnings: int) -> None:
+def test_groups_that_seldom_teach_are_a_warning_and_surplus_is_no_loss(
+    tmp_path: Path, num_taught: int, num_warnings: int
+) -> None:
     progress = Progress(step=3)
     progress.drops.group("trained", num_taught)
     progress.drops.group("zero_advantage", 1000 - num_taught)

@@ -39,17 +39,25 @@ def alternating(_prompt: tuple[int, ...], params: SamplingParams, _index: int) -
 
 
 def config(**rollout: object) -> RlConfig:
-    settings: dict[str, object] = {"groups_per_step": 4, "samples_per_group": 4, "sampling": SamplingConfig(max_new_tokens=8)}
+    settings: dict[str, object] = {
+        "groups_per_step": 4,
+        "samples_per_group": 4,
+        "sampling": SamplingConfig(max_new_tokens=8),
+    }
     return rl_config(rollout=RolloutConfig.model_validate(settings | rollout))
 
 
-def collector(script: Script, tokenizer: object, cfg: RlConfig, judge: Judge = says_right) -> tuple[Collector, FakeEngine]:
+def collector(
+    script: Script, tokenizer: object, cfg: RlConfig, judge: Judge = says_right
+) -> tuple[Collector, FakeEngine]:
     engine = FakeEngine(script)
     stream = PromptStream([problem(f"q{i}") for i in range(10)], seed=0)
     return Collector(engine, judge, stream, tokenizer, cfg, seed=0, who_is_asked=lambda: "the fake engine"), engine
 
 
-def collect(script: Script, tokenizer: object, cfg: RlConfig, judge: Judge = says_right) -> tuple[Collected, FakeEngine]:
+def collect(
+    script: Script, tokenizer: object, cfg: RlConfig, judge: Judge = says_right
+) -> tuple[Collected, FakeEngine]:
     it, engine = collector(script, tokenizer, cfg, judge)
     return asyncio.run(it.collect()), engine
 
@@ -147,13 +155,17 @@ def test_long_prompts_are_left_out_and_counted(tokenizer: object) -> None:
 def test_length_penalty_comes_off_the_reward(tokenizer: object) -> None:
     cfg = config().model_copy(update={"overlong": OverlongConfig(penalty_tokens=4, penalty=0.8)})
     collected, _ = collect(lambda *_: FakeAnswer(text="right!"), tokenizer, cfg)  # 6 bytes and the end: 7 of 8 tokens
-    assert {(r.reward, r.is_positive) for g in collected.groups for r in g.rollouts} == {(1 - 0.8 * 3 / 4, True)}  # and is no format fault
+    assert {(r.reward, r.is_positive) for g in collected.groups for r in g.rollouts} == {
+        (1 - 0.8 * 3 / 4, True)
+    }  # and is no format fault
 
 
 def test_a_right_answer_without_tags_is_rewarded_as_such_and_not_positive(tokenizer: object) -> None:
     cfg = config(sampling=SamplingConfig(max_new_tokens=20)).model_copy(update={"reward": RewardConfig()})
     collected, _ = collect(lambda *_: FakeAnswer(text="right</think>"), tokenizer, cfg)
-    assert {(r.verdict.is_correct, r.reward, r.is_positive) for g in collected.groups for r in g.rollouts} == {(True, -2.0, False)}
+    assert {(r.verdict.is_correct, r.reward, r.is_positive) for g in collected.groups for r in g.rollouts} == {
+        (True, -2.0, False)
+    }
 
 
 def failing_judge(error: Exception) -> Callable[[Problem, str], object]:

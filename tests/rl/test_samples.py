@@ -26,14 +26,18 @@ CENTRED = GrpoAdvantage(std="none")
 
 
 def rollout(reward: float, *, finish: FinishReason = "stop", versions: tuple[int, ...] = (3, 3)) -> Rollout:
-    completion = Completion(text="", token_ids=(7, 8), logps=(-0.1, -0.2), finish_reason=finish, policy_versions=versions)
+    completion = Completion(
+        text="", token_ids=(7, 8), logps=(-0.1, -0.2), finish_reason=finish, policy_versions=versions
+    )
     verdict = Verdict(outcome=Outcome.SCORED, score=float(reward > 0))
     return Rollout(prompt_ids=(1, 2, 3), completion=completion, verdict=verdict, reward=reward, is_positive=reward == 1)
 
 
 def group(*rollouts: Rollout) -> RolloutGroup:
     reference = MathReference(answers=("1",))
-    problem = Problem(problem_id="p", source="s", domain=Domain.MATH, question="q", reference=reference, difficulty=Difficulty.EASY)
+    problem = Problem(
+        problem_id="p", source="s", domain=Domain.MATH, question="q", reference=reference, difficulty=Difficulty.EASY
+    )
     return RolloutGroup(problem=problem, rollouts=rollouts)
 
 
@@ -66,7 +70,9 @@ def test_the_language_model_loss_does_not_learn_what_the_policy_loss_unlearns() 
 
 
 def test_masked_overlong_answers_shape_the_advantages_but_are_not_learnt() -> None:
-    found = to_samples([group(rollout(1), rollout(-1, finish="length"))], CENTRED, OverlongConfig(handling="mask"), oldest_allowed=0)
+    found = to_samples(
+        [group(rollout(1), rollout(-1, finish="length"))], CENTRED, OverlongConfig(handling="mask"), oldest_allowed=0
+    )
     assert [r.advantage for r in found.rows] == [1]
     assert found.drops.counts == {"rollout/trained": 1, "rollout/overlong": 1, "group/trained": 1}
 
@@ -79,7 +85,9 @@ def test_answers_older_than_the_bound_never_train() -> None:
 
 
 def test_a_group_without_a_row_left_is_counted() -> None:
-    found = to_samples([group(rollout(1, versions=(0,)), rollout(-1, versions=(0,)))], CENTRED, OverlongConfig(), oldest_allowed=1)
+    found = to_samples(
+        [group(rollout(1, versions=(0,)), rollout(-1, versions=(0,)))], CENTRED, OverlongConfig(), oldest_allowed=1
+    )
     assert found.drops.counts == {"rollout/stale": 2, "group/all_masked": 1}
 
 

@@ -36,7 +36,9 @@ def stats_of(
         row_N=torch.arange(num),
         num_rows=num,
     )
-    token = token_loss(old_logp_N + torch.tensor(ratios).log(), entropy_N, batch, cfg, erc=ErcConfig(), max_log_ratio=3.0)
+    token = token_loss(
+        old_logp_N + torch.tensor(ratios).log(), entropy_N, batch, cfg, erc=ErcConfig(), max_log_ratio=3.0
+    )
     stats = TokenStats(CPU)
     stats.add(token, batch, entropy_N, torch.tensor(scales or [1.0] * num), cfg, truncate_at=truncate_at)
     return stats.metrics()

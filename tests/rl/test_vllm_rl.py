@@ -34,7 +34,13 @@ PROBE = tuple(65 + (i * i) % 97 for i in range(300))
 TOLERANCE = 5e-5
 """Nats, float32, as in tests/generate/test_vllm_engine.py."""
 MODEL = TinyModelConfig(
-    hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=96, max_position_embeddings=512
+    hidden_size=64,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    intermediate_size=96,
+    max_position_embeddings=512,
 )
 """vLLM's CPU attention needs a head_dim of 32 or more."""
 ENGINE = VllmEngineConfig(dtype="float32", runtime=VllmRuntime(enforce_eager=True, kv_cache_mb=64, max_num_seqs=32))
@@ -49,7 +55,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(**runtime: object) -> RlConfig:
     rollout = RolloutConfig.model_validate(
-        {"groups_per_step": 4, "samples_per_group": 8, "sampling": {"max_new_tokens": 24}, "engine": ENGINE.model_dump()}
+        {
+            "groups_per_step": 4,
+            "samples_per_group": 8,
+            "sampling": {"max_new_tokens": 24},
+            "engine": ENGINE.model_dump(),
+        }
     )
     settings = {"device": "cpu", "num_rollout_actors": 1, "stall_timeout_s": 900} | runtime
     return rl_config(num_steps=2, optim=constant_rate(1e-2), rollout=rollout, runtime=settings)
@@ -94,7 +105,9 @@ class Probed:
 
 
 def probe_params(temperature: float) -> SamplingParams:
-    return SamplingParams(num_samples=1, temperature=temperature, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=40, seed=3)
+    return SamplingParams(
+        num_samples=1, temperature=temperature, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=40, seed=3
+    )
 
 
 def assert_answers_come_from(model: Qwen3ForCausalLM, update: Update) -> None:
@@ -133,7 +146,9 @@ def test_after_every_step_the_engine_answers_with_the_learners_new_weights(base:
 
 
 @needs_vllm
-def test_a_vllm_engine_in_a_ray_actor_gets_its_weights_straight_from_the_learner(session: None, base: Path, tmp_path: Path) -> None:
+def test_a_vllm_engine_in_a_ray_actor_gets_its_weights_straight_from_the_learner(
+    session: None, base: Path, tmp_path: Path
+) -> None:
     from klear_core.cluster.rl_workers import RayWorkers
 
     recorder = Recorder()

@@ -15,7 +15,12 @@ TINY = TinyModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1
 
 
 def trace(
-    question: str, reasoning: str = "1+1=2", answer: str = "\\boxed{2}", *, finish_reason: FinishReason = "stop", source: str = "chain"
+    question: str,
+    reasoning: str = "1+1=2",
+    answer: str = "\\boxed{2}",
+    *,
+    finish_reason: FinishReason = "stop",
+    source: str = "chain",
 ) -> TeacherTrace:
     return TeacherTrace(
         problem_id=problem_id_of(question, Domain.MATH),

@@ -66,7 +66,12 @@ def test_what_cannot_be_taught_has_a_reason(tokenizer, reasoning, answer, reason
 
 
 def test_the_store_gives_back_every_row_and_a_ledger_that_adds_up(tokenizer, tmp_path):
-    traces = [*sums(5), trace("q", "", ""), trace("long", "x" * 500), trace("cut off", "hm", "", finish_reason="length")]
+    traces = [
+        *sums(5),
+        trace("q", "", ""),
+        trace("long", "x" * 500),
+        trace("cut off", "hm", "", finish_reason="length"),
+    ]
     store = build_store(traces, tokenizer, tmp_path, max_tokens=200, overlong="drop")
     assert [store[i] for i in range(len(store))] == [make(tokenizer, t) for t in (*traces[:5], traces[-1])]
     assert store.sources == ["chain"] * 6
@@ -91,7 +96,9 @@ def test_a_finished_store_is_reused_and_an_unfinished_one_is_not(tokenizer, tmp_
 @pytest.mark.parametrize("stop_below", [0.0, 0.5])
 def test_no_usable_trace_is_an_error_that_says_why_whatever_the_floor(tokenizer, tmp_path, stop_below):
     store = build_store(sums(2), tokenizer, tmp_path, max_tokens=20, overlong="drop")
-    with pytest.raises(DataError, match=r"^0 of 2 traces give .*max_tokens = 20.*2 overlong; the first: problem .*raise sft.max"):
+    with pytest.raises(
+        DataError, match=r"^0 of 2 traces give .*max_tokens = 20.*2 overlong; the first: problem .*raise sft.max"
+    ):
         check_store(store, Floor(stop_below=stop_below), max_tokens=20)
 
 
@@ -99,7 +106,9 @@ def test_traces_that_are_mostly_overlong_stop_training_and_some_are_a_warning(to
     traces = [*sums(2), trace("a", "x" * 500), trace("b", "x" * 500), trace("c", "x" * 500)]
     build_store(traces, tokenizer, tmp_path, max_tokens=200, overlong="drop")
     store = build_store(iter(()), tokenizer, tmp_path, max_tokens=200, overlong="drop")  # as a rerun finds it
-    with pytest.raises(DataError, match=r"2 of 5 traces .*3 overlong.*40\.0%, less than sft\.runtime\.rows\.stop_below = 0\.5"):
+    with pytest.raises(
+        DataError, match=r"2 of 5 traces .*3 overlong.*40\.0%, less than sft\.runtime\.rows\.stop_below = 0\.5"
+    ):
         check_store(store, Floor(), max_tokens=200)
     (warning,) = check_store(store, Floor(stop_below=0.4), max_tokens=200)
     assert "2 of 5 traces" in warning

@@ -43,7 +43,9 @@ def given(tmp_path_factory) -> tuple[Path, Path]:
 
 def run(given, workdir, telemetry=None, **changes):
     model, traces = given
-    return train_sft(config(**changes), model=model, traces=traces, seed=5, workdir=workdir, telemetry=telemetry or NullTelemetry())
+    return train_sft(
+        config(**changes), model=model, traces=traces, seed=5, workdir=workdir, telemetry=telemetry or NullTelemetry()
+    )
 
 
 def weights(workdir):
@@ -101,7 +103,9 @@ def test_max_steps_ends_the_run_and_the_schedule(given, tmp_path):
     assert seen.rows[5]["sft/optim/lr"] == pytest.approx(0.05 * 4e-3)
 
 
-@pytest.mark.parametrize("die_at", [1, 4, 5, 9])  # before any checkpoint, mid-epoch, at an epoch's end, at the last step
+@pytest.mark.parametrize(
+    "die_at", [1, 4, 5, 9]
+)  # before any checkpoint, mid-epoch, at an epoch's end, at the last step
 def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(given, tmp_path, die_at):
     whole, again = Recorder(), Recorder()
     summary = run(given, tmp_path / "whole", whole)

@@ -51,7 +51,11 @@ def is_usable(path: Path) -> bool:
 
 
 def half_copied_table(path: Path) -> None:
-    change(path, "CREATE TABLE _alembic_tmp_latest_metrics (key TEXT)", "UPDATE alembic_version SET version_num = '451aebb31d03'")
+    change(
+        path,
+        "CREATE TABLE _alembic_tmp_latest_metrics (key TEXT)",
+        "UPDATE alembic_version SET version_num = '451aebb31d03'",
+    )
 
 
 def no_version(path: Path) -> None:
@@ -87,7 +91,9 @@ def test_a_half_made_database_without_runs_is_set_aside_and_made_again(
 
 
 @pytest.mark.parametrize("break_it", BREAKS)
-def test_a_half_made_database_with_runs_is_left_alone_and_it_is_said_what_to_do(database: Path, break_it: Callable[[Path], None]):
+def test_a_half_made_database_with_runs_is_left_alone_and_it_is_said_what_to_do(
+    database: Path, break_it: Callable[[Path], None]
+):
     add_a_run(database)
     break_it(database)
     before = database.read_bytes()
@@ -111,7 +117,9 @@ def test_a_whole_database_is_left_as_it_is(database: Path):
     assert database.read_bytes() == before
 
 
-def test_an_empty_file_and_what_a_killed_process_left_beside_are_replaced_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_an_empty_file_and_what_a_killed_process_left_beside_are_replaced_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     path = tmp_path / "mlflow.db"
     path.touch()
     (tmp_path / ".mlflow.db.new").write_bytes(b"half")
@@ -124,7 +132,9 @@ def test_an_empty_file_and_what_a_killed_process_left_beside_are_replaced_withou
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path):
     path = tmp_path / "mlflow.db"
-    path.write_text("no database at all, but some words that are longer than a header of a hundred bytes would be. " * 3)
+    path.write_text(
+        "no database at all, but some words that are longer than a header of a hundred bytes would be. " * 3
+    )
     with pytest.raises(ConfigError, match=r"mlflow\.db cannot be read.*Move it away"):
         ensure_database(path)
 

@@ -33,7 +33,12 @@ class Server:
 
     def __init__(self, folder: Path, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        store = ("--backend-store-uri", f"sqlite:///{folder}/server.db", "--artifacts-destination", str(folder / "artifacts"))
+        store = (
+            "--backend-store-uri",
+            f"sqlite:///{folder}/server.db",
+            "--artifacts-destination",
+            str(folder / "artifacts"),
+        )
         where = ("--host", "127.0.0.1", "--port", str(port), "--workers", "1")
         self._command = [sys.executable, "-m", "mlflow", "server", *store, *where]
         self._log = folder / "server.log"
@@ -42,7 +47,9 @@ class Server:
     def start(self) -> None:
         environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with self._log.open("ab") as out:
-            self._process = subprocess.Popen(self._command, stdout=out, stderr=out, env=environment, start_new_session=True)
+            self._process = subprocess.Popen(
+                self._command, stdout=out, stderr=out, env=environment, start_new_session=True
+            )
         until(self._is_healthy)
 
     def stop(self) -> None:
@@ -72,7 +79,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
     running.stop()
 
 
-def test_a_server_that_goes_and_comes_back_ends_up_with_everything(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_goes_and_comes_back_ends_up_with_everything(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     workspace = WorkspaceConfig(root=str(tmp_path / "ws"))
     first = run_stage(info(workspace, "base"), job(1), {}, Steps(server, away_at=2, back_at=5))
@@ -86,7 +95,9 @@ def test_a_server_that_goes_and_comes_back_ends_up_with_everything(server: Serve
     assert undelivered.records(server.url.removeprefix("http://")) == []
 
     runs = {r.data.tags.get("klear.stage", "pipeline"): r for r in runs_on(server)}
-    assert {name: r.info.status for name, r in runs.items()} == dict.fromkeys(("base", "sft", "rl", "pipeline"), "FINISHED")
+    assert {name: r.info.status for name, r in runs.items()} == dict.fromkeys(
+        ("base", "sft", "rl", "pipeline"), "FINISHED"
+    )
     for stage in ("base", "sft", "rl"):
         assert steps_on(server, runs[stage].info.run_id) == list(range(8)), stage
         assert runs[stage].data.params["model.hidden_size"] == "64"

@@ -54,7 +54,9 @@ def prefect(*, refuses: str = "") -> Iterator[list[str]]:
 @pytest.fixture
 def waiting() -> Iterator[list[ArtifactCreate]]:
     """The summaries of two stages, which no server has taken yet."""
-    prefect_view._undelivered.extend(ArtifactCreate(key=key, type="markdown", data="# x") for key in ("klear-sft", "klear-rl"))
+    prefect_view._undelivered.extend(
+        ArtifactCreate(key=key, type="markdown", data="# x") for key in ("klear-sft", "klear-rl")
+    )
     yield prefect_view._undelivered
     prefect_view._undelivered.clear()
 

@@ -26,7 +26,9 @@ def say(*lines: str) -> None:
     thread.join()
 
 
-def test_lost_workers_go_to_the_log_and_lack_of_memory_is_a_warning(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
+def test_lost_workers_go_to_the_log_and_lack_of_memory_is_a_warning(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     with caplog.at_level(logging.INFO), ray_messages_logged():
         say(DIED, "", MEMORY)
         print("ours")
@@ -42,7 +44,9 @@ def test_a_warning_is_shown_by_a_console_that_writes_to_the_same_terminal(capsys
     with ray_messages_logged():
         say(MEMORY)
     console.close()
-    assert capsys.readouterr().out == "  ! Ray: (raylet) 2 Workers (tasks / actors) killed due to memory pressure (OOM)\n"
+    assert (
+        capsys.readouterr().out == "  ! Ray: (raylet) 2 Workers (tasks / actors) killed due to memory pressure (OOM)\n"
+    )
 
 
 def test_afterwards_all_is_printed_as_before(capsys: pytest.CaptureFixture[str]):
@@ -53,7 +57,9 @@ def test_afterwards_all_is_printed_as_before(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_the_installed_ray_says_so_from_that_thread(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
+def test_the_installed_ray_says_so_from_that_thread(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     import os
     import time
 

@@ -47,7 +47,9 @@ def wait_until_gone(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
 def test_nothing_of_ray_survives_its_driver(how: signal.Signals):
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert driver.stdout is not None
     assert driver.stdout.readline().strip() == "up"
     family = family_of(driver.pid)

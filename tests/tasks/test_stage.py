@@ -43,7 +43,9 @@ def job(seed: int) -> BaseJob:
 class Body:
     """Writes a line a step from `start` to `stop`, and fails at `fails_at`."""
 
-    def __init__(self, *, start: int = 0, stop: int = 4, fails_at: int | None = None, error: Exception | None = None) -> None:
+    def __init__(
+        self, *, start: int = 0, stop: int = 4, fails_at: int | None = None, error: Exception | None = None
+    ) -> None:
         self.start, self.stop, self.fails_at = start, stop, fails_at
         self.error = error or RuntimeError("broken")
         self.calls = 0
@@ -96,7 +98,10 @@ def test_a_failed_stage_goes_on_where_it_was_in_the_same_mlflow_run(workspace: W
     manifest = open_store(workspace).manifest(ref)
     assert manifest.attempts == 2
     runs = mlflow_runs(workspace, "d")
-    assert {r.data.tags.get("klear.stage", "parent"): r.info.status for r in runs} == {"base": "FINISHED", "parent": "RUNNING"}
+    assert {r.data.tags.get("klear.stage", "parent"): r.info.status for r in runs} == {
+        "base": "FINISHED",
+        "parent": "RUNNING",
+    }
     assert [r.info.run_id for r in runs if "klear.stage" in r.data.tags] == [manifest.mlflow_run_id]
 
 
@@ -138,7 +143,11 @@ def test_numbers_that_are_not_finite_are_in_no_record(workspace: WorkspaceConfig
         run_stage(info(workspace, "n"), job(13), {}, Diverges(start=2, fails_at=3))
     ref = run_stage(info(workspace, "n"), job(13), {}, Body(start=3))
     rows = read_metrics(ref.path / "metrics.jsonl")
-    assert rows[:3] == [{"step": 0, "base/optim/lr": 0.1}, {"step": 1, "base/optim/lr": 0.2}, {"step": 2, "base/loss/train": 1 / 3}]
+    assert rows[:3] == [
+        {"step": 0, "base/optim/lr": 0.1},
+        {"step": 1, "base/optim/lr": 0.2},
+        {"step": 2, "base/loss/train": 1 / 3},
+    ]
     run_id = open_store(workspace).manifest(ref).mlflow_run_id
     assert [m.step for m in client(workspace).get_metric_history(run_id, "base/loss/train")] == [2, 3]
 
@@ -176,7 +185,9 @@ def test_the_last_models_scores_are_in_a_column_that_all_runs_share(workspace: W
     assert {k: v for k, v in parent.data.metrics.items() if k.startswith("score/")} == {"score/heldout_avg_at_4": 0.9}
 
 
-def test_a_stage_is_made_while_mlflow_is_away_and_says_what_mlflow_lacks(workspace: WorkspaceConfig, monkeypatch: pytest.MonkeyPatch):
+def test_a_stage_is_made_while_mlflow_is_away_and_says_what_mlflow_lacks(
+    workspace: WorkspaceConfig, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
     ref = run_stage(info(workspace, "h"), job(8), {}, Body())
     manifest = open_store(workspace).manifest(ref)
@@ -192,7 +203,9 @@ def test_a_stage_is_made_while_mlflow_is_away_and_says_what_mlflow_lacks(workspa
 def test_tracking_trouble_while_a_stage_runs_loses_no_work(workspace: WorkspaceConfig):
     class DatabaseGoes(Body):
         def __call__(self, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
-            client(workspace).delete_run(mlflow_runs(workspace, "i")[0].info.run_id)  # MLflow refuses records from here on
+            client(workspace).delete_run(
+                mlflow_runs(workspace, "i")[0].info.run_id
+            )  # MLflow refuses records from here on
             return super().__call__(workdir=workdir, telemetry=telemetry)
 
     ref = run_stage(info(workspace, "i"), job(9), {}, DatabaseGoes())
@@ -205,7 +218,14 @@ def test_the_console_is_told_of_start_progress_reuse_and_failure(workspace: Work
     run_stage(info(workspace, "j"), job(10), {}, Body(stop=1))
     with pytest.raises(RuntimeError):
         run_stage(info(workspace, "j"), job(11), {}, Body(fails_at=0))
-    assert told == ["start base 1", "base 1/1", "made base", "reused base", "start base 1", "failed base: broken (1 of 1)"]
+    assert told == [
+        "start base 1",
+        "base 1/1",
+        "made base",
+        "reused base",
+        "start base 1",
+        "failed base: broken (1 of 1)",
+    ]
 
 
 @pytest.fixture

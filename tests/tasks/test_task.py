@@ -43,7 +43,14 @@ def test_the_cache_key_is_the_fingerprint_and_ignores_who_runs_the_stage(tmp_pat
     config = PipelineConfig(workspace=WorkspaceConfig(root=str(tmp_path)))
     expected = fingerprints_of(stages_of(config), config.workspace)["base"]
     infos = [
-        RunInfo(workspace=config.workspace, run_id=i, run_name="n", stage="base", started_at=datetime.now(UTC), run_url=f"http://x/{i}")
+        RunInfo(
+            workspace=config.workspace,
+            run_id=i,
+            run_name="n",
+            stage="base",
+            started_at=datetime.now(UTC),
+            run_url=f"http://x/{i}",
+        )
         for i in "ab"
     ]
     keys = {cache_key(None, {"info": i, "job": BaseJob.of(config), "inputs": {}}) for i in infos}  # type: ignore[arg-type]

@@ -11,7 +11,17 @@ import pytest
 
 from klear_core.metrics import MetricsFile
 from tasks.delivery import Connection, Limits, StageRun
-from tasks.tracked import MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Undelivered, Unreachable, server_name, without_password
+from tasks.tracked import (
+    MetricPoint,
+    OpenRun,
+    Refused,
+    RunStatus,
+    TrackedRun,
+    Undelivered,
+    Unreachable,
+    server_name,
+    without_password,
+)
 
 
 class FakeBackend:
@@ -82,7 +92,12 @@ class Stage:
     def __init__(self, connection: Connection, folder: Path, name: str = "sft", run_id: str = "r1") -> None:
         self.file = MetricsFile(folder / f"{run_id}-{name}.jsonl")
         self.record = TrackedRun(
-            server="somewhere:5000", run_id=run_id, run_name="n", stage=name, kind="sft", metrics_file=str(self.file.path)
+            server="somewhere:5000",
+            run_id=run_id,
+            run_name="n",
+            stage=name,
+            kind="sft",
+            metrics_file=str(self.file.path),
         )
         self.run = StageRun(connection, self.record)
 
@@ -158,7 +173,9 @@ def test_what_an_earlier_run_left_is_told_by_a_later_one_and_the_earlier_stays_e
     left.run.start()
     left.log(0)
     left.run.end("FAILED")
-    connection.undelivered.save(left.record.model_copy(update={"stage": "", "status": "FAILED", "ended_ms": time.time_ns()}))
+    connection.undelivered.save(
+        left.record.model_copy(update={"stage": "", "status": "FAILED", "ended_ms": time.time_ns()})
+    )
     backend.is_up = True
     connection.try_now()
     connection.deliver_waiting(but="new/sft")

@@ -11,7 +11,8 @@ from klear_core.train.kernels import attention_cpu
 from klear_core.train.kernels.attention import by_segment
 
 needs_compiler = pytest.mark.skipif(
-    compile_c(attention_cpu._SOURCE, {"HEAD_DIM": 16}) is None, reason="no C compiler on this machine: attention is torch's alone"
+    compile_c(attention_cpu._SOURCE, {"HEAD_DIM": 16}) is None,
+    reason="no C compiler on this machine: attention is torch's alone",
 )
 WAYS = [pytest.param(attention_cpu.attend, marks=needs_compiler), by_segment]
 

@@ -43,7 +43,11 @@ def tiny_plan(**changes):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_measure_of_the_gpu_benchmark_comes_out_of_a_tiny_model_on_cpu(dtype):
     found = {m["name"]: m for m in BENCH["measures"](tiny_plan(dtype=dtype))}
-    runs = {f"{run}/{what}" for run in ("sft/step", "rl/update", "length_8", "length_24") for what in ("mfu", "tokens_per_s", "memory")}
+    runs = {
+        f"{run}/{what}"
+        for run in ("sft/step", "rl/update", "length_8", "length_24")
+        for what in ("mfu", "tokens_per_s", "memory")
+    }
     assert runs | {"gpu/product/tflops", "gpu/peak/tflops", "head/products", "head/is_compiled"} <= found.keys()
     for name, measure in found.items():
         assert math.isfinite(measure["value"]), name

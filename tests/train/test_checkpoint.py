@@ -27,7 +27,9 @@ class Run:
     def steps(self, first, last):
         for s in range(first, last):
             batch = BATCHES[s]
-            self.updater.step(batch, lambda m: lambda h, w: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -lp / 23), step=s)
+            self.updater.step(
+                batch, lambda m: lambda h, w: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -lp / 23), step=s
+            )
 
     def save(self, step, **counters):
         self.checkpoints.save(step, self.policy, self.updater.optimizer, counters)

@@ -85,7 +85,9 @@ def test_contexts_must_fill_the_world():
 
 
 def test_heads_must_be_shared_out_evenly():
-    with pytest.raises(ConfigError, match=r"context_parallel = 4 does not divide the 6 attention heads of here; allowed: 1, 2, 3, 6"):
+    with pytest.raises(
+        ConfigError, match=r"context_parallel = 4 does not divide the 6 attention heads of here; allowed: 1, 2, 3, 6"
+    ):
         TrainRuntime(num_workers=4, context_parallel=4).check_heads(6, "here")
 
 
@@ -99,13 +101,18 @@ def test_sft_refuses_too_few_heads_before_it_reads_a_trace(tmp_path):
 def attend(num_heads, num_kv_heads, dtype, world, telemetry):
     """Attention and its gradients through the context, from each rank's slice of the same line, put together again."""
     g = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(2, n, 12, 4, generator=g, dtype=torch.float64).to(dtype) for n in (num_heads, num_kv_heads, num_kv_heads)]
+    qkv = [
+        torch.randn(2, n, 12, 4, generator=g, dtype=torch.float64).to(dtype)
+        for n in (num_heads, num_kv_heads, num_kv_heads)
+    ]
     seed = torch.randn(2, 12, num_heads, 4, generator=g, dtype=torch.float64).to(dtype)
     width = 12 // world.context.size
     here = slice(world.context.rank * width, (world.context.rank + 1) * width)
     leaves = [x[:, :, here].clone().requires_grad_() for x in qkv]
     q, k, v = world.context.trade_tokens(*leaves)
-    out = world.context.trade_heads(scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2))
+    out = world.context.trade_heads(
+        scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    )
     grads = torch.autograd.grad(out, leaves, seed[:, here])
     whole = [torch.zeros(2, 12, num_heads, 4, dtype=dtype)] + [torch.zeros_like(x) for x in qkv]
     whole[0][:, here] = out.detach()
@@ -121,9 +128,17 @@ def attend_all(cases, world, telemetry):
 @pytest.mark.slow
 def test_traded_attention_is_attention_however_many_key_heads_there_are():
     """One key head for all, one for two query heads, one for three of six on two ranks, one for each; and half precision."""
-    cases = [(2, 1, torch.float64), (4, 2, torch.float64), (6, 2, torch.float64), (6, 3, torch.float64), (4, 4, torch.bfloat16)]
+    cases = [
+        (2, 1, torch.float64),
+        (4, 2, torch.float64),
+        (6, 2, torch.float64),
+        (6, 3, torch.float64),
+        (4, 4, torch.bfloat16),
+    ]
     one = run_ranks(partial(attend_all, cases), TrainRuntime(device="cpu"), NullTelemetry())
-    two = run_ranks(partial(attend_all, cases), TrainRuntime(device="cpu", num_workers=2, context_parallel=2), NullTelemetry())
+    two = run_ranks(
+        partial(attend_all, cases), TrainRuntime(device="cpu", num_workers=2, context_parallel=2), NullTelemetry()
+    )
     for a, b, (_, _, dtype) in zip(one, two, cases, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12 if dtype == torch.float64 else 1e-2, rtol=0)
 
@@ -134,7 +149,9 @@ STEPS = [random_rows([9, 30, 14, 22, 5]), rows_of_groups([3, 4]), random_rows([1
 
 def train(folder, shares_prompts, checkpointing, world, telemetry):
     """A step on each of STEPS: loss and gradient norm of each, and the weights after all."""
-    policy = parallelise(load_model(folder, device=world.device), world, dtype="float32", activation_checkpointing=checkpointing)
+    policy = parallelise(
+        load_model(folder, device=world.device), world, dtype="float32", activation_checkpointing=checkpointing
+    )
     updater = Updater(policy, OptimConfig(lr=1e-2, weight_decay=0.1), world, num_steps=len(STEPS))
     seen = []
     for step, rows in enumerate(STEPS):

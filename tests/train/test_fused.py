@@ -14,7 +14,8 @@ from klear_core.train.packing import MicroBatch, pack
 from klear_core.types import TrainSample
 
 pytestmark = pytest.mark.skipif(
-    compile_c(fused._SOURCE, {"HEAD_DIM": 16}) is None, reason="no C compiler on this machine: there are no compiled passes"
+    compile_c(fused._SOURCE, {"HEAD_DIM": 16}) is None,
+    reason="no C compiler on this machine: there are no compiled passes",
 )
 
 
@@ -114,6 +115,8 @@ def test_other_number_types_go_through_transformers() -> None:
 
 
 def test_another_model_is_left_as_it_is() -> None:
-    other = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1))
+    other = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
     fused.fuse(other)
     assert {type(m).__module__ for m in other.modules()}.isdisjoint({fused.__name__})

@@ -33,7 +33,9 @@ def test_chunks_of_all_lengths_share_one_compilation_of_each_pass():
     backend = Backend()
     passes = Passes(backend)
     for num_tokens in (7, 64, 3, 2, 65, 1000, 7):  # full chunks and last ones, of one micro-batch and of the next
-        for a, b in zip(both_passes(passes, *chunk(num_tokens, 50)), both_passes(Passes(), *chunk(num_tokens, 50)), strict=True):
+        for a, b in zip(
+            both_passes(passes, *chunk(num_tokens, 50)), both_passes(Passes(), *chunk(num_tokens, 50)), strict=True
+        ):
             torch.testing.assert_close(a, b)
     assert backend.num_graphs == 2
     for _ in range(3):
@@ -85,6 +87,8 @@ def test_a_compiler_that_fails_between_the_passes_loses_nothing(caplog):
             raise OSError("disk full")
         return graph.forward
 
-    for a, b in zip(both_passes(Passes(broken_later), *chunk(5, 20)), both_passes(Passes(), *chunk(5, 20)), strict=True):
+    for a, b in zip(
+        both_passes(Passes(broken_later), *chunk(5, 20)), both_passes(Passes(), *chunk(5, 20)), strict=True
+    ):
         torch.testing.assert_close(a, b)
     assert len(ours(caplog)) == 1

@@ -106,7 +106,9 @@ def test_half_precision_is_rounded_where_it_comes_in_and_nowhere_else():
     fused = fused_loss(h, w, target, lambda lp, _e, _at: -lp, need_entropy=True, max_logits=4 * 5000)
     joined = token_logps(h, w, target, max_logits=4 * 5000)
     for out in (fused, joined):
-        torch.testing.assert_close(out.logp_N.double(), logp, atol=5e-5, rtol=0)  # 0.06 if logits were rounded before the softmax
+        torch.testing.assert_close(
+            out.logp_N.double(), logp, atol=5e-5, rtol=0
+        )  # 0.06 if logits were rounded before the softmax
         torch.testing.assert_close(out.entropy_N.double(), entropy, atol=5e-5, rtol=0)
     want = torch.autograd.grad(-logp.sum(), (h, w), retain_graph=True)
     for loss in (fused.loss, -joined.logp_N.sum()):

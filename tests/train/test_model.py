@@ -39,14 +39,18 @@ def gradient_of(folder, rows, tokens, **how):
     policy = load_model(folder, device="cpu")
     batch = packed(rows, tokens, **how)
     for micro in batch.micros:
-        policy(micro, lambda h, w, m=micro: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -lp / batch.num_loss_tokens)).loss.backward()
+        policy(
+            micro, lambda h, w, m=micro: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -lp / batch.num_loss_tokens)
+        ).loss.backward()
     return [p.grad for p in policy.parameters()]
 
 
 def test_log_probs_equal_those_of_transformers(folder):
     (row,) = random_rows([20])
     ids = torch.tensor([row.token_ids])
-    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(ids).logits[0, :-1].log_softmax(-1)
+    plain = (
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(ids).logits[0, :-1].log_softmax(-1)
+    )
     want = plain.gather(1, ids[0, 1:, None])[2:, 0]
     torch.testing.assert_close(logps_of(load_model(folder, device="cpu"), [row])[0], want, atol=1e-5, rtol=0)
 
@@ -110,7 +114,9 @@ def test_export_stops_at_the_end_of_a_turn_and_at_what_the_source_stopped_at(fol
     shutil.copytree(folder, source)
     settings = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|endoftext|>"}))
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, "temperature": 0.6, "do_sample": True}))
+    (source / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": 256, "temperature": 0.6, "do_sample": True})
+    )
     export_model(full_weights(load_model(source, device="cpu")), source, tmp_path / "model")
     made = tmp_path / "model"
     assert AutoTokenizer.from_pretrained(made).eos_token == "<|im_end|>"
@@ -121,7 +127,9 @@ def test_export_stops_at_the_end_of_a_turn_and_at_what_the_source_stopped_at(fol
 
 def test_export_never_lowers_the_window_and_replaces_what_a_killed_run_left(folder, tmp_path):
     for _ in range(2):
-        export_model(full_weights(load_model(folder, device="cpu")), folder, tmp_path / "model", max_position_embeddings=16)
+        export_model(
+            full_weights(load_model(folder, device="cpu")), folder, tmp_path / "model", max_position_embeddings=16
+        )
     assert json.loads((tmp_path / "model" / "config.json").read_text())["max_position_embeddings"] == 64
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
@@ -172,13 +180,21 @@ def test_asking_for_a_missing_gpu_is_a_config_error():
 def test_dropout_is_refused_for_the_old_log_probs_would_not_be_those_of_the_policy(tmp_path):
     from transformers import StableLmConfig, StableLmForCausalLM
 
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     StableLmForCausalLM(StableLmConfig(**sizes, num_key_value_heads=2, hidden_dropout=0.1)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"dropout of 0\.1"):
         load_model(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("rope", [{"rope_parameters": {"rope_type": "dynamic"}}, {"rope_scaling": {"type": "longrope"}}])
+@pytest.mark.parametrize(
+    "rope", [{"rope_parameters": {"rope_type": "dynamic"}}, {"rope_scaling": {"type": "longrope"}}]
+)
 def test_positions_that_depend_on_the_longest_row_beside_are_refused(folder, tmp_path, rope):
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": None} | rope))

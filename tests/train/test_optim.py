@@ -57,7 +57,9 @@ def test_first_adam_step_moves_by_the_rate_and_decays_first():
     optimizer = make_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5))
     model(torch.tensor([[3.0]])).sum().backward()
     apply_update(model, optimizer, lr=0.1, norm=grad_norm(model), max_grad_norm=100.0)
-    assert model.weight.item() == pytest.approx(2.0 * (1 - 0.1 * 0.5) - 0.1, abs=1e-6)  # decoupled decay, then lr * sign
+    assert model.weight.item() == pytest.approx(
+        2.0 * (1 - 0.1 * 0.5) - 0.1, abs=1e-6
+    )  # decoupled decay, then lr * sign
     assert model.weight.grad is None
 
 

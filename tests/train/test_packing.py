@@ -57,7 +57,10 @@ def test_a_shared_prompt_lies_once_before_what_follows_it_in_each_row():
 
 
 def test_shared_prompts_fill_above_one():
-    assert pack([row(5, 6, 7, prompt=2), row(5, 6, 8, prompt=2)], tokens_per_microbatch=10, shares_prompts=True).fill == 6 / 4
+    assert (
+        pack([row(5, 6, 7, prompt=2), row(5, 6, 8, prompt=2)], tokens_per_microbatch=10, shares_prompts=True).fill
+        == 6 / 4
+    )
 
 
 def test_without_sharing_every_row_has_its_prompt():

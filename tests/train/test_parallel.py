@@ -18,7 +18,9 @@ from klear_core.train.parallel import full_weights, load_policy, parallelise
 from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
-ROWS = [random_rows([9, 30, 14, 22, 5], seed=s) for s in range(3)] + [random_rows([12])]  # at last one rank has nothing to do
+ROWS = [random_rows([9, 30, 14, 22, 5], seed=s) for s in range(3)] + [
+    random_rows([12])
+]  # at last one rank has nothing to do
 
 
 def train(folder, checkpoints, num_steps, dtype, world, telemetry):
@@ -73,7 +75,9 @@ def test_a_run_saved_by_two_ranks_goes_on_with_one_and_back(tmp_path):
 @pytest.mark.slow
 def test_bfloat16_computes_near_float32_and_keeps_float32_weights(tmp_path):
     folder = tiny_folder(tmp_path / "base")
-    (full, _), (half, weights) = (run(folder, tmp_path / d, num_workers=1, num_steps=1, dtype=d) for d in ("float32", "bfloat16"))
+    (full, _), (half, weights) = (
+        run(folder, tmp_path / d, num_workers=1, num_steps=1, dtype=d) for d in ("float32", "bfloat16")
+    )
     assert half[0][0] == pytest.approx(full[0][0], rel=1e-2)
     assert half[0][0] != full[0][0]
     assert {w.dtype for w in weights.values()} == {torch.float32}
@@ -95,9 +99,13 @@ def load(folder, world, telemetry):
 def test_each_rank_has_its_share_of_what_the_first_has_read(tmp_path, is_tied):
     folder = tiny_folder(tmp_path)
     if not is_tied:
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=False)).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=False)).save_pretrained(
+            folder
+        )
     whole = load_model(folder, device="cpu")
-    weights, buffers, share, stays_tied = run_ranks(partial(load, folder), TrainRuntime(device="cpu", num_workers=2), NullTelemetry())
+    weights, buffers, share, stays_tied = run_ranks(
+        partial(load, folder), TrainRuntime(device="cpu", num_workers=2), NullTelemetry()
+    )
     torch.testing.assert_close(weights, full_weights(whole), atol=0, rtol=0)
     torch.testing.assert_close(buffers, dict(whole.named_buffers()), atol=0, rtol=0)
     assert share == pytest.approx(0.5, abs=0.05)
@@ -112,7 +120,9 @@ def skip_on_both_ranks(folder, world, telemetry):
     before = {name: weight.clone() for name, weight in full_weights(policy).items()}
     num_applied = []
     for factor in (float("inf") if world.rank == 1 else 1.0, 1.0):
-        result = updater.step(batch, lambda m, f=factor: lambda h, w: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -f * lp), step=0)
+        result = updater.step(
+            batch, lambda m, f=factor: lambda h, w: fused_loss(h, w, m.target_N, lambda lp, _e, _at: -f * lp), step=0
+        )
         num_applied.append(world.sum(torch.tensor(float(result.is_applied))).item())
         if len(num_applied) == 1:
             is_untouched = all(torch.equal(before[name], weight) for name, weight in full_weights(policy).items())

@@ -83,7 +83,9 @@ def test_what_rank_zero_says_and_returns_comes_out_here(caplog):
 
 def test_one_worker_on_the_cpu_runs_here_and_returns_its_result():
     telemetry = NullTelemetry()
-    got = run_ranks(lambda world, t: (world.rank, world.size, t is telemetry, os.getpid()), TrainRuntime(device="cpu"), telemetry)
+    got = run_ranks(
+        lambda world, t: (world.rank, world.size, t is telemetry, os.getpid()), TrainRuntime(device="cpu"), telemetry
+    )
     assert got == (0, 1, True, os.getpid())
 
 
@@ -107,7 +109,9 @@ def kill_myself():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rank", "how", "told"), [(1, exit_three, r"rank 1 \(exit code 3\)"), (0, kill_myself, r"rank 0 \(SIGKILL\)")], ids=["exit", "kill"]
+    ("rank", "how", "told"),
+    [(1, exit_three, r"rank 1 \(exit code 3\)"), (0, kill_myself, r"rank 0 \(SIGKILL\)")],
+    ids=["exit", "kill"],
 )
 def test_a_dead_rank_is_named_and_the_others_end(tmp_path, rank, how, told):
     with pytest.raises(ResourceError, match=told):
@@ -163,7 +167,10 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
     script.write_text(SCRIPT)
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)], env=os.environ | {"PYTHONPATH": paths}, stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, str(script), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     wait_until(lambda: len(pids(tmp_path)) == 2 or process.poll() is not None)
     started = pids(tmp_path)

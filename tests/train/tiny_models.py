@@ -16,7 +16,13 @@ from klear_core.types import SftExample
 
 ONE = World(rank=0, size=1, device=torch.device("cpu"))
 TINY = TinyModelConfig(
-    hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=24, max_position_embeddings=64
+    hidden_size=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=24,
+    max_position_embeddings=64,
 )
 
 
@@ -54,4 +60,7 @@ def rows_of_groups(group_sizes: Sequence[int], *, prompt: int = 5, seed: int = 0
     prompts = [draw(prompt + g) for g in range(len(group_sizes))]
     places = sorted((i, g) for g, size in enumerate(group_sizes) for i in range(size))
     rows = [(f"p{g}", prompts[g], draw(1 + 3 * i)) for i, g in places]
-    return [SftExample(problem_id=name, token_ids=p + a, loss_mask=(False,) * len(p) + (True,) * len(a)) for name, p, a in rows]
+    return [
+        SftExample(problem_id=name, token_ids=p + a, loss_mask=(False,) * len(p) + (True,) * len(a))
+        for name, p, a in rows
+    ]

@@ -148,4 +148,12 @@ SPINNING = {
     "quiet fork bomb", "memfd bomb", "endless loop", "catastrophic C call", "signals ignored", "signals blocked", "deep recursion in C",
     "CPU in children", "quits in a thread", "endless result", "huge integer",
 }  # fmt: skip
-WAITING = {"endless sleep", "thread bomb", "thread that never ends", "stops itself", "os.execv", "sudo and friends", "half a frame"}
+WAITING = {
+    "endless sleep",
+    "thread bomb",
+    "thread that never ends",
+    "stops itself",
+    "os.execv",
+    "sudo and friends",
+    "half a frame",
+}

@@ -2,7 +2,16 @@
 """The three kinds of tests: right programs pass, wrong ones get their share, what is broken is not scored."""
 
 import pytest
-from verify_builders import ADD_ASSERTS, ADD_CALL, ADD_STDIN, asserts_reference, call_reference, fenced, problem, stdin_reference
+from verify_builders import (
+    ADD_ASSERTS,
+    ADD_CALL,
+    ADD_STDIN,
+    asserts_reference,
+    call_reference,
+    fenced,
+    problem,
+    stdin_reference,
+)
 
 from klear_core.types import CodeReference, Outcome
 from klear_core.verify import JudgePool
@@ -109,7 +118,10 @@ def test_a_wrong_program_gets_the_share_it_passes(code_pool: JudgePool, case: st
     [
         (stdin_reference(), "empty"),
         (asserts_reference("import klear_no_such_module\nassert add(1, 2) == 3"), "ModuleNotFoundError"),
-        (stdin_reference(("1", "1"), checker="def check(input, output, expected):\n    return 1 / 0"), "ZeroDivisionError"),
+        (
+            stdin_reference(("1", "1"), checker="def check(input, output, expected):\n    return 1 / 0"),
+            "ZeroDivisionError",
+        ),
         (stdin_reference(("1", "1"), checker="def check(input: "), "SyntaxError"),
     ],
 )

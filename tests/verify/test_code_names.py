@@ -130,14 +130,18 @@ TESTS = {
 def test_a_name_that_the_tests_bind_elsewhere_is_still_the_programs(code_pool: JudgePool, case: str) -> None:
     right = code_pool.judge(problem(asserts_reference(TESTS[case])), fenced("def add(a, b):\n    return a + b"))
     wrong = code_pool.judge(problem(asserts_reference(TESTS[case])), fenced("def add(a, b):\n    return a - b"))
-    assert (right.outcome, right.score, wrong.outcome, wrong.score) == (Outcome.SCORED, 1.0, Outcome.SCORED, 0.0), right.detail
+    assert (right.outcome, right.score, wrong.outcome, wrong.score) == (Outcome.SCORED, 1.0, Outcome.SCORED, 0.0), (
+        right.detail
+    )
 
 
 def test_what_one_program_uses_is_not_there_for_the_next(code_pool: JudgePool) -> None:
     probe: CodeReference = stdin_reference(("", "False\n"))
     assert code_pool.judge(problem(FIVE), fenced("print(gcd(10, 15))")).score == 1.0
     assert (
-        code_pool.judge(problem(probe), fenced("import builtins\nprint(any(n[0] == 'g' and n[1:] == 'cd' for n in dir(builtins)))")).score
+        code_pool.judge(
+            problem(probe), fenced("import builtins\nprint(any(n[0] == 'g' and n[1:] == 'cd' for n in dir(builtins)))")
+        ).score
         == 1.0
     )
     assert code_pool.judge(problem(ADD_STDIN), fenced("print(sum(map(int, input().split())))")).score == 1.0

@@ -26,7 +26,9 @@ def program(kind: str) -> str:
 def test_a_program_may_nest_calls_as_deep_as_in_a_plain_interpreter(code_pool: JudgePool, kind: str) -> None:
     assert code_pool.judge(problem(depth(980)[kind]), fenced(program(kind))).score == 1.0
     verdict = code_pool.judge(problem(depth(1001)[kind]), fenced(program(kind)))
-    assert (verdict.outcome, verdict.score, "RecursionError" in verdict.detail) == (Outcome.SCORED, 0.0, True), verdict.detail
+    assert (verdict.outcome, verdict.score, "RecursionError" in verdict.detail) == (Outcome.SCORED, 0.0, True), (
+        verdict.detail
+    )
 
 
 def test_a_program_may_raise_its_own_limit(code_pool: JudgePool) -> None:

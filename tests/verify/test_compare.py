@@ -45,7 +45,12 @@ TOKENS, WHITESPACE, EXACT, DECIMAL = (CodeConfig(compare=c) for c in ("tokens", 
     ],
 )
 def test_outputs(expected: str, output: str, tokens: bool, whitespace: bool, exact: bool, decimal: bool) -> None:
-    assert [same_output(expected, output, cfg) for cfg in (TOKENS, WHITESPACE, EXACT, DECIMAL)] == [tokens, whitespace, exact, decimal]
+    assert [same_output(expected, output, cfg) for cfg in (TOKENS, WHITESPACE, EXACT, DECIMAL)] == [
+        tokens,
+        whitespace,
+        exact,
+        decimal,
+    ]
 
 
 PI = "3.1415926535897932384626433832795028841971693993751058209749445923078164062862089986280348253421170679"

@@ -35,7 +35,9 @@ def verdicts(sandbox_name: str) -> dict[str, Verdict]:
     """
     code = CodeConfig(cpu_s=ROOMY_S, wall_factor=WALL_FACTOR, time_limit_scale=1.0, max_timeouts=1, memory_mb=256)
     limits = SandboxConfig(output_mb=1, total_memory_mb=1024)
-    with build_verifier(VerifyConfig(code=code, limits=limits, runtime=VerifyRuntime(math_workers=1, code_workers=4))) as pool:
+    with build_verifier(
+        VerifyConfig(code=code, limits=limits, runtime=VerifyRuntime(math_workers=1, code_workers=4))
+    ) as pool:
         futures = {}
         for i, (name, text, reference) in enumerate(PROGRAMS):
             futures[name] = pool.submit(problem(with_time_limit(name, reference)), fenced(text))
@@ -51,7 +53,11 @@ def with_time_limit(name: str, reference: CodeReference) -> CodeReference:
 
 
 def test_no_hostile_program_earns_a_point(verdicts: dict[str, Verdict]) -> None:
-    earned = {name: v for name, v in verdicts.items() if not name.startswith("good") and (v.outcome is not Outcome.SCORED or v.score > 0)}
+    earned = {
+        name: v
+        for name, v in verdicts.items()
+        if not name.startswith("good") and (v.outcome is not Outcome.SCORED or v.score > 0)
+    }
     assert earned == {}
 
 

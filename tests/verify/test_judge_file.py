@@ -14,7 +14,10 @@ from klear_core.evaluate.judge_file import judge_file
 from klear_core.types import Outcome
 
 CFG = VerifyConfig(runtime=VerifyRuntime(math_workers=1, code_workers=1))
-MATH_ROWS = [{"id": str(i), "response": boxed(str(i)), "reference": {"kind": "math", "answers": [str(i % 2 and i)]}} for i in range(4)]
+MATH_ROWS = [
+    {"id": str(i), "response": boxed(str(i)), "reference": {"kind": "math", "answers": [str(i % 2 and i)]}}
+    for i in range(4)
+]
 STDIN = {"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1 2", "output": "3"}]}}
 CALL = {"kind": "code", "tests": {"type": "call", "fn_name": "add", "cases": [{"args": [1, 2], "expected": 3}]}}
 ASSERTS = {"kind": "code", "tests": {"type": "asserts", "code": "assert add(1, 2) == 3"}}
@@ -34,7 +37,12 @@ def test_rows_are_judged_in_order_and_counted(tmp_path: Path) -> None:
         ("2", "scored", 0.0),
         ("3", "scored", 1.0),
     ]
-    assert (summary.num_rows, summary.outcomes, summary.num_full_score, summary.mean_score) == (4, {Outcome.SCORED: 4}, 3, 0.75)
+    assert (summary.num_rows, summary.outcomes, summary.num_full_score, summary.mean_score) == (
+        4,
+        {Outcome.SCORED: 4},
+        3,
+        0.75,
+    )
 
 
 def test_an_outcome_that_is_not_the_models_doing_has_no_score(tmp_path: Path, sandbox_name: str) -> None:
@@ -100,7 +108,12 @@ def test_bare_programs_are_judged_without_a_response_around_them(tmp_path: Path,
     out = tmp_path / "out.jsonl"
     judge_file(write_jsonl(tmp_path / "a.jsonl", rows), code_config(), out=out, bare_code=True)
     written = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["outcome"], row["score"]) for row in written] == [("scored", 1.0), ("scored", 1.0), ("scored", 0.0), ("no_answer", 0.0)]
+    assert [(row["outcome"], row["score"]) for row in written] == [
+        ("scored", 1.0),
+        ("scored", 1.0),
+        ("scored", 0.0),
+        ("no_answer", 0.0),
+    ]
 
 
 def test_progress_is_told_of_each_verdict(tmp_path: Path) -> None:

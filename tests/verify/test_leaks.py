@@ -18,8 +18,18 @@ from klear_core.config.verify import CodeConfig, SandboxConfig, VerifyConfig, Ve
 from klear_core.types import CodeReference
 from klear_core.verify import JudgePool, build_verifier
 
-RARE = SPINNING | WAITING | {"fork bomb", "memory bomb in many processes", "output bomb", "error output bomb"}  # they take seconds each
-FOLDERS = ("/tmp", "/dev/shm", "/var/tmp", "/run/firejail/sandbox", "/run/firejail/name", "/run/firejail/network", "/run/firejail/x11")
+RARE = (
+    SPINNING | WAITING | {"fork bomb", "memory bomb in many processes", "output bomb", "error output bomb"}
+)  # they take seconds each
+FOLDERS = (
+    "/tmp",
+    "/dev/shm",
+    "/var/tmp",
+    "/run/firejail/sandbox",
+    "/run/firejail/name",
+    "/run/firejail/network",
+    "/run/firejail/x11",
+)
 SHORT_AND_SMALL = VerifyConfig(
     code=CodeConfig(cpu_s=0.5, wall_factor=1.5, max_timeouts=1, memory_mb=512),
     limits=SandboxConfig(total_memory_mb=512),
@@ -30,8 +40,12 @@ BATCH, GROWTH_LIMIT_MB = 50, 4.0
 
 def hostile_turns() -> Iterator[tuple[str, CodeReference]]:
     """Programs without end, every tenth of the rare kind up to two hundred of them."""
-    programs = [(name, text, ADD_STDIN) for name, text in SCRIPTS.items()] + [(name, text, ADD_CALL) for name, text in CALLS.items()]
-    rare, common = (itertools.cycle([(t, r) for name, t, r in programs if (name in RARE) == is_rare]) for is_rare in (True, False))
+    programs = [(name, text, ADD_STDIN) for name, text in SCRIPTS.items()] + [
+        (name, text, ADD_CALL) for name, text in CALLS.items()
+    ]
+    rare, common = (
+        itertools.cycle([(t, r) for name, t, r in programs if (name in RARE) == is_rare]) for is_rare in (True, False)
+    )
     for i in itertools.count():
         yield next(rare) if i % 10 == 9 and i < 2000 else next(common)
 
@@ -49,7 +63,11 @@ def memory_mb() -> float:
     """
     gc.collect()
     server = judging_process()
-    return anonymous_mb(psutil.Process()) + anonymous_mb(server) + max(anonymous_mb(worker) for worker in server.children())
+    return (
+        anonymous_mb(psutil.Process())
+        + anonymous_mb(server)
+        + max(anonymous_mb(worker) for worker in server.children())
+    )
 
 
 def anonymous_mb(process: psutil.Process) -> float:
@@ -77,7 +95,12 @@ def descriptors() -> int:
 
 
 def files() -> set[str]:
-    return {str(path) for folder in FOLDERS if os.access(folder, os.R_OK) and Path(folder).is_dir() for path in Path(folder).glob("*")}
+    return {
+        str(path)
+        for folder in FOLDERS
+        if os.access(folder, os.R_OK) and Path(folder).is_dir()
+        for path in Path(folder).glob("*")
+    }
 
 
 def own_processes() -> set[int]:
@@ -104,7 +127,9 @@ def check_leaks(count: int) -> None:
     assert own_processes() - processes_before == set()
     assert len(os.listdir("/proc/self/fd")) <= descriptors_before
     left = {Path(path).name for path in files() - files_before}
-    dead = {name for name in left & jails if not psutil.pid_exists(int(name))}  # ours are gone: one that lives took its number later
+    dead = {
+        name for name in left & jails if not psutil.pid_exists(int(name))
+    }  # ours are gone: one that lives took its number later
     assert dead | {name for name in left if name.startswith(HOSTILE_FILES)} == set()
 
 

@@ -79,4 +79,6 @@ def test_an_answer_that_explodes_is_a_time_out_that_names_cpu_time() -> None:
         verdict = pool.judge(math_problem("73"), boxed("9^{9^{9^{9}}}"))
         assert (verdict.outcome, "CPU time" in verdict.detail) == (Outcome.TIMED_OUT, True), verdict
         assert pool.judge(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}")).score == 1.0
-        assert pool.judge(math_problem("3"), boxed("99999999999999999999!!!")).outcome is Outcome.TIMED_OUT  # no failure of the judge
+        assert (
+            pool.judge(math_problem("3"), boxed("99999999999999999999!!!")).outcome is Outcome.TIMED_OUT
+        )  # no failure of the judge

@@ -188,7 +188,9 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("cfg", "gold", "response", "outcome", "score"), SETTINGS)
-def test_each_setting_does_what_it_says(cfg: VerifyConfig, gold: str, response: str, outcome: Outcome, score: float) -> None:
+def test_each_setting_does_what_it_says(
+    cfg: VerifyConfig, gold: str, response: str, outcome: Outcome, score: float
+) -> None:
     patient = cfg.math.model_copy(update={"cpu_s": 60.0})
     with build_verifier(cfg.model_copy(update={"math": patient, "runtime": VerifyRuntime(math_workers=1)})) as pool:
         verdict = pool.judge(math_problem(gold), response)

@@ -66,7 +66,9 @@ def test_the_first_verdict_comes_before_the_last_answer_is_submitted() -> None:
 
 def test_async_judging_overlaps() -> None:
     async def judge_all(pool: JudgePool) -> list[Verdict]:
-        return await asyncio.gather(*(pool.judge_async(math_problem("x+1"), boxed(f"x+{i + 1}-{i}")) for i in range(1, 20)))
+        return await asyncio.gather(
+            *(pool.judge_async(math_problem("x+1"), boxed(f"x+{i + 1}-{i}")) for i in range(1, 20))
+        )
 
     with build_verifier(ONE_WORKER) as pool:
         assert [v.score for v in asyncio.run(judge_all(pool))] == [1.0] * 19
@@ -76,7 +78,9 @@ def test_judging_from_many_threads() -> None:
     scores: list[float] = []
     with build_verifier(ONE_WORKER) as pool:
         threads = [
-            threading.Thread(target=lambda: scores.append(pool.judge(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}")).score))
+            threading.Thread(
+                target=lambda: scores.append(pool.judge(math_problem(r"\sqrt{8}"), boxed(r"2\sqrt{2}")).score)
+            )
             for _ in range(16)
         ]
         for thread in threads:
@@ -129,7 +133,9 @@ def test_the_judging_process_reads_on_while_its_answers_are_not_read() -> None:
     goes_on = threading.Event()
     futures = [client.submit(ProveSandbox())]
     futures[0].add_done_callback(lambda _: goes_on.wait())
-    sender = threading.Thread(target=lambda: futures.extend(client.submit(ProveSandbox()) for _ in range(20_000)), daemon=True)
+    sender = threading.Thread(
+        target=lambda: futures.extend(client.submit(ProveSandbox()) for _ in range(20_000)), daemon=True
+    )
     sender.start()
     sender.join(PATIENCE_S)
     was_sent = not sender.is_alive()

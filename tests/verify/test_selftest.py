@@ -14,7 +14,13 @@ from klear_core.config.verify import SandboxConfig, VerifyConfig
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome
 from klear_core.verify import build_verifier
-from klear_core.verify.sandbox.jail_command import SETUP_HINT, _firejail_flags, account_for, clean_environment, python_for
+from klear_core.verify.sandbox.jail_command import (
+    SETUP_HINT,
+    _firejail_flags,
+    account_for,
+    clean_environment,
+    python_for,
+)
 from klear_core.verify.sandbox.selftest import find_gaps, proven_backend
 
 PROFILE = Path(__file__).parents[2] / "infra" / "firejail" / "klear.profile"

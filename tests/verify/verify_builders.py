@@ -21,7 +21,14 @@ THINK = "<think>\nlet me see\n</think>\n\n"
 
 def problem(reference: Reference, problem_id: str = "p0") -> Problem:
     domain = Domain.MATH if isinstance(reference, MathReference) else Domain.CODE
-    return Problem(problem_id=problem_id, source="test", domain=domain, question="?", reference=reference, difficulty=Difficulty.EASY)
+    return Problem(
+        problem_id=problem_id,
+        source="test",
+        domain=domain,
+        question="?",
+        reference=reference,
+        difficulty=Difficulty.EASY,
+    )
 
 
 def math_problem(*answers: str) -> Problem:
@@ -41,7 +48,9 @@ def stdin_reference(*cases: tuple[str, str], **more: object) -> CodeReference:
 
 
 def call_reference(fn_name: str, *cases: tuple[str, str], **more: object) -> CodeReference:
-    return CodeReference(tests=CallTests(fn_name=fn_name, cases=tuple(CallCase(args_json=a, expected_json=e) for a, e in cases)), **more)
+    return CodeReference(
+        tests=CallTests(fn_name=fn_name, cases=tuple(CallCase(args_json=a, expected_json=e) for a, e in cases)), **more
+    )
 
 
 def asserts_reference(*programs: str) -> CodeReference:
@@ -55,7 +64,9 @@ ADD_ASSERTS = asserts_reference("assert add(1, 2) == 3", "assert add(10, -4) == 
 
 def code_config(**code: object) -> VerifyConfig:
     """Settings for small programs: far more time than they need on the slowest machine, few workers."""
-    return VerifyConfig(code=CodeConfig(**{"cpu_s": 30.0} | code), runtime=VerifyRuntime(math_workers=1, code_workers=2))
+    return VerifyConfig(
+        code=CodeConfig(**{"cpu_s": 30.0} | code), runtime=VerifyRuntime(math_workers=1, code_workers=2)
+    )
 
 
 def is_right(pool: JudgePool, gold: str, answer: str) -> bool:

@@ -63,7 +63,9 @@ class EndedRow(Generic[OwnerT]):
 class Batch(Generic[OwnerT]):
     """Static tensors of up to `max_rows` rows. Not thread-safe: only one thread may use it."""
 
-    def __init__(self, model: Qwen3, native: NativeStep | None, *, stop_ids: Sequence[int], max_rows: int, version: int) -> None:
+    def __init__(
+        self, model: Qwen3, native: NativeStep | None, *, stop_ids: Sequence[int], max_rows: int, version: int
+    ) -> None:
         """Create an empty batch. `native` must be built for this model; without it, steps run as torch operations."""
         self.max_rows, self.version = max_rows, version
         self._model, self._native = model, native
@@ -247,7 +249,9 @@ class Batch(Generic[OwnerT]):
         # read back from the device, so only when rows change; `step` counts up in between
         positions_B, starts_B = self._state.position_R[: self.num_running], self._state.start_R[: self.num_running]
         counts = (positions_B, starts_B, positions_B - starts_B)
-        self._longest, self._longest_shared, self._longest_own = (int(count_B.max()) if self._rows else 0 for count_B in counts)
+        self._longest, self._longest_shared, self._longest_own = (
+            int(count_B.max()) if self._rows else 0 for count_B in counts
+        )
         self._is_truncated = any(row.params.top_p < 1 or row.params.top_k > 0 for row in self._rows)
         self._is_penalised = any(row.params.repetition_penalty != 1 for row in self._rows)
 
@@ -260,7 +264,9 @@ class Batch(Generic[OwnerT]):
             budget = max(row.end - len(row.prefix_ids) for row in self._rows)
             num_own = _grown(num_own, max(self._longest_own + 1, min(budget, LEAST_OWN)), most=budget)
         self._own.reserve(num_rows, num_own)
-        self._state.reserve(num_rows, _grown(self._state.tokens_RT.shape[1], num_tokens, most=self._model.shape.max_len))
+        self._state.reserve(
+            num_rows, _grown(self._state.tokens_RT.shape[1], num_tokens, most=self._model.shape.max_len)
+        )
 
     def _ints(self, values: Sequence[object]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._model.device)

@@ -64,7 +64,13 @@ class TorchEngine:
     """An `InferenceEngine` and `TrainableEngine` that needs only torch; may be used from any event loop."""
 
     def __init__(
-        self, model_folder: Path, cfg: TorchEngineConfig, *, num_threads: int, version: int = 0, window: int | None = None
+        self,
+        model_folder: Path,
+        cfg: TorchEngineConfig,
+        *,
+        num_threads: int,
+        version: int = 0,
+        window: int | None = None,
     ) -> None:
         """Load the model; ConfigError if it is not a plain Qwen3.
 

@@ -50,7 +50,10 @@ class Qwen3:
         self.norm1, self.norm2 = buffers(s.hidden_size), buffers(s.hidden_size)
         self.qkv, self.out = buffers(qkv_size, s.hidden_size), buffers(s.hidden_size, s.num_heads * s.head_dim)
         self.qk_norm = buffers(num_qk, s.head_dim)
-        self.gate_up, self.down = buffers(2 * s.intermediate_size, s.hidden_size), buffers(s.hidden_size, s.intermediate_size)
+        self.gate_up, self.down = (
+            buffers(2 * s.intermediate_size, s.hidden_size),
+            buffers(s.hidden_size, s.intermediate_size),
+        )
         self.norm = torch.zeros(s.hidden_size, dtype=dtype, device=device)
         self.embed = torch.zeros(s.vocab_size, s.hidden_size, dtype=dtype, device=device)
         self.head = self.embed if s.is_tied else torch.zeros_like(self.embed)
@@ -77,7 +80,10 @@ class Qwen3:
         x_NC = F.embedding(tokens_BT.reshape(-1), self.embed)
         for i in range(self.shape.num_layers):
             # [N, heads, D] -> [B, heads, T, D] for attention
-            heads = (y.view(num_prompts, num_tokens, -1, self.shape.head_dim).transpose(1, 2) for y in self._qkv(i, x_NC, rotation))
+            heads = (
+                y.view(num_prompts, num_tokens, -1, self.shape.head_dim).transpose(1, 2)
+                for y in self._qkv(i, x_NC, rotation)
+            )
             q_BHTD, k_BKTD, v_BKTD = heads
             # keys are cached as [D, L], so that decode multiplies by them without a transpose
             cache.keys[i][slots_B, :, :, :num_tokens] = k_BKTD.mT
@@ -138,7 +144,9 @@ class Qwen3:
     def _bias(self, length: int, counts_B: Tensor) -> Tensor:
         """Return [B, 1, 1, length]: 0 for the first `counts_B[b]` positions of row b, -inf for the others."""
         is_beyond_BL = torch.arange(length, device=self.device) >= counts_B[:, None]
-        bias_BL = torch.zeros(is_beyond_BL.shape, dtype=self.dtype, device=self.device).masked_fill_(is_beyond_BL, -torch.inf)
+        bias_BL = torch.zeros(is_beyond_BL.shape, dtype=self.dtype, device=self.device).masked_fill_(
+            is_beyond_BL, -torch.inf
+        )
         return bias_BL[:, None, None]
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:

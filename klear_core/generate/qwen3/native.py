@@ -87,7 +87,9 @@ class NativeStep:
             at_own = (own.keys[i].data_ptr(), own.values[i].data_ptr(), own.length)
             # norms and rotates queries and keys, writes the new key and value to `own`, and attends
             qk_norm = m.qk_norm[i].data_ptr()
-            lib.attend(num_rows, position, start, slot, qkv, qk_norm, cos, sin, *at_shared, *at_own, eps, scratch, attended)
+            lib.attend(
+                num_rows, position, start, slot, qkv, qk_norm, cos, sin, *at_shared, *at_own, eps, scratch, attended
+            )
             b.x_BC.addmm_(b.attended, out_w)  # in place: adds to the residual stream
             lib.norm(num_rows, x, m.norm2[i].data_ptr(), normed, eps)
             torch.mm(b.normed_BC, gate_up_w, out=b.gate_up)
@@ -98,7 +100,9 @@ class NativeStep:
             lib.norm(num_rows, x, following.data_ptr(), normed, eps)
         return torch.mm(b.normed_BC, m.head.T, out=b.logits_BV)
 
-    def draw(self, logits_BV: Tensor, state: RowState, stop_ids: Tensor, *, num_running: int) -> tuple[list[int], list[int]]:
+    def draw(
+        self, logits_BV: Tensor, state: RowState, stop_ids: Tensor, *, num_running: int
+    ) -> tuple[list[int], list[int]]:
         """Append a token to every row, overwriting the logits.
 
         Returns the rows that are done, and for each of them 1 if an end token ended it, else 0.
@@ -135,7 +139,9 @@ class NativeStep:
         for keys, values in zip(cache.keys, cache.values, strict=True):
             # a key row is K * D runs of positions, a value row K runs of positions times D
             position, row = keys.element_size(), cache.length * keys.element_size()
-            self._library.move_rows(count, source, target, keys.data_ptr(), s.num_kv_heads * s.head_dim, row, length * position)
+            self._library.move_rows(
+                count, source, target, keys.data_ptr(), s.num_kv_heads * s.head_dim, row, length * position
+            )
             position, row = s.head_dim * position, s.head_dim * row
             self._library.move_rows(count, source, target, values.data_ptr(), s.num_kv_heads, row, length * position)
 

@@ -57,7 +57,9 @@ def penalise(logits_BV: Tensor, seen_BL: Tensor, penalty_B: Tensor) -> Tensor:
     is_seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter_(1, seen_BL, True)
     penalty_B1 = penalty_B[:, None]
     # dividing a negative logit would make its token likelier
-    return torch.where(is_seen_BV, torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1), logits_BV)
+    return torch.where(
+        is_seen_BV, torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1), logits_BV
+    )
 
 
 def truncate(logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:

@@ -42,9 +42,13 @@ def read_shape(folder: Path, *, window: int | None = None) -> Qwen3Shape:
     for key, is_unsupported in unsupported.items():
         if is_unsupported:
             found = getattr(config, key)
-            raise ConfigError(f'{path}: {key} = {found!r}: the torch engine runs plain Qwen3 models only; set engine.kind = "vllm"')
+            raise ConfigError(
+                f'{path}: {key} = {found!r}: the torch engine runs plain Qwen3 models only; set engine.kind = "vllm"'
+            )
     if config.head_dim is None or config.num_key_value_heads is None or config.rms_norm_eps is None:
-        raise ConfigError(f"{path}: a Qwen3 has head_dim, num_key_value_heads and rms_norm_eps, of which something is missing here")
+        raise ConfigError(
+            f"{path}: a Qwen3 has head_dim, num_key_value_heads and rms_norm_eps, of which something is missing here"
+        )
     return Qwen3Shape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

@@ -46,7 +46,9 @@ def attend(
     """
     assert attention_mask is None, "klear attention is given segments of a line, not masks"
     if micro is None:  # the model dropped it: packed rows would see each other
-        raise ConfigError(f"{type(module).__name__} does not hand attention arguments down to its layers; Klear cannot pack rows for it")
+        raise ConfigError(
+            f"{type(module).__name__} does not hand attention arguments down to its layers; Klear cannot pack rows for it"
+        )
     _refuse_what_we_do_not_compute(module, others)
     query_1KTD, key_1GTD, value_1GTD = micro.context.trade_tokens(query_1KTD, key_1GTD, value_1GTD)
     # A micro-batch is one line, so the batch axis has size 1.
@@ -100,7 +102,9 @@ def _varlen_kernel(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, 
     if _has_flash_attn():
         from flash_attn import flash_attn_varlen_func
 
-        out = flash_attn_varlen_func(q_TKD, k_TGD, v_TGD, bounds, bounds, max_len, max_len, softmax_scale=scaling, causal=True)
+        out = flash_attn_varlen_func(
+            q_TKD, k_TGD, v_TGD, bounds, bounds, max_len, max_len, softmax_scale=scaling, causal=True
+        )
         return out
     from torch.nn.attention.varlen import varlen_attn
 

@@ -36,7 +36,9 @@ def attend(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, families
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx: Any, q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, families: Tensor, scaling: float) -> Tensor:
+    def forward(
+        ctx: Any, q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Tensor, families: Tensor, scaling: float
+    ) -> Tensor:
         q_TKD, k_TGD, v_TGD = q_TKD.contiguous(), k_TGD.contiguous(), v_TGD.contiguous()
         # log_sums: the log of each query's sum of exponentials, from which backward computes the weights again.
         out_TKD, log_sums_TK = torch.empty_like(q_TKD), torch.empty(q_TKD.shape[:2])

@@ -36,7 +36,11 @@ class Compiled(Generic[R]):
                 # For good: compiling again would fail again, seconds later, in every call.
                 self._kernel = None
                 what = f"{type(e).__name__}: {e}"
-                log.warning("%s runs uncompiled, at more memory traffic: torch.compile failed with %s", self._function.__name__, what)
+                log.warning(
+                    "%s runs uncompiled, at more memory traffic: torch.compile failed with %s",
+                    self._function.__name__,
+                    what,
+                )
         return self._function(*given)
 
 

@@ -57,7 +57,9 @@ class _Mlp(Qwen3MLP):  # type: ignore[misc]
 
 
 class _Attention(Qwen3Attention):  # type: ignore[misc]
-    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
+    ) -> tuple[Tensor, None]:
         if hidden_states.is_cuda:
             qkv = self._on_cuda(hidden_states, *position_embeddings)
         elif _fits(hidden_states, self.q_norm.weight, self.head_dim) and self.q_proj.bias is None:
@@ -67,7 +69,9 @@ class _Attention(Qwen3Attention):  # type: ignore[misc]
         # [B, T, H, D] -> [B, H, T, D], as transformers calls its attention functions.
         heads_first = (x.transpose(1, 2) for x in qkv)
         dropout = self.attention_dropout if self.training else 0.0
-        out, _ = attention.attend(self, *heads_first, scaling=self.scaling, dropout=dropout, sliding_window=self.sliding_window, **others)
+        out, _ = attention.attend(
+            self, *heads_first, scaling=self.scaling, dropout=dropout, sliding_window=self.sliding_window, **others
+        )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
     def _on_cuda(self, x: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, ...]:
@@ -103,7 +107,9 @@ def _joined(x: Tensor, *projections: nn.Linear) -> Tensor:
 def _fits(x: Tensor, weight: Tensor, head_dim: int | None = None) -> bool:
     """Return whether the C functions support such tensors and could be compiled on this machine."""
     # The C code computes in float32 only; under autocast callers expect half precision.
-    is_plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    is_plain = (
+        x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    )
     return is_plain and _library(head_dim or _ANY_HEAD_DIM) is not None
 
 
@@ -136,7 +142,9 @@ class _TurnPass(Function):
         ctx.save_for_backward(x_BTHD, weight, cos_BTD, sin_BTD)
         ctx.eps = eps
         num_tokens, num_heads = x_BTHD.shape[:2].numel(), x_BTHD.shape[2]
-        _call("turn_forward", num_tokens, num_heads, x_BTHD, weight, cos_BTD, sin_BTD, eps, y_BTHD, head_dim=len(weight))
+        _call(
+            "turn_forward", num_tokens, num_heads, x_BTHD, weight, cos_BTD, sin_BTD, eps, y_BTHD, head_dim=len(weight)
+        )
         return y_BTHD
 
     @staticmethod

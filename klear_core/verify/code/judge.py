@@ -89,7 +89,9 @@ class CodeJudge:
             if num_timeouts >= self._cfg.code.max_timeouts or (first_failure and self._cfg.code.score == "hard"):
                 first_failure += f"; stopped after {i + 1}" if i + 1 < num_tests else ""
                 break
-        return verdict_of(num_passed, num_tests, f"{num_passed} of {num_tests} tests passed{first_failure}", self._cfg.code)
+        return verdict_of(
+            num_passed, num_tests, f"{num_passed} of {num_tests} tests passed{first_failure}", self._cfg.code
+        )
 
     def _run_test(self, task: CodeTask, i: int, limits: TestLimits) -> TestResult:
         tests = task.reference.tests
@@ -99,7 +101,9 @@ class CodeJudge:
                 return self._run_stdin(task, case.input, case.output, limits)
             case CallTests():
                 call = tests.cases[i]
-                return self._run_call(task, tests.fn_name, json.loads(call.args_json), json.loads(call.expected_json), limits)
+                return self._run_call(
+                    task, tests.fn_name, json.loads(call.args_json), json.loads(call.expected_json), limits
+                )
             case AssertTests():
                 return self._run_asserts(task, tests.programs[i], limits)
             case _:
@@ -118,7 +122,9 @@ class CodeJudge:
             return TestResult(kind="passed")
         return TestResult(kind="failed", detail=f"wrong output {_shown(output)}, expected {_shown(expected)}")
 
-    def _run_call(self, task: CodeTask, fn_name: str, args: list[object], expected: object, limits: TestLimits) -> TestResult:
+    def _run_call(
+        self, task: CodeTask, fn_name: str, args: list[object], expected: object, limits: TestLimits
+    ) -> TestResult:
         jail = self._programs.jail_for(task.program, limits)
         with _session(self._programs, jail, "program", limits) as session:
             # "raw": the arguments are plain JSON, and the guest converts them to its tagged form.
@@ -133,14 +139,19 @@ class CodeJudge:
             return self._check(task.reference.checker, args, answer, expected)
         if same_value(expected, answer, self._cfg.code, is_order_free=task.reference.is_order_free):
             return TestResult(kind="passed")
-        return TestResult(kind="failed", detail=f"wrong result {_shown(repr(answer))}, expected {_shown(repr(expected))}")
+        return TestResult(
+            kind="failed", detail=f"wrong result {_shown(repr(answer))}, expected {_shown(repr(expected))}"
+        )
 
     def _run_asserts(self, task: CodeTask, source: str, limits: TestLimits) -> TestResult:
         """Run the tests in a separate jail; each of their calls to the program goes to the program's jail and back."""
         programs = self._programs.jail_for(task.program, limits)
         tester_limits = _tester_limits(self._cfg, limits)
         tests = self._tests.jail()
-        with _session(self._tests, tests, "tester", tester_limits), _session(self._programs, programs, "program", limits):
+        with (
+            _session(self._tests, tests, "tester", tester_limits),
+            _session(self._programs, programs, "program", limits),
+        ):
             question = tests.ask(json.dumps({"source": source}).encode(), tester_limits)
             for _ in range(_MAX_CALLS_PER_TEST):
                 if question.status is not Status.REPLIED:
@@ -231,7 +242,9 @@ def _session(slot: JailSlot, jail: Jail, role: Literal["program", "tester"], lim
 def limits_for(reference: CodeReference, cfg: VerifyConfig) -> TestLimits:
     """Return a test's limits: those of the problem, adapted to Python, or else those of the settings."""
     cpu_s = cfg.code.cpu_s if reference.time_limit_s is None else reference.time_limit_s * cfg.code.time_limit_scale
-    memory_mb = cfg.code.memory_mb if reference.memory_limit_mb is None else max(reference.memory_limit_mb, _LEAST_MEMORY_MB)
+    memory_mb = (
+        cfg.code.memory_mb if reference.memory_limit_mb is None else max(reference.memory_limit_mb, _LEAST_MEMORY_MB)
+    )
     return TestLimits(
         cpu_s=cpu_s,
         wall_s=cpu_s * cfg.code.wall_factor + 2.0,

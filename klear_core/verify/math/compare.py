@@ -31,7 +31,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ti
 
 
 # Known units were removed before. What math-verify would drop as a unit is a variable: `n+2m` is not `n+2`.
-_WITHOUT_UNITS = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False)
+_WITHOUT_UNITS = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
+)
 _BOXED_EXTRACTION = (LatexExtractionConfig(normalization_config=_WITHOUT_UNITS), ExprExtractionConfig())
 # CPU seconds after which a comparison is killed that its alarm could not stop, because it was inside one long C call.
 _BACKSTOP_CPU_S = 2
@@ -47,7 +49,9 @@ def compare(task: MathTask) -> Verdict:
         with cpu_limit(task.cfg.cpu_s):
             return _compare(task)
     except CpuLimitError:
-        return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.cpu_s:g} s of CPU time")
+        return Verdict(
+            outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.cpu_s:g} s of CPU time"
+        )
     except (OverflowError, RecursionError) as e:
         return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"a number too large to compute: {e}")
     except MemoryError:
@@ -61,14 +65,20 @@ def _compare(task: MathTask) -> Verdict:
         answers = _parse_prose(task.prose)
         compared = [[(_parse_boxed(gold), answers)] for gold in task.golds]
     else:
-        compared = [[(_parse_boxed(p.gold), _parse_boxed(p.answer)) for p in pairs] for pairs in task.question.alternatives]
+        compared = [
+            [(_parse_boxed(p.gold), _parse_boxed(p.answer)) for p in pairs] for pairs in task.question.alternatives
+        ]
     for pairs in compared:
         readable_gold |= all(gold for gold, _ in pairs)
         readable_answer |= all(answer for _, answer in pairs)
         if all(gold and answer and _are_equal(gold, answer, digits) for gold, answer in pairs):
             return RIGHT
     if not readable_gold:
-        return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=f"no reference can be read as math: {task.golds[0][:200]!r}")
+        return Verdict(
+            outcome=Outcome.BAD_REFERENCE,
+            score=0.0,
+            detail=f"no reference can be read as math: {task.golds[0][:200]!r}",
+        )
     return WRONG if readable_answer else UNREADABLE
 
 

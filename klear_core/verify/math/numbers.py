@@ -37,12 +37,16 @@ _BASED = re.compile(
 )
 
 _LETTERS = re.compile(r"[^\W\d_]")
-_NUMERIC_COMMANDS = re.compile(r"\\(?:frac|sqrt|pi|cdot|times|binom|div|pm|log|ln|sin|cos|tan|circ|exp|infty)(?![a-zA-Z])")
+_NUMERIC_COMMANDS = re.compile(
+    r"\\(?:frac|sqrt|pi|cdot|times|binom|div|pm|log|ln|sin|cos|tan|circ|exp|infty)(?![a-zA-Z])"
+)
 
 _UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _ORDINALS = "third fourth fifth sixth seventh eighth ninth tenth"
-_SMALL = {word: i for i, word in enumerate(_UNITS.split())} | {word: 10 * i for i, word in enumerate(_TENS.split(), start=2)}
+_SMALL = {word: i for i, word in enumerate(_UNITS.split())} | {
+    word: 10 * i for i, word in enumerate(_TENS.split(), start=2)
+}
 _PARTS = {"half": 2, "halves": 2, "quarter": 4, "quarters": 4} | {
     word + end: i for i, word in enumerate(_ORDINALS.split(), start=3) for end in ("", "s")
 }
@@ -230,7 +234,9 @@ def _spoken_integer(words: list[str]) -> Fraction | None:
             last_small = 0
             if SCALES[word] >= 1000:
                 total, current = total + current, 0
-        elif (word == "and" and words[i - 1] in SCALES) or (word == "a" and i == 0 and len(words) > 1 and words[1] in SCALES):
+        elif (word == "and" and words[i - 1] in SCALES) or (
+            word == "a" and i == 0 and len(words) > 1 and words[1] in SCALES
+        ):
             continue
         else:
             return None

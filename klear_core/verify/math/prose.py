@@ -33,7 +33,8 @@ _DENIES = re.compile(
     re.I,
 )
 _GOES_ON = re.compile(
-    r"\b(?:wait|however|alternatively|hmm|let me|let's|but|actually|similarly|suppose|assume|unless|check|verify|next)\b", re.I
+    r"\b(?:wait|however|alternatively|hmm|let me|let's|but|actually|similarly|suppose|assume|unless|check|verify|next)\b",
+    re.I,
 )
 _VALUE = re.compile(
     r"[0-9$\\∞π]|\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|infinite)\b|(?:\b(?:is|are|be)|[:=])\s*\(?[A-Za-z]+\W*$"

@@ -21,9 +21,12 @@ CONNECTIVE = re.compile(
     re.I,
 )
 _SET_BUILDER = re.compile(
-    rf"\\\{{\s*(?P<name>{_NAME})\s*(?:\\in\s*\\mathbb\s*\{{?R\}}?\s*)?(?:\\mid(?![a-zA-Z])|:|\\?\|)\s*(?P<body>.*)\\\}}", re.S
+    rf"\\\{{\s*(?P<name>{_NAME})\s*(?:\\in\s*\\mathbb\s*\{{?R\}}?\s*)?(?:\\mid(?![a-zA-Z])|:|\\?\|)\s*(?P<body>.*)\\\}}",
+    re.S,
 )
-_SET = re.compile(r"\s*(?:[(\[]|\\\{|\\mathbb|\\emptyset|\\varnothing|\\left)|.*\\(?:cup|cap|setminus)(?![a-zA-Z])", re.S)
+_SET = re.compile(
+    r"\s*(?:[(\[]|\\\{|\\mathbb|\\emptyset|\\varnothing|\\left)|.*\\(?:cup|cap|setminus)(?![a-zA-Z])", re.S
+)
 _BRACKETS = re.compile(r"\\[{}]|[()\[\]{}]")
 _ABSOLUTE = re.compile(rf"(?:\\l?vert|\\?\|)\s*({_NAME})\s*(?:\\r?vert|\\?\|)")
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq"}
@@ -66,7 +69,12 @@ def compare_statements(gold: Statement, answer: Statement) -> tuple[tuple[tuple[
     if kinds == {"named"}:
         if sorted(gold.names) != sorted(answer.names):
             return ()
-        return (tuple((value, answer.texts[answer.names.index(name)]) for name, value in zip(gold.names, gold.texts, strict=True)),)
+        return (
+            tuple(
+                (value, answer.texts[answer.names.index(name)])
+                for name, value in zip(gold.names, gold.texts, strict=True)
+            ),
+        )
     if kinds == {"named", "plain"}:
         return _match_in_order(gold, answer)
     if kinds == {"region", "plain"}:
@@ -86,7 +94,9 @@ def _match_in_order(gold: Statement, answer: Statement) -> tuple[tuple[tuple[str
         return ()
     by_name = tuple(value for _, value in sorted(zip(named.names, named.texts, strict=True)))
     orders = dict.fromkeys((named.texts, by_name))
-    sides = [zip(values, order, strict=True) if named is answer else zip(order, values, strict=True) for order in orders]
+    sides = [
+        zip(values, order, strict=True) if named is answer else zip(order, values, strict=True) for order in orders
+    ]
     return tuple(tuple(pairs) for pairs in sides)
 
 
@@ -117,7 +127,9 @@ def _split(text: str) -> tuple[list[str], list[str]]:
 
 def _joints(text: str) -> list[tuple[int, int, str]]:
     found = [(m.start(), m.end(), _joint_name(m)) for m in CONNECTIVE.finditer(text)]
-    found += [(m.start(), m.end(), ",") for m in re.finditer(",", text) if not any(s <= m.start() < e for s, e, _ in found)]
+    found += [
+        (m.start(), m.end(), ",") for m in re.finditer(",", text) if not any(s <= m.start() < e for s, e, _ in found)
+    ]
     depths = _depths(text)
     return sorted(f for f in found if depths[f[0]] == 0)
 
@@ -170,7 +182,9 @@ def _read_region(parts: list[str], joints: list[str]) -> Statement | None:
         readings = [r"\cup", r"\cap"]  # a comma may mean either: `x<-1, x>2` or `x>-2, x<7`
     if len(set(joints) & {"or", "and"}) > 1:
         return None
-    joined = [join.join(f"({text})" if r"\cup" in text and join == r"\cap" else text for text in texts) for join in readings]
+    joined = [
+        join.join(f"({text})" if r"\cup" in text and join == r"\cap" else text for text in texts) for join in readings
+    ]
     return Statement(kind="region", texts=tuple(dict.fromkeys(joined)), names=tuple(names))
 
 

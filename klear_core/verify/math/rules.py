@@ -18,7 +18,10 @@ _SHORT_WORDS = frozenset({"yes", "no", "odd", "even", "on", "none", "true", "fal
 _CLOCK = re.compile(r"0*(\d{1,2})(?::(\d{2}))?(?::(\d{2}))?\s*(?:([ap])\.?\s*m\b\.?)?", re.I)
 _HEAVY = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap)(?![a-zA-Z])")
 _STATED = re.compile(r"\b[Aa]nswer(?: is|:)?[:\s*]++([^\n]{1,200}?)(?=\.?\**+(?:\s*+(?:\n|$)|\. [A-Z]))")
-_LABEL = re.compile(r"^\\(?:text|textrm|mbox|textbf|mathrm)\s*\{[^{}]*:\s*\}\s*|^(?:the )?(?:final |correct )?answer(?: is)?\s*:?\s+", re.I)
+_LABEL = re.compile(
+    r"^\\(?:text|textrm|mbox|textbf|mathrm)\s*\{[^{}]*:\s*\}\s*|^(?:the )?(?:final |correct )?answer(?: is)?\s*:?\s+",
+    re.I,
+)
 _READ_AS_LIST = re.compile(r",\s*(?:\\[,;:> ]|~)")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*\\?%")
 _EITHER = re.compile(r"\\(?:text|mbox|textrm)\s*\{\s*OR\s*\}")
@@ -113,7 +116,11 @@ def prose_verdict(golds: tuple[str, ...], answer: Answer, cfg: MathConfig) -> bo
     stated = _STATED.findall(re.sub(r"[ \t]+", " ", answer.texts[0]))
     text = normalise(stated[-1].strip(" *:\n")) if stated else normalise(answer.texts[0])
     verdicts = [
-        _first(same_text_or_integers(g, text), choice_verdict(g, text) if cfg.choices == "letter" else None, _word_verdict(g, text))
+        _first(
+            same_text_or_integers(g, text),
+            choice_verdict(g, text) if cfg.choices == "letter" else None,
+            _word_verdict(g, text),
+        )
         for g in golds
     ]
     if any(verdicts):

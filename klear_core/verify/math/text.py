@@ -17,11 +17,20 @@ from klear_core.verify.window import NoAnswer
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _BEFORE_NFKC = str.maketrans(
-    dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", "\\,") | {"\u211d": r"\mathbb{R}"}
+    dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", "\\,")
+    | {"\u211d": r"\mathbb{R}"}
 )
 """Characters to replace before NFKC: narrow and no-break spaces join digits, and NFKC would make them plain spaces."""
 _SIGNS = str.maketrans(
-    {"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\u2044": "/", "\u00d7": r"\times ", "\u00f7": "/", "\u00b7": r"\cdot "}
+    {
+        "\u2212": "-",
+        "\u2013": "-",
+        "\ufe63": "-",
+        "\u2044": "/",
+        "\u00d7": r"\times ",
+        "\u00f7": "/",
+        "\u00b7": r"\cdot ",
+    }
     | {"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx "}
     | {"∈": r"\in ", "\u222a": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "\u2228": r"\lor ", "∧": r"\land "}
 )

@@ -44,16 +44,23 @@ def _known_units() -> dict[str, tuple[Fraction, dict[str, int]]]:
         for base, prefixes in ((symbols, PREFIXES), (names, LONG_PREFIXES)):
             for name in base.split():
                 known[name] = (Fraction(size), dimensions)
-                scaled = {prefix + name: (Fraction(size) * Fraction(10) ** power, dimensions) for prefix, power in prefixes.items()}
+                scaled = {
+                    prefix + name: (Fraction(size) * Fraction(10) ** power, dimensions)
+                    for prefix, power in prefixes.items()
+                }
                 known |= {key: value for key, value in scaled.items() if key not in known}
     return known
 
 
 _KNOWN = _known_units()
 
-_WRAPPER = re.compile(r"\\(?:text|mathrm|textrm|mbox|operatorname|textit|mathit|mathsf|rm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_WRAPPER = re.compile(
+    r"\\(?:text|mathrm|textrm|mbox|operatorname|textit|mathit|mathsf|rm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
 _FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
-_TOKEN = re.compile(r"(?P<word>[^\W\d_]+\.?|¢)|\^\{?(?P<power>-?\d)\}?|(?P<per>/)|(?P<blank>\\cdot(?![a-zA-Z])|[\s*·⋅\-~()]|\\,)")
+_TOKEN = re.compile(
+    r"(?P<word>[^\W\d_]+\.?|¢)|\^\{?(?P<power>-?\d)\}?|(?P<per>/)|(?P<blank>\\cdot(?![a-zA-Z])|[\s*·⋅\-~()]|\\,)"
+)
 
 
 def read_unit(text: str) -> Unit | None:

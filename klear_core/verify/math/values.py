@@ -18,13 +18,17 @@ from klear_core.verify.math.units import NO_UNIT, is_glued_letter, same_unit, sp
 ONE_WRAPPER = re.compile(r"\\(?:text|textrm|mbox|mathrm)\s*\{([^{}]*)\}")
 _LETTER_LIST = re.compile(r"[A-Za-z](?:\s*,\s*[A-Za-z])+")
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\((?:\\?[A-Za-z]+|\d+)\))?|\\(?:text|mathrm)\{[^{}]*\}")
-_PERCENT = re.compile(r"(?:\\?%|\\(?:text|mathrm|mbox|textrm)\s*\{\s*(?:\\?%|percent|per cent)\s*\}|\\?\s*\b(?:percent|per cent))$", re.I)
+_PERCENT = re.compile(
+    r"(?:\\?%|\\(?:text|mathrm|mbox|textrm)\s*\{\s*(?:\\?%|percent|per cent)\s*\}|\\?\s*\b(?:percent|per cent))$", re.I
+)
 _TEXTS = re.compile(r"(?<!_)(?<!_\{)\\(?:text|textrm|mbox|textbf|textit)\s*\{([^{}]*)\}")
 _QUALIFIERS = re.compile(
     r"(?<![\\A-Za-z])(?:or|more|less|fewer|least|most|greater|not|than|about|approximately|roughly|nearly|almost|under|over|up)(?![A-Za-z])",
     re.I,
 )
-_FUNCTION_NAMES = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lcm gcd min max mod re im det tr cis"
+_FUNCTION_NAMES = (
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lcm gcd min max mod re im det tr cis"
+)
 _FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 _NAME_BEFORE = re.compile(r"^\s*\\(?:text|textrm|mbox|mathrm)\s*\{[^{}]*\}\s*(?==)")
 _TEXT_BEHIND = re.compile(r"(?<=[\d})])\s*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}$")

@@ -160,7 +160,14 @@ class Jail:
         frame = self._read(size, deadline)
         status, code, cpu_ms, wall_ms, text_size = _HEAD.unpack_from(frame)
         text = frame[_HEAD.size : _HEAD.size + text_size].decode("utf-8", "replace")
-        return JailReply(status=Status(status), code=code, cpu_ms=cpu_ms, wall_ms=wall_ms, text=text, data=frame[_HEAD.size + text_size :])
+        return JailReply(
+            status=Status(status),
+            code=code,
+            cpu_ms=cpu_ms,
+            wall_ms=wall_ms,
+            text=text,
+            data=frame[_HEAD.size + text_size :],
+        )
 
     def _write(self, data: bytes, deadline: float) -> None:
         view = memoryview(data)

@@ -48,7 +48,9 @@ def account_for(cfg: SandboxConfig) -> Account:
         try:
             entry = pwd.getpwuid(os.getuid())
         except KeyError as e:
-            raise SandboxError(f"user id {os.getuid()} has no passwd entry, which firejail needs; give it one ({e})") from e
+            raise SandboxError(
+                f"user id {os.getuid()} has no passwd entry, which firejail needs; give it one ({e})"
+            ) from e
         return Account(uid=entry.pw_uid, gid=entry.pw_gid, home=entry.pw_dir, must_switch=False)
     for name in [cfg.user] if cfg.user else ["klear-sandbox", _FALLBACK_USER]:
         try:
@@ -59,7 +61,9 @@ def account_for(cfg: SandboxConfig) -> Account:
             raise SandboxError(f"verify.limits.user = {name!r} is root; untrusted programs never run as root")
         return Account(uid=entry.pw_uid, gid=entry.pw_gid, home=entry.pw_dir, must_switch=True)
     wanted = cfg.user or f"klear-sandbox or {_FALLBACK_USER}"
-    raise SandboxError(f"we are root and need an ordinary user for untrusted programs, but {wanted} does not exist; {SETUP_HINT}")
+    raise SandboxError(
+        f"we are root and need an ordinary user for untrusted programs, but {wanted} does not exist; {SETUP_HINT}"
+    )
 
 
 def python_for(cfg: SandboxConfig) -> Path:
@@ -67,7 +71,9 @@ def python_for(cfg: SandboxConfig) -> Path:
     if cfg.python:
         path = Path(cfg.python)
         if not path.is_absolute() or not path.exists():
-            raise SandboxError(f"verify.limits.python = {cfg.python!r} must be the absolute path of an interpreter that exists")
+            raise SandboxError(
+                f"verify.limits.python = {cfg.python!r} must be the absolute path of an interpreter that exists"
+            )
         return path
     system = Path("/usr/bin/python3")
     return system if system.exists() else Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
@@ -104,7 +110,11 @@ def jail_command(backend: Backend, cfg: SandboxConfig, account: Account) -> list
     # When we die, `setpriv --pdeathsig` has the kernel end `timeout`, which ends its child. A parent-death signal on
     # firejail itself would be lost because firejail is setuid.
     guard = [_find("setpriv"), "--pdeathsig", "TERM", _find("timeout"), "-k", "0.5", str(_DEADLINE_S)]
-    become = [_find("setpriv"), f"--reuid={account.uid}", f"--regid={account.gid}", "--clear-groups"] if account.must_switch else []
+    become = (
+        [_find("setpriv"), f"--reuid={account.uid}", f"--regid={account.gid}", "--clear-groups"]
+        if account.must_switch
+        else []
+    )
     return [*guard, *become, *jail, *interpreter]
 
 
@@ -118,7 +128,14 @@ def _find(program: str) -> str:
 
 def _firejail_flags(cfg: SandboxConfig, account: Account, python: Path) -> list[str]:
     flags = ["--quiet", "--noprofile", "--private-tmp", "--private-dev", "--no3d", "--net=none", "--protocol=unix"]
-    flags += [f"--seccomp={_DENIED_CALLS}", "--caps.drop=all", "--nonewprivs", "--noroot", "--nogroups", "--ipc-namespace"]
+    flags += [
+        f"--seccomp={_DENIED_CALLS}",
+        "--caps.drop=all",
+        "--nonewprivs",
+        "--noroot",
+        "--nogroups",
+        "--ipc-namespace",
+    ]
     flags += ["--restrict-namespaces", "--hostname=sandbox"]
     flags += [f"--read-only={path}" for path in ("/tmp", "/var/tmp", "/dev/shm", "/run/lock", "${HOME}")]  # noqa: S108
     flags += [f"--rlimit-nproc={cfg.processes}", f"--rlimit-nofile={cfg.open_files}"]
@@ -151,7 +168,16 @@ def _blacklist_flags(python: Path) -> list[str]:
 
 
 def _bubblewrap_flags(account: Account, python: Path) -> list[str]:
-    flags = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
+    flags = [
+        "--unshare-all",
+        "--unshare-user",
+        "--die-with-parent",
+        "--new-session",
+        "--hostname",
+        "sandbox",
+        "--cap-drop",
+        "ALL",
+    ]
     flags += ["--uid", str(account.uid), "--gid", str(account.gid), "--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         top = Path("/") / name

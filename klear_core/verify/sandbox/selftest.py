@@ -20,7 +20,20 @@ from klear_core.verify.sandbox.jail import Jail, JailBrokenError, Status, TestLi
 from klear_core.verify.sandbox.jail_command import SETUP_HINT, Backend, account_for
 
 _LOG = logging.getLogger(__name__)
-_FOLDERS = ("/", "/tmp", "/var/tmp", "/dev/shm", "/dev", "/run", "/run/lock", "/usr", "/etc", "/var", "/home", "/proc/sys")  # noqa: S108
+_FOLDERS = (
+    "/",
+    "/tmp",  # noqa: S108
+    "/var/tmp",  # noqa: S108
+    "/dev/shm",  # noqa: S108
+    "/dev",
+    "/run",
+    "/run/lock",
+    "/usr",
+    "/etc",
+    "/var",
+    "/home",
+    "/proc/sys",
+)
 _HARMLESS_VARIABLES = frozenset(
     [
         "PATH",
@@ -60,7 +73,9 @@ def proven_backend(cfg: VerifyConfig) -> Backend:
         gaps = find_gaps("rlimits-only", cfg)
         if gaps:
             raise SandboxError(_refusal([("rlimits-only", gaps)]))
-        _LOG.warning('verify.sandbox = "rlimits-only": untrusted programs see this machine\'s files and share its namespaces')
+        _LOG.warning(
+            'verify.sandbox = "rlimits-only": untrusted programs see this machine\'s files and share its namespaces'
+        )
         return "rlimits-only"
     candidates: tuple[Backend, ...] = ("firejail", "bubblewrap") if cfg.sandbox == "auto" else (cfg.sandbox,)
     refused: list[tuple[Backend, list[Gap]]] = []
@@ -83,7 +98,9 @@ def find_gaps(backend: Backend, cfg: VerifyConfig) -> list[Gap]:
     try:
         with tempfile.NamedTemporaryFile(prefix="klear-sentinel-") as sentinel:
             os.chmod(sentinel.name, 0o644)
-            limits = TestLimits(cpu_s=10.0, wall_s=30.0, memory_mb=_CANARY_MEMORY_MB, output_bytes=1 << 20, recursion_limit=1000)
+            limits = TestLimits(
+                cpu_s=10.0, wall_s=30.0, memory_mb=_CANARY_MEMORY_MB, output_bytes=1 << 20, recursion_limit=1000
+            )
             jail.load(guest_source("canary.py"), limits)
             reply = jail.run(_request(cfg, sentinel.name), limits)
     except JailBrokenError as e:
@@ -123,7 +140,11 @@ def _everywhere(found: dict[str, Any]) -> list[tuple[bool, str, str]]:
         (int(found["capabilities"], 16) != 0, f"capabilities {found['capabilities']}", "run as an ordinary user"),
         (found["socket"], "sockets can be opened", "use a kernel with CONFIG_SECCOMP_FILTER"),
         (found["namespace"], "namespaces can be created", "use a kernel with CONFIG_SECCOMP_FILTER"),
-        (bool(found["kills"]), "processes of the host can be signalled", "run firejail outside of containers, or use bubblewrap"),
+        (
+            bool(found["kills"]),
+            "processes of the host can be signalled",
+            "run firejail outside of containers, or use bubblewrap",
+        ),
         (bool(unknown), f"environment variables {unknown}", "report this: Klear starts jails with a clean environment"),
         (bool(found["descriptors"]), f"open descriptors {found['descriptors']}", "report this: Klear closes them"),
         (found["memory"], "the limit on memory is not enforced", "use a kernel that enforces RLIMIT_AS"),
@@ -136,13 +157,29 @@ def _in_a_jail(found: dict[str, Any], cfg: VerifyConfig) -> list[tuple[bool, str
     shared = [name for name in ("pid", "net", "ipc") if found[f"{name}_ns"] == os.readlink(f"/proc/self/ns/{name}")]
     user_namespaces = "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0)"
     return [
-        (found["forks"] > cfg.limits.processes, "the limit on processes is not enforced", "do not run as root; allow user namespaces"),
+        (
+            found["forks"] > cfg.limits.processes,
+            "the limit on processes is not enforced",
+            "do not run as root; allow user namespaces",
+        ),
         (bool(shared), f"namespaces shared with the host: {', '.join(shared)}", container),
         (found["pids"] > 20, f"{found['pids']} processes are visible", container),
-        (found["uid_map"] == Path("/proc/self/uid_map").read_text().split(), "no user namespace of its own", user_namespaces),
+        (
+            found["uid_map"] == Path("/proc/self/uid_map").read_text().split(),
+            "no user namespace of its own",
+            user_namespaces,
+        ),
         (found["interfaces"] not in ([], ["lo"]), f"network interfaces {found['interfaces']}", container),
-        (bool(found["writable"]), f"writable folders {found['writable']}", "mount them read-only; report which tool left them open"),
-        (bool(found["readable"]), f"readable files of the host {found['readable']}", "keep secrets out of /usr, /etc and /var"),
+        (
+            bool(found["writable"]),
+            f"writable folders {found['writable']}",
+            "mount them read-only; report which tool left them open",
+        ),
+        (
+            bool(found["readable"]),
+            f"readable files of the host {found['readable']}",
+            "keep secrets out of /usr, /etc and /var",
+        ),
         (bool(found["gpu"]), f"GPU devices {found['gpu']}", "use firejail 0.9.72 or newer (--no3d)"),
     ]
 
@@ -161,5 +198,7 @@ def _refusal(refused: list[tuple[Backend, list[Gap]]]) -> str:
     for backend, gaps in refused:
         lines.append(f"  {backend}:")
         lines += [f"    - {gap.what}" + (f". Fix: {gap.fix}" if gap.fix else "") for gap in gaps]
-    lines.append('  To run programs with limits only, all the same: verify.sandbox = "rlimits-only" (it is noted in the artifact).')
+    lines.append(
+        '  To run programs with limits only, all the same: verify.sandbox = "rlimits-only" (it is noted in the artifact).'
+    )
     return "\n".join(lines)

@@ -39,12 +39,22 @@ def measure() -> list[dict[str, object]]:
             model = _model(Path(folder), ends=ends)
             for batch_size in BATCH_SIZES:
                 prompts = _prompts(batch_size // GROUP, is_mixed=ends)
-                runs = [(_engine_run(Path(folder), prompts), _transformers_run(model, prompts)) for _ in range(1 + REPEATS)]
+                runs = [
+                    (_engine_run(Path(folder), prompts), _transformers_run(model, prompts)) for _ in range(1 + REPEATS)
+                ]
                 (ours, our_logp), (theirs, their_logp) = (_best(side[1:]) for side in zip(*runs, strict=True))
                 name = f"sampler/{'rollout' if ends else 'full_length'}_{batch_size}"
-                rows.append(_row(f"{name}/ratio", ours / theirs, "x", f">= {TARGET_RATIO:g}", ours / theirs >= TARGET_RATIO))
                 rows.append(
-                    _row(f"{name}/engine_rate", ours, "tokens/cpu-s", f">= {TARGET_RATE:g} at 256", batch_size < 256 or ours >= TARGET_RATE)
+                    _row(f"{name}/ratio", ours / theirs, "x", f">= {TARGET_RATIO:g}", ours / theirs >= TARGET_RATIO)
+                )
+                rows.append(
+                    _row(
+                        f"{name}/engine_rate",
+                        ours,
+                        "tokens/cpu-s",
+                        f">= {TARGET_RATE:g} at 256",
+                        batch_size < 256 or ours >= TARGET_RATE,
+                    )
                 )
                 rows.append(_row(f"{name}/transformers_rate", theirs, "tokens/cpu-s", "", True))
                 gap = abs(our_logp - their_logp)
@@ -58,7 +68,11 @@ def _prompts(num_prompts: int, *, is_mixed: bool) -> list[list[int]]:
 
 
 def _row(name: str, value: float, unit: str, target: str, is_ok: bool) -> dict[str, object]:
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "parameters": "d64 L3 H4 K2 ff192, float32, 1 thread"}
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "parameters": "d64 L3 H4 K2 ff192, float32, 1 thread",
+    }
     return {"name": name, "value": value, "unit": unit, "target": target, "ok": is_ok, "versions": versions}
 
 
@@ -69,7 +83,13 @@ def _best(runs: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
 
 def _engine_run(folder: Path, prompts: list[list[int]]) -> tuple[int, float, float]:
     params = SamplingParams(
-        num_samples=GROUP, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=NEW_TOKENS, seed=0
+        num_samples=GROUP,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        repetition_penalty=1.0,
+        max_new_tokens=NEW_TOKENS,
+        seed=0,
     )
 
     async def main() -> tuple[int, float, float]:
@@ -88,7 +108,9 @@ def _transformers_run(model: Qwen3ForCausalLM, prompts: list[list[int]]) -> tupl
     """Its default, dynamic cache, which is its fastest on CPU at these sizes; log-probs too, as RL needs them."""
     torch.manual_seed(0)
     longest = max(len(prompt) for prompt in prompts)
-    ids_BT = torch.tensor([[PAD_ID] * (longest - len(prompt)) + prompt for prompt in prompts]).repeat_interleave(GROUP, 0)
+    ids_BT = torch.tensor([[PAD_ID] * (longest - len(prompt)) + prompt for prompt in prompts]).repeat_interleave(
+        GROUP, 0
+    )
     started = time.process_time()
     output = model.generate(
         ids_BT,

@@ -85,7 +85,14 @@ SEQUENCE = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.08}
 CASES = (
     Case(name="clip_token_mean", loss=ClipConfig(), verl="vanilla", settings=WIDE),
     Case(name="clip_sample_mean", loss=ClipConfig(), verl="vanilla", settings=WIDE, **BY_ROW),
-    Case(name="clip_budget", loss=ClipConfig(), verl="vanilla", settings=WIDE, normalise="budget", mode="seq-mean-token-sum-norm"),
+    Case(
+        name="clip_budget",
+        loss=ClipConfig(),
+        verl="vanilla",
+        settings=WIDE,
+        normalise="budget",
+        mode="seq-mean-token-sum-norm",
+    ),
     Case(name="clip_dual_3", loss=ClipConfig(dual_clip=3), verl="vanilla", settings=EPS | {"clip_ratio_c": 3.0}),
     Case(name="gspo", loss=GspoConfig(eps_low=0.05, eps_high=0.08), verl="gspo", settings=SEQUENCE, **BY_ROW),
     Case(name="gspo_token_mean", loss=GspoConfig(eps_low=0.05, eps_high=0.08), verl="gspo", settings=SEQUENCE),
@@ -98,7 +105,13 @@ ADVANTAGES: tuple[tuple[str, AdvantageConfig, str, dict[str, bool], float], ...]
     ("grpo_population_std", GrpoAdvantage(), "grpo", {}, math.sqrt((GROUP - 1) / GROUP)),
     ("dr_grpo", GrpoAdvantage(std="none"), "grpo", {"norm_adv_by_std_in_grpo": False}, 1.0),
     ("rloo", RlooAdvantage(), "rloo", {}, 1.0),
-    ("reinforce_pp_baseline", BatchAdvantage(), "reinforce_plus_plus_baseline", {}, math.sqrt(1 - 1 / (NUM_GROUPS * GROUP * MAX_LEN))),
+    (
+        "reinforce_pp_baseline",
+        BatchAdvantage(),
+        "reinforce_plus_plus_baseline",
+        {},
+        math.sqrt(1 - 1 / (NUM_GROUPS * GROUP * MAX_LEN)),
+    ),
 )
 """Our name and settings, verl's name and settings, and the factor between the two (see above)."""
 
@@ -108,7 +121,9 @@ def measure() -> list[dict[str, object]]:
     try:
         from verl.trainer.ppo import core_algos
     except ImportError as e:
-        raise ConfigError(f"this benchmark needs verl and a few packages that it imports ({e}); its docstring says how to get them") from e
+        raise ConfigError(
+            f"this benchmark needs verl and a few packages that it imports ({e}); its docstring says how to get them"
+        ) from e
     batch = _Batch(torch.Generator().manual_seed(0))
     gaps = []
     for case in CASES:
@@ -118,9 +133,13 @@ def measure() -> list[dict[str, object]]:
     gaps += _corrections(batch)
     gaps += [_advantage_gap(core_algos, *case) for case in ADVANTAGES]
     entries = [(f"losses/{name}", gap, "relative", f"<= {BOUND:g}", gap <= BOUND) for name, gap in gaps]
-    entries += [(f"losses/tokens/{name}", share, "of tokens", ">= 0.02", share >= 0.02) for name, share in batch.shares()]
+    entries += [
+        (f"losses/tokens/{name}", share, "of tokens", ">= 0.02", share >= 0.02) for name, share in batch.shares()
+    ]
     versions = {"torch": torch.__version__, "verl": version("verl")}
-    return [{"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries]
+    return [
+        {"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries
+    ]
 
 
 class _Batch:
@@ -129,7 +148,9 @@ class _Batch:
     def __init__(self, generator: torch.Generator) -> None:
         lengths = [1 + (7 * i) % MAX_LEN for i in range(NUM_ROWS)]
         self.mask_BT = torch.arange(MAX_LEN) < torch.tensor(lengths)[:, None]
-        self.old_BT = -2 + torch.randn(NUM_ROWS, MAX_LEN, generator=generator)  # padding is no zero: whoever reads it is found out
+        self.old_BT = -2 + torch.randn(
+            NUM_ROWS, MAX_LEN, generator=generator
+        )  # padding is no zero: whoever reads it is found out
         drift_B1 = 0.1 * torch.randn(NUM_ROWS, 1, generator=generator)
         self.new_BT = self.old_BT + drift_B1 + 0.8 * torch.randn(NUM_ROWS, MAX_LEN, generator=generator)
         self.sampler_BT = self.old_BT + drift_B1 + 0.3 * torch.randn(NUM_ROWS, MAX_LEN, generator=generator)
@@ -176,7 +197,13 @@ class _Batch:
 
 def _config(case: Case) -> RlConfig:
     rollout = RolloutConfig(sampling=SamplingConfig(max_new_tokens=BUDGET))
-    settings = {"loss": case.loss, "normalise": case.normalise, "lm_coef": 0.0, "old_logps": "sampler", "rollout": rollout}
+    settings = {
+        "loss": case.loss,
+        "normalise": case.normalise,
+        "lm_coef": 0.0,
+        "old_logps": "sampler",
+        "rollout": rollout,
+    }
     return RlConfig.model_validate(settings)
 
 
@@ -227,7 +254,11 @@ def _on_policy(core_algos: Any) -> list[tuple[str, float]]:
     batch = _Batch(torch.Generator().manual_seed(1))
     batch.new_BT = batch.old_BT
     _, plain_BT = _verl(core_algos, batch, GPPO, "gpg")
-    return [(f"on_policy_grad_gap/{c.name}", _gap(_klear(batch, c)[1], plain_BT)) for c in (GPPO, *CASES) if c.normalise == "token"]
+    return [
+        (f"on_policy_grad_gap/{c.name}", _gap(_klear(batch, c)[1], plain_BT))
+        for c in (GPPO, *CASES)
+        if c.normalise == "token"
+    ]
 
 
 def _corrections(batch: _Batch) -> list[tuple[str, float]]:
@@ -235,11 +266,18 @@ def _corrections(batch: _Batch) -> list[tuple[str, float]]:
 
     gap_BT, mask_BT = batch.old_BT - batch.sampler_BT, batch.mask_BT.float()
     truncated_BT, _ = compute_rollout_correction_weights(gap_BT, mask_BT, rollout_is="token", rollout_is_threshold=1.2)
-    kept_BT, _ = compute_rollout_rejection_mask(gap_BT, mask_BT, rollout_rs="seq_mean_k1", rollout_rs_threshold=f"{1 / 1.1}_1.1")
+    kept_BT, _ = compute_rollout_rejection_mask(
+        gap_BT, mask_BT, rollout_rs="seq_mean_k1", rollout_rs_threshold=f"{1 / 1.1}_1.1"
+    )
     kept = kept_BT.sum().item() / mask_BT.sum().item()
     assert 0.1 < kept < 0.9, kept  # else there would be nothing to see
-    cases = {"truncated": (MismatchConfig(truncate_at=1.2), truncated_BT), "masked": (MismatchConfig(max_sequence_ratio=1.1), kept_BT)}
-    return [(f"correction_gap/{name}", _gap(_correction(batch, cfg), theirs_BT)) for name, (cfg, theirs_BT) in cases.items()]
+    cases = {
+        "truncated": (MismatchConfig(truncate_at=1.2), truncated_BT),
+        "masked": (MismatchConfig(max_sequence_ratio=1.1), kept_BT),
+    }
+    return [
+        (f"correction_gap/{name}", _gap(_correction(batch, cfg), theirs_BT)) for name, (cfg, theirs_BT) in cases.items()
+    ]
 
 
 def _correction(batch: _Batch, mismatch: MismatchConfig) -> Tensor:
@@ -255,13 +293,17 @@ def _advantage_gap(
 ) -> tuple[str, float]:
     """Rewards of many kinds, a group of equal ones among them; verl's come from answers of `MAX_LEN` tokens, reward on the last."""
     generator = torch.Generator().manual_seed(2)
-    rewards_PG = torch.randint(-1, 2, (NUM_GROUPS, GROUP), generator=generator) + torch.rand(NUM_GROUPS, GROUP, generator=generator)
+    rewards_PG = torch.randint(-1, 2, (NUM_GROUPS, GROUP), generator=generator) + torch.rand(
+        NUM_GROUPS, GROUP, generator=generator
+    )
     rewards_PG[0] = 1.0
     rewards_PG = rewards_PG.double()
     token_rewards = torch.zeros(NUM_GROUPS * GROUP, MAX_LEN, dtype=torch.float64)
     token_rewards[:, -1] = rewards_PG.flatten()
     index = np.repeat(np.arange(NUM_GROUPS), GROUP)
     estimate: Callable[..., tuple[Tensor, Tensor]] = core_algos.get_adv_estimator_fn(verl)
-    theirs, _ = estimate(token_level_rewards=token_rewards, response_mask=torch.ones_like(token_rewards), index=index, **settings)
+    theirs, _ = estimate(
+        token_level_rewards=token_rewards, response_mask=torch.ones_like(token_rewards), index=index, **settings
+    )
     ours: Sequence[Sequence[float]] = advantages(rewards_PG.tolist(), cfg)
     return f"advantage_gap/{name}", _gap(factor * torch.tensor(ours, dtype=torch.float64).flatten(), theirs[:, 0])

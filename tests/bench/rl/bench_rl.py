@@ -19,7 +19,16 @@ from typing import Any
 import torch
 
 from klear_core.config.engine import SamplingConfig
-from klear_core.config.rl import CispoConfig, ClipConfig, GspoConfig, LossConfig, RewardConfig, RlConfig, RlOptimConfig, RolloutConfig
+from klear_core.config.rl import (
+    CispoConfig,
+    ClipConfig,
+    GspoConfig,
+    LossConfig,
+    RewardConfig,
+    RlConfig,
+    RlOptimConfig,
+    RolloutConfig,
+)
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
@@ -91,7 +100,9 @@ def measure() -> list[dict[str, object]]:
         for num_prompts in (TARGET_PROMPTS, MORE_PROMPTS):
             entries += _rates(base, Path(folder), num_prompts)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
-    return [{"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries]
+    return [
+        {"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries
+    ]
 
 
 def _rates(base: Path, workdir: Path, num_prompts: int) -> list[tuple[str, float, str, str, bool]]:
@@ -133,7 +144,9 @@ def _rows() -> list[TrainSample]:
 
 
 def _config(case: Case | None = None, *, num_prompts: int = TARGET_PROMPTS) -> RlConfig:
-    rollout = RolloutConfig(groups_per_step=num_prompts, samples_per_group=GROUP, sampling=SamplingConfig(max_new_tokens=NEW_TOKENS))
+    rollout = RolloutConfig(
+        groups_per_step=num_prompts, samples_per_group=GROUP, sampling=SamplingConfig(max_new_tokens=NEW_TOKENS)
+    )
     settings: dict[str, object] = {
         "num_steps": STEPS,
         "minibatches_per_step": 1,
@@ -182,7 +195,9 @@ def _trl_loss(rows: list[TrainSample], base: Path, workdir: Path, case: Case) ->
     trainer.model.eval()
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
-    return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters() if p.grad is not None]).item()
+    return loss.item(), torch.nn.utils.get_total_norm(
+        [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    ).item()
 
 
 def _digit_share(text: str) -> float:
@@ -208,7 +223,9 @@ class _Clock(NullTelemetry):
 def _klear_rate(base: Path, workdir: Path, num_prompts: int) -> float:
     reference = MathReference(answers=("0",))
     problems = [
-        Problem(problem_id=q, source="s", domain=Domain.MATH, question=q, reference=reference, difficulty=Difficulty.EASY)
+        Problem(
+            problem_id=q, source="s", domain=Domain.MATH, question=q, reference=reference, difficulty=Difficulty.EASY
+        )
         for q in QUESTIONS
     ]
 
@@ -227,7 +244,9 @@ def _trl_rate(base: Path, workdir: Path, num_prompts: int) -> float:
     clock = _Clock(num_prompts)
 
     class Log(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, _args: Any, _state: Any, _control: Any, logs: Mapping[str, float] | None = None, **_others: Any) -> None:
+        def on_log(
+            self, _args: Any, _state: Any, _control: Any, logs: Mapping[str, float] | None = None, **_others: Any
+        ) -> None:
             if logs and "completions/mean_length" in logs:
                 clock.log({"rl/response/mean_tokens": logs["completions/mean_length"]}, step=0)
 
@@ -236,7 +255,9 @@ def _trl_rate(base: Path, workdir: Path, num_prompts: int) -> float:
     return clock.rate()
 
 
-def _trainer(base: Path, workdir: Path, settings: Mapping[str, Any], num_prompts: int = TARGET_PROMPTS, **others: Any) -> Any:
+def _trainer(
+    base: Path, workdir: Path, settings: Mapping[str, Any], num_prompts: int = TARGET_PROMPTS, **others: Any
+) -> Any:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 

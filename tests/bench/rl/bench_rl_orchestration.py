@@ -78,13 +78,24 @@ def measure() -> list[dict[str, object]]:
     from klear_core.cluster.rl_workers import RayWorkers
 
     rollout = {"groups_per_step": 32, "samples_per_group": 8, "sampling": {"max_new_tokens": 1}}
-    cfg = RlConfig.model_validate({"num_steps": STEPS, "rollout": rollout, "dtype": "float32", "runtime": {"device": "cpu"}})
+    cfg = RlConfig.model_validate(
+        {"num_steps": STEPS, "rollout": rollout, "dtype": "float32", "runtime": {"device": "cpu"}}
+    )
     reference = MathReference(answers=("0",))
     problems = [
-        Problem(problem_id=str(i), source="s", domain=Domain.MATH, question=str(i), reference=reference, difficulty=Difficulty.EASY)
+        Problem(
+            problem_id=str(i),
+            source="s",
+            domain=Domain.MATH,
+            question=str(i),
+            reference=reference,
+            difficulty=Difficulty.EASY,
+        )
         for i in range(64)
     ]
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=200 << 20)
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=200 << 20
+    )
     with tempfile.TemporaryDirectory() as folder, _tracked(cfg, Path(folder)) as tracked:
         clock = _Clock(tracked)
         base = Path(folder) / "base"
@@ -102,4 +113,7 @@ def measure() -> list[dict[str, object]]:
         ("rl_orchestration/sync/wall_s", sync_s, "-", True),
     ]
     versions = {"ray": ray.__version__, "torch": torch.__version__, "rollouts": 256, "actors": 2}
-    return [{"name": n, "value": v, "unit": "s a step", "target": t, "ok": ok, "versions": versions} for n, v, t, ok in entries]
+    return [
+        {"name": n, "value": v, "unit": "s a step", "target": t, "ok": ok, "versions": versions}
+        for n, v, t, ok in entries
+    ]

@@ -32,7 +32,14 @@ def measure() -> list[dict[str, object]]:
 
 
 def _entry(name: str, value: float, unit: str, most: float, versions: dict[str, object]) -> dict[str, object]:
-    return {"name": name, "value": value, "unit": unit, "target": f"<= {most}", "ok": value <= most, "versions": versions}
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "target": f"<= {most}",
+        "ok": value <= most,
+        "versions": versions,
+    }
 
 
 def _run(side: str) -> dict[str, float]:

@@ -90,10 +90,15 @@ def measures(plan: Plan) -> Iterator[Measure]:
     yield entry("gpu/product/tflops", bare / 1e12, "TFLOP/s")
     yield entry("gpu/peak/tflops", peak / 1e12, "TFLOP/s, what MFU is a share of")
     yield from _head(plan)
-    for name, rows, objective_of, least in (("sft/step", _sft_rows(plan), _sft, 0.45), ("rl/update", _rl_rows(plan), _rl, 0.40)):
+    for name, rows, objective_of, least in (
+        ("sft/step", _sft_rows(plan), _sft, 0.45),
+        ("rl/update", _rl_rows(plan), _rl, 0.40),
+    ):
         checkpointing, run = _fitting(partial(_train, plan, rows, objective_of))
         how = "with" if checkpointing else "without"
-        yield entry(f"{name}/mfu", run.flop / run.seconds / peak, f"of peak, {how} activation checkpointing", least=least)
+        yield entry(
+            f"{name}/mfu", run.flop / run.seconds / peak, f"of peak, {how} activation checkpointing", least=least
+        )
         yield entry(f"{name}/tokens_per_s", run.tokens / run.seconds, "tokens/s")
         yield entry(f"{name}/memory", run.gigabytes, "GB")
     for length in plan.lengths:
@@ -103,11 +108,18 @@ def measures(plan: Plan) -> Iterator[Measure]:
         yield entry(f"length_{length}/memory", run.gigabytes, "GB")
 
 
-def _entry(plan: Plan, name: str, value: float, unit: str, *, least: float | None = None, most: float | None = None) -> Measure:
+def _entry(
+    plan: Plan, name: str, value: float, unit: str, *, least: float | None = None, most: float | None = None
+) -> Measure:
     target = "-" if least is None and most is None else f">= {least}" if most is None else f"<= {most}"
     is_met = (least is None or value >= least) and (most is None or value <= most)
     device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type
-    versions = {"device": device, "torch": torch.__version__, "transformers": transformers.__version__, "date": str(date.today())}
+    versions = {
+        "device": device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": str(date.today()),
+    }
     return {"name": name, "value": value, "unit": unit, "target": target, "ok": is_met, "versions": versions}
 
 
@@ -148,7 +160,10 @@ def _head(plan: Plan) -> Iterator[Measure]:
         fused_loss(h_NH, w_VH, target_N, losses[name], need_entropy=need_entropy, max_logits=size).loss.backward()  # type: ignore[no-untyped-call]
         h_NH.grad = w_VH.grad = None
 
-    bare_s = min(_seconds(plan, partial(_bare_products, h_NH.detach(), w_VH.detach(), max(1, size // vocab))) for size in plan.max_logits)
+    bare_s = min(
+        _seconds(plan, partial(_bare_products, h_NH.detach(), w_VH.detach(), max(1, size // vocab)))
+        for size in plan.max_logits
+    )
     yield _entry(plan, "head/products", 1e3 * bare_s, "ms, the best chunk size of those below")
     for size in plan.max_logits:
         for name in losses:
@@ -263,7 +278,9 @@ def _rl(plan: Plan, policy: Policy, rows: Sequence[Row], batch: PackedBatch) -> 
     @torch.no_grad()
     def head(micro: MicroBatch) -> Callable[..., object]:
         logp_N, entropy_N = policy(micro, partial(token_logps, target_N=micro.target_N))
-        old = OldPolicy(logp_N=logp_N, sampler_logp_N=logp_N, entropy_N=entropy_N, ref_logp_N=torch.full_like(logp_N, torch.nan))
+        old = OldPolicy(
+            logp_N=logp_N, sampler_logp_N=logp_N, entropy_N=entropy_N, ref_logp_N=torch.full_like(logp_N, torch.nan)
+        )
         return head_of(make_targets(micro, samples, old, counts, cfg), cfg, stats)
 
     heads = {id(micro): head(micro) for micro in batch.micros}

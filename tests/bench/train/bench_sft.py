@@ -49,7 +49,9 @@ def measure() -> list[dict[str, object]]:
             _, padded = _trl(rows, model_folder(workdir), workdir, is_packed=False)
             rounds.append((ours, packed, padded, ours / packed, ours / padded))
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
-    our_rate, packed_rate, padded_rate, ratio, padded_ratio = (statistics.median(values) for values in zip(*rounds, strict=True))
+    our_rate, packed_rate, padded_rate, ratio, padded_ratio = (
+        statistics.median(values) for values in zip(*rounds, strict=True)
+    )
     difference = abs(our_loss - their_loss)
     entries = [
         ("sft/tokens_per_cpu_s/klear", our_rate, "tokens/s", "-", True),
@@ -59,7 +61,9 @@ def measure() -> list[dict[str, object]]:
         ("sft/tokens_per_cpu_s/padded_ratio", padded_ratio, "of TRL padded", "-", True),
         ("sft/loss/difference", difference, "nats", "<= 1e-4", difference <= 1e-4),
     ]
-    return [{"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries]
+    return [
+        {"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries
+    ]
 
 
 def _row(i: int) -> SftExample:
@@ -67,7 +71,9 @@ def _row(i: int) -> SftExample:
     steps = [f"{(i + k) % 10}+{(i // 10 + k) % 10}={(i + i // 10 + 2 * k) % 10}" for k in range(2 + 2 * (i % 4))]
     prompt = render_prompt(TOKENIZER, "".join(s[:2] for s in steps) + f"{i % 10} mod 10 = ?")
     response = encode_response(TOKENIZER, render_response("\n".join(steps), f"\\boxed{{{i % 10}}}"))
-    return SftExample(problem_id=str(i), token_ids=prompt + response, loss_mask=(False,) * len(prompt) + (True,) * len(response))
+    return SftExample(
+        problem_id=str(i), token_ids=prompt + response, loss_mask=(False,) * len(prompt) + (True,) * len(response)
+    )
 
 
 def _klear(rows: list[SftExample], folder: Path) -> tuple[float, float]:

@@ -35,11 +35,19 @@ def measure() -> list[dict[str, object]]:
         ("judge_code/programs_per_s/pool", shared_rate, "programs/s", "-", True),
         ("judge_code/programs_per_s/jail_each", single_rate, "programs/s", "-", True),
         ("judge_code/programs_per_s/firejail_per_test", per_test_rate, "programs/s", "-", True),
-        ("judge_code/pool_over_per_test/ratio", shared_rate / per_test_rate, "times", ">= 5", shared_rate >= 5 * per_test_rate),
+        (
+            "judge_code/pool_over_per_test/ratio",
+            shared_rate / per_test_rate,
+            "times",
+            ">= 5",
+            shared_rate >= 5 * per_test_rate,
+        ),
         ("judge_code/jail_each_over_per_test/ratio", single_rate / per_test_rate, "times", "-", True),
         ("judge_code/verdicts/same", float(agree), "of all", "= 1", agree),
     ]
-    return [{"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries]
+    return [
+        {"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries
+    ]
 
 
 def _program(i: int) -> str:
@@ -57,7 +65,9 @@ def _per_test(programs: list[str]) -> tuple[float, list[float]]:
         passed = 0
         for case in CASES:
             program_command = [*command, "-c", program]
-            run = subprocess.run(program_command, check=False, input=case.input, capture_output=True, text=True, env=environment, cwd="/")
+            run = subprocess.run(
+                program_command, check=False, input=case.input, capture_output=True, text=True, env=environment, cwd="/"
+            )
             passed += run.returncode == 0 and run.stdout.strip() == case.output.strip()
         return passed / NUM_TESTS
 

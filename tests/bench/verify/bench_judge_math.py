@@ -31,7 +31,11 @@ def measure() -> list[dict[str, object]]:
     fresh_rate = _fresh(pairs[:NUM_FRESH])
     bare_rate = max(_bare() for _ in range(2))
     pool_rate, num_right = max(_pool(pairs) for _ in range(2))
-    versions = {"math-verify": importlib.metadata.version("math-verify"), "python": sys.version.split()[0], "cores": os.cpu_count()}
+    versions = {
+        "math-verify": importlib.metadata.version("math-verify"),
+        "python": sys.version.split()[0],
+        "cores": os.cpu_count(),
+    }
     entries = [
         ("judge_math/verdicts_per_s/pool", pool_rate, "verdicts/s", "-", True),
         ("judge_math/verdicts_per_s/bare", bare_rate, "verdicts/s", "-", True),
@@ -40,7 +44,9 @@ def measure() -> list[dict[str, object]]:
         ("judge_math/pool_over_bare/ratio", pool_rate / bare_rate, "times", ">= 0.8", pool_rate >= 0.8 * bare_rate),
         ("judge_math/verdicts/right", num_right / NUM_PAIRS, "of all", "= 1", num_right == NUM_PAIRS),
     ]
-    return [{"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries]
+    return [
+        {"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries
+    ]
 
 
 def _pair(i: int) -> tuple[str, str]:
@@ -66,7 +72,8 @@ def _bare() -> float:
     """One process a core, each timing its share once math-verify is warm."""
     cores = os.cpu_count() or 1
     shares = [
-        subprocess.Popen([sys.executable, __file__, "share", str(i), str(cores)], stdout=subprocess.PIPE, text=True) for i in range(cores)
+        subprocess.Popen([sys.executable, __file__, "share", str(i), str(cores)], stdout=subprocess.PIPE, text=True)
+        for i in range(cores)
     ]
     elapsed = [float(share.communicate()[0]) for share in shares]
     return NUM_PAIRS / max(elapsed)

@@ -35,7 +35,7 @@ def opens_socket():
 
 
 def count_forks(limit):
-    """How many children can be alive at once, up to `limit`."""
+    """Count how many children can be alive at once, up to `limit`."""
     children = []
     reader, writer = os.pipe()
     try:

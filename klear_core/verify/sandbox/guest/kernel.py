@@ -111,9 +111,17 @@ def filter_for(pid):
         lines += [_bpf(_IF_EQUAL, 0, len(is_target_self), numbers[column]), *is_target_self]
     for numbers in _DENIED.values():
         lines += [_bpf(_IF_EQUAL, 0, 1, numbers[column]), _bpf(_RETURN, 0, 0, _EPERM)]
-    lines += [_bpf(_IF_EQUAL, 0, 1, 435), _bpf(_RETURN, 0, 0, _ENOSYS)]  # clone3: its flags cannot be read here; libc falls back
+    lines += [
+        _bpf(_IF_EQUAL, 0, 1, 435),
+        _bpf(_RETURN, 0, 0, _ENOSYS),
+    ]  # clone3: its flags cannot be read here; libc falls back
     new_namespaces = 0x7E020000  # user, pid, net, ipc, uts, cgroup and mount namespaces in clone's flags
-    clone = [_bpf(_LOAD, 0, 0, 16), _bpf(0x45, 0, 1, new_namespaces), _bpf(_RETURN, 0, 0, _EPERM), _bpf(_RETURN, 0, 0, _ALLOW)]
+    clone = [
+        _bpf(_LOAD, 0, 0, 16),
+        _bpf(0x45, 0, 1, new_namespaces),
+        _bpf(_RETURN, 0, 0, _EPERM),
+        _bpf(_RETURN, 0, 0, _ALLOW),
+    ]
     lines += [_bpf(_IF_EQUAL, 0, len(clone), (56, 220)[column]), *clone]
     lines.append(_bpf(_RETURN, 0, 0, _ALLOW))
     return b"".join(lines)

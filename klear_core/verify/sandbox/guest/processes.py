@@ -6,13 +6,15 @@ import signal
 
 from klear_kernel import LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE
 
-OK, EXITED, SIGNALLED, CPU_LIMIT, WALL_LIMIT, MEMORY_LIMIT, OUTPUT_LIMIT, NO_FORK, REPLIED, NOT_PYTHON, READY = range(11)
+OK, EXITED, SIGNALLED, CPU_LIMIT, WALL_LIMIT, MEMORY_LIMIT, OUTPUT_LIMIT, NO_FORK, REPLIED, NOT_PYTHON, READY = range(
+    11
+)
 
 _CPU_SLACK_S = 0.5  # all processes of a test together may exceed the limit of one by this much
 
 
 class Jail:
-    """What this supervisor knows of its surroundings, and how it cleans up after a test."""
+    """Tracks the processes below the supervisor, and kills what a test left."""
 
     def __init__(self, hello):
         self.is_own_pid_namespace = os.readlink("/proc/self/ns/pid") != hello["host_pid_ns"] and hello["is_jailed"]

@@ -95,7 +95,7 @@ def wait_for(jail, pid, fds, test, deadline):
 
 
 def starved_s(pid):
-    """How long a process was ready to run and got no core: a loaded machine must not fail programs."""
+    """Return the seconds a process was ready to run and got no core: a loaded machine must not fail programs."""
     try:
         with open("/proc/%d/schedstat" % pid) as f:
             return int(f.read().split()[1]) / 1e9
@@ -209,7 +209,11 @@ def facts(jail):
         status = dict(line.split(":", 1) for line in f.read().splitlines())
     wanted = ("Seccomp", "NoNewPrivs", "CapEff")
     pairs = [(key, status.get(key, "?").strip()) for key in wanted]
-    pairs += [("uid", str(os.getuid())), ("python", platform.python_version()), ("own_pid_ns", str(int(jail.is_own_pid_namespace)))]
+    pairs += [
+        ("uid", str(os.getuid())),
+        ("python", platform.python_version()),
+        ("own_pid_ns", str(int(jail.is_own_pid_namespace))),
+    ]
     return "\n".join("%s=%s" % pair for pair in pairs).encode()
 
 
@@ -234,7 +238,9 @@ def main():
         operation = request["op"]
         if operation == "program":
             program = compile_apart(jail, request["source"], request["memory_mb"])
-            answer = head(OK) if isinstance(program, Program) else head(NOT_PYTHON, text=program.encode("utf-8", "replace"))
+            answer = (
+                head(OK) if isinstance(program, Program) else head(NOT_PYTHON, text=program.encode("utf-8", "replace"))
+            )
         elif operation == "test":
             answer = run_test(jail, program, request)
         elif operation == "open":

@@ -14,7 +14,10 @@ class Tester:
         self.wire = Wire(lambda tag, value: Proxy(self, [value] if tag == "h" else value), keeps_objects=False)
 
     def request(self, path, args, kwargs, **how):
-        encoded = {"args": [self.wire.encode(a) for a in args], "kwargs": {k: self.wire.encode(v) for k, v in kwargs.items()}}
+        encoded = {
+            "args": [self.wire.encode(a) for a in args],
+            "kwargs": {k: self.wire.encode(v) for k, v in kwargs.items()},
+        }
         send({"path": path, **how, **encoded})
         reply = receive()
         if "value" in reply:
@@ -84,7 +87,9 @@ def is_same_tree(a, b):
     return a.val == b.val and is_same_tree(a.left, b.left) and is_same_tree(a.right, b.right)
 
 
-_HELPERS = {f.__name__: f for f in (ListNode, TreeNode, list_node, tree_node, is_same_list, is_same_tree)} | {"inf": float("inf")}
+_HELPERS = {f.__name__: f for f in (ListNode, TreeNode, list_node, tree_node, is_same_list, is_same_tree)} | {
+    "inf": float("inf")
+}
 
 
 def run_tests(source):
@@ -148,7 +153,9 @@ def _names_under_test(source, last, provided):
                 bound.add(symbol.get_name())
     taken = bound | set(dir(builtins))
     in_last = {node.id for node in ast.walk(last) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    callees = {node.func.id for node in ast.walk(last) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    callees = {
+        node.func.id for node in ast.walk(last) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     return loaded - taken - set(provided) or (in_last & loaded) - taken or callees - bound
 
 

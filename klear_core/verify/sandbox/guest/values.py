@@ -101,7 +101,11 @@ class Wire:
             return ["p", object.__getattribute__(value, "_klear_path")]
         if hasattr(kind, "__array__") and hasattr(kind, "tolist"):
             return self.encode(value.tolist())
-        if kind is range or hasattr(kind, "__next__") or kind.__name__ in ("deque", "dict_keys", "dict_values", "dict_items"):
+        if (
+            kind is range
+            or hasattr(kind, "__next__")
+            or kind.__name__ in ("deque", "dict_keys", "dict_values", "dict_items")
+        ):
             return ["i", [self.encode(v) for v in value]]
         if isinstance(value, type) and _TYPES.get(value.__name__) is value:
             return ["y", value.__name__]
