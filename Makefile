@@ -28,6 +28,7 @@ test-vllm: $(VLLM)/.installed
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --select E501 --config lint.pycodestyle.max-line-length=120 klear_core tasks flows
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

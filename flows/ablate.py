@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from flows.resolve import resolve
 from flows.reuse import intact_artifacts
-from flows.settings import resolve
 from klear_core.artifacts.manifest import ArtifactRef, read_manifest
 from klear_core.config.ablation import AblationConfig
 from klear_core.config.jobs import RlJob
@@ -171,7 +171,8 @@ def require_complete(table: AblationTable, *, num_runs: int) -> None:
     """Raise KlearError if a run failed, so that a script waiting for the grid sees that the table is incomplete."""
     if table.failures:
         raise KlearError(
-            f"{len(table.failures)} of {num_runs} runs failed; the table names them, and the same command runs only these"
+            f"{len(table.failures)} of {num_runs} runs failed; the table names them, "
+            "and the same command runs only these"
         )
 
 

@@ -122,7 +122,7 @@ def ablate(
     klear ablate configs/ablations/losses_hot.toml --set workspace.root=/data/klear
     """
     from flows import ablate as grid
-    from flows.settings import grid_file
+    from flows.resolve import grid_file
     from klear_core.config.ablation import load_ablation
     from klear_core.pipeline.graph import workspace_root
 
@@ -385,7 +385,7 @@ def _watched(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunCons
 
 
 def _config(profile: str, overrides: list[str] | None) -> PipelineConfig:
-    from flows.settings import profile_folder
+    from flows.resolve import profile_folder
     from klear_core.config.load import load_profile
 
     return load_profile(profile_folder(profile), overrides or [])

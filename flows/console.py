@@ -149,7 +149,7 @@ def show_plan(
 
     `checked_by` says how artifacts are compared with their manifests; `with_config` adds all settings, with defaults.
     """
-    from klear_core.config.base import config_digest
+    from klear_core.config.settings import config_digest
     from klear_core.pipeline.estimate import estimate
     from klear_core.pipeline.plan import plan_stages
     from klear_core.pipeline.preflight import problems_with

@@ -85,8 +85,9 @@ class _Bar:
 
 def _require_own_folder(out: Path) -> None:
     known = {KEPT, DROPPED, PAGE, LEAKS, ".work"}
-    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    others = sorted(names - known)
+    if not out.is_dir():
+        return
+    others = sorted(path.name for path in out.iterdir() if path.name not in known)
     if others:
         raise ConfigError(f"--out {out}: has other files ({', '.join(others[:3])}); name a new or empty folder")
 

@@ -22,8 +22,8 @@ from flows.launch import show_core_logs
 from flows.local_runs import record_run
 from flows.outages import CancelWatch, is_cancelling, server_awaited
 from flows.own_server import is_temporary_server
+from flows.resolve import resolve
 from flows.result import PipelineResult, page_of
-from flows.settings import resolve
 from flows.sweep_rules import MAX_ATTEMPTS
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
 from klear_core.config.jobs import Stage

@@ -46,8 +46,8 @@ def _interrupt(_signum: int, _frame: object) -> None:
 def exit_at_once_when_interrupted() -> None:
     """Let Ctrl-C and SIGTERM end the process at once from now on: its work is done, and only exit handlers are left.
 
-    Raised in an exit handler, KeyboardInterrupt would print a traceback and skip no other handler. What the handlers would
-    have ended ends by itself: our Prefect server looks for its caller.
+    Raised in an exit handler, KeyboardInterrupt would print a traceback and skip no other handler. What the handlers
+    would have ended ends by itself: our Prefect server looks for its caller.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_at_once)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from prefect import flow
 
 from flows.execute import PipelineRun, StageSelection, run_label, tracked_run
+from flows.resolve import resolve
 from flows.result import PipelineResult
-from flows.settings import resolve
 from klear_core.config.pipeline import PipelineConfig
 from tasks.all import task_of
 from tasks.reaper import no_orphans

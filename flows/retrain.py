@@ -9,8 +9,8 @@ from prefect.runtime import flow_run
 
 from flows.execute import given_config, label_of, tracked_run
 from flows.pipeline import run_stages
+from flows.resolve import resolve
 from flows.result import PipelineResult
-from flows.settings import resolve
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.seeding import seed_for
 

@@ -151,7 +151,8 @@ def _greeting(client: SyncPrefectClient, pool: str) -> str:
     except ObjectNotFound:
         return f"sweeping; there is no work pool {pool!r} yet: prefect work-pool create {pool} --type process"
     if limit is None:
-        return f"sweeping {pool}; it has no limit, so that runs share one machine: prefect work-pool set-concurrency-limit {pool} 1"
+        remedy = f"prefect work-pool set-concurrency-limit {pool} 1"
+        return f"sweeping {pool}; it has no limit, so that runs share one machine: {remedy}"
     return f"sweeping {pool}, which runs {limit} at a time"
 
 

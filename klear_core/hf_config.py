@@ -113,7 +113,8 @@ def check_architecture(folder: Path) -> None:
         )
     if config.rope_type in ("dynamic", "longrope"):
         raise ConfigError(
-            f"{path}: {config.rope_type} positions change with the longest row in a batch, so packed rows are not the rows alone"
+            f"{path}: {config.rope_type} positions change with the longest row in a batch, "
+            "so packed rows are not the rows alone"
         )
 
 

@@ -56,7 +56,10 @@ class MetricsFile:
 
 def skipped_note(num_skipped: int) -> str:
     """Return the warning for the report of a stage that skipped some of its updates."""
-    return f"{num_skipped} updates were skipped, for their loss or gradient was not finite; their rows are in skipped/, and in no statistic"
+    return (
+        f"{num_skipped} updates were skipped, for their loss or gradient was not finite; "
+        "their rows are in skipped/, and in no statistic"
+    )
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from pydantic import Field, TypeAdapter, ValidationError
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.base import Settings
 from klear_core.config.engine import EngineConfig
 from klear_core.config.evaluate import EvaluateSamplingConfig
+from klear_core.config.settings import Settings
 from klear_core.errors import ArtifactError
 from klear_core.types import Difficulty, Outcome, PassRate
 

@@ -153,7 +153,7 @@ def problem_id_of(question: str, domain: Domain) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRate:
-    """How many of a reference model's judged answers to a problem are right."""
+    """Counts of a reference model's right and judged answers to a problem."""
 
     problem_id: str
     num_correct: int
@@ -216,7 +216,8 @@ class TeacherReply:
     answer: str
     finish_reason: TeacherFinish
     num_tokens: int
-    """Tokens as counted by the teacher's endpoint, or estimated if it counts none; for local teachers, whitespace-separated words."""
+    """Tokens as counted by the teacher's endpoint, or estimated if it counts none; for local teachers,
+    whitespace-separated words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +249,8 @@ class SftExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One judged completion. `reward` includes format terms and is meaningful only if the outcome is the model's doing."""
+    """One judged completion. `reward` includes format terms and has a meaning only if the outcome counts for the
+    model."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion

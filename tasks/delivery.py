@@ -76,7 +76,8 @@ class Connection:
         self._is_down, self._retry_at = False, 0.0
 
     def deliver_waiting(self, *, current_run: str, except_stage: str | None) -> None:
-        """Send undelivered records, oldest first; skip that of `except_stage` of the current run, which is still running."""
+        """Send undelivered records, oldest first; skip that of `except_stage` of the current run, which is still
+        running."""
         deadline = time.monotonic() + self.limits.backlog_timeout_s
         for record in self.undelivered.records(self.server):
             if time.monotonic() > deadline or not self.may_try:

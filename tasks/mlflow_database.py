@@ -53,8 +53,10 @@ def refuse_broken_with_runs(path: Path, trouble: str | None = None) -> None:
     num_runs = _num_runs(path) if trouble else 0
     if num_runs:
         raise ConfigError(
-            f"MLflow's database {path} holds {num_runs} runs, but {trouble}. Make a copy of it; then restore a backup, or, if only the "
-            f"version is another one, run: mlflow db upgrade {_SQLITE}{path}. Or move it away: a new one is made, and all results and "
+            f"MLflow's database {path} holds {num_runs} runs, but {trouble}. Make a copy of it; then restore a "
+            f"backup, or, if only the "
+            f"version is another one, run: mlflow db upgrade {_SQLITE}{path}. Or move it away: a new one is "
+            f"made, and all results and "
             f"their metrics stay, for they do not depend on it"
         )
 

@@ -37,7 +37,8 @@ def failed_report(info: RunInfo) -> Path:
 def report_failure(
     info: RunInfo, config: PipelineConfig, inputs: Inputs, unfinished: Sequence[Stage], trouble: str
 ) -> Path:
-    """Write the report of a failed run. The first of the `unfinished` stages failed with `trouble`; none followed it."""
+    """Write the report of a failed run. The first of the `unfinished` stages failed with `trouble`; none followed
+    it."""
     from klear_core.report.build import build_report
     from klear_core.report.inputs import StageFolder
 

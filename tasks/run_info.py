@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from klear_core.config.base import Settings
 from klear_core.config.pipeline import WorkspaceConfig
+from klear_core.config.settings import Settings
 
 
 class RunInfo(Settings):

@@ -54,7 +54,11 @@ def in_workspace(stage: StageTask, workspace: WorkspaceConfig) -> StageTask:
     )
 
 
-def is_worth_a_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:  # noqa: ARG001  Prefect's signature
+def is_worth_a_retry(
+    task: Task[..., Any],  # noqa: ARG001  Prefect's signature
+    task_run: TaskRun,  # noqa: ARG001
+    state: State[Any],
+) -> bool:
     """Return whether the error may be transient (disk, network, lost worker): not a wrong config, bad data or a bug."""
     return _may_pass(state.data)
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord
-from klear_core.config.base import Settings
+from klear_core.config.settings import Settings
 
 log = logging.getLogger(__name__)
 

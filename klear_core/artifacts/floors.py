@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from klear_core.config.base import Floor
+from klear_core.config.settings import Floor
 from klear_core.errors import DataError
 
 

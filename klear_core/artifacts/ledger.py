@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from klear_core.config.base import Settings
+from klear_core.config.settings import Settings
 
 
 class LedgerStep(Settings):

@@ -20,7 +20,7 @@ from pydantic import JsonValue, ValidationError
 
 from klear_core.artifacts.files import content_digest
 from klear_core.artifacts.ledger import LedgerStep
-from klear_core.config.base import Settings, result_settings
+from klear_core.config.settings import Settings, result_settings
 from klear_core.errors import ArtifactError
 
 MANIFEST = "manifest.json"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError, model_validator
 
-from klear_core.config.base import Settings
 from klear_core.config.load import explained
+from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError
 
 

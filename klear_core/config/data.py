@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from klear_core.config.base import Floor, Settings
+from klear_core.config.settings import Floor, Settings
 
 RowSchema = Literal[
     "auto",
@@ -62,10 +62,10 @@ class ProceduralSource(Settings):
 
 
 class FieldMap(Settings):
-    """Where the values of a row are, for row formats that are not built in.
+    """Maps the values of a row to their places, for row formats that are not built in.
 
-    A place is a key, or several joined by dots for nested values; a number counts elements of a list from 0. Values that
-    are JSON text are read on the way: `reward_model.ground_truth`, `messages.0.content`.
+    A place is a key, or several joined by dots for nested values; a number counts elements of a list from 0. Values
+    that are JSON text are read on the way: `reward_model.ground_truth`, `messages.0.content`.
     """
 
     question: str = Field(min_length=1)
@@ -91,7 +91,7 @@ class FieldMap(Settings):
 
 
 class RowSource(Settings):
-    """What all sources made of files have in common."""
+    """Settings of all sources that are made of files."""
 
     name: str = ""
     """Name under which the rows are counted; empty: the name of the file, folder or repository."""
@@ -167,7 +167,8 @@ class NearConfig(Settings):
     """False removes exact repeats only, as the paper did."""
     threshold: float = Field(default=0.7, ge=0.3, le=1)
     """Share of common shingles (Jaccard similarity) from which two questions with a common answer are the same. BigCode
-    used 0.7, FineWeb's buckets have 0.72; pairs that pass our other conditions were all right down to 0.5 (measured)."""
+    used 0.7, FineWeb's buckets have 0.72; pairs that pass our other conditions were all right down to 0.5
+    (measured)."""
     threshold_unanswered: float = Field(default=0.85, ge=0.3, le=1)
     """The same for questions whose references have no answer to compare: programs with different tests. Measured: below
     it there are different programs that share a statement."""
@@ -190,24 +191,24 @@ class DedupConfig(Settings):
 
 
 DecontaminationRule = Literal["ngram", "any_ngram", "share", "near", "contest"]
-"""`ngram`: a shared word n-gram that is no common phrase; `any_ngram`: common phrases count, too; `share`: a share of the
-shorter text's n-grams; `near`: a share of the shorter text's runs of three tokens, signs included; `contest`: the same
-contest problem, where both rows say which one they are."""
+"""`ngram`: a shared word n-gram that is no common phrase; `any_ngram`: common phrases count, too; `share`: a share of
+the shorter text's n-grams; `near`: a share of the shorter text's runs of three tokens, signs included; `contest`: the
+same contest problem, where both rows say which one they are."""
 
 
 class DecontaminateConfig(Settings):
     """Removal of prompts that share word n-grams with a benchmark question (Klear-Reasoner section 3.1: 9-grams)."""
 
     rules: tuple[DecontaminationRule, ...] = Field(default=("ngram",), min_length=1)
-    """Rules that drop a prompt; any of them suffices. The default is the paper's rule. The report counts what each of all
-    rules would drop. `("share", "near", "contest")` drops a fifth as many prompts and misses a few reworded leaks: see
-    docs/decontamination.md."""
+    """Rules that drop a prompt; any of them suffices. The default is the paper's rule. The report counts what each of
+    all rules would drop. `("share", "near", "contest")` drops a fifth as many prompts and misses a few reworded leaks:
+    see docs/decontamination.md."""
 
     ngram: int = Field(default=9, ge=3, le=50)
     """Words in an n-gram. Benchmark questions with fewer words are matched in full."""
     min_overlap: int = Field(default=1, ge=1)
-    """Rule `ngram`: number of n-grams shared with one question from which a prompt is removed. Undisclosed in the paper; 1
-    is the strictest."""
+    """Rule `ngram`: number of n-grams shared with one question from which a prompt is removed. Undisclosed in the
+    paper; 1 is the strictest."""
     min_coverage: float = Field(default=0.0, ge=0, le=1)
     """Rule `ngram`: share of one benchmark question's n-grams that a prompt must contain. 0 is the paper's rule;
     contest statements share so many phrases that 0.3 keeps prompts which the paper's rule removes."""
@@ -215,8 +216,8 @@ class DecontaminateConfig(Settings):
     """An n-gram in more benchmark questions than this is a common phrase ("the input is given from standard input in
     the following format" opens every AtCoder problem) and removes no prompt. Ours; undisclosed in the paper."""
     min_share: float = Field(default=0.2, gt=0, le=1)
-    """Rule `share`: share of the n-grams of the prompt or of the question, whichever has fewer. Measured: below 0.2 shared
-    answer formats ("where m and n are relatively prime") count as leaks."""
+    """Rule `share`: share of the n-grams of the prompt or of the question, whichever has fewer. Measured: below 0.2
+    shared answer formats ("where m and n are relatively prime") count as leaks."""
     near_share: float = Field(default=0.6, gt=0, le=1)
     """Rule `near`: the same share of runs of three tokens, numbers and signs included. It finds reworded questions."""
     also: tuple[FileSource, ...] = ()

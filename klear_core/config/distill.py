@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from klear_core.config.base import Floor, RareFloor, Settings
+from klear_core.config.settings import Floor, RareFloor, Settings
 from klear_core.types import Difficulty
 
 IncompleteReason = Literal["no_reasoning", "no_answer", "refused"]
@@ -78,8 +78,8 @@ class HttpTeacherRuntime(Settings):
     """Seconds to wait for the first token, queueing and prefill included; DeepSeek's API queues requests for up to 10
     minutes. A server that cannot stream must send its whole reply within this time."""
     silence_timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds between two tokens after which a reply counts as broken off. Keep-alive lines are no tokens. The length of
-    a reply has no time limit."""
+    """Seconds between two tokens after which a reply counts as broken off. Keep-alive lines are no tokens. The length
+    of a reply has no time limit."""
     max_attempts: int = Field(default=6, ge=1)
     """Attempts at a sample. Refusals by a full server (429, 503, no first token in time) do not count while other
     requests to that endpoint succeed."""
@@ -90,7 +90,8 @@ class HttpTeacherRuntime(Settings):
     max_retry_after_s: float = Field(default=600.0, ge=0)
     """Longest `Retry-After` that is waited for in full; servers may ask for hours."""
     left_out_s: float = Field(default=60.0, gt=0)
-    """Seconds for which a failing endpoint gets no requests; doubled each time it fails again, up to 16 times as long."""
+    """Seconds for which a failing endpoint gets no requests; doubled each time it fails again, up to 16 times as
+    long."""
     budget: BudgetConfig = BudgetConfig()
 
     @model_validator(mode="after")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from klear_core.config.base import Settings
 from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig
+from klear_core.config.settings import Settings
 
 
 class EvaluateRuntime(Settings):

@@ -1,6 +1,7 @@
 """Define stages and their jobs. A job has the settings of a stage; all but `runtime` are hashed into its fingerprint.
 
-Everything that other modules need to know about a stage is a property of its job or of `Stage`; they never compare names.
+Everything that other modules need to know about a stage is a property of its job or of `Stage`; they never compare
+names.
 The stages of a pipeline are listed in `klear_core.pipeline.graph.stages_of`.
 """
 
@@ -12,13 +13,13 @@ from typing import ClassVar, Self
 
 from pydantic import Field
 
-from klear_core.config.base import Settings
 from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, Source
 from klear_core.config.distill import DistillConfig
 from klear_core.config.engine import EngineConfig, SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
+from klear_core.config.settings import Settings
 from klear_core.config.sft import SftConfig
 from klear_core.config.tag import TagConfig
 from klear_core.config.train import HfModelConfig, ModelConfig
@@ -50,7 +51,8 @@ class Job(Settings):
     """The settings of one stage; its result is a function of them, the input artifacts and the content of `files()`."""
 
     kind: ClassVar[str]
-    """Kind of the stage and of its artifact. Stages of one kind share their code: the task `<kind>` in the module `tasks.<kind>`."""
+    """Kind of the stage and of its artifact. Stages of one kind share their code: the task `<kind>` in the module
+    `tasks.<kind>`."""
     code_version: ClassVar[int]
     """Version of the kind's code. Raise it when a code change changes the result: the stage and all that follow run
     again."""
@@ -138,8 +140,8 @@ class BenchmarksRuntime(Settings):
     verify: VerifyConfig = VerifyConfig()
     """Settings of the judge, to check that it can read the references."""
     max_unscored_rate: float = EvaluateConfig().max_unscored_rate
-    """Largest share of a benchmark's references that the judge cannot use; above it this stage fails, because evaluation
-    would."""
+    """Largest share of a benchmark's references that the judge cannot use; above it this stage fails, because
+    evaluation would."""
 
 
 class BenchmarksJob(Job):

@@ -7,11 +7,11 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from klear_core.config.base import Settings
 from klear_core.config.data import BenchmarkConfig, CurateConfig
 from klear_core.config.distill import DistillConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.rl import RlConfig
+from klear_core.config.settings import Settings
 from klear_core.config.sft import SftConfig
 from klear_core.config.tag import TagConfig
 from klear_core.config.train import ModelConfig, TinyModelConfig

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from klear_core.config.base import RareFloor, Settings
 from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.settings import RareFloor, Settings
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 
 GPPO_PRESETS: dict[str, dict[str, float]] = {

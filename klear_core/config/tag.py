@@ -6,9 +6,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from klear_core.config.base import Settings
 from klear_core.config.engine import LocalEngineConfig, TorchEngineConfig
 from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
+from klear_core.config.settings import Settings
 from klear_core.types import Difficulty
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from klear_core.config.base import Settings
 from klear_core.config.engine import Device
+from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError
 
 

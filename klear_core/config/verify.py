@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from klear_core.config.base import Settings
+from klear_core.config.settings import Settings
 
 
 class MathConfig(Settings):

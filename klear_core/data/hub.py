@@ -93,7 +93,8 @@ def _hub_errors(source: HubSource) -> Iterator[None]:
     except (OSError, http_error) as e:
         raise ConfigError(
             f"{at}: is not in the cache {folder_of(source)} and the Hub cannot be reached ({_first_line(e)}); fetch it "
-            f"where there is a network (hf download {source.repo} --repo-type dataset --revision {source.revision}) and "
+            f"where there is a network (hf download {source.repo} --repo-type dataset --revision "
+            f"{source.revision}) and "
             "copy the cache folder here, or name a local copy with kind = 'file'"
         ) from e
 

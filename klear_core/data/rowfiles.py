@@ -1,4 +1,4 @@
-"""Stream the rows of JSONL, JSON, Parquet and Arrow files with their positions; a broken row is reported, never skipped."""
+"""Stream the rows of JSONL, JSON, Parquet and Arrow files with their positions; broken rows are reported."""
 
 from __future__ import annotations
 

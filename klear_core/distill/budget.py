@@ -7,7 +7,8 @@ from klear_core.distill.teacher import Usage
 
 
 class Budget:
-    """Adds up tokens and cost. The longest reply of every open request is reserved, so that the sum never exceeds it."""
+    """Adds up tokens and cost. The longest reply of every open request is reserved, so that the sum never exceeds
+    it."""
 
     def __init__(self, cfg: BudgetConfig) -> None:
         self._cfg = cfg

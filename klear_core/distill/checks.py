@@ -52,7 +52,8 @@ def usage_warnings(usage: Usage, *, teacher: str) -> tuple[str, ...]:
     notes: list[str] = []
     if usage.estimated:
         notes.append(
-            f"{usage.estimated:,} of {usage.replies:,} replies of {teacher} came without token counts: tokens and cost are "
+            f"{usage.estimated:,} of {usage.replies:,} replies of {teacher} came without token counts: tokens "
+            f"and cost are "
             "estimated at 4 characters a token"
         )
     if usage.unseeded and usage.unseeded == usage.replies:

@@ -1,7 +1,7 @@
 """Run distillation: request teacher replies for every problem, judge them, and select the traces to train on.
 
-Wrong traces are kept with their verdict by default (no accuracy filter, Klear-Reasoner section 3.1). Replies of a teacher
-over HTTP are written as they arrive; a shard of problems becomes final when all its samples are judged.
+Wrong traces are kept with their verdict by default (no accuracy filter, Klear-Reasoner section 3.1). Replies of a
+teacher over HTTP are written as they arrive; a shard of problems becomes final when all its samples are judged.
 """
 
 from __future__ import annotations

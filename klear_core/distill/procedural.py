@@ -29,7 +29,8 @@ class ProceduralTeacher:
         """Do nothing; this teacher costs nothing."""
 
     async def sample(self, problem: Problem, *, sample_idx: int, seed: int) -> TeacherSample:
-        """Return one sample; samples differ only in their random errors. Other than chain problems are `unsupported`."""
+        """Return one sample; samples differ only in their random errors. Other than chain problems are
+        `unsupported`."""
         try:
             chain = parse_chain(problem.question)
         except DataError as e:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from klear_core.config.base import Settings
+from klear_core.config.settings import Settings
 from klear_core.errors import ArtifactError
 from klear_core.evaluate.stats import Interval, seed_interval
 from klear_core.metrics import METRICS_FILE, read_metrics

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from klear_core.config.base import Settings
+from klear_core.config.settings import Settings
 from klear_core.errors import ArtifactError
 from klear_core.evaluate.ablation import AblationTable, RunResult, rows_of
 

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.base import Settings, result_settings
+from klear_core.config.settings import Settings, result_settings
 from klear_core.errors import DataError
 from klear_core.evaluate.stats import paired_interval
 from klear_core.scores import EvalReport, read_reports

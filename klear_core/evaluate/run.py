@@ -219,7 +219,7 @@ class _AnswerWorker:
 
 
 def sampling_params(cfg: SamplingConfig, planned: PlannedAnswer, *, seed: int) -> SamplingParams:
-    """Return the settings for one answer. Each sample has its own seed: with a shared seed all n samples would be the same."""
+    """Return the settings for one answer. Each sample has its own seed: with a shared seed all n would be the same."""
     temperature, top_p, top_k = cfg.temperature, cfg.top_p, cfg.top_k
     if planned.decoding == "greedy":
         temperature, top_p, top_k = 0.0, 1.0, 0

@@ -1,4 +1,4 @@
-"""Tag training problems with their difficulty: sample answers of a tagger model, judge them, and keep the pass rates."""
+"""Tag training problems with their difficulty: sample answers of a tagger, judge them, and keep the pass rates."""
 
 from __future__ import annotations
 

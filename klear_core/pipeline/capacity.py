@@ -94,7 +94,8 @@ def disk_problem(work: PendingWork, *, free_gb: float) -> str | None:
     counted = "; ".join(f"{part.what} {part.gb:.1f}" for part in parts if part.gb >= _SHOWN_GB)
     begun = f" and {work.begun_gb:.1f} GB of these stages' own" if work.begun_gb >= _SHOWN_GB else ""
     return (
-        f"workspace.root = {work.config.workspace.root!r}: {free_gb:.2f} GB free there{begun}, {needed_gb:.1f} GB needed: {counted}. "
+        f"workspace.root = {work.config.workspace.root!r}: {free_gb:.2f} GB free there{begun}, "
+        f"{needed_gb:.1f} GB needed: {counted}. "
         f"Choose another disk, or lower runtime.checkpoint.keep"
     )
 

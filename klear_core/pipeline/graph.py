@@ -6,8 +6,8 @@
                 └─► evaluate_base, evaluate_sft, evaluate_rl, … ─► report
 
 With `curate_rl` set, RL has its own problems, curated separately. With `tag` set, its stage follows `curate` and hands
-on the problems with new difficulty tags; `tag_rl` does so with the problems of RL. A stage's fingerprint includes those of its inputs,
-so all fingerprints follow from the config and the content of local files.
+on the problems with new difficulty tags; `tag_rl` does so with the problems of RL. A stage's fingerprint includes those
+of its inputs, so all fingerprints follow from the config and the content of local files.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, Manifest, read_manifest
 from klear_core.artifacts.store import CheckedBy, LocalStore
-from klear_core.config.base import result_settings
 from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.config.settings import result_settings
 from klear_core.errors import ArtifactError
 from klear_core.pipeline.graph import (
     fingerprints_of,

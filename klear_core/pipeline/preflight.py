@@ -68,7 +68,10 @@ def problems_with(
 def _input_problems(work: PendingWork) -> Iterator[str]:
     for stage, missing in work.unmade_inputs:
         named = " and ".join(map(repr, missing))
-        yield f"stage {stage!r} needs {named}, not there or not whole for these settings: run up to that first, with --until {missing[-1]}"
+        yield (
+            f"stage {stage!r} needs {named}, not there or not whole for these settings: "
+            f"run up to that first, with --until {missing[-1]}"
+        )
 
 
 def _file_problems(work: PendingWork) -> Iterator[str]:
@@ -129,7 +132,9 @@ def _benchmark_problems(work: PendingWork) -> Iterator[str]:
     for benchmark in work.config.benchmarks:
         expected = benchmark.expected_rows
         if expected is not None and expected != found[benchmark.name]:
-            yield f"benchmark {benchmark.name!r}: expected_rows = {expected}, but it has {found[benchmark.name]} rows in {work.benchmarks}"
+            num_found = found[benchmark.name]
+            where = f"{num_found} rows in {work.benchmarks}"
+            yield f"benchmark {benchmark.name!r}: expected_rows = {expected}, but it has {where}"
 
 
 def _reference_problems(work: PendingWork) -> Iterator[str]:
@@ -157,7 +162,8 @@ def _prompt_filter_problems(work: PendingWork) -> Iterator[str]:
     for stage, job in work.pending(RlJob):
         if job.rl.prompts.needs_pass_rates and stage.inputs["problems"] not in tagged:
             yield (
-                f"{stage.section}.prompts: min_pass_rate and max_pass_rate compare pass rates, and nothing measures those "
+                f"{stage.section}.prompts: min_pass_rate and max_pass_rate compare pass rates, and nothing "
+                f"measures those "
                 f"of {stage.inputs['problems']!r}: set [tag_rl], or [tag] where RL has no prompts of its own"
             )
 
@@ -234,7 +240,8 @@ def _engine_problems(work: PendingWork) -> Iterator[str]:
         if isinstance(engine, VllmEngineConfig) and isinstance(model, TinyModelConfig) and model.head_dim < 32:
             yield f"{key}.engine.kind = 'vllm' needs model.head_dim of 32 or more, not {model.head_dim}"
         if isinstance(engine, TorchEngineConfig) and sampling.max_new_tokens > _LONG_ANSWER:
-            yield f"{key}.engine.kind = 'torch' has no paged cache; for answers of more than {_LONG_ANSWER} tokens use kind = 'vllm'"
+            remedy = f"for answers of more than {_LONG_ANSWER} tokens use kind = 'vllm'"
+            yield f"{key}.engine.kind = 'torch' has no paged cache; {remedy}"
         if isinstance(engine, TorchEngineConfig) and isinstance(model, HfModelConfig) and _hf_config(model):
             yield from _complaints(f"{key}.engine", read_shape, Path(model.path))
 

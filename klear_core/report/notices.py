@@ -82,7 +82,8 @@ def _unscored(facts: Facts) -> list[Notice]:
         Notice(
             level="warning",
             where=m.stage.name,
-            text=f"{len(r.unscored_problems):,} of {r.num_problems:,} problems of {r.benchmark} could not be judged at all; "
+            text=f"{len(r.unscored_problems):,} of {r.num_problems:,} problems of {r.benchmark} "
+            f"could not be judged at all; "
             f"the score of {m.maker.label} leaves them out.",
         )
         for m in facts.models

@@ -13,8 +13,8 @@ from typing import Self
 
 from klear_core.artifacts.floors import check_floor
 from klear_core.artifacts.ledger import StageSummary
-from klear_core.config.base import Floor
 from klear_core.config.rl import RlConfig, RolloutConfig
+from klear_core.config.settings import Floor
 from klear_core.config.verify import VerifyConfig
 from klear_core.generate.engine import SleepingEngine, TrainableEngine
 from klear_core.metrics import Telemetry
@@ -49,7 +49,8 @@ def train_rl(
     """Train `model` on problems of the configured domain; write `workdir/model` and `workdir/sample_rollouts.parquet`.
 
     A rerun with the same `workdir` continues from the last checkpoint. Raise DataError if the domain has no problems or
-    almost no group is informative, TrainingError if sampling makes no progress, too many skipped updates or too many lost workers.
+    almost no group is informative, TrainingError if sampling makes no progress, too many updates are skipped or too
+    many workers are lost.
     """
     chosen, choice = choose_problems(problems, cfg.domain, cfg.prompts)
     setup = RlSetup(cfg=cfg, model=model, seed=seed, workdir=workdir)

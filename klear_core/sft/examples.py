@@ -16,7 +16,7 @@ import numpy as np
 
 from klear_core.artifacts.floors import Share, check_floor
 from klear_core.artifacts.ledger import LedgerStep
-from klear_core.config.base import Floor
+from klear_core.config.settings import Floor
 from klear_core.prompts import THINK_OPEN, encode_all, prompt_text, render_response
 from klear_core.types import SftExample, TeacherTrace
 

@@ -3,8 +3,8 @@ from typing import get_args
 import pytest
 
 from klear_core.config.ablation import AblationConfig
-from klear_core.config.base import Settings
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.settings import Settings
 
 
 def classes_in(annotation: object) -> list[type[Settings]]:

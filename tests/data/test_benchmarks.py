@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from klear_core.config.base import config_digest
 from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.jobs import BenchmarksJob, BenchmarksRuntime
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.settings import config_digest
 from klear_core.config.verify import CodeConfig, MathConfig, VerifyConfig
 from klear_core.data.benchmarks import check_benchmarks, load_benchmark, prepare_benchmarks, read_benchmarks
 from klear_core.data.procedural import is_held_out

@@ -176,7 +176,7 @@ def test_a_revision_is_a_whole_commit(revision):
 
 
 def test_where_the_hubs_files_are_kept_changes_no_fingerprint():
-    from klear_core.config.base import config_digest
+    from klear_core.config.settings import config_digest
 
     here, there = (HubSource(repo="a/b", revision=REVISION, runtime={"cache_dir": folder}) for folder in ("x", "y"))
     assert config_digest(here) == config_digest(there)

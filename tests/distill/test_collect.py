@@ -9,8 +9,8 @@ from distill_fakes import FAILED, UNJUDGED, FakeJudge, FakeTeacher, make_problem
 
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shards, write_shard
-from klear_core.config.base import Floor
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, SelectConfig
+from klear_core.config.settings import Floor
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.collect import build_teacher, choose_problems, collect_traces, distill
 from klear_core.errors import ConfigError, DataError, JudgeError, TeacherError

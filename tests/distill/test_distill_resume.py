@@ -11,8 +11,8 @@ from scripted_server import STREAM, ScriptedServer, streamed
 
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.records import read_shards
-from klear_core.config.base import Floor
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, SelectConfig
+from klear_core.config.settings import Floor
 from klear_core.distill.collect import build_teacher, collect_traces
 from klear_core.distill.shard_files import UnusedReply
 from klear_core.distill.teacher import BudgetError, Teacher, Usage

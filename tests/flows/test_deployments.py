@@ -6,7 +6,7 @@ import yaml
 from prefect.flows import Flow, load_flow_from_entrypoint
 
 from flows.execute import label_of
-from flows.settings import profile_folder, resolve
+from flows.resolve import profile_folder, resolve
 from flows.sweep_rules import SILENT_S
 from klear_core.config.data import CurateConfig
 from klear_core.config.load import load_profile

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from flows.execute import label_of
+from flows.resolve import resolve
 from flows.retrain import with_seed
-from flows.settings import resolve
 from klear_core.config.distill import ProceduralTeacherConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import GppoConfig

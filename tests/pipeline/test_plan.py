@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 from manifests import manifest
 
-from klear_core.config.base import result_settings
 from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
+from klear_core.config.settings import result_settings
 from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
 from klear_core.config.train import HfModelConfig
 from klear_core.errors import ConfigError

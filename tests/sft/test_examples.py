@@ -3,7 +3,7 @@
 import pytest
 from sft_traces import sums, trace
 
-from klear_core.config.base import Floor
+from klear_core.config.settings import Floor
 from klear_core.errors import DataError
 from klear_core.prompts import build_byte_tokenizer
 from klear_core.sft.examples import Unusable, build_store, check_store, make_examples

@@ -16,13 +16,13 @@ _STACK_BYTES = 112 << 20  # the kernel leaves 128 MB below the stack whatever th
 _COMPILE_S = 10
 
 
-def compile_apart(jail, source, memory_mb):
+def compile_apart(tracker, source, memory_mb):
     """Compile in a separate process, because the text is hostile; return the Program or the error message."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            close_all_but(jail, writer)
+            close_all_but(tracker, writer)
             limit_process(cpu_s=_COMPILE_S, memory_mb=memory_mb, file_bytes=0)
             restrict_system_calls()
             try:
@@ -41,13 +41,13 @@ def compile_apart(jail, source, memory_mb):
         frame = b"-the compiler crashed or took too long"
     finally:
         os.close(reader)
-        jail.sweep(pid)
+        tracker.sweep(pid)
     return Program(source, frame[1:]) if frame[:1] == b"+" else frame[1:].decode("utf-8", "replace")
 
 
-def close_all_but(jail, *kept):
+def close_all_but(tracker, *kept):
     previous = -1
-    for fd in [*sorted(kept), jail.max_fd]:
+    for fd in [*sorted(kept), tracker.max_fd]:
         if previous + 1 < fd:  # closerange(0, 0) closes everything
             os.closerange(previous + 1, fd)
         previous = fd
@@ -61,14 +61,14 @@ def limit_process(cpu_s, memory_mb, file_bytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
 
 
-def enter_child(jail, test, fds):
+def enter_child(tracker, test, fds):
     """Prepare a fork to run the program: close our descriptors and set limits that cannot be raised again."""
     os.setsid()
     for target, fd in enumerate(fds):
         os.dup2(fd, _SPARE_FD + target)
     for target in range(len(fds)):
         os.dup2(_SPARE_FD + target, target, inheritable=True)
-    close_all_but(jail, *range(len(fds)))
+    close_all_but(tracker, *range(len(fds)))
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -79,10 +79,10 @@ def enter_child(jail, test, fds):
     restrict_system_calls()
 
 
-def run_script(jail, program, test, fds):
+def run_script(tracker, program, test, fds):
     status = 1
     try:
-        enter_child(jail, test, fds)
+        enter_child(tracker, test, fds)
         behave_like_an_interpreter(test["recursion_limit"])
         program.provide()
         exec(marshal.loads(program.code), new_main("__main__", {}))
@@ -98,12 +98,12 @@ def run_script(jail, program, test, fds):
     leave(status & 0xFF)
 
 
-def run_service(jail, program, test, fds):
+def run_service(tracker, program, test, fds):
     """Define the program's names, then answer frames on descriptors 3 and 4 with the guest code that the host sent."""
     try:
-        enter_child(jail, test, fds)
+        enter_child(tracker, test, fds)
         behave_like_an_interpreter(test["recursion_limit"])
-        for name, code in jail.guest:
+        for name, code in tracker.guest:
             service = new_main(name, {})
             exec(code, service)
         service["serve"](marshal.loads(program.code) if program else None, program, new_main, test["role"])

@@ -13,7 +13,7 @@ OK, EXITED, SIGNALLED, CPU_LIMIT, WALL_LIMIT, MEMORY_LIMIT, OUTPUT_LIMIT, NO_FOR
 _CPU_SLACK_S = 0.5  # all processes of a test together may exceed the limit of one by this much
 
 
-class Jail:
+class ProcessTracker:
     """Tracks the processes below the supervisor, and kills what a test left."""
 
     def __init__(self, hello):

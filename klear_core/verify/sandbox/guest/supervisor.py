@@ -30,7 +30,7 @@ from klear_processes import (
     REPLIED,
     SIGNALLED,
     WALL_LIMIT,
-    Jail,
+    ProcessTracker,
 )
 from klear_programs import ERROR_BYTES, Program
 
@@ -46,7 +46,7 @@ def head(status, code=0, cpu_s=0.0, wall_s=0.0, text=b""):
     return _HEAD.pack(status, code, int(cpu_s * 1000), int(wall_s * 1000), len(text)) + text
 
 
-def run_test(jail, program, test):
+def run_test(tracker, program, test):
     """Run the program once in a new process, on one standard input, and return the frame that reports its end.
 
     Input and output are memory files: no pipe can fill up, and nothing stays on a disk.
@@ -63,9 +63,9 @@ def run_test(jail, program, test):
         except OSError as e:
             return head(NO_FORK, e.errno, text=str(e).encode())
         if pid == 0:
-            run_script(jail, program, test, (given, written, errors))
-        reason = wait_for(jail, pid, (), test, started + test["wall_s"])
-        status, usage = jail.sweep(pid)
+            run_script(tracker, program, test, (given, written, errors))
+        reason = wait_for(tracker, pid, (), test, started + test["wall_s"])
+        status, usage = tracker.sweep(pid)
         wall_s = time.monotonic() - started
         output = contents(written, test["output_bytes"])
         if len(output) >= test["output_bytes"]:
@@ -76,7 +76,7 @@ def run_test(jail, program, test):
             os.close(fd)
 
 
-def wait_for(jail, pid, fds, test, deadline):
+def wait_for(tracker, pid, fds, test, deadline):
     """Wait until the process ends or a descriptor is readable, and return None; or return the limit that was hit."""
     poller = select.poll()
     pidfd = os.pidfd_open(pid)
@@ -91,7 +91,7 @@ def wait_for(jail, pid, fds, test, deadline):
                     return WALL_LIMIT
             if poller.poll(min(left_ms, _POLL_MS)):
                 return None
-            reason = jail.excess(test)
+            reason = tracker.excess(test)
             if reason is not None:
                 return reason
     finally:
@@ -133,8 +133,8 @@ def describe(status, usage, reason, wall_s, errors, test):
 class Session:
     """A process of the program, or of our test code, that answers requests one after another."""
 
-    def __init__(self, jail, program, test):
-        self.jail = jail
+    def __init__(self, tracker, program, test):
+        self.tracker = tracker
         self.test = test
         self.used_s = 0.0
         self.null = os.open("/dev/null", os.O_RDWR)
@@ -144,7 +144,7 @@ class Session:
         try:
             self.pid = os.fork()
             if self.pid == 0:
-                run_service(jail, program, test, (self.null, self.errors, self.errors, request_reader, reply_writer))
+                run_service(tracker, program, test, (self.null, self.errors, self.errors, request_reader, reply_writer))
         finally:
             os.close(request_reader)
             os.close(reply_writer)
@@ -184,7 +184,7 @@ class Session:
             try:
                 part = os.read(self.replies, min(wanted - len(buffer), 1 << 20))
             except BlockingIOError:
-                reason = wait_for(self.jail, self.pid, (self.replies,), self.test, deadline)
+                reason = wait_for(self.tracker, self.pid, (self.replies,), self.test, deadline)
                 if reason is not None:
                     return reason, b""
                 if not select.select([self.replies], [], [], 0)[0]:
@@ -200,7 +200,7 @@ class Session:
         return None, bytes(buffer[4:])
 
     def end(self, reason=None):
-        status, usage = self.jail.sweep(self.pid)
+        status, usage = self.tracker.sweep(self.pid)
         answer = describe(status, usage, reason, self.used_s, self.errors, self.test)
         for fd in (self.null, self.errors, self.requests, self.replies):
             os.close(fd)
@@ -208,7 +208,7 @@ class Session:
         return answer
 
 
-def facts(jail):
+def facts(tracker):
     with open("/proc/self/status") as f:
         status = dict(line.split(":", 1) for line in f.read().splitlines())
     wanted = ("Seccomp", "NoNewPrivs", "CapEff")
@@ -216,7 +216,7 @@ def facts(jail):
     pairs += [
         ("uid", str(os.getuid())),
         ("python", platform.python_version()),
-        ("own_pid_ns", str(int(jail.is_own_pid_namespace))),
+        ("own_pid_ns", str(int(tracker.is_own_pid_namespace))),
     ]
     return "\n".join("%s=%s" % pair for pair in pairs).encode()
 
@@ -228,9 +228,9 @@ def main():
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     hello = marshal.loads(read_frame(_CONTROL_IN))
-    jail = Jail(hello)
-    jail.guest = [(name, compile(text, "<%s>" % name, "exec")) for name, text in hello["guest"]]
-    write_frame(_CONTROL_OUT, head(READY, text=facts(jail)))
+    tracker = ProcessTracker(hello)
+    tracker.guest = [(name, compile(text, "<%s>" % name, "exec")) for name, text in hello["guest"]]
+    write_frame(_CONTROL_OUT, head(READY, text=facts(tracker)))
     program = session = None
     gc.disable()
     gc.freeze()  # forks then touch fewer pages
@@ -241,16 +241,16 @@ def main():
             return
         operation = request["op"]
         if operation == "program":
-            program = compile_apart(jail, request["source"], request["memory_mb"])
+            program = compile_apart(tracker, request["source"], request["memory_mb"])
             if isinstance(program, Program):
                 answer = head(OK)
             else:
                 answer = head(NOT_PYTHON, text=program.encode("utf-8", "replace"))
         elif operation == "test":
-            answer = run_test(jail, program, request)
+            answer = run_test(tracker, program, request)
         elif operation == "open":
             try:
-                session = Session(jail, program if request["role"] == "program" else None, request)
+                session = Session(tracker, program if request["role"] == "program" else None, request)
                 answer = head(OK)
             except OSError as e:
                 answer = head(NO_FORK, e.errno, text=str(e).encode())
