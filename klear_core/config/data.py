@@ -224,6 +224,31 @@ class DecontaminateConfig(Settings):
     """Question sets to keep out of training in addition to the benchmarks; they need no references."""
 
 
+class SelectConfig(Settings):
+    """Choice among the problems that are left after decontamination; by default all stay. Sources are named as in the
+    ledger. The order is: best sources, caps, then weights and `num_problems` together."""
+
+    top_k_sources: int | None = Field(default=None, ge=1)
+    """Number of sources to read, the best ones; None reads all. The paper was best with 1 or 2 (Tables 4 and 5)."""
+    quality: dict[str, float] = {}
+    """Quality of each source, higher is better, on any scale; empty: the first in the list of sources is the best."""
+    caps: dict[str, Annotated[int, Field(ge=1)]] = {}
+    """Maximum number of problems of a source, drawn by the seed from all of its problems that are left; unlike
+    `limit`, which reads the first rows only."""
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Relative number of problems of each source in the result, which is as large as these shares allow; empty: no
+    fixed shares. Undisclosed in the paper."""
+    num_problems: int | None = Field(default=None, ge=1)
+    """Size of the result; None: no fixed size. The paper's ablations use 31,600 (Tables 4 and 5)."""
+    method: Literal["random"] = "random"
+    """Choice of `num_problems`: `random` draws by the seed."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether a problem can be dropped after decontamination."""
+        return bool(self.caps or self.weights or self.num_problems)
+
+
 class DifficultyConfig(Settings):
     """Difficulty tags from the source's rating, a share of its scale in [0, 1]; without a rating the tag is unknown."""
 
@@ -257,12 +282,14 @@ class CurateRuntime(Settings):
 
 
 class CurateConfig(Settings):
-    """Selection of training prompts: sources, dedup, decontamination, difficulty tags. There is no accuracy filter."""
+    """Selection of training prompts: sources, dedup, decontamination, choice, difficulty tags. There is no accuracy
+    filter."""
 
     sources: tuple[Source, ...] = Field(default=(ProceduralSource(),), min_length=1)
     """Prompt sources. If two have the same question, the first one in this list keeps it."""
     dedup: DedupConfig = DedupConfig()
     decontaminate: DecontaminateConfig = DecontaminateConfig()
+    select: SelectConfig = SelectConfig()
     difficulty: DifficultyConfig = DifficultyConfig()
     max_question_chars: int = Field(default=20_000, ge=1)
     """Longer questions are dropped. The default is about 5000 tokens; the published RL scripts allow 4096 per

@@ -10,12 +10,13 @@ from typing import TypeVar
 from klear_core.artifacts.floors import Share, check_floor
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import write_shards
-from klear_core.config.data import CurateConfig, FileSource, ReadFloor
+from klear_core.config.data import CurateConfig, FileSource, ReadFloor, SelectConfig
 from klear_core.data.benchmarks import read_benchmarks, read_contest_ids
 from klear_core.data.candidates import Candidate, DroppedRow, SourceRow, dropped_row, problem_from
 from klear_core.data.decontaminate import Decontaminator, Protected
 from klear_core.data.dedup import Deduplicator, NearDrops, near_duplicates
 from klear_core.data.leak_table import write_leaks
+from klear_core.data.selection import SELECT, Pool, check_selection, left_out, select_problems, sources_to_read
 from klear_core.data.sources import (
     READ,
     check_questions,
@@ -38,7 +39,7 @@ _STEPS = (READ, "length", "dedup", "decontaminate")
 
 
 def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Write `problems/*.parquet` and `dropped/*.parquet`: read, limit length, dedup, decontaminate, tag, shuffle.
+    """Write `problems/*.parquet` and `dropped/*.parquet`: read, limit length, dedup, decontaminate, select, tag, shuffle.
 
     `rows/*.parquet` names the source row of each problem, in the same order. `leaks/*.parquet` and `leaks.html` show
     every prompt that any decontamination rule would drop.
@@ -53,10 +54,11 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
     distinct: list[Candidate] = []
     dropped: list[DroppedRow] = []
     num_rows: Counter[str] = Counter()
-    warnings: list[str] = []
-    for i, source in enumerate(cfg.sources):
+    warnings = left_out(cfg)
+    sources = sources_to_read(cfg)
+    for i, source in enumerate(sources):
         name = source_name(source)
-        telemetry.progress(i, len(cfg.sources), name)
+        telemetry.progress(i, len(sources), name)
         for row in _checked_rows(read_source(source, seed=seed), name, cfg.runtime.read, warnings):
             num_rows[name] += 1
             drop = row if isinstance(row, Dropped) else _first_drop(row, filters)
@@ -76,6 +78,9 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
             kept.append(candidate)
         else:
             dropped.append(dropped_row(drop, source=candidate.source, row=candidate.row))
+    if cfg.select.is_on:
+        kept, notes = _selected(cfg.select, kept, dropped, seed=seed)
+        warnings += notes
     if not kept:
         reasons = dict(Counter(drop.reason for drop in dropped))
         raise DataError(f"curation left no problem of {num_rows.total()} rows: {reasons}")
@@ -88,13 +93,15 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
     write_shards(workdir / "rows", rows, rows_per_shard=rows_per_shard)
     write_shards(workdir / "dropped", dropped, rows_per_shard=rows_per_shard)
     write_leaks(workdir, decontaminator.leaks)
-    telemetry.progress(len(cfg.sources), len(cfg.sources), "done")
-    return _summary(problems, dropped, num_rows, dedup, near, decontaminator, warnings=warnings)
+    telemetry.progress(len(sources), len(sources), "done")
+    steps = (*_STEPS, SELECT) if cfg.select.is_on else _STEPS
+    return _summary(problems, dropped, num_rows, dedup, near, decontaminator, steps=steps, warnings=warnings)
 
 
 def check_curation(cfg: CurateConfig) -> None:
     """Raise ConfigError if a source or a protected question set is missing or unreadable; only first rows are read."""
     check_sources(cfg.sources)
+    check_selection(cfg)
     for source in cfg.decontaminate.also:
         check_questions(source)
 
@@ -147,6 +154,26 @@ def _length_limit(max_chars: int) -> Filter:
     return too_long
 
 
+def _selected(
+    cfg: SelectConfig, candidates: Sequence[Candidate], dropped: list[DroppedRow], *, seed: int
+) -> tuple[list[Candidate], Sequence[str]]:
+    """Return the selected candidates and warnings, and append the others to `dropped`."""
+    pool = Pool(
+        problem_ids=[candidate.problem_id for candidate in candidates],
+        sources=[candidate.source for candidate in candidates],
+        questions=lambda: (candidate.question for candidate in candidates),
+    )
+    selection = select_problems(cfg, pool, seed=seed)
+    selected: list[Candidate] = []
+    for index, candidate in enumerate(candidates):
+        drop = selection.drop_of(index)
+        if drop is None:
+            selected.append(candidate)
+        else:
+            dropped.append(dropped_row(drop, source=candidate.source, row=candidate.row))
+    return selected, selection.notes
+
+
 def _first_drop(candidate: Candidate, filters: Sequence[Filter]) -> Dropped | None:
     for drop_of in filters:
         drop = drop_of(candidate)
@@ -163,13 +190,16 @@ def _summary(
     near: NearDrops,
     decontaminator: Decontaminator,
     *,
+    steps: Sequence[str],
     warnings: Sequence[str],
 ) -> StageSummary:
     kept = Counter(p.source for p in problems)
-    noted: dict[str, dict[str, int]] = {step: {} for step in _STEPS}
+    clean = kept + Counter(d.source for d in dropped if d.step == SELECT)
+    noted: dict[str, dict[str, int]] = {step: {} for step in (*_STEPS, SELECT)}
     for name, n in num_rows.items():
         noted[READ][f"rows_of_{name}"] = n
-        noted["decontaminate"][f"kept_of_{name}"] = kept[name]
+        noted["decontaminate"][f"kept_of_{name}"] = clean[name]
+        noted[SELECT][f"kept_of_{name}"] = kept[name]
     for name, n in sorted(dedup.repeats.items()):
         noted["dedup"][f"repeats_in_{name}"] = n
     noted["dedup"]["repeats_with_another_answer"] = dedup.num_conflicting_answers
@@ -177,7 +207,7 @@ def _summary(
     noted["decontaminate"] |= decontaminator.counts_by_rule()
     ledger: list[LedgerStep] = []
     num_in = num_rows.total()
-    for step in _STEPS:
+    for step in steps:
         reasons = Counter(d.reason for d in dropped if d.step == step)
         num_out = num_in - reasons.total()
         ledger.append(

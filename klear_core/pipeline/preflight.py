@@ -85,6 +85,7 @@ def _file_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _source_problems(work: PendingWork) -> Iterator[str]:
+    from klear_core.data.selection import check_selection
     from klear_core.data.sources import check_names, check_questions, check_source
 
     for use in _sources_of(work.stages):
@@ -93,6 +94,7 @@ def _source_problems(work: PendingWork) -> Iterator[str]:
     curations = list(work.pending(CurateJob))
     for stage, job in curations:
         yield from _complaints(f"{stage.section}.sources", check_names, job.curate.sources)
+        yield from _complaints(stage.section, check_selection, job.curate)
         for source in filter(_is_there, job.curate.decontaminate.also):
             yield from _complaints(f"{stage.section}.decontaminate.also", check_questions, source)
     if not work.config.benchmarks and (work.evaluates or curations):
