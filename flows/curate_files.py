@@ -11,6 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.records import whole_tables
 from klear_core.config.load import apply_override, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.curate import curate
@@ -102,18 +103,24 @@ def _publish(summary: StageSummary, workdir: Path, out: Path, *, title: str) -> 
 
 
 def _join(workdir: Path, tables: Sequence[str], file: Path) -> None:
-    """Write the shards of tables whose rows correspond as one Parquet file with the columns of all, shard by shard."""
+    """Write the shards of tables whose rows correspond as one Parquet file with the columns of all, part by part.
+
+    Large tests, which the shards keep in files beside them, are in the one file.
+    """
     import pyarrow.parquet as pq
 
     writer: pq.ParquetWriter | None = None
     for shard in sorted((workdir / tables[0]).glob("*.parquet")):
-        joined = pq.read_table(shard)
-        for other in tables[1:]:
-            columns = pq.read_table(workdir / other / shard.name)
-            for name in columns.column_names:
-                if name not in joined.column_names:
-                    joined = joined.append_column(name, columns[name])
-        writer = writer or pq.ParquetWriter(file, joined.schema, compression="zstd")
-        writer.write_table(joined)
+        others = [pq.read_table(workdir / other / shard.name) for other in tables[1:]]
+        start = 0
+        for part in whole_tables(shard):
+            joined = part
+            for columns in others:
+                for name in columns.column_names:
+                    if name not in joined.column_names:
+                        joined = joined.append_column(name, columns[name].slice(start, part.num_rows))
+            start += part.num_rows
+            writer = writer or pq.ParquetWriter(file, joined.schema, compression="zstd")
+            writer.write_table(joined)
     assert writer is not None, f"{tables[0]} has at least one shard"
     writer.close()

@@ -1,4 +1,7 @@
-"""Write frozen dataclasses to Parquet shards, and read them back. A shard is renamed into place when complete."""
+"""Write frozen dataclasses to Parquet shards, and read them back. A shard is renamed into place when complete.
+
+Large tests of programs are in a file beside their shard (`00000-of-00010.tests`). Both can be moved and copied together.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,45 @@ import shutil
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from klear_core.artifacts.tests_file import StoredTestsWriter, located, path_of_tests, with_tests
 from klear_core.errors import ArtifactError
+from klear_core.types import CodeReference
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 R = TypeVar("R")
+
+_TABLE_CHARS = 32 << 20
+"""Characters of references in one table of `whole_tables`."""
 
 
 def write_shard(path: Path, records: Iterable[R]) -> int:
     """Write records of one dataclass as one Parquet file, atomically; returns how many there were.
 
     Nested records (references, verdicts) become JSON text columns, so that every shard of a kind has one schema.
+    `records` may be an iterator: large tests are written as it goes, and are in memory for one record at a time.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [_to_row(r) for r in records]
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".tmp")
+    beside, tests_file = path.with_name(path.name + ".tmp"), path_of_tests(path)
+    tests_beside = tests_file.with_name(tests_file.name + ".tmp")
+    tests_beside.unlink(missing_ok=True)  # of a killed attempt
+    with StoredTestsWriter(tests_beside, name=tests_file.name) as tests:
+        rows = [_to_row(r, tests) for r in records]
     pq.write_table(pa.Table.from_pylist(rows), beside, compression="zstd")
+    # A shard stands for its tests too, so it comes last, and an earlier one with other tests goes first.
+    if tests.has_tests or tests_file.exists():
+        path.unlink(missing_ok=True)
+        tests_file.unlink(missing_ok=True)
+    if tests.has_tests:
+        tests_beside.replace(tests_file)
     beside.replace(path)
     return len(rows)
 
@@ -45,7 +66,10 @@ def write_shards(folder: Path, records: Sequence[R], *, rows_per_shard: int) -> 
 
 
 def read_shard(path: Path, record_type: type[R]) -> list[R]:
-    """Return the records of one shard, validated against their type; ArtifactError names the file and the row."""
+    """Return the records of one shard, validated against their type; ArtifactError names the file and the row.
+
+    Large tests are not read: the references hold handles to them.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -53,7 +77,7 @@ def read_shard(path: Path, record_type: type[R]) -> list[R]:
         rows = pq.read_table(path).to_pylist()
     except (OSError, pa.ArrowInvalid) as e:
         raise ArtifactError(f"{path}: not a readable Parquet file ({e})") from e
-    return [_from_row(row, record_type, where=f"{path} row {i}") for i, row in enumerate(rows)]
+    return [_from_row(row, record_type, folder=path.parent, where=f"{path} row {i}") for i, row in enumerate(rows)]
 
 
 def read_shards(folder: Path, record_type: type[R]) -> Iterator[R]:
@@ -63,6 +87,30 @@ def read_shards(folder: Path, record_type: type[R]) -> Iterator[R]:
         raise ArtifactError(f"{folder}: no Parquet shard here")
     for shard in shards:
         yield from read_shard(shard, record_type)
+
+
+def whole_tables(path: Path) -> Iterator[pa.Table]:
+    """Yield the rows of one shard as tables that need no other file; each has all tests of its references in it.
+
+    There is one table, unless there are stored tests: then each has a limited size.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    if not path_of_tests(path).exists():
+        yield table
+        return
+    column = table.column_names.index("reference")
+    texts: list[str] = []
+    start = num_chars = 0
+    for i, stored in enumerate(table["reference"].to_pylist()):
+        texts.append(with_tests(json.loads(stored), path.parent))
+        num_chars += len(texts[-1])
+        if num_chars >= _TABLE_CHARS or i + 1 == table.num_rows:
+            yield table.slice(start, len(texts)).set_column(column, "reference", pa.array(texts, pa.string()))
+            start += len(texts)
+            texts, num_chars = [], 0
 
 
 def shard_name(index: int, count: int) -> str:
@@ -91,11 +139,13 @@ def _shape(record_type: type[Any]) -> _Shape:
     return _SHAPES[record_type]
 
 
-def _to_row(record: Any) -> dict[str, object]:
+def _to_row(record: Any, tests: StoredTestsWriter) -> dict[str, object]:
     nested = _shape(type(record)).nested
     row: dict[str, object] = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
+        if isinstance(value, CodeReference):
+            value = tests.stored(value)
         if field.name in nested:
             row[field.name] = _shape(type(value)).adapter.dump_json(value).decode()
         else:
@@ -103,13 +153,13 @@ def _to_row(record: Any) -> dict[str, object]:
     return row
 
 
-def _from_row(row: dict[str, object], record_type: type[R], *, where: str) -> R:
+def _from_row(row: dict[str, object], record_type: type[R], *, folder: Path, where: str) -> R:
     shape = _shape(record_type)
     plain = dict(row)
     for name in shape.nested & row.keys():
         text = row[name]
         if isinstance(text, str):  # None where an optional record is absent
-            plain[name] = json.loads(text)
+            plain[name] = located(json.loads(text), folder)
     try:
         record: R = shape.adapter.validate_python(plain)
     except ValidationError as e:

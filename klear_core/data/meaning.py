@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from klear_core.artifacts.tests_file import load_tests
 from klear_core.data.normalise import is_word, tokens_of
 from klear_core.data.sketch import hash_of
 from klear_core.types import AssertTests, CallTests, MathReference, Reference, UnverifiableReference
@@ -74,7 +75,7 @@ def marks_of(question: str, reference: Reference) -> ReferenceMarks:
         return ReferenceMarks(asked=frozenset({_ANSWER}), told=answers)
     if isinstance(reference, UnverifiableReference):
         return ReferenceMarks(asked=frozenset(), told=frozenset())
-    tests = reference.tests
+    tests = load_tests(reference)
     if isinstance(tests, CallTests):
         return ReferenceMarks(asked=frozenset({_NAME}), told=frozenset({hash_of(tests.fn_name)}))
     if isinstance(tests, AssertTests):

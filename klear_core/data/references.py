@@ -36,6 +36,7 @@ from klear_core.types import (
     Reference,
     StdinCase,
     StdinTests,
+    Tests,
     UnverifiableReference,
 )
 
@@ -165,9 +166,9 @@ def _klear_code(value: Mapping[str, object]) -> CodeReference:
     )
 
 
-def _klear_tests(kind: str, tests: Mapping[str, object]) -> StdinTests | CallTests | AssertTests:
+def _klear_tests(kind: str, tests: Mapping[str, object]) -> Tests:
     if kind == "asserts":
-        return _asserts(tests.get("code")).tests
+        return AssertTests(programs=_programs(tests.get("code")))
     cases = tests.get("cases")
     keys = {"input", "output"} if kind == "stdin" else {"args", "expected"}
     if not isinstance(cases, Sequence) or isinstance(cases, str) or not cases:
@@ -340,6 +341,10 @@ def _imports_package(node: ast.stmt) -> bool:
 
 
 def _asserts(programs: object) -> CodeReference:
+    return CodeReference(tests=AssertTests(programs=_programs(programs)))
+
+
+def _programs(programs: object) -> tuple[str, ...]:
     listed = [programs] if isinstance(programs, str) else programs
     if not isinstance(listed, list) or not listed or not all(isinstance(p, str) and p.strip() for p in listed):
         raise DataError(f"assertions must be a program or a non-empty list of programs, not {programs!r:.200}")
@@ -348,7 +353,7 @@ def _asserts(programs: object) -> CodeReference:
             ast.parse(program)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
             raise DataError(f"test program {i} is not Python: {e}") from e
-    return CodeReference(tests=AssertTests(programs=tuple(listed)))
+    return tuple(listed)
 
 
 def _pytest(program: object) -> CodeReference:

@@ -11,7 +11,7 @@ from klear_core.artifacts.records import read_shards
 from klear_core.config.rl import PromptFilterConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.scores import read_pass_rates
-from klear_core.types import AssertTests, CodeReference, PassRate, Problem, UnverifiableReference
+from klear_core.types import CodeReference, PassRate, Problem, UnverifiableReference
 
 
 def choose_problems(artifact: Path, domain: str, cfg: PromptFilterConfig) -> tuple[list[Problem], LedgerStep]:
@@ -57,7 +57,7 @@ def drop_reason(problem: Problem, domain: str, cfg: PromptFilterConfig, rates: M
         return "other_domain"
     if isinstance(problem.reference, UnverifiableReference):
         return "unverifiable"
-    if isinstance(problem.reference, CodeReference) and num_tests(problem.reference) < cfg.min_tests:
+    if isinstance(problem.reference, CodeReference) and problem.reference.num_tests < cfg.min_tests:
         return "few_tests"
     if not cfg.needs_pass_rates:
         return ""
@@ -67,9 +67,3 @@ def drop_reason(problem: Problem, domain: str, cfg: PromptFilterConfig, rates: M
     if rate.value < cfg.min_pass_rate:
         return "low_pass_rate"
     return "high_pass_rate" if rate.value > cfg.max_pass_rate else ""
-
-
-def num_tests(reference: CodeReference) -> int:
-    """Return the number of test cases of a program, or of assertions."""
-    tests = reference.tests
-    return len(tests.programs) if isinstance(tests, AssertTests) else len(tests.cases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -12,9 +13,17 @@ from typing import Self, assert_never
 
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import JudgeError, SandboxError
-from klear_core.types import CodeReference, MathReference, Outcome, Problem, UnverifiableReference, Verdict
+from klear_core.types import (
+    CodeReference,
+    MathReference,
+    Outcome,
+    Problem,
+    StoredTests,
+    UnverifiableReference,
+    Verdict,
+)
 from klear_core.verify.client import JudgeClient
-from klear_core.verify.code.text import check_size, chosen_tests, find_program, reference_fault
+from klear_core.verify.code.text import check_size, chosen_tests, find_program, num_chosen, reference_fault
 from klear_core.verify.math.rules import decide, unboxed_verdict, usable_references
 from klear_core.verify.math.text import find_answer
 from klear_core.verify.window import NoAnswer, find_answer_text
@@ -167,10 +176,15 @@ class JudgePool:
             return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
         if isinstance(program, NoAnswer):
             return _no_answer_verdict(program, self.cfg, is_code=True)
-        # a subset of the tests, drawn by the problem's id, so that it is the same for every answer
-        with_chosen_tests = chosen_tests(reference, problem_id, self.cfg.code)
-        encoded = program.encode("utf-8", "surrogatepass")
-        return CodeTask(problem_id=problem_id, program=encoded, reference=with_chosen_tests)
+        tests = reference.tests
+        if not isinstance(tests, StoredTests):  # which the worker reads, and chooses in the same way
+            reference = dataclasses.replace(reference, tests=chosen_tests(tests, problem_id, self.cfg.code))
+        return CodeTask(
+            problem_id=problem_id,
+            program=program.encode("utf-8", "surrogatepass"),
+            reference=reference,
+            num_tests=num_chosen(reference.num_tests, self.cfg.code),
+        )
 
     def _submit(self, prepared: Verdict | Task) -> Future[Verdict]:
         if isinstance(prepared, Verdict):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import assert_never
 
+from klear_core.artifacts.tests_file import load_tests
 from klear_core.errors import JudgeError
 from klear_core.types import (
     AssertTests,
@@ -29,7 +30,7 @@ _MATH_ANSWER = r"\boxed{7907}"
 def has_test_program(problem: Problem) -> bool:
     """Return whether judging this problem runs a program that belongs to its reference: assertions or a checker."""
     reference = problem.reference
-    return isinstance(reference, CodeReference) and bool(reference.checker or isinstance(reference.tests, AssertTests))
+    return isinstance(reference, CodeReference) and bool(reference.checker or reference.test_kind == "asserts")
 
 
 def faulty_references(
@@ -71,7 +72,7 @@ def _first_test(reference: CodeReference) -> tuple[CodeReference, str]:
 
     A checker must be able to read a right output; of other outputs it may be the program's fault that it cannot.
     """
-    tests = reference.tests
+    tests = load_tests(reference)
     match tests:
         case AssertTests():
             return reference, "pass"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from klear_core.config.verify import MathConfig
-from klear_core.types import AssertTests, CodeReference
+from klear_core.types import CodeReference
 from klear_core.verify.math.values import Comparison
 
 
@@ -25,17 +25,13 @@ class MathTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTask:
-    """Request to run a program on the tests that were chosen for it."""
+    """Request to run a program on the tests that were chosen for it, or that the worker chooses from stored ones."""
 
     problem_id: str
     program: bytes
     reference: CodeReference
-
-    @property
-    def num_tests(self) -> int:
-        """Return the number of tests."""
-        tests = self.reference.tests
-        return len(tests.programs) if isinstance(tests, AssertTests) else len(tests.cases)
+    num_tests: int
+    """Number of tests to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

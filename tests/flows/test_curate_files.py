@@ -78,3 +78,15 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(klear, files,
     assert said.status != 0
     assert error in said.err
     assert not (files[0].parent / "out" / "kept.parquet").exists()
+
+
+def test_kept_problems_hold_all_of_their_tests_however_large(klear, tmp_path: Path):
+    cases = [{"input": f"{i} " * 9000, "output": str(i)} for i in range(3)]
+    tests = [{"type": "stdin", "cases": cases[: i + 1]} for i in range(3)]
+    rows = [{"question": f"Sum {i} numbers.", "reference": {"kind": "code", "tests": tests[i]}} for i in range(3)]
+    (tmp_path / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = klear("curate", tmp_path / "code.jsonl", "--out", tmp_path / "out")
+    assert said.status == 0, said.err
+    table = pq.read_table(tmp_path / "out/kept.parquet").to_pylist()
+    kept = {row["question"]: json.loads(row["reference"]) for row in table}
+    assert [kept[f"Sum {i} numbers."]["tests"]["cases"] for i in range(3)] == [cases[: i + 1] for i in range(3)]

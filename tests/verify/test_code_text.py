@@ -42,8 +42,8 @@ def test_only_the_exact_tag_counts_where_the_setting_says_so() -> None:
 
 
 def test_tests_are_chosen_by_the_problem_alone() -> None:
-    reference = stdin_reference(*((str(i), str(i)) for i in range(100)))
-    first, again, other = (chosen_tests(reference, name, ANY).tests for name in ("a", "a", "b"))
+    tests = stdin_reference(*((str(i), str(i)) for i in range(100))).tests
+    first, again, other = (chosen_tests(tests, name, ANY) for name in ("a", "a", "b"))
     assert isinstance(first, StdinTests)
     assert first == again != other
     assert len(first.cases) == 16
@@ -51,8 +51,8 @@ def test_tests_are_chosen_by_the_problem_alone() -> None:
 
 
 def test_zero_means_all_tests() -> None:
-    reference = stdin_reference(*((str(i), str(i)) for i in range(100)))
-    assert chosen_tests(reference, "a", CodeConfig(max_tests=0)) is reference
+    tests = stdin_reference(*((str(i), str(i)) for i in range(100))).tests
+    assert chosen_tests(tests, "a", CodeConfig(max_tests=0)) is tests
 
 
 def test_gigantic_tests_make_the_reference_bad() -> None:

@@ -7,14 +7,18 @@ may have affected is run again in a fresh one, so that the judge's own failures 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
+from klear_core.artifacts.tests_file import load_tests
 from klear_core.config.verify import CodeConfig, VerifyConfig
-from klear_core.types import AssertTests, CallTests, CodeReference, Outcome, StdinTests, Verdict
+from klear_core.errors import ArtifactError
+from klear_core.types import AssertTests, CallTests, CodeReference, Outcome, StdinTests, StoredTests, Verdict
 from klear_core.verify.code.compare import same_output, same_value
+from klear_core.verify.code.text import chosen_tests
 from klear_core.verify.sandbox.jail import Jail, JailBrokenError, JailReply, Status, TestLimits
 from klear_core.verify.sandbox.jail_command import Backend
 from klear_core.verify.sandbox.wire import WireError, plain_value
@@ -47,7 +51,15 @@ class CodeJudge:
         self._tests = JailSlot(backend, cfg)
 
     def judge(self, task: CodeTask) -> Verdict:
-        """Return the verdict on a program; `sandbox_failed` if the jail broke twice."""
+        """Return the verdict on a program; `sandbox_failed` if the jail broke twice.
+
+        `judge_failed` if the problem's stored tests cannot be read: that says nothing about the program.
+        """
+        try:
+            task = self._with_tests(task)
+        except ArtifactError as e:
+            detail = f"problem {task.problem_id}: {e}"
+            return Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail=detail)
         first_fault = ""
         for _ in range(2):
             try:
@@ -61,6 +73,13 @@ class CodeJudge:
         """End both jails."""
         self._programs.discard()
         self._tests.discard()
+
+    def _with_tests(self, task: CodeTask) -> CodeTask:
+        """Return the task with the chosen ones of its stored tests; the others are freed at once."""
+        if not isinstance(task.reference.tests, StoredTests):
+            return task
+        chosen = chosen_tests(load_tests(task.reference), task.problem_id, self._cfg.code)
+        return dataclasses.replace(task, reference=dataclasses.replace(task.reference, tests=chosen))
 
     def _judge(self, task: CodeTask) -> Verdict:
         limits = limits_for(task.reference, self._cfg)
@@ -107,6 +126,8 @@ class CodeJudge:
                 return self._run_call(task, tests.fn_name, args, expected, limits)
             case AssertTests():
                 return self._run_asserts(task, tests.programs[i], limits)
+            case StoredTests():
+                raise AssertionError("stored tests are read before the first test")
             case _:
                 assert_never(tests)
 

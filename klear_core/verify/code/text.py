@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import re
 import textwrap
 from typing import assert_never
 
+from klear_core.artifacts.tests_file import sizes_of_tests
 from klear_core.config.verify import CodeConfig
 from klear_core.seeding import seed_for
-from klear_core.types import AssertTests, CallTests, CodeReference, StdinTests
+from klear_core.types import AssertTests, CallTests, CodeReference, StdinTests, StoredTests, Tests
 from klear_core.verify.window import NoAnswer
 
 # Possessive quantifiers, so that hostile text cannot make it backtrack.
@@ -61,48 +61,39 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def reference_fault(reference: CodeReference, cfg: CodeConfig) -> str | None:
-    """Return the reason why a reference cannot be used for judging, or None if it can."""
-    sizes = _sizes(reference)
-    if not sizes:
+    """Return the reason why a reference cannot be used for judging, or None if it can; stored tests are not read."""
+    tests = reference.tests
+    num_chars = tests.num_chars if isinstance(tests, StoredTests) else sum(sizes_of_tests(tests))
+    if not reference.num_tests:
         return "the test list is empty"
-    if sum(sizes) > cfg.max_test_mb << 20:
-        return f"the tests are {sum(sizes) >> 20} MB, more than verify.code.max_test_mb = {cfg.max_test_mb}"
-    if isinstance(reference.tests, AssertTests) and (reference.checker or reference.is_order_free):
+    if num_chars > cfg.max_test_mb << 20:
+        return f"the tests are {num_chars >> 20} MB, more than verify.code.max_test_mb = {cfg.max_test_mb}"
+    if reference.test_kind == "asserts" and (reference.checker or reference.is_order_free):
         return "assertions take neither a checker nor is_order_free"
     return None
 
 
-def chosen_tests(reference: CodeReference, problem_id: str, cfg: CodeConfig) -> CodeReference:
-    """Return the reference with at most `max_tests` of its tests, in their original order.
+def num_chosen(num_tests: int, cfg: CodeConfig) -> int:
+    """Return how many of a problem's tests its programs are run on."""
+    return min(num_tests, cfg.max_tests or num_tests)
+
+
+def chosen_tests(tests: Tests, problem_id: str, cfg: CodeConfig) -> Tests:
+    """Return at most `max_tests` of the tests, in their original order.
 
     The draw depends only on the problem's id, so that every sample is judged on the same tests.
     """
-    num_tests = len(_sizes(reference))
-    if cfg.max_tests == 0 or num_tests <= cfg.max_tests:
-        return reference
+    num_tests = len(sizes_of_tests(tests))
+    if num_chosen(num_tests, cfg) == num_tests:
+        return tests
     rng = random.Random(seed_for(0, "verify/tests", problem_id))  # noqa: S311  not for secrets
     kept = sorted(rng.sample(range(num_tests), cfg.max_tests))
-    tests = reference.tests
     match tests:
         case StdinTests():
-            chosen: StdinTests | CallTests | AssertTests = StdinTests(cases=tuple(tests.cases[i] for i in kept))
+            return StdinTests(cases=tuple(tests.cases[i] for i in kept))
         case CallTests():
-            chosen = CallTests(fn_name=tests.fn_name, cases=tuple(tests.cases[i] for i in kept))
+            return CallTests(fn_name=tests.fn_name, cases=tuple(tests.cases[i] for i in kept))
         case AssertTests():
-            chosen = AssertTests(programs=tuple(tests.programs[i] for i in kept))
-        case _:
-            assert_never(tests)
-    return dataclasses.replace(reference, tests=chosen)
-
-
-def _sizes(reference: CodeReference) -> list[int]:
-    tests = reference.tests
-    match tests:
-        case StdinTests():
-            return [len(c.input) + len(c.output) for c in tests.cases]
-        case CallTests():
-            return [len(c.args_json) + len(c.expected_json) for c in tests.cases]
-        case AssertTests():
-            return [len(p) for p in tests.programs]
+            return AssertTests(programs=tuple(tests.programs[i] for i in kept))
         case _:
             assert_never(tests)
