@@ -90,6 +90,10 @@ class FieldMap(Settings):
         return self
 
 
+QuestionSet = Literal["taco", "apps", "code_contests", "open-r1/codeforces"]
+"""Data sets in which OpenCodeReasoning looks up its questions, as its column `dataset` calls them."""
+
+
 class RowSource(Settings):
     """Settings of all sources that are made of files."""
 
@@ -107,6 +111,9 @@ class RowSource(Settings):
     """Split to read, as it stands in the names of the data files (`train`); needed where there are several."""
     limit: int | None = Field(default=None, ge=1)
     """Number of rows to read from the start; None reads all."""
+    lookup: dict[QuestionSet, str] = {}
+    """Files, folders or patterns of the data sets that hold the questions of OpenCodeReasoning where its rows have `-`;
+    its columns `dataset`, `split` and `index` say where. Without an entry such a row is dropped."""
 
     @model_validator(mode="after")
     def _mapped_or_not(self) -> Self:

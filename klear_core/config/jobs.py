@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field
 
-from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, Source
+from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, ProceduralSource, Source
 from klear_core.config.distill import DistillConfig
 from klear_core.config.engine import EngineConfig, SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig
@@ -381,4 +381,10 @@ class ReportJob(Job):
 
 
 def _paths_of(sources: Iterable[Source]) -> tuple[str, ...]:
-    return tuple(s.path for s in sources if isinstance(s, FileSource))
+    paths: list[str] = []
+    for source in sources:
+        if isinstance(source, FileSource):
+            paths.append(source.path)
+        if not isinstance(source, ProceduralSource):
+            paths += source.lookup.values()
+    return tuple(paths)

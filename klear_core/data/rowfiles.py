@@ -24,6 +24,9 @@ SUFFIXES = (*_JSON_KINDS, *(kind + packed for kind in _JSON_KINDS for packed in 
 MAX_ROW_BYTES = 512 << 20
 """Limit for one line of a JSONL file; twice the limit for the tests of one problem. Longer lines are dropped unread."""
 
+ALL_COLUMNS: frozenset[str] = frozenset()
+"""Stands for all columns of a file."""
+
 _BATCH_BYTES = 16 << 20
 """Size of the part of a Parquet or Arrow file that is turned into Python objects at a time."""
 _MAX_BATCH_ROWS = 1024
@@ -55,9 +58,12 @@ class BrokenRow:
     detail: str
 
 
-def read_rows(path: Path, *, label: str = "", max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[FileRow | BrokenRow]:
+def read_rows(
+    path: Path, *, label: str = "", max_row_bytes: int = MAX_ROW_BYTES, columns: frozenset[str] = ALL_COLUMNS
+) -> Iterator[FileRow | BrokenRow]:
     """Yield all rows of the file, in order, without loading the file into memory. Messages call it `label`.
 
+    Of Parquet and Arrow files only `columns` are read, as far as they exist; JSON rows come whole.
     Raise ConfigError if the file is missing or of an unknown kind, DataError if it cannot be read to its end.
     """
     import pyarrow as pa
@@ -66,7 +72,7 @@ def read_rows(path: Path, *, label: str = "", max_row_bytes: int = MAX_ROW_BYTES
     label = label or str(path)
     num_rows = 0
     try:
-        for row in _rows_of(path, label, max_row_bytes):
+        for row in _rows_of(path, label, max_row_bytes, columns):
             yield row
             num_rows += 1
     except (OSError, pa.ArrowException, UnicodeDecodeError) as e:
@@ -105,12 +111,12 @@ def stem_of(path: Path) -> str:
     return path.name.removesuffix(suffix)
 
 
-def _rows_of(path: Path, label: str, max_row_bytes: int) -> Iterator[FileRow | BrokenRow]:
+def _rows_of(path: Path, label: str, max_row_bytes: int, columns: frozenset[str]) -> Iterator[FileRow | BrokenRow]:
     if path.suffix == ".parquet":
-        return _table_rows(_parquet_batches(path), label)
+        return _table_rows(_parquet_batches(path, columns), label)
     if path.suffix == ".arrow":
         _check_arrow_end(path, label)
-        return _table_rows(_arrow_batches(path), label)
+        return _table_rows(_arrow_batches(path, columns), label)
     if _is_array(path):
         return _array_rows(path, label)
     return _line_rows(path, label, max_row_bytes)
@@ -221,26 +227,32 @@ def _after_space(text: str, at: int) -> int:
     return match.end()
 
 
-def _parquet_batches(path: Path) -> Iterator[pa.RecordBatch]:
+def _parquet_batches(path: Path, columns: frozenset[str]) -> Iterator[pa.RecordBatch]:
     import pyarrow.parquet as pq
 
     # Pages are read one by one: a column of a row group may have hundreds of megabytes.
     with pq.ParquetFile(path, buffer_size=_READ_AHEAD_BYTES, pre_buffer=False) as file:
         num_bytes = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
-        yield from file.iter_batches(batch_size=_rows_at_a_time(file.metadata.num_rows, num_bytes))
+        batch_size = _rows_at_a_time(file.metadata.num_rows, num_bytes)
+        yield from file.iter_batches(batch_size=batch_size, columns=_wanted(file.schema_arrow, columns))
 
 
-def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
+def _wanted(schema: pa.Schema, columns: frozenset[str]) -> list[str]:
+    return [name for name in schema.names if not columns or name in columns]
+
+
+def _arrow_batches(path: Path, columns: frozenset[str]) -> Iterator[pa.RecordBatch]:
     """Yield the batches of a file that `datasets` wrote: an Arrow stream, or an Arrow file in random-access format."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as source:
         if source.read(6) == b"ARROW1":
             reader = pa.ipc.open_file(source)
-            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
             source.seek(0)
-            yield from pa.ipc.open_stream(source)
+            batches = iter(pa.ipc.open_stream(source))
+        yield from (batch.select(_wanted(batch.schema, columns)) for batch in batches)
 
 
 def _check_arrow_end(path: Path, label: str) -> None:

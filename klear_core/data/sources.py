@@ -13,6 +13,7 @@ from klear_core.data.contest_ids import contest_id
 from klear_core.data.datafiles import DataFile, check_files, data_files, default_name, is_cached, origin
 from klear_core.data.fields import Fields, RowError, Schema, row_id
 from klear_core.data.procedural import check_procedural, generate_chains
+from klear_core.data.question_tables import QuestionTables
 from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows
 from klear_core.data.schemas import schema_for
 from klear_core.errors import ConfigError, DataError
@@ -36,9 +37,11 @@ def read_source(source: Source, *, seed: int) -> Iterator[Candidate | Dropped]:
         case ProceduralSource():
             yield from generate_chains(source, seed=seed)
         case FileSource() | HubSource():
-            domain = None if source.domain is None else Domain(source.domain)
-            parse = partial(_candidate, source=source_name(source), domain=domain)
-            yield from _parse_rows(source, data_files(source), parse)
+            parse = _parser_of(source)
+            complete = QuestionTables(source.lookup).completed
+            yield from _parse_rows(
+                source, data_files(source), lambda fields, schema, row: parse(complete(fields), schema, row)
+            )
         case _:
             assert_never(source)
 
@@ -90,7 +93,7 @@ def check_source(source: Source) -> None:
             files = check_files(source)
             if files is not None:
                 _check_formats(source, files)
-                _refuse_unusable(source, list(islice(read_source(source, seed=0), _FIRST_ROWS)))
+                _refuse_unusable(source, _first_rows(source))
         case _:
             assert_never(source)
 
@@ -127,8 +130,7 @@ def domains_of(source: Source) -> frozenset[Domain]:
         case FileSource() | HubSource():
             if not files_here(source):
                 return frozenset()
-            head = islice(read_source(source, seed=0), _FIRST_ROWS)
-            return frozenset(row.domain for row in head if isinstance(row, Candidate))
+            return frozenset(row.domain for row in _first_rows(source) if isinstance(row, Candidate))
         case _:
             assert_never(source)
 
@@ -161,6 +163,19 @@ def _refuse_unusable(source: FileSource | HubSource, head: list[Candidate | Drop
             f"{origin(source)}: with row_schema {source.row_schema!r} none of the first {len(head)} rows can be used; "
             f"{dropped[0].detail}"
         )
+
+
+def _first_rows(source: FileSource | HubSource) -> list[Candidate | Dropped]:
+    """Return the first rows; those whose question is looked up have a stand-in for it."""
+    parse = _parser_of(source)
+    check = QuestionTables(source.lookup).checked
+    rows = _parse_rows(source, data_files(source), lambda fields, schema, row: parse(check(fields), schema, row))
+    return list(islice(rows, _FIRST_ROWS))
+
+
+def _parser_of(source: FileSource | HubSource) -> Callable[[Fields, Schema, str], Candidate]:
+    domain = None if source.domain is None else Domain(source.domain)
+    return partial(_candidate, source=source_name(source), domain=domain)
 
 
 def _rows_in(file: DataFile) -> Iterator[FileRow | BrokenRow]:

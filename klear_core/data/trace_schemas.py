@@ -9,6 +9,7 @@ from __future__ import annotations
 from klear_core.data.code_schemas import code_rating, reference_in, with_instructions, without_wrapping
 from klear_core.data.fields import Fields, RowError, Schema, keys, no_rating, rating_at, text_at, user_message, value_at
 from klear_core.data.math_schemas import boxed_reference
+from klear_core.data.question_tables import ELSEWHERE
 from klear_core.types import Domain, Reference
 
 _PYTHON = "Generate an executable Python function generated from the given prompt. "
@@ -19,9 +20,6 @@ _BY_CALL = _PYTHON + "Return the function body without invoking it at the final 
 _BOXED = "Return your final response within \\boxed{}."
 _OPENINGS = {_BY_STDIN: Domain.CODE, _BY_CALL: Domain.CODE, _BOXED: Domain.MATH}
 """Instructions that OpenThoughts puts before a question; they tell its domain."""
-
-_ELSEWHERE = "-"
-"""Stands for the question in OpenCodeReasoning where its licence forbids a copy."""
 
 
 def _opening_of(prompt: str) -> str:
@@ -67,10 +65,10 @@ def _metadata_reference(fields: Fields) -> Reference:
 
 def _question_of_ocr(fields: Fields, key: str) -> str:
     question = text_at(fields, key)
-    if question != _ELSEWHERE:
+    if question != ELSEWHERE:
         return question
     place = f"row {fields.get('index')} of split {fields.get('split')!r} of {fields.get('dataset')}"
-    raise RowError("question_elsewhere", key, f"it is {place}, which can be a source itself")
+    raise RowError("question_elsewhere", key, f"it is {place}; name that data set in the source's `lookup`")
 
 
 TRACE_SCHEMAS = (

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from klear_core.artifacts.files import matching_files
 from klear_core.artifacts.manifest import read_manifest
-from klear_core.config.data import FileSource, Source
+from klear_core.config.data import FileSource, ProceduralSource, Source
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig
 from klear_core.config.jobs import (
@@ -78,6 +78,9 @@ def _file_problems(work: PendingWork) -> Iterator[str]:
     for use in _sources_of(work.needed):
         if isinstance(use.source, FileSource) and not _is_there(use.source):
             yield f"{use.key}: {use.source.path}: no such file"
+        if not isinstance(use.source, ProceduralSource):
+            tables = [path for path in use.source.lookup.values() if not _is_path_there(path)]
+            yield from (f"{use.key}: lookup: {path}: no such file" for path in tables)
     for stage, job in work.needs(CurateJob):
         for source in job.curate.decontaminate.also:
             if not _is_there(source):
@@ -355,7 +358,11 @@ def _is_there(source: Source) -> bool:
     """Return whether a source can be read; `_file_problems` reports a missing file, so no other check should."""
     if not isinstance(source, FileSource):
         return True
-    return Path(source.path).exists() or bool(matching_files(source.path))
+    return _is_path_there(source.path)
+
+
+def _is_path_there(path: str) -> bool:
+    return Path(path).exists() or bool(matching_files(path))
 
 
 def _joins_a_cluster() -> bool:
