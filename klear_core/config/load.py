@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from klear_core.config.losses import GPPO_PRESETS
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.rl import GPPO_PRESETS
 from klear_core.errors import ConfigError
 
 Tree = dict[str, Any]

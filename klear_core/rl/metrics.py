@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from klear_core.artifacts.records import read_shard, read_shards, write_shard
-from klear_core.config.rl import LossConfig
+from klear_core.config.losses import LossConfig
 from klear_core.rl.groups import TRAINED, DropCounts
-from klear_core.rl.losses import TokenLoss, TrainBatch
+from klear_core.rl.losses import TokenLoss
+from klear_core.rl.weights import TrainBatch
 from klear_core.train.parallel import World
 from klear_core.types import FinishReason, Outcome, Rollout, RolloutGroup
 
@@ -28,6 +29,8 @@ _SHARES = {
     "rl/clip/high_frac": "high",
     "rl/clip/dual_frac": "dual",
     "rl/clip/erc_frac": "erc",
+    "rl/clip/positive_frac": "clipped_positive",
+    "rl/clip/negative_frac": "clipped_negative",
     "rl/outside/positive_below_frac": "positive_below",
     "rl/outside/negative_above_frac": "negative_above",
     "rl/mismatch/truncated_frac": "truncated",
@@ -35,7 +38,22 @@ _SHARES = {
 }
 """Metrics that are the mean of one column of `TokenStats.add` over all tokens."""
 
-_SUMS = ("tokens", *_SHARES.values(), "pull", "pull_of_clipped")
+_WEIGHTS = {
+    "rl/weight/positive": ("weight_positive", "positive"),
+    "rl/weight/negative": ("weight_negative", "negative"),
+}
+"""Metrics that are the mean weight of the tokens whose advantage has one sign: columns of the sum and of the count."""
+
+_SUMS = (
+    "tokens",
+    *_SHARES.values(),
+    "pull",
+    "pull_of_clipped",
+    "positive",
+    "negative",
+    "weight_positive",
+    "weight_negative",
+)
 
 
 class TokenStats:
@@ -63,6 +81,7 @@ class TokenStats:
         ratio_N = token.log_ratio_N.exp()
         # Absolute gradient of the loss with respect to each token's log-prob.
         pull_N = (token.weight_N * batch.advantage_N * scale_N).abs()
+        positive_N, negative_N = batch.advantage_N > 0, batch.advantage_N < 0
         columns = {
             "tokens": torch.ones_like(ratio_N),
             "entropy": entropy_N,
@@ -79,6 +98,12 @@ class TokenStats:
             "masked": batch.correction_N == 0,
             "pull": pull_N,
             "pull_of_clipped": pull_N * token.clipped_N,
+            "positive": positive_N,
+            "negative": negative_N,
+            "clipped_positive": token.clipped_N & positive_N,
+            "clipped_negative": token.clipped_N & negative_N,
+            "weight_positive": token.weight_N * positive_N,
+            "weight_negative": token.weight_N * negative_N,
         }
         self._sums += torch.stack([columns[name].double() for name in _SUMS]).sum(dim=1)
         extremes = torch.stack([-token.log_ratio_N.min(), token.log_ratio_N.max()])
@@ -98,13 +123,16 @@ class TokenStats:
     def metrics(self) -> dict[str, float]:
         """Return token means, extremes of the ratio, and the clipped tokens' share of the sum of absolute gradients.
 
-        Empty without tokens.
+        Empty without tokens. The mean weight of a sign is absent if no token's advantage has it.
         """
         # One transfer from the device for all sums.
         sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
         if sums["tokens"] == 0:
             return {}
         metrics = {name: sums[column] / sums["tokens"] for name, column in _SHARES.items()}
+        for name, (weight, count) in _WEIGHTS.items():
+            if sums[count]:
+                metrics[name] = sums[weight] / sums[count]
         # The extremes are stored as log-ratios, the smaller one with its sign flipped.
         metrics["rl/ratio/min"] = math.exp(-self._extremes[0].item())
         metrics["rl/ratio/max"] = math.exp(self._extremes[1].item())

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from klear_core.config.rl import MismatchConfig, RlConfig
-from klear_core.rl.losses import TrainBatch, joins_tokens, k3, log_ratio, row_mean, token_loss
+from klear_core.rl.losses import joins_tokens, k3, log_ratio, token_loss
 from klear_core.rl.metrics import TokenStats
+from klear_core.rl.weights import TrainBatch, row_mean
 from klear_core.train.logps import HeadOutput, fused_loss, token_logps
 from klear_core.train.model import Head
 from klear_core.train.packing import MicroBatch

@@ -40,6 +40,15 @@ class Context:
         dist.all_reduce(total, group=self.group)
         return total
 
+    def max(self, values: Tensor) -> Tensor:
+        """Return the element-wise maximum over these ranks, detached from the graph (collective call)."""
+        values = values.detach()
+        if self.size == 1:
+            return values
+        largest = values.clone()  # all_reduce overwrites its argument
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return largest
+
     def gather_tokens(self, query_BKSD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange this rank's tokens of all heads for all tokens of this rank's heads (collective call).
 

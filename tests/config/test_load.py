@@ -6,8 +6,8 @@ from pydantic import BaseModel
 
 from klear_core.config.data import FileSource
 from klear_core.config.load import apply_override, load_profile, validate
+from klear_core.config.losses import ClipConfig, GppoConfig
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.rl import ClipConfig, GppoConfig
 from klear_core.config.settings import config_digest
 from klear_core.errors import ConfigError
 

@@ -6,8 +6,8 @@ from flows.execute import label_of
 from flows.resolve import resolve
 from flows.retrain import with_seed
 from klear_core.config.distill import ProceduralTeacherConfig
+from klear_core.config.losses import GppoConfig
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.rl import GppoConfig
 from klear_core.errors import ConfigError
 
 PROFILE = """

@@ -13,8 +13,8 @@ from report_runs import BROKEN_BY_RL, config, laptop_run, stage_folder, with_sta
 from rich.console import Console
 
 from klear_core.config.data import FileSource
+from klear_core.config.losses import ClipConfig
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.rl import ClipConfig
 from klear_core.report import curves
 from klear_core.report.config_view import changed_settings
 from klear_core.report.curves import RL_CHARTS, SFT_CHARTS, stage_curves

@@ -14,7 +14,8 @@ import torch
 from rl_builders import ONE, constant_rate, random_samples, rl_config
 from torch import Tensor
 
-from klear_core.config.rl import ErcConfig, GspoConfig, RlConfig, RlOptimConfig, RlRuntime
+from klear_core.config.losses import LOSS_KINDS, ErcConfig
+from klear_core.config.rl import RlConfig, RlOptimConfig, RlRuntime
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.rl.groups import cut_minibatches
 from klear_core.rl.learner import Learner
@@ -119,7 +120,8 @@ def test_mismatch_is_right_for_a_sampler_that_hardly_differs(base: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"old_logps": "learner"}, {"kl_coef": 0.1}, {"erc": ErcConfig()}, {"loss": GspoConfig()}]
+    "changes",
+    [{}, {"old_logps": "learner"}, {"kl_coef": 0.1}, {"erc": ErcConfig()}, *({"loss": cls()} for cls in LOSS_KINDS)],
 )
 def test_every_form_of_the_loss_trains_on_finite_numbers(
     base: Path, tmp_path: Path, changes: dict[str, object]
@@ -149,7 +151,7 @@ def test_without_a_checkpoint_there_is_nothing_to_restore(base: Path, tmp_path: 
     assert learner(base, tmp_path, rl_config()).restore() is None
 
 
-@pytest.mark.parametrize("kind", ["gppo", "gspo"])
+@pytest.mark.parametrize("kind", ["gppo", "gspo", "trm"])
 def test_weights_do_not_depend_on_micro_batches(base: Path, tmp_path: Path, kind: str) -> None:
     def runtime(tokens: int) -> RlRuntime:
         return RlRuntime(device="cpu", tokens_per_microbatch=tokens)

@@ -11,21 +11,36 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from klear_core.config.rl import BetaSchedule, CispoConfig, ClipConfig, ErcConfig, GppoConfig, GspoConfig, LossConfig
-from klear_core.rl.losses import TokenLoss, TrainBatch, at_step, joins_tokens, k3, row_mean, token_loss
+from klear_core.config.losses import (
+    LOSS_KINDS,
+    AspoConfig,
+    BetaSchedule,
+    CispoConfig,
+    ClipConfig,
+    DgpoConfig,
+    ErcConfig,
+    GppoConfig,
+    GspoConfig,
+    LossConfig,
+    SapoConfig,
+    TrmConfig,
+)
+from klear_core.rl.losses import TokenLoss, at_step, joins_tokens, k3, token_loss
+from klear_core.rl.weights import TrainBatch, row_max, row_mean
 
 AT_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 RATIOS = (0.25, 0.5, 0.9, 1.0, 1.2, 1.29, 1.5, 3.0, 12.0)
 ALL_LOSSES: tuple[LossConfig, ...] = (
-    GppoConfig(),
+    *(kind() for kind in LOSS_KINDS),
     GppoConfig(beta_low=0.5, dual_clip=3),
     GppoConfig(preset="high_only"),
-    ClipConfig(),
     ClipConfig(dual_clip=10),
-    CispoConfig(),
     CispoConfig(two_sided=True),
-    GspoConfig(),
     GspoConfig(dual_clip=3),
+    DgpoConfig(low_power=16, high_root=16),
+    AspoConfig(max_weight=1.5),
+    SapoConfig(tau_positive=100, tau_negative=0.01),
+    TrmConfig(max_divergence=0.01),
 )
 
 
@@ -90,7 +105,7 @@ def test_gppo_vectors() -> None:
 
 def test_ce_gppo_scales_value_and_gradient_of_low_negative_tokens_only() -> None:
     cfg = GppoConfig(preset="ce_gppo")
-    check_table(cfg, 1, same(-0.25, -0.5, -0.9, -1, -1.2, -1.28, -1.28, -1.28, -1.28))
+    check_table(cfg, 1, same(-0.25, -0.5, -0.9, -1, -1.2, -1.2, -1.2, -1.2, -1.2))
     check_table(cfg, -1, same(0.4, 0.4, 0.9, 1, 1.2, 1.29, 1.5, 3, 12))
 
 
@@ -143,6 +158,66 @@ def test_cispo_vectors(advantage: float) -> None:
     check_table(CispoConfig(two_sided=True), advantage, list(pairs))
 
 
+def test_dgpo_vectors() -> None:
+    """Below 0.8 the weight is r^2 / 0.8, above 1.2 the geometric mean of r and 1.2."""
+    check_table(DgpoConfig(), 1, same(-0.25, -0.5, -0.9, -1, -1.2, -1.244186, -1.341641, -1.897367, -3.794733))
+    check_table(DgpoConfig(), -1, same(0.078125, 0.3125, 0.9, 1, 1.2, 1.29, 1.5, 3, 12))
+
+
+def test_dgpo_decays_faster_with_a_larger_power_and_slower_with_a_larger_root() -> None:
+    cfg = DgpoConfig(low_power=2, high_root=3)
+    assert one_token(0.5, -1, cfg)[1] == pytest.approx(0.5 * 0.625**2)
+    assert one_token(1.5, 1, cfg)[1] == pytest.approx(-1.392477, abs=1e-6)  # -1.5 times the cube root of 0.8
+    assert one_token(1.5, 1, DgpoConfig(high_root=1))[1] == pytest.approx(-1.2)  # gppo's bound
+    assert one_token(0.5, -1, DgpoConfig(low_power=0))[1] == pytest.approx(0.5)  # the ratio
+
+
+def test_aspo_vectors() -> None:
+    clipped = (-1 / 1.2, 0)
+    check_table(AspoConfig(), 1, [*same(-3, -2, -1 / 0.9, -1), None, clipped, clipped, clipped, clipped])
+    check_table(AspoConfig(), -1, [(0.8, 0), (0.8, 0), *same(0.9, 1, 1.2, 1.29, 1.5), None, (3, 3)])
+
+
+def test_aspo_caps_the_weight_of_both_signs_and_counts_it_as_dual_clip() -> None:
+    ratios, advantages = [0.25, 0.25, 0.5, 1.5, 1.5, 4.0], [1.0, -1.0, 1.0, 1.0, -1.0, -1.0]
+    loss, grad = loss_and_grad([-9 + math.log(r) for r in ratios], batch_of([-9.0] * 6, advantages), AspoConfig())
+    assert grad == pytest.approx([-3, 0, -2, 0, 1.5, 3])
+    assert loss.dual_N.tolist() == [True, False, False, False, False, True]
+    assert loss.low_N.tolist() == [False, True, False, False, False, False]
+    assert loss.high_N.tolist() == [False, False, False, True, False, False]
+    assert loss.clipped_N.tolist() == [True, True, False, True, False, True]
+
+
+def test_sapo_vectors() -> None:
+    """Values are 4 / tau times a sigmoid, weights r / cosh^2 of half its argument; tau is 1, and 1.05 if A < 0."""
+    positive = {0.5: (-1.510163, -0.470007), 1.0: (-2, -1), 1.5: (-2.489837, -1.410022), 3.0: (-3.523188, -1.259923)}
+    negative = {0.5: (1.415939, 0.467070), 1.0: (2 / 1.05, 1), 3.0: (3.393916, 1.166335)}
+    check_table(SapoConfig(), 1, [positive.get(r) for r in RATIOS])
+    check_table(SapoConfig(), -1, [negative.get(r) for r in RATIOS])
+    assert one_token(12.0, 1.0, SapoConfig())[1] == pytest.approx(-48 * math.exp(-11), rel=1e-4)
+
+
+def test_trm_masks_the_whole_row_of_a_token_that_left_the_trust_region() -> None:
+    """(log r)^2 / 2 is at most 0.125, 2.645 and 2.42 in the three rows, and 2.5 is allowed."""
+    gaps = [0.5, -0.2, 0.1, -2.3, 2.2, 0.0]
+    batch = batch_of([-3.0] * 6, [1.0, 1.0, 1.0, 1.0, -1.0, -1.0], rows=[0, 0, 1, 1, 2, 2])
+    loss, grad = loss_and_grad([-3 + gap for gap in gaps], batch, TrmConfig())
+    weights = [math.exp(0.5), math.exp(-0.2), 0, 0, math.exp(2.2), 1]
+    assert grad == pytest.approx([-w * a for w, a in zip(weights, batch.advantage_N.tolist(), strict=True)])
+    assert loss.loss_N.tolist() == pytest.approx(grad)
+    assert loss.clipped_N.tolist() == [False, False, True, True, False, False]
+
+
+def test_the_range_of_trm_is_that_of_its_divergence() -> None:
+    cfg = TrmConfig(max_divergence=0.5 * math.log(2) ** 2)
+    assert (1 - cfg.eps_low, 1 + cfg.eps_high) == pytest.approx((0.5, 2))
+
+
+def test_the_largest_token_of_a_row_does_not_depend_on_other_rows() -> None:
+    batch = batch_of([0.0] * 5, [1.0] * 5, rows=[3, 1, 3, 1, 1])
+    assert row_max(torch.tensor([1.0, -5.0, 4.0, -2.0, -3.0]), batch).tolist() == [4, -2, 4, -2, -2]
+
+
 def test_gppo_keeps_gradient_where_clip_drops_it() -> None:
     assert one_token(1.5, 1.0, ClipConfig())[1] == 0.0
     assert one_token(1.5, 1.0, GppoConfig())[1] == pytest.approx(-1.28)
@@ -182,12 +257,7 @@ def test_gspo_gradient_is_that_of_the_sequence_ratio() -> None:
 
 
 def test_only_sequence_losses_join_tokens() -> None:
-    assert [joins_tokens(cfg) for cfg in (GppoConfig(), ClipConfig(), CispoConfig(), GspoConfig())] == [
-        False,
-        False,
-        False,
-        True,
-    ]
+    assert [kind for kind in LOSS_KINDS if joins_tokens(kind())] == [GspoConfig, TrmConfig]
 
 
 def test_clipped_sides_are_told_apart() -> None:
@@ -257,12 +327,31 @@ def smooth_surrogate(log_ratio: torch.Tensor, logp: torch.Tensor, advantage: flo
     ratio = log_ratio.exp()
     if isinstance(cfg, CispoConfig):
         return -advantage * ratio.detach().clamp(1 - cfg.eps_low if cfg.two_sided else 0, 1 + cfg.eps_high) * logp
+    if isinstance(cfg, SapoConfig):
+        tau = cfg.tau_positive if advantage > 0 else cfg.tau_negative
+        return -advantage * 4 / tau * (tau * (ratio - 1)).sigmoid()
+    if isinstance(cfg, AspoConfig):
+        # As its code has it: the clipped ratio carries the gradient, divided twice by itself as a number.
+        clipped = ratio.clamp(max=1 + cfg.eps_high) if advantage > 0 else ratio.clamp(min=1 - cfg.eps_low)
+        flipped = clipped / clipped.detach() ** 2 if advantage > 0 else clipped
+        capped = flipped.detach() > cfg.max_weight
+        return -advantage * (cfg.max_weight * logp if capped else flipped)
+    if isinstance(cfg, DgpoConfig):
+        low, high = 1 - cfg.eps_low, 1 + cfg.eps_high
+        if advantage < 0 and ratio < low:
+            return -advantage * ratio * (ratio.detach() / low) ** cfg.low_power
+        if advantage > 0 and ratio > high:
+            return -advantage * ratio * (high / ratio.detach()) ** (1 / cfg.high_root)
+        return -advantage * ratio
     if isinstance(cfg, ClipConfig):
         return -torch.minimum(ratio * advantage, ratio.clamp(1 - cfg.eps_low, 1 + cfg.eps_high) * advantage)
     raise AssertionError(cfg)
 
 
-@pytest.mark.parametrize("cfg", [ClipConfig(), CispoConfig(), CispoConfig(two_sided=True)])
+@pytest.mark.parametrize(
+    "cfg",
+    [ClipConfig(), CispoConfig(), CispoConfig(two_sided=True), SapoConfig(), AspoConfig(), DgpoConfig(low_power=2)],
+)
 @pytest.mark.parametrize("advantage", [1.3, -0.4])
 def test_gradient_is_that_of_the_textbook_form(cfg: LossConfig, advantage: float) -> None:
     for ratio in (0.3, 0.75, 0.85, 1.1, 1.4, 7.0):
@@ -293,6 +382,15 @@ def test_every_finite_or_infinite_input_gives_finite_loss_and_gradient(
     loss, grad = loss_and_grad([logp], batch_of([old], [advantage], dtype=torch.float32), which)
     assert math.isfinite(loss.loss_N.item())
     assert math.isfinite(grad[0])
+
+
+@pytest.mark.parametrize("cfg", ALL_LOSSES)
+@pytest.mark.parametrize("ratio", [math.exp(-25), 0.3, 0.9, 1.1, 4.0, math.exp(25)])
+@pytest.mark.parametrize("advantage", [0.7, -1.3])
+def test_the_gradient_is_weight_times_advantage(cfg: LossConfig, ratio: float, advantage: float) -> None:
+    loss, grad = loss_and_grad([-40 + math.log(ratio)], batch_of([-40.0], [advantage]), cfg)
+    assert grad == pytest.approx((-loss.weight_N * advantage).tolist(), rel=1e-12)
+    assert 0 <= loss.weight_N.item() <= math.exp(20) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("cfg", ALL_LOSSES)
@@ -363,9 +461,19 @@ def test_a_schedule_without_length_is_a_jump() -> None:
 
 def test_presets_name_their_betas_and_betas_their_preset() -> None:
     assert (GppoConfig().beta_low, GppoConfig().beta_high) == (1, 1)
-    assert GppoConfig(preset="ce_gppo") == GppoConfig(beta_low=0.5)
+    assert GppoConfig(beta_low=0).preset == "high_only"
+    assert GppoConfig(eps_high=0.2).preset == "paper"
     assert GppoConfig(beta_low=0.3).preset == "custom"
     assert GppoConfig.model_validate(GppoConfig(preset="high_only").model_dump()) == GppoConfig(beta_low=0)
+
+
+def test_the_preset_of_ce_gppo_has_its_clip_range() -> None:
+    cfg = GppoConfig(preset="ce_gppo")
+    assert (cfg.beta_low, cfg.beta_high, cfg.eps_low, cfg.eps_high) == (0.5, 1, 0.2, 0.2)
+    assert GppoConfig(beta_low=0.5, eps_high=0.2) == cfg
+    assert GppoConfig(beta_low=0.5).preset == "custom"
+    with pytest.raises(ValueError, match=r"eps_high=0\.28 contradicts preset 'ce_gppo', where it is 0\.2"):
+        GppoConfig(preset="ce_gppo", eps_high=0.28)
 
 
 def test_a_preset_that_contradicts_its_betas_is_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from rl_builders import rl_config, sample
 
+from klear_core.config.losses import LOSS_KINDS
 from klear_core.config.rl import GrpoAdvantage, MismatchConfig, RlConfig
 from klear_core.rl.metrics import TokenStats
 from klear_core.rl.objective import Denominators, OldPolicy, loss_head, make_targets
@@ -166,7 +167,7 @@ def micro_losses(
     return total.item(), grad_VH, stats
 
 
-@pytest.mark.parametrize("kind", ["gppo", "clip", "cispo", "gspo"])
+@pytest.mark.parametrize("kind", [cls().kind for cls in LOSS_KINDS])
 @pytest.mark.parametrize("normalise", ["token", "sample", "budget"])
 def test_loss_gradient_and_statistics_do_not_depend_on_micro_batches(kind: str, normalise: str) -> None:
     from rl_builders import random_samples

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from klear_core.config.rl import CispoConfig, ErcConfig, GppoConfig, LossConfig
-from klear_core.rl.losses import TrainBatch, token_loss
+from klear_core.config.losses import AspoConfig, CispoConfig, ErcConfig, GppoConfig, LossConfig
+from klear_core.rl.losses import token_loss
 from klear_core.rl.metrics import TokenStats
+from klear_core.rl.weights import TrainBatch
 
 CPU = torch.device("cpu")
 
@@ -67,6 +68,10 @@ def test_every_share_is_of_all_tokens() -> None:
             "rl/clip/high_frac": 2 / 6,
             "rl/clip/dual_frac": 1 / 6,
             "rl/clip/erc_frac": 1 / 6,
+            "rl/clip/positive_frac": 2 / 6,
+            "rl/clip/negative_frac": 2 / 6,
+            "rl/weight/positive": (0.5 + 1.28 * 1.1 + 1.28) / 3,
+            "rl/weight/negative": 0.8 / 3,
             "rl/clip/pull_frac": (pulls[1] + pulls[2] + pulls[5]) / sum(pulls),
             "rl/outside/positive_below_frac": 1 / 6,
             "rl/outside/negative_above_frac": 2 / 6,
@@ -87,6 +92,12 @@ def test_the_pull_counts_tokens_as_the_loss_does() -> None:
     """Averaged row by row, a token of a row of ten counts a tenth of one that is alone in its row."""
     metrics = stats_of([0.5, 1.0], [-1.0, -1.0], GppoConfig(), scales=[1.0, 0.1])
     assert metrics["rl/clip/pull_frac"] == pytest.approx(0.8 / 0.9)
+
+
+def test_the_mean_weight_of_a_sign_is_of_its_tokens_alone() -> None:
+    metrics = stats_of([0.25, 0.5, 2.0], [1.0, 1.0, -1.0], AspoConfig())
+    assert (metrics["rl/weight/positive"], metrics["rl/weight/negative"]) == pytest.approx((2.5, 2))
+    assert "rl/weight/negative" not in stats_of([0.5], [1.0], AspoConfig())
 
 
 def test_no_pull_and_no_token_are_no_trouble() -> None:

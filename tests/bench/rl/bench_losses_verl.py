@@ -33,15 +33,11 @@ import torch
 from torch import Tensor
 
 from klear_core.config.engine import SamplingConfig
+from klear_core.config.losses import CispoConfig, ClipConfig, GppoConfig, GspoConfig, LossConfig
 from klear_core.config.rl import (
     AdvantageConfig,
     BatchAdvantage,
-    CispoConfig,
-    ClipConfig,
-    GppoConfig,
     GrpoAdvantage,
-    GspoConfig,
-    LossConfig,
     MismatchConfig,
     RlConfig,
     RlooAdvantage,
