@@ -15,14 +15,13 @@ from typing import assert_never
 
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shards
-from klear_core.artifacts.shards import Shard, plan_shards, work_shards
+from klear_core.artifacts.shards import plan_shards, work_shards
 from klear_core.config.distill import DistillConfig, HttpTeacherConfig, ProceduralTeacherConfig, TeacherConfig
 from klear_core.config.verify import VerifyConfig
-from klear_core.distill.checks import is_enough
 from klear_core.distill.collection import Collection
-from klear_core.distill.shard_files import JOURNAL_FOLDER, ShardFiles, is_over_budget
+from klear_core.distill.finished import FinishedShard, reopen_poor_shards
+from klear_core.distill.shard_files import JOURNAL_FOLDER
 from klear_core.distill.teacher import Teacher
-from klear_core.distill.trace_counts import TraceCounts
 from klear_core.errors import DataError
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
@@ -112,8 +111,9 @@ async def collect_traces(
         workdir / "traces", problems, items_per_shard=problems_per_shard, begun=workdir / JOURNAL_FOLDER
     )
     run = Collection(cfg, teacher, judge, seed=seed, telemetry=telemetry, num_problems=len(problems))
-    _reopen_poor_shards(shards, cfg)
-    run.count_earlier(shards)
+    finished_before = {shard.path: FinishedShard.of(shard) for shard in shards if shard.is_done}
+    reopen_poor_shards(shards, finished_before, cfg)
+    run.count_earlier(shards, finished_before)
     todo = [shard for shard in shards if not shard.is_done]
     if len(todo) < len(shards):
         log.info("distill: %d of %d shards are there already", len(shards) - len(todo), len(shards))
@@ -129,28 +129,3 @@ async def collect_traces(
     if (workdir / JOURNAL_FOLDER).is_dir():
         (workdir / JOURNAL_FOLDER).rmdir()
     return run.summary()
-
-
-def _reopen_poor_shards(shards: Sequence[Shard[Problem]], cfg: DistillConfig) -> None:
-    """Reopen finished shards below a floor if all finished ones together are below it: the teacher may have been
-    repaired since. Shards that lack samples for want of budget are always reopened.
-    """
-    total, poor = TraceCounts(), []
-    for shard in shards:
-        if not shard.is_done:
-            continue
-        records = ShardFiles(shard).read()
-        counts = TraceCounts()
-        counts.add(records.traces, records.dropped)
-        total.add(records.traces, records.dropped)
-        is_unpaid = is_over_budget(records.dropped)
-        if is_unpaid or not is_enough(counts, cfg.runtime):
-            poor.append((shard, is_unpaid))
-    if not total.num_asked:
-        return
-    is_total_poor = not is_enough(total, cfg.runtime)
-    reopened = [shard for shard, is_unpaid in poor if is_unpaid or is_total_poor]
-    if reopened:
-        log.info("distill: %d finished shards of an earlier run lack traces, which are requested again", len(reopened))
-    for shard in reopened:
-        ShardFiles(shard).reopen()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.shards import Shard
 from klear_core.config.distill import DistillConfig, HttpTeacherConfig
 from klear_core.distill.checks import floor_warnings, too_many_failures, usage_warnings
+from klear_core.distill.finished import FinishedShard
 from klear_core.distill.journal import Journal
 from klear_core.distill.progress import Progress
 from klear_core.distill.select import drop_reason, dropped, why_incomplete
@@ -69,15 +70,15 @@ class Collection:
         self._unpaid: dict[Path, Sequence[_Solved]] = {}
         """Results of shards that are not finished for want of budget."""
 
-    def count_earlier(self, shards: Sequence[Shard[Problem]]) -> None:
+    def count_earlier(self, shards: Sequence[Shard[Problem]], finished: Mapping[Path, FinishedShard]) -> None:
         """Count what earlier runs finished and used, before new work: counts and limits are over all shards."""
         for shard in shards:
             files = ShardFiles(shard)
             if shard.is_done:
-                records = files.read()
-                self.usage += records.usage
+                earlier = finished[shard.path]
+                self.usage += earlier.usage
                 self.progress.num_done += len(shard.items)
-                self._count(shard, records.traces, records.dropped)
+                self._count(shard, earlier.counts, num_failed=earlier.num_failed)
                 files.clean()
             else:
                 self.usage += files.used_so_far()
@@ -160,7 +161,9 @@ class Collection:
         unused = [reply for solved in results for reply in solved.unused]
         usage = journal.usage if journal else Usage()
         records = ShardRecords(traces=traces, dropped=drops, unused=unused, usage=usage)
-        self._count(shard, records.traces, records.dropped)
+        counts = TraceCounts()
+        counts.add(traces, drops)
+        self._count(shard, counts, num_failed=len(failures_of(outcomes)))
         self._check_complete_share()
         ShardFiles(shard).write(records)
         if journal:
@@ -214,10 +217,10 @@ class Collection:
             self._journals[shard.path] = Journal(path, fsync_s=self.cfg.runtime.fsync_s)
         return self._journals[shard.path]
 
-    def _count(self, shard: Shard[Problem], traces: Sequence[TeacherTrace], drops: Sequence[Dropped]) -> None:
+    def _count(self, shard: Shard[Problem], counts: TraceCounts, *, num_failed: int) -> None:
         self.num_shards_done += 1
-        self.trace_counts.add(traces, drops)
-        self.budget.count(num_asked=self._num_asked(shard), num_failed=len(failures_of([*traces, *drops])))
+        self.trace_counts.merge(counts)
+        self.budget.count(num_asked=self._num_asked(shard), num_failed=num_failed)
 
     def _check_complete_share(self) -> None:
         """Raise DataError if too few answers are complete; called before the newest shard is written as done."""

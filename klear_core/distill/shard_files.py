@@ -58,15 +58,10 @@ class ShardFiles:
         write_shard(self._traces, records.traces)
 
     def read(self) -> ShardRecords:
-        """Return the records of a finished shard."""
-        unused = read_shard(self._unused, UnusedReply) if self._unused.exists() else ()
+        """Return the records of a finished shard, without the unused replies."""
         usage = read_shard(self._usage, Usage)[0] if self._usage.exists() else Usage()
-        return ShardRecords(
-            traces=read_shard(self._traces, TeacherTrace),
-            dropped=read_shard(self._dropped, Dropped),
-            unused=unused,
-            usage=usage,
-        )
+        traces, dropped = read_shard(self._traces, TeacherTrace), read_shard(self._dropped, Dropped)
+        return ShardRecords(traces=traces, dropped=dropped, usage=usage)
 
     def used_so_far(self) -> Usage:
         """Return what an unfinished shard has used."""
@@ -80,7 +75,8 @@ class ShardFiles:
         """Make a finished shard unfinished. Whole replies are kept; those that are missing are requested again."""
         records = self.read()
         if records.usage.attempts:
-            write_journal(self.journal, _whole_replies(records), records.usage)
+            unused = read_shard(self._unused, UnusedReply) if self._unused.exists() else []
+            write_journal(self.journal, _whole_replies(records.traces, unused), records.usage)
         self._traces.unlink()
 
 
@@ -92,9 +88,11 @@ def is_over_budget(dropped: Sequence[Dropped]) -> bool:
     return any(drop.reason == OVER_BUDGET for drop in dropped)
 
 
-def _whole_replies(records: ShardRecords) -> Iterator[tuple[SampleId, TeacherReply]]:
-    kept: list[TeacherTrace | UnusedReply] = list(records.traces)
-    kept += [reply for reply in records.unused if reply.step != "complete"]
+def _whole_replies(
+    traces: Sequence[TeacherTrace], unused: Sequence[UnusedReply]
+) -> Iterator[tuple[SampleId, TeacherReply]]:
+    kept: list[TeacherTrace | UnusedReply] = list(traces)
+    kept += [reply for reply in unused if reply.step != "complete"]
     for one in kept:
         reply = TeacherReply(
             reasoning=one.reasoning,

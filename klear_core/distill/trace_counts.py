@@ -42,6 +42,17 @@ class TraceCounts:
             if drop.step == "select" and kind == "wrong":
                 self.num_judged[difficulty] += 1
 
+    def merge(self, later: TraceCounts) -> None:
+        """Add the counts of shards that come after those counted so far."""
+        self.num_traces += later.num_traces
+        self.num_tokens += later.num_tokens
+        self.num_correct += later.num_correct
+        self.num_judged += later.num_judged
+        self._first_lost = later._first_lost | self._first_lost
+        for step in STEPS:
+            self._dropped[step] += later._dropped[step]
+            self._noted[step] += later._noted[step]
+
     def _add_trace(self, trace: TeacherTrace) -> None:
         self.num_traces += 1
         self.num_tokens += trace.num_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from random import Random
 
 import pytest
 from distill_fakes import FAILED, FakeJudge, FakeTeacher, make_problem, make_reply
@@ -222,3 +223,22 @@ def test_a_server_that_may_ignore_seeds_is_noted_once(tmp_path: Path, server: Sc
     vouched = [piece.replace(b'{"choices"', b'{"system_fingerprint": "fp", "choices"') for piece in STREAM]
     server.script = [streamed(*vouched)]
     assert not [note for note in run(cfg, tmp_path / "b").notes if "seed" in note]
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only Linux tells how many bytes a process has read")
+def test_a_resumed_run_reads_each_finished_shard_once(tmp_path: Path) -> None:
+    noise = Random(0)
+    long_texts = {f"p{i:03d}": [make_reply(reasoning=noise.randbytes(1 << 19).hex())] for i in range(8)}
+    cfg = DistillConfig(runtime=DistillRuntime(traces_per_shard=1, max_in_flight=1))
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(cfg, tmp_path, FakeTeacher(long_texts | {"p008": RuntimeError("power cut")}))
+    num_bytes = sum(file.stat().st_size for file in (tmp_path / "traces").iterdir())
+    assert num_bytes > 3e6  # what else is read is small beside it
+    before = bytes_read()
+    assert run(cfg, tmp_path, FakeTeacher()).counts["traces"] == 10
+    assert 0.9 < (bytes_read() - before) / num_bytes < 1.3
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read from files and elsewhere, cached ones included."""
+    return int(Path("/proc/self/io").read_text().split()[1])
