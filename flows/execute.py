@@ -45,6 +45,7 @@ from tasks.progress import console
 from tasks.report import failed_report, report_failure
 from tasks.run_info import RunInfo
 from tasks.task import StageTask, in_workspace
+from tasks.teacher_keys import read_keys
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,8 @@ def _run_selected(
     stages = stages_of(config)
     chosen = select_stages(stages, only=choice.only, from_=choice.from_, until=choice.until)
     again = stages_again(stages, choice.rerun_from, chosen)
-    require_ready(config, chosen, again=again)
+    keys = read_keys(stage.job for stage in stages if stage.name in chosen)
+    require_ready(config, chosen, again=again, keys=keys)
     run = PipelineRun(config=config, info=_run_info(config, _this_flow_run()), stages=stages, chosen=chosen)
     if again:
         ids = fingerprints_of(with_inputs(stages, again), config.workspace)

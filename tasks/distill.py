@@ -11,6 +11,7 @@ from klear_core.metrics import Telemetry
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
+from tasks.teacher_keys import read_keys
 
 
 @stage_task
@@ -20,7 +21,14 @@ def distill(info: RunInfo, job: DistillJob, inputs: Inputs) -> ArtifactRef:
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.distill.collect import distill as collect
 
-        problems = inputs["problems"].path
-        return collect(job.distill, job.verify, problems=problems, seed=job.seed, workdir=workdir, telemetry=telemetry)
+        return collect(
+            job.distill,
+            job.verify,
+            problems=inputs["problems"].path,
+            seed=job.seed,
+            workdir=workdir,
+            telemetry=telemetry,
+            keys=read_keys([job]),
+        )
 
     return run_stage(info, job, inputs, body)

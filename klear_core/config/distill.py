@@ -38,6 +38,8 @@ class TeacherEndpoint(Settings):
     a URL is no place for a key."""
     api_key_env: str = ""
     """Name of the environment variable that holds the API key; the key itself is never a setting."""
+    api_key_block: str = Field(default="", pattern="^[a-z0-9-]*$")
+    """Name of the Prefect block of type Secret that holds the API key, in place of a variable."""
     model: str = ""
     """Name of the model at this endpoint, if it differs from the teacher's `model`."""
     weight: float = Field(default=1.0, gt=0)
@@ -46,6 +48,12 @@ class TeacherEndpoint(Settings):
     """Price of a million prompt tokens, in any currency."""
     output_price: float = Field(default=0.0, ge=0)
     """Price of a million tokens of replies, reasoning included, in the same currency."""
+
+    @model_validator(mode="after")
+    def _one_key(self) -> Self:
+        if self.api_key_env and self.api_key_block:
+            raise ValueError(f"set either api_key_env or api_key_block for {self.base_url}, not both")
+        return self
 
 
 class BudgetConfig(Settings):
@@ -108,10 +116,14 @@ class HttpTeacherRuntime(Settings):
         return self
 
 
+_OF_ONE_ENDPOINT = ("base_url", "api_key_env", "api_key_block")
+
+
 class HttpTeacherConfig(Settings):
     """A reasoning model behind OpenAI-compatible chat endpoints (DeepSeek-R1-0528 in the paper).
 
-    `base_url` and `api_key_env` directly under the teacher are short for one endpoint under `runtime.endpoints`.
+    `base_url`, `api_key_env` and `api_key_block` directly under the teacher are short for one endpoint under
+    `runtime.endpoints`.
     """
 
     kind: Literal["http"] = "http"
@@ -138,13 +150,13 @@ class HttpTeacherConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _one_endpoint(cls, settings: object) -> object:
-        """Move `base_url` and `api_key_env` into `runtime.endpoints`."""
+        """Move `base_url` and the name of the key into `runtime.endpoints`."""
         if not isinstance(settings, dict) or "base_url" not in settings:
             return settings
         runtime = settings.get("runtime", {})
         if not isinstance(runtime, dict) or "endpoints" in runtime:
             raise ValueError("set either base_url or runtime.endpoints, not both")
-        short = {key: settings[key] for key in ("base_url", "api_key_env") if key in settings}
+        short = {key: settings[key] for key in _OF_ONE_ENDPOINT if key in settings}
         rest = {key: value for key, value in settings.items() if key not in short}
         return rest | {"runtime": runtime | {"endpoints": [short]}}
 

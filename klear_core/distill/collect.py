@@ -20,6 +20,7 @@ from klear_core.config.distill import DistillConfig, HttpTeacherConfig, Procedur
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.collection import Collection
 from klear_core.distill.finished import FinishedShard, reopen_poor_shards
+from klear_core.distill.keys import NO_KEYS, BlockKeys
 from klear_core.distill.shard_files import JOURNAL_FOLDER
 from klear_core.distill.teacher import Teacher
 from klear_core.errors import DataError
@@ -31,7 +32,14 @@ log = logging.getLogger(__name__)
 
 
 def distill(
-    cfg: DistillConfig, verify: VerifyConfig, *, problems: Path, seed: int, workdir: Path, telemetry: Telemetry
+    cfg: DistillConfig,
+    verify: VerifyConfig,
+    *,
+    problems: Path,
+    seed: int,
+    workdir: Path,
+    telemetry: Telemetry,
+    keys: BlockKeys = NO_KEYS,
 ) -> StageSummary:
     """Write `workdir/traces` and `workdir/dropped` for the problems in a curation artifact folder.
 
@@ -48,7 +56,7 @@ def distill(
     with build_judge_pool(verify) as judges:
         notes = judges.prepare(chosen)
         summary = asyncio.run(
-            _with_teacher(cfg, judges.judge_async, chosen, seed=seed, workdir=workdir, telemetry=telemetry)
+            _with_teacher(cfg, judges.judge_async, chosen, seed=seed, workdir=workdir, telemetry=telemetry, keys=keys)
         )
     summary = summary.model_copy(update={"notes": (*summary.notes, *notes)})
     if len(chosen) == len(offered):
@@ -68,16 +76,23 @@ def choose_problems(problems: Sequence[Problem], *, max_problems: int | None, se
 
 
 async def _with_teacher(
-    cfg: DistillConfig, judge: Judge, problems: Sequence[Problem], *, seed: int, workdir: Path, telemetry: Telemetry
+    cfg: DistillConfig,
+    judge: Judge,
+    problems: Sequence[Problem],
+    *,
+    seed: int,
+    workdir: Path,
+    telemetry: Telemetry,
+    keys: BlockKeys,
 ) -> StageSummary:
-    teacher = build_teacher(cfg.teacher)
+    teacher = build_teacher(cfg.teacher, keys)
     try:
         return await collect_traces(cfg, teacher, judge, problems, seed=seed, workdir=workdir, telemetry=telemetry)
     finally:
         await teacher.close()
 
 
-def build_teacher(cfg: TeacherConfig) -> Teacher:
+def build_teacher(cfg: TeacherConfig, keys: BlockKeys = NO_KEYS) -> Teacher:
     """Build the teacher that the settings name; raise ConfigError if its API key is missing."""
     match cfg:
         case ProceduralTeacherConfig():
@@ -87,7 +102,7 @@ def build_teacher(cfg: TeacherConfig) -> Teacher:
         case HttpTeacherConfig():
             from klear_core.distill.http import HttpTeacher
 
-            return HttpTeacher(cfg)
+            return HttpTeacher(cfg, keys)
         case _:
             assert_never(cfg)
 

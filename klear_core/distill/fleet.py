@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ import httpx
 from klear_core.config.distill import HttpTeacherRuntime, TeacherEndpoint
 from klear_core.distill.budget import Budget, cost_of
 from klear_core.distill.concurrency import ConcurrencyLimit
+from klear_core.distill.keys import BlockKeys, request_headers
 from klear_core.distill.teacher import Usage
-from klear_core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,9 @@ class OverBudgetError(Exception):
 class Endpoint:
     """One server: its connections, its requests in flight, and how it fares."""
 
-    def __init__(self, cfg: TeacherEndpoint, runtime: HttpTeacherRuntime, *, model: str, now: float) -> None:
+    def __init__(
+        self, cfg: TeacherEndpoint, runtime: HttpTeacherRuntime, *, model: str, now: float, keys: BlockKeys
+    ) -> None:
         self.cfg = cfg
         self.model = cfg.model or model
         self.url = cfg.base_url.rstrip("/") + "/chat/completions"
@@ -57,7 +58,7 @@ class Endpoint:
         self.takes_stream_options = True
         self._runtime = runtime
         self._times_left_out = 0
-        self._headers = request_headers(cfg)
+        self._headers = request_headers(cfg, keys)
         self.client = httpx.AsyncClient(
             headers=self._headers,
             timeout=httpx.Timeout(None, connect=runtime.connect_timeout_s),
@@ -110,9 +111,9 @@ class _Waiter:
 class Fleet:
     """Gives requests to endpoints, first come, first served; within each one's limit and the budget of all."""
 
-    def __init__(self, runtime: HttpTeacherRuntime, *, model: str, max_tokens: int) -> None:
+    def __init__(self, runtime: HttpTeacherRuntime, *, model: str, max_tokens: int, keys: BlockKeys) -> None:
         now = time.monotonic()
-        self.endpoints = [Endpoint(cfg, runtime, model=model, now=now) for cfg in runtime.endpoints]
+        self.endpoints = [Endpoint(cfg, runtime, model=model, now=now, keys=keys) for cfg in runtime.endpoints]
         self.budget = Budget(runtime.budget)
         self._max_tokens = max_tokens
         self._waiters: deque[_Waiter] = deque()
@@ -207,18 +208,3 @@ class Fleet:
     def _most(self, endpoint: Endpoint, input_tokens: int) -> Usage:
         cost = cost_of(endpoint.cfg, input_tokens=input_tokens, output_tokens=self._max_tokens)
         return Usage(input_tokens=input_tokens, output_tokens=self._max_tokens, cost=cost)
-
-
-def request_headers(cfg: TeacherEndpoint) -> dict[str, str]:
-    """Return the headers that carry the key. Raise ConfigError, without the key, if there is none or it is unusable."""
-    if not cfg.api_key_env:
-        return {}
-    key = os.environ.get(cfg.api_key_env, "").strip()
-    if not key:
-        raise ConfigError(
-            f"distill.teacher api_key_env = {cfg.api_key_env!r}: this environment variable is not set; "
-            "export it and run again"
-        )
-    if not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"the environment variable {cfg.api_key_env!r} holds characters that no API key has")
-    return {"Authorization": f"Bearer {key}"}

@@ -17,7 +17,8 @@ import httpx
 
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.distill.budget import cost_of
-from klear_core.distill.fleet import Endpoint, Fleet, OverBudgetError, request_headers
+from klear_core.distill.fleet import Endpoint, Fleet, OverBudgetError
+from klear_core.distill.keys import NO_KEYS, BlockKeys, request_headers
 from klear_core.distill.stream import BadReplyError, ReplyReader, estimate_tokens
 from klear_core.distill.teacher import (
     OVER_BUDGET,
@@ -45,7 +46,8 @@ _FATAL_STATUSES = {
     302: "the address redirects; use the other one as base_url",
     307: "the address redirects; use the other one as base_url",
     308: "the address has moved; use the new one as base_url",
-    401: "the API key is missing or wrong; check distill.teacher.api_key_env and that variable",
+    401: "the API key is missing or wrong; check the variable (distill.teacher.api_key_env) or the Prefect block "
+    "(api_key_block) that holds it",
     402: "the account has no balance left",
     403: "the API key may not use this model",
     404: "no such address or model; check distill.teacher.base_url (it ends before /chat/completions) "
@@ -74,18 +76,18 @@ class _FailedTry:
 class HttpTeacher:
     """Streams one request per sample from a fleet of endpoints, with retries of everything that may pass.
 
-    Create it in a running event loop. Raise ConfigError if the environment variable of an API key is not set.
+    Create it in a running event loop. Raise ConfigError if an API key is missing.
     """
 
     is_remote = True
 
-    def __init__(self, cfg: HttpTeacherConfig) -> None:
+    def __init__(self, cfg: HttpTeacherConfig, keys: BlockKeys = NO_KEYS) -> None:
         self.cfg = cfg
         self.name = cfg.model
         instructions = f"{cfg.math_instruction}\x1f{cfg.code_instruction}".encode()
         self.prompt_version = "chat-" + hashlib.blake2b(instructions, digest_size=4).hexdigest()
         self.retries: Counter[str] = Counter()
-        self._fleet = Fleet(cfg.runtime, model=cfg.model, max_tokens=cfg.max_tokens)
+        self._fleet = Fleet(cfg.runtime, model=cfg.model, max_tokens=cfg.max_tokens, keys=keys)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -340,7 +342,7 @@ async def _first_bytes(response: httpx.Response) -> bytes:
     return body
 
 
-def check_endpoints(cfg: HttpTeacherConfig) -> None:
+def check_endpoints(cfg: HttpTeacherConfig, keys: BlockKeys = NO_KEYS) -> None:
     """Request the list of models of every endpoint once.
 
     Raise TeacherError if no response comes within seconds, TeacherRejectsError if an API key is rejected. Any other
@@ -349,7 +351,7 @@ def check_endpoints(cfg: HttpTeacherConfig) -> None:
     for endpoint in cfg.runtime.endpoints:
         url = endpoint.base_url.rstrip("/") + "/models"
         try:
-            status = httpx.get(url, headers=request_headers(endpoint), timeout=_CHECK_TIMEOUT_S).status_code
+            status = httpx.get(url, headers=request_headers(endpoint, keys), timeout=_CHECK_TIMEOUT_S).status_code
         except (httpx.TransportError, httpx.InvalidURL) as e:
             raise TeacherError(
                 f"no server answers at distill.teacher.base_url = {endpoint.base_url!r}: "

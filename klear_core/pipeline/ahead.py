@@ -12,6 +12,7 @@ from klear_core.artifacts.store import LocalStore
 from klear_core.config.jobs import BenchmarksJob, EngineUse, Job, Stage
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import TrainRuntime
+from klear_core.distill.keys import BlockKeys
 from klear_core.errors import ConfigError
 from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of, with_inputs
 
@@ -33,6 +34,8 @@ class PendingWork:
     """Gigabytes that earlier attempts at these stages have left in their working folders."""
     unmade_inputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Chosen stages, each with the inputs (in pipeline order) that neither exist nor are chosen."""
+    keys: BlockKeys | None = None
+    """Teachers' API keys by Prefect block; None before Prefect runs, when they cannot be read."""
 
     @classmethod
     def of(cls, config: PipelineConfig, chosen: Collection[str] | None, again: Collection[str]) -> PendingWork:

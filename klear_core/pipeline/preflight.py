@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +34,7 @@ from klear_core.config.jobs import (
 )
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import HfModelConfig, ModelConfig, TinyModelConfig
+from klear_core.distill.keys import MAKE_BLOCK, NO_KEYS, BlockKeys
 from klear_core.errors import ArtifactError, ConfigError, KlearError, ResourceError
 from klear_core.hf_config import HfConfig, check_architecture, read_hf_config
 from klear_core.pipeline.ahead import PendingWork
@@ -46,22 +48,31 @@ _LONG_ANSWER = 8192
 
 
 def require_ready(
-    config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = ()
+    config: PipelineConfig,
+    chosen: Collection[str] | None = None,
+    *,
+    again: Collection[str] = (),
+    keys: BlockKeys | None = None,
 ) -> None:
     """Raise ConfigError with everything that would stop the run, before anything is spent."""
-    problems = problems_with(config, chosen, again=again)
+    problems = problems_with(config, chosen, again=again, keys=keys)
     if problems:
         raise ConfigError("\n       ".join(["this profile cannot run here yet:", *problems]))
 
 
 def problems_with(
-    config: PipelineConfig, chosen: Collection[str] | None = None, *, again: Collection[str] = ()
+    config: PipelineConfig,
+    chosen: Collection[str] | None = None,
+    *,
+    again: Collection[str] = (),
+    keys: BlockKeys | None = None,
 ) -> list[str]:
     """Return everything known to be missing or contradictory, each with its key, value and fix; empty if nothing is.
 
-    `chosen` names the stages to run (None: all of them), `again` those to build even if they exist.
+    `chosen` names the stages to run (None: all of them), `again` those to build even if they exist. `keys` are the
+    teachers' API keys by Prefect block; None leaves those unchecked.
     """
-    work = PendingWork.of(config, chosen, again)
+    work = replace(PendingWork.of(config, chosen, again), keys=keys)
     return list(dict.fromkeys(problem for check in _CHECKS for problem in check(work)))
 
 
@@ -198,11 +209,15 @@ def _teacher_problems(work: PendingWork) -> Iterator[str]:
         missing = [name for name in keys if not os.environ.get(name)]
         for name in missing:
             yield f"{key}.api_key_env = {name!r}: this environment variable is not set"
-        if missing:
+        blocks = [endpoint.api_key_block for endpoint in teacher.runtime.endpoints if endpoint.api_key_block]
+        unmade = [name for name in blocks if work.keys is not None and name not in work.keys]
+        for name in unmade:
+            yield f"{key}.api_key_block = {name!r}: Prefect has no such block; {MAKE_BLOCK}"
+        if missing or unmade or (blocks and work.keys is None):
             continue
         from klear_core.distill.http import check_endpoints
 
-        yield from _complaints(key, check_endpoints, teacher)
+        yield from _complaints(key, partial(check_endpoints, keys=work.keys or NO_KEYS), teacher)
 
 
 def _length_problems(work: PendingWork) -> Iterator[str]:

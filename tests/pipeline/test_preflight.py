@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from manifests import manifest
+from pydantic import SecretStr
 from test_hf_config import QWEN3, write_config
 
 from klear_core.artifacts.ledger import LedgerStep
@@ -383,3 +384,14 @@ def test_a_teacher_that_answers_is_asked_once_and_may_refuse_our_key(tmp_path: P
         assert problems_with(config, chosen(config, until="base")) == []
         assert asked == ["/v1/models"]
     assert [f"HTTP {status}" in p for p in problems] == ([] if is_fit else [True])
+
+
+def test_a_missing_key_block_is_named_once_prefect_can_be_asked(tmp_path: Path) -> None:
+    teacher = {"kind": "http", "base_url": "http://127.0.0.1:9/v1", "model": "r1", "api_key_block": "teacher-key"}
+    config = PipelineConfig.model_validate({"workspace": {"root": str(tmp_path)}, "distill": {"teacher": teacher}})
+    told = "distill.teacher.api_key_block = 'teacher-key': Prefect has no such block"
+    assert not [p for p in problems_with(config) if p.startswith("distill.teacher")]
+    assert [p for p in problems_with(config, keys={}) if p.startswith(told)]
+    found = problems_with(config, keys={"teacher-key": SecretStr("sk-very-secret")})
+    assert [p for p in found if p.startswith("distill.teacher: no server answers")]
+    assert "sk-very-secret" not in str(found)
