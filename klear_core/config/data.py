@@ -231,6 +231,36 @@ class DecontaminateConfig(Settings):
     """Question sets to keep out of training in addition to the benchmarks; they need no references."""
 
 
+class HashedEmbedding(Settings):
+    """TF-IDF of a question's words, hashed to a short vector; needs no model."""
+
+    kind: Literal["hashed"] = "hashed"
+    dimensions: int = Field(default=256, ge=16, le=4096)
+    """Length of a vector, one byte each: 1M questions take 0.26 GB."""
+
+
+class SentenceEmbeddingRuntime(Settings):
+    """Settings that do not change which problems stay, up to rounding."""
+
+    batch_size: int = Field(default=32, ge=1)
+    """Questions that the model reads at once."""
+
+
+class SentenceEmbedding(Settings):
+    """Embedding by a sentence-transformers model; needs the extra `embed`."""
+
+    kind: Literal["sentence_transformer"] = "sentence_transformer"
+    model: str = Field(min_length=1)
+    """A folder, or a name on the Hugging Face Hub with its `revision`."""
+    revision: str | None = Field(default=None, pattern=r"^[0-9a-f]{40}$")
+    """Commit on the Hub, 40 hex digits; None: `model` is a folder."""
+    runtime: SentenceEmbeddingRuntime = SentenceEmbeddingRuntime()
+
+
+EmbeddingConfig = Annotated[HashedEmbedding | SentenceEmbedding, Field(discriminator="kind")]
+"""Vectors of questions by which a subset is chosen. The paper's embedding is undisclosed."""
+
+
 class SelectConfig(Settings):
     """Choice among the problems that are left after decontamination; by default all stay. Sources are named as in the
     ledger. The order is: best sources, caps, then weights and `num_problems` together."""
@@ -247,8 +277,15 @@ class SelectConfig(Settings):
     fixed shares. Undisclosed in the paper."""
     num_problems: int | None = Field(default=None, ge=1)
     """Size of the result; None: no fixed size. The paper's ablations use 31,600 (Tables 4 and 5)."""
-    method: Literal["random"] = "random"
-    """Choice of `num_problems`: `random` draws by the seed."""
+    method: Literal["k_center", "random"] = "k_center"
+    """Choice of `num_problems`: `k_center` covers the space of questions by K-center greedy, as the paper's ablations
+    did; `random` draws by the seed."""
+    embedding: EmbeddingConfig = HashedEmbedding()
+    """Vectors for `k_center`."""
+    refine_steps: int = Field(default=2, ge=0, le=20)
+    """Times that every centre moves to the middle of the questions nearest to it. 0 is plain K-center greedy, which
+    takes outliers first: its largest distance is the smallest, and its mean distance is above that of a random draw
+    (docs/data.md has figures). Ours."""
 
     @property
     def is_on(self) -> bool:

@@ -6,16 +6,18 @@ Axis letter: N problems.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import compress
 from math import floor
 
 import numpy as np
 import numpy.typing as npt
 
 from klear_core.config.data import CurateConfig, SelectConfig, Source
+from klear_core.data.embed import check_embedding, embed
+from klear_core.data.kcenter import Centres, Indices, k_center, refined
 from klear_core.data.sources import source_name
 from klear_core.errors import ConfigError
 from klear_core.seeding import seed_for
@@ -24,8 +26,16 @@ from klear_core.types import Dropped
 SELECT = "select"
 """Ledger step of the problems that this module drops."""
 
-_STAYS, _OVER_CAP, _OVER_WEIGHT, _NOT_DRAWN = range(4)
-_SLUGS = ("", "over_cap", "over_weight", "not_drawn")
+_STAYS, _OVER_CAP, _OVER_WEIGHT, _NOT_DRAWN, _NOT_A_CENTER = range(5)
+_MEANING = {
+    "": "",
+    "over_cap": "select.caps allows fewer problems of this source",
+    "over_weight": "select.weights allows fewer problems of this source",
+    "not_drawn": "not among the drawn select.num_problems",
+    "not_a_center": "no centre; a problem that stays is the nearest centre",
+}
+"""Reasons in the order of their numbers, and what they mean."""
+_SLUGS = tuple(_MEANING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +56,10 @@ class Selection:
     pool: Pool
     reasons_N: npt.NDArray[np.int8]
     """Index into the reasons; 0 stays."""
-    kept: Mapping[str, int]
-    """Number of problems that stay, by source."""
+    centres: Centres | None
+    """The result of K-center greedy if it was used; it counts the problems of `left_N` alone."""
+    left_N: Indices
+    """The problems, ascending, among which the centres were chosen."""
     notes: tuple[str, ...]
     """Warnings for the reader of the report."""
 
@@ -56,9 +68,13 @@ class Selection:
         reason = _SLUGS[self.reasons_N[index]]
         if not reason:
             return None
-        source = self.pool.sources[index]
-        detail = f"{source}: {self.kept.get(source, 0):,} of its problems stay"
-        return Dropped(problem_id=self.pool.problem_ids[index], step=SELECT, reason=reason, detail=detail)
+        matched_id, detail = "", f"{self.pool.sources[index]}: {_MEANING[reason]}"
+        if self.centres is not None and reason == "not_a_center":
+            place = np.searchsorted(self.left_N, index)
+            matched_id = self.pool.problem_ids[self.left_N[self.centres.nearest_N[place]]]
+            detail += f", which is {self.centres.similarity_N[place]:.3f} like it (cosine)"
+        problem_id = self.pool.problem_ids[index]
+        return Dropped(problem_id=problem_id, step=SELECT, reason=reason, detail=detail, matched_id=matched_id)
 
 
 def sources_to_read(cfg: CurateConfig) -> tuple[Source, ...]:
@@ -92,6 +108,8 @@ def check_selection(cfg: CurateConfig) -> None:
                 raise ConfigError(f"select.{key}: {name!r} is none of the sources, which are: {', '.join(names)}")
     _require_all("quality", cfg.select.quality, names)
     _require_all("weights", cfg.select.weights, [source_name(source) for source in sources_to_read(cfg)])
+    if cfg.select.num_problems is not None and cfg.select.method == "k_center":
+        check_embedding(cfg.select.embedding)
 
 
 def select_problems(cfg: SelectConfig, pool: Pool, *, seed: int) -> Selection:
@@ -104,16 +122,21 @@ def select_problems(cfg: SelectConfig, pool: Pool, *, seed: int) -> Selection:
         members[source], reasons_N[own_M[cfg.caps[source] :]] = own_M[: cfg.caps[source]], _OVER_CAP
     available = {source: len(own_M) for source, own_M in members.items()}
     quotas = mix(available, cfg.weights, most=cfg.num_problems) if cfg.weights else available
-    for source, own_M in members.items():
-        members[source] = own_M[: quotas[source]]
-        reasons_N[own_M[quotas[source] :]] = _OVER_WEIGHT if cfg.num_problems is None else _NOT_DRAWN
-    if cfg.num_problems is not None:
+    size = min(sum(quotas.values()), cfg.num_problems or len(draws_N))
+    if cfg.num_problems is not None and cfg.method == "k_center" and 0 < size < sum(available.values()):
         left_N = np.flatnonzero(reasons_N == _STAYS)
-        in_order_N = left_N[np.argsort(draws_N[left_N])]
-        reasons_N[in_order_N[cfg.num_problems :]] = _NOT_DRAWN
-    stays_N = reasons_N == _STAYS
-    kept = Counter(source for source, stays in zip(pool.sources, stays_N, strict=True) if stays)
-    return Selection(pool=pool, reasons_N=reasons_N, kept=kept, notes=tuple(_notes(cfg, available, kept.total())))
+        centres = _centres(cfg, pool, left_N, draws_N, quotas=quotas, size=size)
+        reasons_N[left_N] = _NOT_A_CENTER
+        reasons_N[left_N[centres.chosen]] = _STAYS
+    else:
+        left_N, centres = np.empty(0, dtype=np.int64), None
+        surplus = _OVER_WEIGHT if cfg.num_problems is None else _NOT_DRAWN
+        for source, own_M in members.items():
+            reasons_N[own_M[quotas[source] :]] = surplus
+        in_quota_M = np.flatnonzero(reasons_N == _STAYS)
+        reasons_N[in_quota_M[np.argsort(draws_N[in_quota_M])[size:]]] = _NOT_DRAWN
+    notes = tuple(_notes(cfg, available, size))
+    return Selection(pool=pool, reasons_N=reasons_N, left_N=left_N, centres=centres, notes=notes)
 
 
 def mix(available: Mapping[str, int], weights: Mapping[str, float], *, most: int | None = None) -> dict[str, int]:
@@ -137,13 +160,45 @@ def mix(available: Mapping[str, int], weights: Mapping[str, float], *, most: int
     return counts
 
 
-def _draws(pool: Pool, seed: int) -> npt.NDArray[np.int64]:
+def _centres(
+    cfg: SelectConfig,
+    pool: Pool,
+    left_N: Indices,
+    draws_N: Indices,
+    *,
+    quotas: Mapping[str, int],
+    size: int,
+) -> Centres:
+    """Return the centres among the problems `left_N`, as places in that list."""
+    # In order of the ids, so that the lower id wins where two are equally far, whatever the order of the pool.
+    ids = [pool.problem_ids[index] for index in left_N.tolist()]
+    by_id_M = np.array(sorted(range(len(ids)), key=ids.__getitem__), dtype=np.int64)
+    rank_M = np.empty_like(by_id_M)
+    rank_M[by_id_M] = np.arange(len(by_id_M))
+    is_left_N = np.zeros(len(draws_N), dtype=np.bool_)
+    is_left_N[left_N] = True
+    vectors_MD = embed(cfg.embedding, lambda: compress(pool.questions(), is_left_N), rank_M)
+    number_of = {source: number for number, source in enumerate(quotas)}
+    groups_M = np.array([number_of[pool.sources[index]] for index in left_N[by_id_M].tolist()], dtype=np.int64)
+    counts = list(quotas.values())
+    draws_M = np.where(np.array(counts)[groups_M] > 0, draws_N[left_N[by_id_M]], np.iinfo(np.int64).max)
+    centres = k_center(vectors_MD, size, first=int(draws_M.argmin()), groups_N=groups_M, quotas=counts)
+    for _ in range(cfg.refine_steps):
+        centres = refined(vectors_MD, centres, groups_M)
+    return Centres(
+        chosen=by_id_M[centres.chosen],
+        nearest_N=by_id_M[centres.nearest_N[rank_M]],
+        similarity_N=centres.similarity_N[rank_M],
+    )
+
+
+def _draws(pool: Pool, seed: int) -> Indices:
     """Return a seeded hash of each problem's id; those with the lowest are drawn first."""
     draws = (seed_for(seed, "data/select", problem_id) for problem_id in pool.problem_ids)
     return np.fromiter(draws, dtype=np.int64, count=len(pool.problem_ids))
 
 
-def _members(pool: Pool, draws_N: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
+def _members(pool: Pool, draws_N: Indices) -> dict[str, Indices]:
     """Return the problems of each source in the order in which they are drawn."""
     number_of = {source: number for number, source in enumerate(dict.fromkeys(pool.sources))}
     numbers_N = np.fromiter((number_of[source] for source in pool.sources), dtype=np.int64, count=len(draws_N))

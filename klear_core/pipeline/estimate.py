@@ -119,13 +119,18 @@ def _rows_in(path: Path) -> int | None:
 
 
 def _num_problems(config: PipelineConfig) -> int | None:
+    """Return the largest number of problems that curation may keep; None if it is not known."""
+    from klear_core.data.selection import sources_to_read
+    from klear_core.data.sources import source_name
+
+    select = config.curate.select
     total = 0
-    for source in config.curate.sources:
-        count = count_rows(source)
-        if count is None:
-            return None
-        total += count
-    return total
+    for source in sources_to_read(config.curate):
+        count, cap = count_rows(source), select.caps.get(source_name(source))
+        if count is None and cap is None:
+            return select.num_problems
+        total += min(known for known in (count, cap) if known is not None)
+    return min(total, select.num_problems or total)
 
 
 def _num_traces(config: PipelineConfig) -> int | None:

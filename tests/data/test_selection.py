@@ -1,14 +1,18 @@
 import random
 from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.data import CurateConfig, FileSource, SelectConfig
-from klear_core.data.candidates import DroppedRow
+from klear_core.config.data import CurateConfig, FileSource, HashedEmbedding, SelectConfig, SentenceEmbedding
+from klear_core.data.candidates import Candidate, DroppedRow
 from klear_core.data.curate import curate
+from klear_core.data.embed import check_embedding, embed
 from klear_core.data.selection import Pool, check_selection, left_out, mix, select_problems, sources_to_read
-from klear_core.data.sources import source_name
+from klear_core.data.sources import read_source, source_name
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.types import Problem
@@ -53,7 +57,7 @@ def by_source(ids):
 )
 def test_sources_are_capped_and_weighted(cfg, kept, reason):
     ids, drops, selection = selected(cfg, pool_of())
-    assert by_source(ids) == kept == selection.kept
+    assert by_source(ids) == kept
     assert {(drop.step, drop.reason) for drop in drops} == {("select", reason)}
     assert len(ids) + len(drops) == 170
     assert not selection.notes
@@ -97,7 +101,9 @@ def test_a_size_that_cannot_be_reached_is_noted():
 
 def test_nothing_is_selected_from_nothing():
     pool = Pool(problem_ids=[], sources=[], questions=list)
-    assert select_problems(SelectConfig(num_problems=3, caps={"one": 2}), pool, seed=0).kept == {}
+    assert select_problems(SelectConfig(num_problems=3, caps={"one": 2}), pool, seed=0).notes == (
+        "select.num_problems = 3, but sources and weights allow 0 problems only",
+    )
 
 
 def test_shares_are_exact_to_less_than_one_item():
@@ -171,3 +177,76 @@ def test_curation_drops_what_is_not_selected_and_its_ledger_adds_up(tmp_path):
     decontaminate = next(step for step in summary.ledger if step.step == "decontaminate")
     assert decontaminate.noted["kept_of_one"] == 9
     assert "source three is left out by select.top_k_sources = 2" in summary.notes
+
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+MATH = ("math-deepscaler-math/math.json", "math-deepscaler-aime/aime.json")
+
+
+def real_pool(size):
+    """Return real questions of two sources."""
+    if not SHARED.is_dir():
+        pytest.skip(f"the published sets are not beside the checkout ({SHARED})")
+    rows = [row for path in MATH for row in read_source(FileSource(path=str(SHARED / path), limit=size // 2), seed=0)]
+    found = {row.problem_id: row for row in rows if isinstance(row, Candidate)}
+    questions = [row.question for row in found.values()]
+    return Pool(problem_ids=list(found), sources=[row.source for row in found.values()], questions=lambda: questions)
+
+
+def test_k_center_covers_real_questions_better_than_a_draw():
+    pool = real_pool(2500)
+    # distances are in an embedding four times as long as that of the choice
+    vectors = embed(HashedEmbedding(dimensions=1024), pool.questions, np.arange(len(pool.sources))).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    def distances_to(chosen):
+        is_chosen = np.array([name in chosen for name in pool.problem_ids])
+        assert is_chosen.sum() == 300
+        nearest = (vectors @ vectors[is_chosen].T).max(axis=1)
+        return np.sqrt(np.maximum(0, 2 - 2 * nearest))
+
+    draws = [selected(SelectConfig(num_problems=300, method="random"), pool, seed=seed)[0] for seed in range(5)]
+    drawn = [distances_to(draw) for draw in draws]
+    chosen = distances_to(selected(SelectConfig(num_problems=300), pool)[0])
+    assert chosen.max() < min(draw.max() for draw in drawn)
+    assert chosen.mean() < min(draw.mean() for draw in drawn)
+    plain = distances_to(selected(SelectConfig(num_problems=300, refine_steps=0), pool)[0])
+    assert plain.max() < min(draw.max() for draw in drawn)
+
+
+def test_k_center_depends_on_the_ids_and_the_seed_alone():
+    cfg = SelectConfig(num_problems=40)
+    first, drops, _ = selected(cfg, pool_of())
+    assert first == selected(cfg, pool_of(order_seed=5))[0]
+    assert len(first) == 40
+    assert {drop.reason for drop in drops} == {"not_a_center"}
+    assert all(drop.matched_id in first for drop in drops)
+
+
+def test_k_center_keeps_the_shares_of_sources():
+    cfg = SelectConfig(num_problems=20, weights={"one": 3, "two": 1, "three": 1}, caps={"two": 30})
+    ids, drops, _ = selected(cfg, pool_of())
+    assert by_source(ids) == {"one": 12, "two": 4, "three": 4}
+    assert Counter(drop.reason for drop in drops) == {"over_cap": 30, "not_a_center": 120}
+
+
+def test_a_dropped_problem_names_the_nearest_one_that_stays():
+    questions = ["find the sum of two primes", "a train leaves the station at noon", "find the sum of three primes"]
+    pool = Pool(problem_ids=["a", "b", "c"], sources=["s"] * 3, questions=lambda: questions)
+    for seed in range(4):
+        _, (drop,), _ = selected(SelectConfig(num_problems=2), pool, seed=seed)
+        assert {drop.problem_id, drop.matched_id} == {"a", "c"}
+
+
+def test_questions_without_a_word_have_a_vector():
+    vectors = embed(HashedEmbedding(dimensions=16), lambda: ["?", "", "find x"], np.array([2, 0, 1]))
+    assert vectors.any(axis=1).all()
+
+
+def test_a_model_or_a_library_that_is_not_there_is_refused_at_once():
+    if find_spec("sentence_transformers") is None:
+        with pytest.raises(ConfigError, match=r"pip install 'klear\[embed\]'"):
+            check_embedding(SentenceEmbedding(model="all-MiniLM"))
+        return
+    with pytest.raises(ConfigError, match="'all-MiniLM' is no folder"):
+        check_embedding(SentenceEmbedding(model="all-MiniLM"))
