@@ -15,10 +15,11 @@ from klear_core.artifacts.records import whole_tables
 from klear_core.config.load import apply_override, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.curate import curate
+from klear_core.data.leak_table import LEAKS_PAGE
 from klear_core.errors import ConfigError
 from klear_core.report.curation import write_curation_page
 
-KEPT, DROPPED, PAGE, LEAKS = "kept.parquet", "dropped.parquet", "report.html", "leaks.html"
+KEPT, DROPPED, PAGE, LEAKS = "kept.parquet", "dropped.parquet", "report.html", LEAKS_PAGE
 
 
 def curate_files(sources: Sequence[str], benchmarks: Sequence[str], overrides: Sequence[str], *, out: Path) -> None:

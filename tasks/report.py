@@ -10,7 +10,7 @@ from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import ReportJob, Stage
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.metrics import Telemetry
-from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of, with_inputs, workspace_root
+from klear_core.pipeline.graph import artifact_id, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
 from tasks.report_inputs import report_inputs
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
@@ -24,7 +24,9 @@ def report(info: RunInfo, job: ReportJob, inputs: Inputs) -> ArtifactRef:
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:  # noqa: ARG001  there is nothing to measure
         from klear_core.report.build import build_report
 
-        return build_report(report_inputs(info, job, inputs), workdir / job.page)
+        own = artifact_id(job, inputs, info.workspace)
+        home = open_store(info.workspace).folder(own.kind, own.fingerprint)
+        return build_report(report_inputs(info, job, inputs), workdir / job.page, home=home)
 
     return run_stage(info, job, inputs, body)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from klear_core.artifacts.records import shard_name, write_shard
 from klear_core.data.decontaminate import Leak
 
+LEAKS_PAGE = "leaks.html"
+
 _SHOWN_PER_KIND = 20
 """Rows of the page for each set of rules and each benchmark; the Parquet file has all."""
 _SHOWN_CHARS = 600
@@ -24,7 +26,7 @@ td,th{border:1px solid #ccc;padding:6px;vertical-align:top;text-align:left}td.te
 def write_leaks(workdir: Path, leaks: Sequence[Leak]) -> None:
     """Write all leaks to `leaks/*.parquet`, and some of every kind to `leaks.html`."""
     write_shard(workdir / "leaks" / shard_name(0, 1), leaks)
-    (workdir / "leaks.html").write_text(_page(leaks), encoding="utf-8", errors="replace")
+    (workdir / LEAKS_PAGE).write_text(_page(leaks), encoding="utf-8", errors="replace")
 
 
 def _page(leaks: Sequence[Leak]) -> str:

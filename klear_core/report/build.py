@@ -52,12 +52,13 @@ class Page:
         return tuple((m.tone, m.maker.label) for m in self.facts.models)
 
 
-def build_report(inputs: ReportInputs, out: Path) -> StageSummary:
+def build_report(inputs: ReportInputs, out: Path, *, home: Path | None = None) -> StageSummary:
     """Write the report to the file `out` atomically, creating its parents.
 
+    Its links start at the folder `home`, where it will be read if it is published from `out` to elsewhere.
     Raise ArtifactError if a stage's folder cannot be read.
     """
-    page = _page(read_facts(inputs))
+    page = _page(read_facts(inputs), home=out.parent if home is None else home)
     html = page_template("report.html.j2").render(
         page=page,
         started=_readable(page.facts.run.started_at),
@@ -79,7 +80,7 @@ def build_report(inputs: ReportInputs, out: Path) -> StageSummary:
     )
 
 
-def _page(facts: Facts) -> Page:
+def _page(facts: Facts, *, home: Path) -> Page:
     return Page(
         facts=facts,
         headline=headline(facts),
@@ -88,7 +89,7 @@ def _page(facts: Facts) -> Page:
         benchmarks=benchmark_views(facts),
         curves=stage_curves([*facts.stages, *facts.missing]),
         examples=pick_examples(facts),
-        ledgers=stage_ledgers(facts.stages),
+        ledgers=stage_ledgers(facts.stages, home=home),
         settings=changed_settings(facts.config),
         config_json=json.dumps(facts.config.model_dump(mode="json"), indent=2, ensure_ascii=False),
         graph=lineage.lineage_graph(facts.stages),

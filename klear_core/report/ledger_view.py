@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
 
 from klear_core.artifacts.ledger import LedgerStep
+from klear_core.data.leak_table import LEAKS_PAGE
 from klear_core.report.facts import StageFacts
 from klear_core.report.text import NBSP, NONE, shares
 
@@ -48,18 +52,28 @@ class StageLedger:
     """All ledger steps of a stage."""
 
     stage: str
+    leaks: str
+    """Relative address of the page that shows prompts beside benchmark questions; empty if there is none."""
     rows: tuple[LedgerRow, ...]
 
 
-def stage_ledgers(stages: tuple[StageFacts, ...]) -> list[StageLedger]:
-    """Return the ledgers of the stages that have one, in pipeline order."""
-    ledgers = [stage_ledger(stage.name, stage.manifest.ledger) for stage in stages]
+def stage_ledgers(stages: tuple[StageFacts, ...], *, home: Path) -> list[StageLedger]:
+    """Return the ledgers of the stages that have one, in pipeline order, with links from a page in the folder `home`."""
+    ledgers = [
+        stage_ledger(stage.name, stage.manifest.ledger, leaks=_link_to(stage.folder / LEAKS_PAGE, home))
+        for stage in stages
+    ]
     return [ledger for ledger in ledgers if ledger.rows]
 
 
-def stage_ledger(stage: str, steps: Sequence[LedgerStep]) -> StageLedger:
+def stage_ledger(stage: str, steps: Sequence[LedgerStep], *, leaks: str = "") -> StageLedger:
     """Return a stage's ledger for the page."""
-    return StageLedger(stage=stage, rows=tuple(_row(step) for step in steps))
+    return StageLedger(stage=stage, leaks=leaks, rows=tuple(_row(step) for step in steps))
+
+
+def _link_to(file: Path, home: Path) -> str:
+    """Return the relative address of a file, empty if it does not exist. It works while both are in one workspace."""
+    return quote(Path(os.path.relpath(file, home)).as_posix()) if file.is_file() else ""
 
 
 def _row(step: LedgerStep) -> LedgerRow:

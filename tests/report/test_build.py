@@ -7,6 +7,7 @@ from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from report_runs import WHEN, Made, config, laptop_run, publish, samples, stage_folder, with_stage, write_evaluation
@@ -217,3 +218,20 @@ def test_an_altered_manifest_is_named(tmp_path: Path) -> None:
     (folder / "manifest.json").write_text("{}")
     with pytest.raises(ArtifactError, match=r"manifest\.json"):
         build_report(run, tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("home", ["out", "artifacts/report/1f", "failed/run 7"])
+def test_the_curations_page_of_leaks_is_linked_from_where_the_report_is_read(tmp_path: Path, home: str) -> None:
+    run = laptop_run(tmp_path / "a store")
+    (curate,) = [stage.folder for stage in run.stages if stage.stage.name == "curate"]
+    assert curate is not None
+    (curate / "leaks.html").write_text("shown")
+    build_report(run, tmp_path / ".building" / "report.html", home=tmp_path / home)
+    html = (tmp_path / ".building" / "report.html").read_text()
+    (link,) = [attrs["href"] or "" for tag, attrs in Elements(html).tags if tag == "a" and "leaks" in str(attrs)]
+    assert ":" not in link
+    assert (tmp_path / home / unquote(link)).resolve() == curate / "leaks.html"
+
+
+def test_without_such_a_page_there_is_no_link(html: str) -> None:
+    assert "leaks.html" not in html

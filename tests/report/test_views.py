@@ -41,7 +41,7 @@ def facts(run: ReportInputs) -> Facts:
 
 
 def test_every_ledger_row_adds_up_in_counts_and_in_print(facts: Facts) -> None:
-    rows = [row for ledger in stage_ledgers(facts.stages) for row in ledger.rows]
+    rows = [row for ledger in stage_ledgers(facts.stages, home=Path()) for row in ledger.rows]
     assert len(rows) == 9
     for row in rows:
         assert sum(p.count for p in row.parts) == row.num_in
@@ -49,7 +49,9 @@ def test_every_ledger_row_adds_up_in_counts_and_in_print(facts: Facts) -> None:
 
 
 def test_drops_are_listed_from_most_to_least(facts: Facts) -> None:
-    [groups] = [row for ledger in stage_ledgers(facts.stages) for row in ledger.rows if row.step == "group_filter"]
+    [groups] = [
+        row for ledger in stage_ledgers(facts.stages, home=Path()) for row in ledger.rows if row.step == "group_filter"
+    ]
     assert [(p.reason, p.count, p.share) for p in groups.parts] == [
         ("", 1226, "47.9\u00a0%"),
         ("all_right", 1311, "51.2\u00a0%"),
