@@ -292,6 +292,14 @@ class SelectConfig(Settings):
         """Return whether a problem can be dropped after decontamination."""
         return bool(self.caps or self.weights or self.num_problems)
 
+    @property
+    def model_folder(self) -> str | None:
+        """Return the folder of the embedding model if one on disk is used."""
+        is_used = self.num_problems is not None and self.method == "k_center"
+        if is_used and isinstance(self.embedding, SentenceEmbedding) and self.embedding.revision is None:
+            return self.embedding.model
+        return None
+
 
 class DifficultyConfig(Settings):
     """Difficulty tags from the source's rating, a share of its scale in [0, 1]; without a rating the tag is unknown."""

@@ -194,8 +194,10 @@ class CurateJob(Job):
         return cls(seed=config.seed, curate=curate)
 
     def files(self) -> tuple[str, ...]:
-        """Return the files of the sources, and of the question sets that are only used for decontamination."""
-        return _paths_of((*self.curate.sources, *self.curate.decontaminate.also))
+        """Return the files of the sources, of question sets only used for decontamination, and of an embedding model."""
+        files = _paths_of((*self.curate.sources, *self.curate.decontaminate.also))
+        model = self.curate.select.model_folder
+        return files if model is None else (*files, model)
 
     def sources_in(self, section: str) -> tuple[SourceUse, ...]:
         """Return the sources of the problems."""
