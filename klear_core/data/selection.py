@@ -32,7 +32,7 @@ _MEANING = {
     "over_cap": "select.caps allows fewer problems of this source",
     "over_weight": "select.weights allows fewer problems of this source",
     "not_drawn": "not among the drawn select.num_problems",
-    "not_a_center": "no centre; a problem that stays is the nearest centre",
+    "not_a_center": "not among the select.num_problems centres",
 }
 """Reasons in the order of their numbers, and what they mean."""
 _SLUGS = tuple(_MEANING)
@@ -72,7 +72,7 @@ class Selection:
         if self.centres is not None and reason == "not_a_center":
             place = np.searchsorted(self.left_N, index)
             matched_id = self.pool.problem_ids[self.left_N[self.centres.nearest_N[place]]]
-            detail += f", which is {self.centres.similarity_N[place]:.3f} like it (cosine)"
+            detail += f"; the nearest of them is {self.centres.similarity_N[place]:.3f} like it (cosine)"
         problem_id = self.pool.problem_ids[index]
         return Dropped(problem_id=problem_id, step=SELECT, reason=reason, detail=detail, matched_id=matched_id)
 
