@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
+from klear_core.data.json_arrays import DECODER, array_elements
 from klear_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ _JSON_KINDS = (".jsonl", ".ndjson", ".json")
 SUFFIXES = (*_JSON_KINDS, *(kind + packed for kind in _JSON_KINDS for packed in _PACKED), ".parquet", ".arrow")
 """Names of data files end in one of these."""
 
-MAX_ROW_BYTES = 512 << 20
-"""Limit for one line of a JSONL file; twice the limit for the tests of one problem. Longer lines are dropped unread."""
+MAX_ROW_BYTES = 256 << 20
+"""Limit for one row of a JSON file, which is also that of one problem's tests. A longer row is dropped unparsed: parsing
+would take several times its size in memory."""
 
 ALL_COLUMNS: frozenset[str] = frozenset()
 """Stands for all columns of a file."""
@@ -32,9 +34,6 @@ _BATCH_BYTES = 16 << 20
 _MAX_BATCH_ROWS = 1024
 _READ_AHEAD_BYTES = 1 << 20
 _CHUNK_CHARS = 1 << 20
-_MAX_INT_DIGITS = 4300
-"""Longest integer that Python converts from text (`sys.set_int_max_str_digits`)."""
-_SPACE = re.compile(r"[ \t\r\n]*")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """Last bytes of a whole Arrow stream. Arrow itself reads a stream without them as if it were whole."""
@@ -118,7 +117,7 @@ def _rows_of(path: Path, label: str, max_row_bytes: int, columns: frozenset[str]
         _check_arrow_end(path, label)
         return _table_rows(_arrow_batches(path, columns), label)
     if _is_array(path):
-        return _array_rows(path, label)
+        return _array_rows(path, label, max_row_bytes)
     return _line_rows(path, label, max_row_bytes)
 
 
@@ -148,9 +147,13 @@ def _line_rows(path: Path, label: str, max_row_bytes: int) -> Iterator[FileRow |
             where = f"{label}:{number}"
             if len(line) > max_row_bytes:
                 _skip_line(f, line)
-                yield BrokenRow(where=where, reason="row_too_large", detail=f"more than {max_row_bytes} bytes")
+                yield _too_large(where, max_row_bytes)
             elif line.strip():
                 yield _parsed(line, where=where)
+
+
+def _too_large(where: str, max_row_bytes: int) -> BrokenRow:
+    return BrokenRow(where=where, reason="row_too_large", detail=f"more than {max_row_bytes} bytes")
 
 
 def _skip_line(f: BinaryIO, line: bytes) -> None:
@@ -161,7 +164,7 @@ def _skip_line(f: BinaryIO, line: bytes) -> None:
 def _parsed(line: bytes, *, where: str) -> FileRow | BrokenRow:
     try:
         text = line.decode("utf-8-sig")
-        value = _DECODER.decode(text.strip())
+        value = DECODER.decode(text.strip())
     except UnicodeDecodeError as e:
         return BrokenRow(where=where, reason="not_utf8", detail=str(e))
     except json.JSONDecodeError as e:
@@ -173,58 +176,26 @@ def _parsed(line: bytes, *, where: str) -> FileRow | BrokenRow:
     return _as_row(value, where=where, text=text)
 
 
-def _integer(digits: str) -> int | str:
-    """Return the integer, or its digits if they are more than Python converts."""
-    return int(digits) if len(digits) <= _MAX_INT_DIGITS else digits
-
-
-_DECODER = json.JSONDecoder(parse_int=_integer)
-
-
-def _array_rows(path: Path, label: str) -> Iterator[FileRow | BrokenRow]:
+def _array_rows(path: Path, label: str, max_row_bytes: int) -> Iterator[FileRow | BrokenRow]:
     """Yield the rows of a JSON array one element at a time; published arrays reach several gigabytes."""
     number = 0
     # surrogateescape: bytes that are not UTF-8 cost their own row alone, which `_as_row` finds
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape") as f:
         try:
-            for text, value in _array_elements(f):
+            for element in array_elements(f, max_row_bytes):
                 number += 1
-                yield _as_row(value, where=f"{label} row {number}", text=text)
+                where = f"{label} row {number}"
+                if element is None:
+                    yield _too_large(where, max_row_bytes)
+                    continue
+                text, value = element
+                row = _as_row(value, where=where, text=text)
+                del element, text, value  # the caller may take long, and more memory, for a large row
+                yield row
         except (json.JSONDecodeError, RecursionError) as e:
             raise DataError(
                 f"{label}: starts like a JSON array but is not one to its end; row {number + 1} cannot be read ({e})"
             ) from e
-
-
-def _array_elements(f: TextIO) -> Iterator[tuple[str, object]]:
-    """Yield each element's JSON text and value."""
-    text = f.read(_CHUNK_CHARS)
-    at = _after_space(text, text.index("[") + 1)
-    while text[at : at + 1] != "]":
-        try:
-            value, end = _DECODER.raw_decode(text, at)
-            after = _after_space(text, end)
-        except json.JSONDecodeError:
-            end = after = len(text)
-        if after < len(text) and text[after] in ",]":  # otherwise it may be cut: "12" may go on as "123"
-            yield text[at:end], value
-            at = _after_space(text, after + (text[after] == ","))
-            continue
-        more = f.read(max(_CHUNK_CHARS, len(text) - at))  # doubling: linear time for a huge element
-        if not more:
-            _DECODER.raw_decode(text, at)  # end of file: raises the decoder's own error if the element is broken
-            raise json.JSONDecodeError(
-                "an element is followed by neither a comma nor the end of the array", text, after
-            )
-        text, at = text[at:] + more, 0
-    if (text[at + 1 :] + f.read(_CHUNK_CHARS)).strip():
-        raise json.JSONDecodeError("more text follows the end of the array", text, at + 1)
-
-
-def _after_space(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    assert match is not None, at
-    return match.end()
 
 
 def _parquet_batches(path: Path, columns: frozenset[str]) -> Iterator[pa.RecordBatch]:

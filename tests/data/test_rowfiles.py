@@ -1,8 +1,10 @@
 import gzip
+import io
 import json
 
 import pytest
 
+from klear_core.data.json_arrays import large_element
 from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows, stem_of
 from klear_core.errors import ConfigError, DataError
 
@@ -95,3 +97,50 @@ def test_rows_are_streamed(tmp_path):
 )
 def test_the_stem_leaves_out_how_the_file_is_stored(tmp_path, name, stem):
     assert stem_of(tmp_path / name) == stem
+
+
+def test_an_array_element_over_the_limit_is_dropped_and_the_next_ones_are_read(tmp_path):
+    for size in (2000, 20_000_000):  # parsed with the rest of the file, and skipped by looking for its end
+        rows = [{"q": 1}, {"q": '\\"]},' * (size // 6), "r": [{}, "]"]}, {"q": 3}, {"q": 4}]
+        (tmp_path / "a.json").write_text(json.dumps(rows))
+        found = list(read_rows(tmp_path / "a.json", max_row_bytes=1000))
+        assert [row.fields for row in found if isinstance(row, FileRow)] == [rows[0], rows[2], rows[3]]
+        assert [(row.reason, row.where.rsplit(" ", 1)[1]) for row in found if isinstance(row, BrokenRow)] == [
+            ("row_too_large", "2")
+        ]
+
+
+def test_large_array_elements_are_read_whole(tmp_path):
+    large = {"q": '\\"]}, é' * 1_500_000, "r": [[{"a": "]["}], 7.5, None]}
+    for rows in ([large, {"q": 2}], [{"q": 1}, large], [large, large]):
+        (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+        assert [row.fields for row in read_rows(tmp_path / "a.json")] == rows
+
+
+@pytest.mark.parametrize("end", ["", '"', '"}', '"} {}]', '"} 7, {}]', '"}]]'])
+def test_a_large_element_that_is_cut_short_or_broken_is_an_error_that_names_its_row(tmp_path, end):
+    (tmp_path / "a.json").write_text('[{"q": 1}, {"q": "' + "x" * 9_000_000 + end)
+    with pytest.raises(DataError, match=r"a\.json: .*row [23] cannot be read"):
+        list(read_rows(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize(
+    "element",
+    ["12", "-1.5e3", '"a,]}"', '"\\\\"', '"\\"],"', "{}", "[]", '{"a": [1, {"b": "}"}], "c": "\\\\\\""}', "[[], [[]]]"],
+)
+def test_the_end_of_an_element_is_found_in_text_that_comes_in_any_parts(element):
+    text = f"{element} , 7]"
+    for width in (1, 2, 3, len(text)):
+        found, after = large_element(_Parts(text, width), text[:width], 100)
+        assert (found, after[0]) == (f"{element} ", ",")
+
+
+class _Parts(io.StringIO):
+    """A file that gives a few characters at a time."""
+
+    def __init__(self, text: str, width: int) -> None:
+        super().__init__(text[width:])
+        self._width = width
+
+    def read(self, _size: int | None = -1) -> str:
+        return super().read(self._width)
