@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from klear_core.artifacts.floors import Share
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.records import read_shards, shard_name, write_shard
+from klear_core.artifacts.store import SCRATCH
 from klear_core.config.data import BenchmarkConfig, DifficultyConfig
 from klear_core.config.jobs import BenchmarksRuntime
-from klear_core.data.candidates import Candidate, problem_from
+from klear_core.data.candidates import Candidate, problem_from, with_stored_tests
 from klear_core.data.reference_check import ReferenceCheck, check_references, listed
 from klear_core.data.sources import READ, check_source, read_source
 from klear_core.errors import ConfigError, DataError
@@ -45,7 +46,10 @@ def prepare_benchmarks(
         for i, benchmark in enumerate(benchmarks):
             telemetry.progress(i, len(benchmarks), benchmark.name)
             try:
-                candidates = _candidates_of(benchmark, seed=seed)
+                rows = with_stored_tests(
+                    read_source(benchmark.source, seed=seed), workdir / SCRATCH / f"{benchmark.name}.tests"
+                )
+                candidates = _candidates_of(benchmark, rows)
                 problems = [problem_from(candidate, DifficultyConfig()) for candidate in candidates]
                 check = check_references(problems, judges, runtime.max_unscored_rate, benchmark=benchmark.name)
             except DataError as e:
@@ -101,13 +105,14 @@ def num_rows(manifest: Manifest) -> dict[str, int]:
 
 def load_benchmark(benchmark: BenchmarkConfig, *, seed: int) -> list[Problem]:
     """Return the problems of one benchmark, in source order; raise DataError as `prepare_benchmarks` does."""
-    return [problem_from(candidate, DifficultyConfig()) for candidate in _candidates_of(benchmark, seed=seed)]
+    candidates = _candidates_of(benchmark, read_source(benchmark.source, seed=seed))
+    return [problem_from(candidate, DifficultyConfig()) for candidate in candidates]
 
 
-def _candidates_of(benchmark: BenchmarkConfig, *, seed: int) -> list[Candidate]:
+def _candidates_of(benchmark: BenchmarkConfig, rows: Iterable[Candidate | Dropped]) -> list[Candidate]:
     candidates: dict[str, Candidate] = {}
     unusable: list[Dropped] = []
-    for row in read_source(benchmark.source, seed=seed):
+    for row in rows:
         if not isinstance(row, Candidate):
             unusable.append(row)
             continue

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from klear_core.artifacts.tests_file import StoredTestsWriter
 from klear_core.config.data import DifficultyConfig
 from klear_core.data.difficulty import difficulty_of
 from klear_core.types import Domain, Dropped, Problem, Reference, problem_id_of
@@ -65,6 +69,16 @@ def dropped_row(drop: Dropped, *, source: str, row: str) -> DroppedRow:
         matched_id=drop.matched_id,
         detail=drop.detail,
     )
+
+
+def with_stored_tests(rows: Iterable[Candidate | Dropped], file: Path) -> Iterator[Candidate | Dropped]:
+    """Yield the rows with handles in place of large tests, which are written to `file` and can be read at once."""
+    with StoredTestsWriter(file) as tests:
+        for row in rows:
+            if isinstance(row, Dropped):
+                yield row
+            else:
+                yield dataclasses.replace(row, reference=tests.stored(row.reference))
 
 
 def problem_from(candidate: Candidate, cfg: DifficultyConfig) -> Problem:

@@ -10,9 +10,10 @@ from typing import TypeVar
 from klear_core.artifacts.floors import Share, check_floor
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import write_shards
+from klear_core.artifacts.store import SCRATCH
 from klear_core.config.data import CurateConfig, FileSource, ReadFloor, SelectConfig
 from klear_core.data.benchmarks import read_benchmarks, read_contest_ids
-from klear_core.data.candidates import Candidate, DroppedRow, SourceRow, dropped_row, problem_from
+from klear_core.data.candidates import Candidate, DroppedRow, SourceRow, dropped_row, problem_from, with_stored_tests
 from klear_core.data.decontaminate import Decontaminator, Protected
 from klear_core.data.dedup import Deduplicator, NearDrops, near_duplicates
 from klear_core.data.leak_table import write_leaks
@@ -59,7 +60,8 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
     for i, source in enumerate(sources):
         name = source_name(source)
         telemetry.progress(i, len(sources), name)
-        for row in _checked_rows(read_source(source, seed=seed), name, cfg.runtime.read, warnings):
+        read = with_stored_tests(read_source(source, seed=seed), workdir / SCRATCH / f"{i}.tests")
+        for row in _checked_rows(read, name, cfg.runtime.read, warnings):
             num_rows[name] += 1
             drop = row if isinstance(row, Dropped) else _first_drop(row, filters)
             if drop is None:

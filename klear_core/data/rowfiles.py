@@ -112,7 +112,7 @@ def stem_of(path: Path) -> str:
 
 def _rows_of(path: Path, label: str, max_row_bytes: int, columns: frozenset[str]) -> Iterator[FileRow | BrokenRow]:
     if path.suffix == ".parquet":
-        return _table_rows(_parquet_batches(path, columns), label)
+        return _table_rows(parquet_batches(path, columns), label)
     if path.suffix == ".arrow":
         _check_arrow_end(path, label)
         return _table_rows(_arrow_batches(path, columns), label)
@@ -198,7 +198,8 @@ def _array_rows(path: Path, label: str, max_row_bytes: int) -> Iterator[FileRow 
             ) from e
 
 
-def _parquet_batches(path: Path, columns: frozenset[str]) -> Iterator[pa.RecordBatch]:
+def parquet_batches(path: Path, columns: frozenset[str] = ALL_COLUMNS) -> Iterator[pa.RecordBatch]:
+    """Yield a file's rows in batches of about 16 MB, or of one row if rows are larger."""
     import pyarrow.parquet as pq
 
     # Pages are read one by one: a column of a row group may have hundreds of megabytes.

@@ -9,13 +9,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from klear_core.artifacts.tests_file import load_tests, sizes_of_tests
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.references import reference_from_json
+from klear_core.data.rowfiles import parquet_batches
 from klear_core.errors import DataError
 from klear_core.types import CodeReference, Difficulty, Domain, MathReference, Outcome, Problem, Reference, Verdict
 from klear_core.verify.pool import JudgePool, build_judge_pool
 
 _IN_FLIGHT = 512  # answers submitted at a time: bounds how many responses are in memory
+_IN_FLIGHT_CHARS = 64 << 20
+"""Characters of responses and tests submitted at a time: tests of one problem may have hundreds of kilobytes."""
 _ROW_KEYS = {"id", "response", "reference"}
 
 
@@ -47,6 +51,13 @@ class _AnswerRow:
     reference: Reference
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    answer_id: str
+    verdict: Future[Verdict]
+    num_chars: int
+
+
 def judge_file(
     path: Path,
     cfg: VerifyConfig,
@@ -63,16 +74,18 @@ def judge_file(
     """
     bad_rows: list[BadRow] = []
     verdicts: list[tuple[str, Verdict]] = []
-    waiting: deque[tuple[str, Future[Verdict]]] = deque()
-    num_rows = 0
+    waiting: deque[_Waiting] = deque()
+    num_rows = chars_in_flight = 0
 
     with build_judge_pool(cfg) as pool:
 
         def take_oldest() -> None:
-            answer_id, future = waiting.popleft()
-            verdict = future.result()
+            nonlocal chars_in_flight
+            oldest = waiting.popleft()
+            verdict = oldest.verdict.result()
+            chars_in_flight -= oldest.num_chars
             pool.health.record(verdict)
-            verdicts.append((answer_id, verdict))
+            verdicts.append((oldest.answer_id, verdict))
             if progress is not None:
                 progress(len(verdicts), num_rows)
 
@@ -82,9 +95,14 @@ def judge_file(
             if isinstance(answer, BadRow):
                 bad_rows.append(answer)
                 continue
-            waiting.append((answer.answer_id, _submit(pool, answer, bare_code=bare_code)))
+            num_chars = _num_chars(answer)
+            verdict = _submit(pool, answer, bare_code=bare_code)
+            waiting.append(_Waiting(answer_id=answer.answer_id, verdict=verdict, num_chars=num_chars))
+            chars_in_flight += num_chars
             # take from the front only, so that verdicts keep the order of the file
-            while waiting and (len(waiting) >= _IN_FLIGHT or waiting[0][1].done()):
+            while waiting and (
+                len(waiting) >= _IN_FLIGHT or chars_in_flight > _IN_FLIGHT_CHARS or waiting[0].verdict.done()
+            ):
                 take_oldest()
         while waiting:
             take_oldest()
@@ -92,6 +110,13 @@ def judge_file(
     if out is not None:
         _write(out, verdicts)
     return _summary(num_rows, verdicts, bad_rows, notes)
+
+
+def _num_chars(answer: _AnswerRow) -> int:
+    """Return about how much memory judging an answer takes: the size of its response and tests."""
+    if not isinstance(answer.reference, CodeReference):
+        return len(answer.response)
+    return len(answer.response) + sum(sizes_of_tests(load_tests(answer.reference)))
 
 
 def _submit(pool: JudgePool, answer: _AnswerRow, *, bare_code: bool) -> Future[Verdict]:
@@ -133,15 +158,13 @@ def _parse(text: str) -> object:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
-            line = 0
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    line += 1
-                    yield line, row
+        line = 0
+        for batch in parquet_batches(path):
+            for row in batch.to_pylist():
+                line += 1
+                yield line, row
     except (OSError, pa.ArrowInvalid) as e:
         raise DataError(f"{path}: not a readable Parquet file ({e})") from e
 

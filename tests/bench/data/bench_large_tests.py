@@ -1,0 +1,161 @@
+"""Peak memory of every process that reads, curates, trains on or judges problems with 278 KB of tests each.
+
+The file has the shape of KlearReasoner-CodeSub-15K: one JSON array of rows in verl's layout. KLEAR_BENCH_ROWS sets the number of rows;
+15001 makes the 4.2 GB of the released file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+
+import psutil
+
+NUM_ROWS = int(os.environ.get("KLEAR_BENCH_ROWS", "2000"))
+NUM_TESTS, NUMBERS_PER_TEST = 40, 1000
+NUM_ANSWERS = 64
+LIMIT_MB = 2000
+WORDS = [f"word{i}" for i in range(3000)]
+RIGHT = "print(sum(map(int, input().split())))"
+WRONG = "print(sum(map(int, input().split())) // 2 * 2)"
+
+
+def measure() -> list[dict[str, object]]:
+    """Run each part in a process of its own, and watch the memory of this process and of all that it starts."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("KLEAR_BENCH_DIR")) as name:
+        folder = Path(name)
+        num_bytes = _write_rows(folder / "train.json")
+        size = f"{NUM_ROWS} rows, {num_bytes / 1e9:.2f} GB"
+        measured = {part: _watch(part, folder) for part in ("read", "curate", "rl")}
+    versions = {"python": sys.version.split()[0], "cores": os.cpu_count(), "file": size}
+    entries: list[tuple[str, float, str, str, bool]] = []
+    for part, (peak_mb, cpu_s, results) in measured.items():
+        entries.append(
+            (f"large_tests/{part}/peak_rss_of_a_process", peak_mb, "MB", f"< {LIMIT_MB}", peak_mb < LIMIT_MB)
+        )
+        entries.append((f"large_tests/{part}/cpu", cpu_s, "s", "-", True))
+        for key, value in results.items():
+            entries.append((f"large_tests/{part}/{key}", value, "", "-", True))
+    return [
+        {"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries
+    ]
+
+
+def _write_rows(path: Path) -> int:
+    rng = random.Random(0)
+    with path.open("w") as f:
+        f.write("[")
+        for i in range(NUM_ROWS):
+            f.write(",\n" * bool(i) + json.dumps(_row(rng)))
+        f.write("]")
+    return path.stat().st_size
+
+
+def _row(rng: random.Random) -> dict[str, object]:
+    inputs: list[str] = []
+    outputs: list[str] = []
+    for _ in range(NUM_TESTS):
+        numbers = rng.choices(range(1_000_000), k=NUMBERS_PER_TEST)
+        inputs.append(" ".join(map(str, numbers)) + "\n")
+        outputs.append(f"{sum(numbers)}\n")
+    question = " ".join(rng.choices(WORDS, k=80))
+    return {
+        "data_source": "coder1_longcot",
+        "prompt": [{"content": question, "role": "user"}],
+        "ability": "code",
+        "reward_model": {"ground_truth": json.dumps({"inputs": inputs, "outputs": outputs}), "style": "rule"},
+        "extra_info": {},
+    }
+
+
+def _watch(part: str, folder: Path) -> tuple[float, float, dict[str, float]]:
+    """Run a part; returns the highest memory of one of its processes in MB, its CPU seconds, and what it printed."""
+    child = subprocess.Popen([sys.executable, __file__, part, str(folder)], stdout=subprocess.PIPE, text=True)
+    root = psutil.Process(child.pid)
+    peak_kb = 0
+    cpu_s: dict[int, float] = {}
+    while child.poll() is None:
+        for process in (root, *_descendants(root)):
+            try:
+                times = process.cpu_times()
+                cpu_s[process.pid] = times.user + times.system
+                # the kernel's own high-water mark, so that no peak between two looks is missed
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                marks = [line for line in status.splitlines() if line.startswith("VmHWM")]
+                peak_kb = max(peak_kb, *(int(line.split()[1]) for line in marks), 0)
+            except (psutil.Error, OSError):
+                continue  # it ended
+        time.sleep(0.02)
+    assert child.stdout is not None
+    said = child.stdout.read()
+    assert child.returncode == 0, f"{part} failed: {said}"
+    return peak_kb / 1024, sum(cpu_s.values()), json.loads(said.splitlines()[-1])
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _read(folder: Path) -> dict[str, float]:
+    from klear_core.config.data import FileSource
+    from klear_core.data.sources import read_source
+
+    rows = sum(1 for _ in read_source(FileSource(path=str(folder / "train.json")), seed=0))
+    return {"rows": rows}
+
+
+def _curate(folder: Path) -> dict[str, float]:
+    from klear_core.config.data import CurateConfig, FileSource
+    from klear_core.data.curate import curate
+    from klear_core.metrics import NullTelemetry
+
+    (folder / "no_benchmarks").mkdir()
+    summary = curate(
+        CurateConfig(sources=(FileSource(path=str(folder / "train.json")),)),
+        benchmarks=folder / "no_benchmarks",
+        seed=0,
+        workdir=folder / "curated",
+        telemetry=NullTelemetry(),
+    )
+    shards = list((folder / "curated" / "problems").iterdir())
+    return {"problems": summary.counts["problems"], "artifact_mb": sum(s.stat().st_size for s in shards) / 1e6}
+
+
+def _rl(folder: Path) -> dict[str, float]:
+    """Hold the prompts as RL does, and judge answers to some of them: every second program is wrong in half of the tests."""
+    from klear_core.config.rl import PromptFilterConfig
+    from klear_core.config.verify import VerifyConfig
+    from klear_core.rl.problems import choose_problems
+    from klear_core.rl.rollout import PromptStream
+    from klear_core.types import Verdict
+    from klear_core.verify import build_judge_pool
+
+    chosen, _ = choose_problems(folder / "curated", "code", PromptFilterConfig())
+    stream = PromptStream(chosen, seed=0)
+    with build_judge_pool(VerifyConfig()) as judges:
+        judges.prepare(chosen)
+        futures: list[Future[Verdict]] = []
+        for i, prompt in enumerate(stream.take(NUM_ANSWERS)):
+            program = WRONG if i % 2 else RIGHT
+            futures.append(judges.submit(prompt.problem, f"</think>\n```python\n{program}\n```"))
+        verdicts = [future.result() for future in futures]
+    outcomes = Counter(str(verdict.outcome) for verdict in verdicts)
+    right = sum(verdict.is_correct for verdict in verdicts)
+    assert outcomes == {"scored": NUM_ANSWERS}, outcomes
+    assert right == NUM_ANSWERS // 2, right
+    return {"prompts": len(chosen), "right_of_64_answers": right}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"read": _read, "curate": _curate, "rl": _rl}[sys.argv[1]](Path(sys.argv[2]))))
