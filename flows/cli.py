@@ -83,6 +83,7 @@ def run(
     from flows import console
     from flows.reuse import reuse_all
     from klear_core.pipeline.graph import select_stages, stages_again, stages_of
+    from klear_core.pipeline.moved import set_moved_aside
     from klear_core.pipeline.preflight import require_ready
 
     config = _config(profile, overrides)
@@ -93,6 +94,7 @@ def run(
         console.show_plan(config, chosen, again=again)
         return
     require_ready(config, chosen, again=again)  # the flow checks again, but only after seconds of imports
+    set_moved_aside(config, chosen)
     reused = None if again else reuse_all(config, chosen)
     if reused is not None:
         console.show_result(config, reused, num_made=0)

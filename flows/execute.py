@@ -38,6 +38,7 @@ from klear_core.pipeline.graph import (
     with_inputs,
     workspace_root,
 )
+from klear_core.pipeline.moved import set_moved_aside
 from klear_core.pipeline.preflight import require_ready
 from tasks import tracking
 from tasks.interrupts import is_interrupt
@@ -168,6 +169,7 @@ def _run_selected(
     again = stages_again(stages, choice.rerun_from, chosen)
     keys = read_keys(stage.job for stage in stages if stage.name in chosen)
     require_ready(config, chosen, again=again, keys=keys)
+    set_moved_aside(config, chosen)
     run = PipelineRun(config=config, info=_run_info(config, _this_flow_run()), stages=stages, chosen=chosen)
     if again:
         ids = fingerprints_of(with_inputs(stages, again), config.workspace)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,7 +10,7 @@ from rich.table import Table
 
 from flows.find import find_artifact
 from klear_core.artifacts.ledger import LedgerStep
-from klear_core.artifacts.manifest import Manifest, read_manifest
+from klear_core.artifacts.manifest import OUTSIDE_KINDS, InputRecord, Manifest, read_manifest
 
 _MAX_CELL_CHARS = 400
 
@@ -43,9 +43,13 @@ def ledger_table(ledger: tuple[LedgerStep, ...]) -> Table:
 def _facts(manifest: Manifest) -> Table:
     facts = Table.grid(padding=(0, 2))
     commit = manifest.git_commit or "not a git checkout"
-    inputs = ", ".join(f"{ref.kind} {ref.fingerprint[:8]}" for ref in manifest.inputs) or "none"
+    inputs = ", ".join(map(_input, manifest.inputs)) or "none"
     counts = ", ".join(f"{name} {value:g}" for name, value in manifest.counts.items())
     seeds = ", ".join(f"{name} {seed}" for name, seed in manifest.seeds.items())
+    given = manifest.given
+    if given is not None:
+        facts.add_row("[dim]given[/]", escape(f"{given.origin}, {len(given.files)} files"))
+        facts.add_row("[dim]licence[/]", escape(given.licence))
     for name, value in (
         ("made", manifest.created_at),
         ("code", commit),
@@ -55,6 +59,11 @@ def _facts(manifest: Manifest) -> Table:
     ):
         facts.add_row(f"[dim]{name}[/]", escape(str(value)))
     return facts
+
+
+def _input(record: InputRecord) -> str:
+    name = PurePath(record.role).name if record.kind in OUTSIDE_KINDS else record.kind
+    return f"{name} {record.fingerprint[:8]}"
 
 
 def _tables_in(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ class HfConfig(BaseModel):
     num_hidden_layers: int
     num_attention_heads: int
     max_position_embeddings: int
+    architectures: tuple[str, ...] | None = None
+    """Names of the classes in transformers that load the model."""
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     hidden_act: str = "silu"
@@ -101,6 +104,9 @@ def check_architecture(folder: Path) -> None:
     They are scaled logits or attention, attention other than full, and positions that depend on the batch.
     """
     path, config = folder / "config.json", read_hf_config(folder)
+    classes = config.architectures or ()
+    if classes and not any(name.endswith("ForCausalLM") for name in classes):
+        raise ConfigError(f"{path}: architectures = {list(classes)}; Klear trains causal language models, …ForCausalLM")
     neutral = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
     for key, value in neutral.items():
         found = getattr(config, key)
@@ -115,6 +121,23 @@ def check_architecture(folder: Path) -> None:
         raise ConfigError(
             f"{path}: {config.rope_type} positions change with the longest row in a batch, "
             "so packed rows are not the rows alone"
+        )
+
+
+def check_model_type(folder: Path) -> None:
+    """Raise ConfigError if the installed transformers has no model of this type. Does not import it: that takes 3 s."""
+    model_type = read_hf_config(folder).model_type
+    found = importlib.util.find_spec("transformers")
+    assert found is not None, "transformers is a dependency"
+    assert found.origin is not None, found
+    models = Path(found.origin).parent / "models"
+    if (models / model_type.replace("-", "_")).is_dir():
+        return
+    # some types are defined in the folder of another, such as gemma3_text in gemma3
+    declaration = f'model_type = "{model_type}"'
+    if not any(declaration in file.read_text() for file in models.glob("*/configuration_*.py")):
+        raise ConfigError(
+            f"{folder / 'config.json'}: model_type = {model_type!r} is unknown to the transformers that is installed"
         )
 
 

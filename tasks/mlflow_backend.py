@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klear_core.artifacts.files import file_lock
-from klear_core.artifacts.manifest import ArtifactRef, InputRecord
+from klear_core.artifacts.manifest import OUTSIDE_KINDS, ArtifactRef, InputRecord
 from tasks.mlflow_database import database_file, ensure_database
 from tasks.mlflow_view import VIEW_TAG, scores_view
 from tasks.tracked import MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Unreachable, without_password
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 EXPERIMENT = "klear"
 REQUEST_TIMEOUT_S = 10
 _PARAMS_A_REQUEST = 100
+_DIGEST_CHARS = 36
+"""Longest digest of a data set; the source beside it has the whole fingerprint."""
 _ENDED: tuple[RunStatus, ...] = ("FINISHED", "FAILED", "KILLED")
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -232,8 +234,9 @@ def _dataset_inputs(inputs: Sequence[InputRecord]) -> list[Any]:
 
     found = []
     for i in inputs:
-        name = i.role if i.kind == "file" else i.kind
-        dataset = Dataset(name=name, digest=i.fingerprint, source_type="klear", source=json.dumps(i.model_dump()))
+        name = i.role if i.kind in OUTSIDE_KINDS else i.kind
+        digest = i.fingerprint[:_DIGEST_CHARS]
+        dataset = Dataset(name=name, digest=digest, source_type="klear", source=json.dumps(i.model_dump()))
         found.append(DatasetInput(dataset, [InputTag("mlflow.data.context", i.role[-255:])]))
     return found
 

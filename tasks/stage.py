@@ -154,6 +154,7 @@ def _manifest(
         counts=summary.counts,
         ledger=summary.ledger,
         notes=notes,
+        given=summary.given,
         mlflow_run_id=run.run_id,
         created_at=datetime.now(UTC),
         attempts=slot.attempt,

@@ -61,7 +61,7 @@ def stage_run(
             "makes_model": job.makes_model,
             "scores_step": info.position if job.scores_model else None,
             "page": job.page,
-            "params": flat_params(result_settings(job)),
+            "params": flat_params(result_settings(job)) | ({"given": job.origin()} if job.origin() else {}),
             "inputs": tuple(inputs),
             "metrics_file": str(metrics_file),
         }

@@ -20,7 +20,8 @@ from types import TracebackType
 from klear_core.errors import ConfigError, ResourceError
 
 _HASH_THREADS = 8
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk or an exhausted quota."""
 _held_locks: set[int] = set()
 
 
@@ -146,9 +147,9 @@ def _says_disk_full(error: BaseException) -> bool:
 
     Torch and safetensors raise their own types for a failed write, with the system's message inside.
     """
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return True
-    return isinstance(error, Exception) and any(os.strerror(code) in str(error) for code in _DISK_FULL)
+    return isinstance(error, Exception) and any(os.strerror(code) in str(error) for code in DISK_FULL)
 
 
 def _wait_for_lock(fd: int, on_wait: Callable[[str], None], notify_after_s: float) -> None:

@@ -33,6 +33,26 @@ class LedgerStep(Settings):
         return self
 
 
+class FileRecord(Settings):
+    """One file of an artifact, or one that it refers to."""
+
+    path: str
+    """Path relative to the artifact or the given folder, with `/`."""
+    size: int
+    """Size in bytes."""
+    sha256: str
+
+
+class GivenRecord(Settings):
+    """Describes a result that was given: where it comes from, and exactly what it is."""
+
+    origin: str
+    """Folder, or `owner/name@0123456` on the Hub."""
+    licence: str
+    """As declared or as its card states; `not stated` otherwise."""
+    files: tuple[FileRecord, ...]
+
+
 class StageSummary(Settings):
     """A stage's summary of its result; it becomes part of the artifact's manifest."""
 
@@ -42,3 +62,5 @@ class StageSummary(Settings):
     seeds: dict[str, int] = {}
     notes: tuple[str, ...] = ()
     """Warnings for the reader of the report (less isolation than asked for, all ratios were 1)."""
+    given: GivenRecord | None = None
+    """Where the result comes from, if the stage took one that exists."""

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlparse
 from pydantic import JsonValue, ValidationError
 
 from klear_core.artifacts.files import content_digest
-from klear_core.artifacts.ledger import LedgerStep
+from klear_core.artifacts.ledger import FileRecord, GivenRecord, LedgerStep
 from klear_core.config.settings import Settings, result_settings
 from klear_core.errors import ArtifactError
 
@@ -47,20 +47,15 @@ class ArtifactRef(ArtifactId):
         return Path(unquote(urlparse(self.uri).path))
 
 
+OUTSIDE_KINDS = ("file", "hub")
+"""Kinds of inputs that are no artifacts: local files by their content, repositories of the Hub by their commit."""
+
+
 class InputRecord(ArtifactId):
-    """One input of an artifact, by its role (`model`, `traces`, or the path of a local file)."""
+    """One input of an artifact, by its role (`model`, `traces`, the path of a local file, or the name of a repository
+    of the Hub)."""
 
     role: str
-
-
-class FileRecord(Settings):
-    """One file of an artifact."""
-
-    path: str
-    """Path relative to the artifact, with `/`."""
-    size: int
-    """Size in bytes."""
-    sha256: str
 
 
 class Manifest(Settings):
@@ -91,6 +86,8 @@ class Manifest(Settings):
     """Builds that were started, including those that were killed."""
     wall_s: float
     """Seconds that the last attempt took."""
+    given: GivenRecord | None = None
+    """Origin, licence and checksums of a result that was given; None if the stage made it."""
     files: tuple[FileRecord, ...] = ()
     """Filled in by the store."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -132,7 +133,7 @@ class FileSource(RowSource):
 
 
 class HubRuntime(Settings):
-    """Settings that do not change the rows."""
+    """Settings that do not change what is downloaded."""
 
     cache_dir: str = ""
     """Folder in the layout of the Hub's cache; empty: the one of huggingface_hub (HF_HUB_CACHE)."""
@@ -140,13 +141,28 @@ class HubRuntime(Settings):
     """Address of the Hub or of a mirror; empty: the one of huggingface_hub (HF_ENDPOINT)."""
 
 
+def _check_commit(value: object) -> object:
+    if isinstance(value, str) and not re.fullmatch(r"[0-9a-f]{40}", value):
+        raise ValueError(
+            f"{value!r} is no commit: a revision has 40 hex digits, because a branch or a tag would change under the "
+            "fingerprint; the repository's page on the Hub lists its commits"
+        )
+    return value
+
+
+HubRepo = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+"""A repository on the Hugging Face Hub, `owner/name`."""
+HubRevision = Annotated[str, BeforeValidator(_check_commit), Field(pattern=r"^[0-9a-f]{40}$")]
+"""A commit, 40 hex digits."""
+
+
 class HubSource(RowSource):
     """The data files of a dataset repository on the Hugging Face Hub, downloaded once into the Hub's cache."""
 
     kind: Literal["hub"] = "hub"
-    repo: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
+    repo: HubRepo
     """Dataset repository, `owner/name`."""
-    revision: str = Field(pattern=r"^[0-9a-f]{40}$")
+    revision: HubRevision
     """Commit, 40 hex digits. A branch would change under the fingerprint; the repository's page lists its commits."""
     files: str = ""
     """Pattern of the data files inside the repository (`data/train-*.parquet`); empty: all."""

@@ -17,12 +17,13 @@ from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, Pr
 from klear_core.config.distill import DistillConfig
 from klear_core.config.engine import EngineConfig, SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.given import GivenFacts
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
 from klear_core.config.sft import SftConfig
 from klear_core.config.tag import TagConfig
-from klear_core.config.train import HfModelConfig, ModelConfig
+from klear_core.config.train import HfModelConfig, HubModelConfig, ModelConfig, TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 
 
@@ -47,6 +48,17 @@ class EngineUse:
     """The model that it samples from; None: one that the pipeline makes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubUse:
+    """A repository on the Hub whose files a stage's result depends on."""
+
+    repo: str
+    revision: str
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.revision[:7]}"
+
+
 class Job(Settings):
     """The settings of one stage; its result is a function of them, the input artifacts and the content of `files()`."""
 
@@ -66,6 +78,20 @@ class Job(Settings):
     def files(self) -> tuple[str, ...]:
         """Return the local files and folders that the result depends on, as the settings name them."""
         return ()
+
+    def repos(self) -> tuple[HubUse, ...]:
+        """Return the repositories on the Hub that the result depends on."""
+        return ()
+
+    def given_facts(self) -> GivenFacts | None:
+        """Return what the user declared about a given result; None if the stage makes its result."""
+        return None
+
+    def origin(self) -> str:
+        """Return where a given result comes from, such as `owner/name@0123456`; empty if the stage makes its result."""
+        if self.given_facts() is None:
+            return ""
+        return ", ".join([*self.files(), *map(str, self.repos())])
 
     def sources_in(self, section: str) -> tuple[SourceUse, ...]:  # noqa: ARG002  unused here, used by subclasses
         """Return the sources that the stage reads. `section` of the config holds the job's settings."""
@@ -106,6 +132,11 @@ class Stage:
     def kind(self) -> str:
         """Kind of the stage and of its artifact: `evaluate`."""
         return self.job.kind
+
+    @property
+    def origin(self) -> str:
+        """Where a given result comes from; empty if the stage makes its result."""
+        return self.job.origin()
 
     @property
     def scored_model_stage(self) -> str:
@@ -205,7 +236,7 @@ class CurateJob(Job):
 
 
 class BaseJob(Job):
-    """Build the base model or take it from disk; a model from disk does not depend on the seed."""
+    """Build the base model, or take it from disk or the Hub; a model that exists does not depend on the seed."""
 
     kind = "base"
     code_version = 1
@@ -217,12 +248,17 @@ class BaseJob(Job):
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
         """Return the job with the settings of a pipeline config that determine the base model."""
-        is_from_disk = isinstance(config.model, HfModelConfig)
-        return cls(seed=0 if is_from_disk else config.seed, model=config.model)
+        is_random = isinstance(config.model, TinyModelConfig)
+        return cls(seed=config.seed if is_random else 0, model=config.model)
 
     def files(self) -> tuple[str, ...]:
         """Return the model folder if the model is from disk."""
         return (self.model.path,) if isinstance(self.model, HfModelConfig) else ()
+
+    def repos(self) -> tuple[HubUse, ...]:
+        """Return the model's repository if it is from the Hub."""
+        model = self.model
+        return (HubUse(repo=model.repo, revision=model.revision),) if isinstance(model, HubModelConfig) else ()
 
 
 class TagJob(Job):

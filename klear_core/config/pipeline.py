@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from klear_core.config.data import BenchmarkConfig, CurateConfig
 from klear_core.config.distill import DistillConfig
 from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.given import GivenConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
 from klear_core.config.sft import SftConfig
@@ -51,6 +52,8 @@ class PipelineConfig(Settings):
     tag_rl: TagConfig | None = None
     """Pass rates of RL's problems, which `rl.prompts` can select by; None measures none but those of `tag`."""
     model: ModelConfig = TinyModelConfig()
+    given: GivenConfig = GivenConfig()
+    """Models that exist and take the place of the stage that would make them."""
     distill: DistillConfig = DistillConfig()
     sft: SftConfig = SftConfig()
     rl: RlConfig = RlConfig()
@@ -58,6 +61,12 @@ class PipelineConfig(Settings):
     rl_code: RlConfig | None = None
     """Code RL, run after math RL by the same code; None skips it."""
     evaluate: EvaluateConfig = EvaluateConfig()
+
+    @property
+    def start_model(self) -> ModelConfig:
+        """The model that is trained further or scored: the last given one, else `model`."""
+        given = list(self.given.models().values())
+        return given[-1].as_model() if given else self.model
 
     @field_validator("benchmarks")
     @classmethod

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from klear_core.config.data import HubRepo, HubRevision, HubRuntime
 from klear_core.config.engine import Device
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError
@@ -44,7 +45,23 @@ class HfModelConfig(Settings):
     """New value for the config of the trained model; None keeps it. The paper's RL needs 4096 + 32768 = 36864."""
 
 
-ModelConfig = Annotated[TinyModelConfig | HfModelConfig, Field(discriminator="kind")]
+class HubModelConfig(Settings):
+    """A causal LM of the Hugging Face Hub, downloaded once into the Hub's cache before other stages start."""
+
+    kind: Literal["hub"] = "hub"
+    repo: HubRepo
+    """Model repository, `owner/name`."""
+    revision: HubRevision
+    """Commit, 40 hex digits; the repository's page lists its commits."""
+    max_position_embeddings: int | None = Field(default=None, ge=16)
+    """New value for the config of the trained model; None keeps it. The paper's RL needs 4096 + 32768 = 36864."""
+    runtime: HubRuntime = HubRuntime()
+    """Where the files are kept and fetched from."""
+
+
+PublishedModel = HfModelConfig | HubModelConfig
+"""A model that exists."""
+ModelConfig = Annotated[TinyModelConfig | HfModelConfig | HubModelConfig, Field(discriminator="kind")]
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

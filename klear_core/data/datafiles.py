@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import assert_never
 
 from klear_core.artifacts.files import fixed_part, is_pattern, matching_files
+from klear_core.artifacts.hub import HubFiles, cached_names, fetch, published_files
 from klear_core.config.data import FileSource, HubSource
-from klear_core.data.hub import cached_names, fetch, folder_of, published_names
 from klear_core.data.rowfiles import SUFFIXES, check_ends, check_file, stem_of
 from klear_core.errors import ConfigError, DataError
 
@@ -43,26 +43,26 @@ def data_files(source: FileSource | HubSource) -> list[DataFile]:
         case FileSource():
             return _local_files(source)
         case HubSource():
-            names = cached_files(source)
+            repo, names = _repo(source), cached_files(source)
             if names is None:
-                names = chosen_names(published_names(source), source)
-                fetch(source, names)
-            return _existing({f"{source.repo}/{name}": folder_of(source) / name for name in names})
+                names = _published_names(source)
+                fetch(repo, names)
+            return _existing({f"{source.repo}/{name}": repo.folder / name for name in names})
         case _:
             assert_never(source)
 
 
 def cached_files(source: HubSource) -> list[str] | None:
     """Return the names of a Hub source's files if all are in the cache; None if one is missing. Nothing is fetched."""
-    cached = cached_names(source)
+    repo = _repo(source)
+    cached = cached_names(repo)
     if not cached:
         return None
     try:
         names = chosen_names(cached, source)
     except DataError:
         return None  # a copied cache without some of the shards
-    folder = folder_of(source)
-    is_complete = all((folder / name).is_file() for name in names)
+    is_complete = all((repo.folder / name).is_file() for name in names)
     return names if is_complete else None
 
 
@@ -81,7 +81,7 @@ def check_files(source: FileSource | HubSource) -> list[DataFile] | None:
     the names of its files.
     """
     if isinstance(source, HubSource) and cached_files(source) is None:
-        chosen_names(published_names(source), source)
+        _published_names(source)
         return None
     files = data_files(source)
     for file in files:
@@ -131,6 +131,15 @@ def chosen_names(names: Iterable[str], source: FileSource | HubSource) -> list[s
         _check_one_folder(chosen, source)
     _check_shards(chosen, source)
     return chosen
+
+
+def _repo(source: HubSource) -> HubFiles:
+    return HubFiles(type="dataset", repo=source.repo, revision=source.revision, runtime=source.runtime)
+
+
+def _published_names(source: HubSource) -> list[str]:
+    published = published_files(_repo(source))
+    return chosen_names([file.name for file in published], source)
 
 
 def _local_files(source: FileSource) -> list[DataFile]:

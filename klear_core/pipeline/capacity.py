@@ -41,7 +41,7 @@ def device_problems(work: PendingWork) -> Iterator[str]:
     The devices of a Ray cluster at RAY_ADDRESS are known only after joining it: then RL checks them itself, before it
     loads a model.
     """
-    size = model_size(work.config.model)
+    size = model_size(work.config.start_model)
     if size is None or not is_too_large_for_cpu(size.num_params):
         return
     for key, device in devices_of_this_process(work).items():
@@ -116,7 +116,7 @@ def _written_by(work: PendingWork, stage: Stage) -> tuple[list[DiskPart], list[D
     training = stage.job.training()
     if training is None:
         return _text_of(work, stage), []
-    size = model_size(work.config.model)
+    size = model_size(work.config.start_model)
     if size is None:
         return [], []
     checkpoint_gb = size.num_params * _CHECKPOINT_BYTES / 1e9

@@ -6,13 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from klear_core.artifacts.model_files import folder_of
 from klear_core.config.data import BenchmarkConfig, FileSource, HubSource, ProceduralSource, Source
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.jobs import DistillJob, RlJob, SftJob, Stage, TagJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.tag import TagConfig
-from klear_core.config.train import HfModelConfig, ModelConfig, TinyModelConfig, TrainRuntime
+from klear_core.config.train import HfModelConfig, HubModelConfig, ModelConfig, TinyModelConfig, TrainRuntime
 from klear_core.errors import ConfigError
 from klear_core.hf_config import HfConfig, read_hf_config
 from klear_core.pipeline.graph import stages_of
@@ -45,7 +46,7 @@ class StageEstimate:
 
 def estimate(config: PipelineConfig, chosen: Collection[str] | None = None) -> list[StageEstimate]:
     """Return an estimate for every chosen stage (None: all) that generates or trains, and one for all evaluations."""
-    size = model_size(config.model)
+    size = model_size(config.start_model)
     stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
     rows = [row for stage in stages if (row := estimate_stage(config, stage, size)) is not None]
     num_models = sum(stage.job.scores_model for stage in stages)
@@ -80,11 +81,11 @@ def model_size(model: ModelConfig) -> ModelSize | None:
                 hidden_size=m.hidden_size,
                 num_layers=m.num_layers,
             )
-        case HfModelConfig(path=path):
+        case HfModelConfig() | HubModelConfig():
             try:
-                return _size_of_hf(read_hf_config(Path(path)))
+                return _size_of_hf(read_hf_config(folder_of(model)))
             except ConfigError:
-                return None  # the preflight says why
+                return None  # not downloaded yet, or the preflight says why
 
 
 def count_rows(source: Source) -> int | None:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint
 from klear_core.artifacts.store import LocalStore
+from klear_core.config.given import GivenFolder, GivenRepo
+from klear_core.config.given_jobs import GivenModelJob
 from klear_core.config.jobs import (
     BaseJob,
     BenchmarksJob,
@@ -36,7 +38,61 @@ from klear_core.errors import ConfigError
 
 
 def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
-    """Return every stage of a pipeline, each after the stages it depends on. A new stage is added to this list."""
+    """Return every stage of a pipeline, each after the stages it depends on.
+
+    With a given result, only the stages that lead from it to the last model are left.
+    """
+    stages = _with_given(config, _makers(config))
+    for model in _scored_models(config, stages):
+        inputs = {"model": model, "benchmarks": "benchmarks"}
+        stages.append(_stage(f"evaluate_{model}", EvaluateJob.of(config), inputs, section="evaluate"))
+    everything = {stage.name: stage.name for stage in stages}
+    return (*stages, _stage("report", ReportJob.of(config), everything))
+
+
+def _with_given(config: PipelineConfig, stages: list[Stage]) -> list[Stage]:
+    """Replace stages by given results, and leave out those that nothing else needs."""
+    models = config.given.models()
+    given = {name: _given_model(name, model) for name, model in models.items()}
+    if not given:
+        return stages
+    made = [stage for stage in stages if stage.name not in given]
+    needed = {"benchmarks", *given, *_last_model(config)}
+    # Models come first, so that they are downloaded before anything is spent.
+    return list(with_inputs([*given.values(), *made], needed))
+
+
+def _given_model(name: str, given: GivenFolder | GivenRepo) -> Stage:
+    labels = {"sft": "SFT", "rl": "RL", "rl_code": "RL (code)", "model": "Model"}
+    section = "given.evaluate" if name == "model" else f"given.{name}"
+    return _stage(name, GivenModelJob.of(given), {}, section=section, label=f"{labels[name]}, given")
+
+
+def _last_model(config: PipelineConfig) -> tuple[str, ...]:
+    """Return the name of the last model that training leads to; nothing if nothing is to be trained."""
+    if config.given.evaluate:
+        return ()
+    return ("rl_code",) if config.rl_code or config.given.rl_code else ("rl",)
+
+
+def _scored_models(config: PipelineConfig, stages: Sequence[Stage]) -> list[str]:
+    """Return the names of given models and of those that the last model is trained from, in order.
+
+    A base model that only tags problems is not scored.
+    """
+    by_name = {stage.name: stage for stage in stages}
+    scored = set(config.given.models())
+    ahead = list(_last_model(config))
+    while ahead:
+        stage = by_name[ahead.pop()]
+        scored.add(stage.name)
+        if "model" in stage.inputs:
+            ahead.append(stage.inputs["model"])
+    return [stage.name for stage in stages if stage.name in scored]
+
+
+def _makers(config: PipelineConfig) -> list[Stage]:
+    """Return the stages that make problems, traces and models, as if nothing were given. A new stage is added here."""
     problems = "tag" if config.tag else "curate"
     problems_of_rl = "curate_rl" if config.curate_rl else problems
     stages = [
@@ -59,12 +115,7 @@ def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
     if config.rl_code:
         inputs = {"model": "rl", "problems": problems_of_rl}
         stages.append(_stage("rl_code", RlJob.of(config, config.rl_code), inputs, label="RL (code)"))
-    models = [stage.name for stage in stages if stage.job.makes_model]
-    for model in models:
-        inputs = {"model": model, "benchmarks": "benchmarks"}
-        stages.append(_stage(f"evaluate_{model}", EvaluateJob.of(config), inputs, section="evaluate"))
-    everything = {stage.name: stage.name for stage in stages}
-    return (*stages, _stage("report", ReportJob.of(config), everything))
+    return stages
 
 
 def _stage(name: str, job: Job, inputs: Mapping[str, str], *, section: str = "", label: str = "") -> Stage:
@@ -150,11 +201,13 @@ def artifact_id(job: Job, inputs: Mapping[str, ArtifactId], workspace: Workspace
 
 
 def input_records(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> tuple[InputRecord, ...]:
-    """Return all inputs by role: the artifacts, sorted by role, and then the local files that the job names."""
+    """Return all inputs by role: the artifacts, sorted by role, and then the local files and repositories of the Hub that the job
+    names."""
     cache = workspace_root(workspace) / "file_hashes.json"
     artifacts = [InputRecord(kind=i.kind, fingerprint=i.fingerprint, role=role) for role, i in sorted(inputs.items())]
     files = [InputRecord(role=path, **file_ref(path, cache=cache).model_dump()) for path in job.files()]
-    return (*artifacts, *files)
+    repos = [InputRecord(kind="hub", fingerprint=use.revision, role=use.repo) for use in job.repos()]
+    return (*artifacts, *files, *repos)
 
 
 def workspace_root(workspace: WorkspaceConfig) -> Path:

@@ -9,11 +9,13 @@ from typing import Literal
 from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, Manifest, read_manifest
+from klear_core.artifacts.model_files import download_gb
 from klear_core.artifacts.store import CheckedBy, LocalStore
+from klear_core.config.given_jobs import GivenModelJob
 from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
-from klear_core.errors import ArtifactError
+from klear_core.errors import ArtifactError, ConfigError
 from klear_core.pipeline.graph import (
     fingerprints_of,
     input_records,
@@ -24,6 +26,8 @@ from klear_core.pipeline.graph import (
 
 _ABSENT = "(not set)"
 
+Action = Literal["run", "reuse", "given", "damaged"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
@@ -32,10 +36,11 @@ class StagePlan:
     stage: str
     kind: str
     fingerprint: str
-    action: Literal["run", "reuse", "damaged"]
-    """A run sets a damaged artifact aside, and builds it again."""
+    action: Action
+    """`given`: a run takes a result that exists. A run sets a damaged artifact aside, and builds it again."""
     why: str
-    """For `run`: how it differs from the nearest artifact of its kind. For `damaged`: what is wrong with it."""
+    """For `run`: how it differs from the nearest artifact of its kind. For `given`: where the result comes from. For
+    `damaged`: what is wrong with it."""
 
 
 def plan_stages(
@@ -67,19 +72,35 @@ def _plan_one(
 ) -> StagePlan:
     """Return the plan of one stage. `asked` is why it runs although its artifact may exist; empty if it need not."""
     own = ids[stage.name]
-    action: Literal["run", "reuse", "damaged"] = "run"
+    action: Action = "given" if stage.origin else "run"
     if asked:
         why = asked
     elif store.folder(own.kind, own.fingerprint).is_dir():
         damage = store.damage(own.kind, own.fingerprint)
         action = "damaged" if damage else "reuse"
-        why = f"{damage}; a run sets it aside and makes it again" if damage else "already made"
+        already = f"given: {stage.origin}, already taken" if stage.origin else "already made"
+        why = f"{damage}; a run sets it aside and makes it again" if damage else already
+    elif stage.origin:
+        why = given_from(stage)
     elif store.is_begun(own.kind, own.fingerprint):
         why = "goes on from an unfinished attempt"
     else:
         records = input_records(stage.job, {role: ids[name] for role, name in stage.inputs.items()}, workspace)
         why = _why(stage, records, [m for m in _manifests(store, stage.kind) if m.stage == stage.name])
     return StagePlan(stage=stage.name, kind=own.kind, fingerprint=own.fingerprint, action=action, why=why)
+
+
+def given_from(stage: Stage) -> str:
+    """Return where a given result comes from, and what is still to be downloaded."""
+    if not isinstance(stage.job, GivenModelJob):
+        return stage.origin
+    try:
+        gigabytes = download_gb(stage.job.model())
+    except ConfigError:
+        return stage.origin  # preflight says why it cannot be used
+    if gigabytes is None:
+        return f"{stage.origin}, to be downloaded"
+    return f"{stage.origin}, {gigabytes:.2g} GB to be downloaded" if gigabytes else stage.origin
 
 
 def _manifests(store: LocalStore, kind: str) -> Iterator[Manifest]:

@@ -16,9 +16,11 @@ from typing import TypeVar
 
 from klear_core.artifacts.files import matching_files
 from klear_core.artifacts.manifest import read_manifest
+from klear_core.artifacts.model_files import check_model, folder_of
 from klear_core.config.data import FileSource, ProceduralSource, Source
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig
+from klear_core.config.given_jobs import GivenModelJob
 from klear_core.config.jobs import (
     BaseJob,
     BenchmarksJob,
@@ -33,10 +35,10 @@ from klear_core.config.jobs import (
     TagJob,
 )
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.train import HfModelConfig, ModelConfig, TinyModelConfig
+from klear_core.config.train import HfModelConfig, HubModelConfig, ModelConfig, TinyModelConfig
 from klear_core.distill.keys import MAKE_BLOCK, NO_KEYS, BlockKeys
 from klear_core.errors import ArtifactError, ConfigError, KlearError, ResourceError
-from klear_core.hf_config import HfConfig, check_architecture, read_hf_config
+from klear_core.hf_config import HfConfig, read_hf_config
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.capacity import device_problems, devices_of_this_process, disk_problem
 from klear_core.types import Domain
@@ -187,17 +189,15 @@ def _prompt_filter_problems(work: PendingWork) -> Iterator[str]:
 def _model_problems(work: PendingWork) -> Iterator[str]:
     for _, job in work.needs(BaseJob):
         if isinstance(job.model, HfModelConfig):
-            yield from _folder_problems("model.path", job.model.path)
+            yield from _complaints(f"model.path = {job.model.path!r}", check_model, job.model)
+        elif isinstance(job.model, HubModelConfig):
+            yield from _complaints("model", check_model, job.model)
+    for stage, given in work.needs(GivenModelJob):
+        yield from _complaints(stage.section, check_model, given.model())
     for stage, tagging in work.needs(TagJob):
-        if tagging.tag.model_path:
-            yield from _folder_problems(f"{stage.section}.model_path", tagging.tag.model_path)
-
-
-def _folder_problems(key: str, path: str) -> Iterator[str]:
-    if (Path(path) / "config.json").is_file():
-        yield from _complaints(f"{key} = {path!r}", check_architecture, Path(path))
-    else:
-        yield f"{key} = {path!r}: no config.json there; it must be a Hugging Face model folder on disk"
+        path = tagging.tag.model_path
+        if path:
+            yield from _complaints(f"{stage.section}.model_path = {path!r}", check_model, HfModelConfig(path=path))
 
 
 def _teacher_problems(work: PendingWork) -> Iterator[str]:
@@ -222,13 +222,13 @@ def _teacher_problems(work: PendingWork) -> Iterator[str]:
 
 def _length_problems(work: PendingWork) -> Iterator[str]:
     """Check lengths against the model's window: the configured one, or the folder's if it is wider."""
-    window = _window(work.config.model)
+    window = _window(work.config.start_model)
     for stage, job in work.pending(SftJob):
         max_tokens = job.sft.max_tokens
         if window is not None and max_tokens > window:
             yield f"{stage.section}.max_tokens = {max_tokens} is more than model.max_position_embeddings = {window}"
     for use in work.engines():
-        yield from _too_long_answers(use, use.model or work.config.model)
+        yield from _too_long_answers(use, use.model or work.config.start_model)
 
 
 def _too_long_answers(use: EngineUse, model: ModelConfig) -> Iterator[str]:
@@ -254,7 +254,7 @@ def _engine_problems(work: PendingWork) -> Iterator[str]:
 
     for use in work.engines():
         key, engine, sampling = use.key, use.engine, use.sampling
-        model = use.model or work.config.model
+        model = use.model or work.config.start_model
         if isinstance(engine, VllmEngineConfig) and importlib.util.find_spec("vllm") is None:
             yield f"{key}.engine.kind = 'vllm': vLLM is not installed here; pip install -e '.[gpu]'"
         if isinstance(engine, VllmEngineConfig) and isinstance(model, TinyModelConfig) and model.head_dim < 32:
@@ -262,12 +262,12 @@ def _engine_problems(work: PendingWork) -> Iterator[str]:
         if isinstance(engine, TorchEngineConfig) and sampling.max_new_tokens > _LONG_ANSWER:
             remedy = f"for answers of more than {_LONG_ANSWER} tokens use kind = 'vllm'"
             yield f"{key}.engine.kind = 'torch' has no paged cache; {remedy}"
-        if isinstance(engine, TorchEngineConfig) and isinstance(model, HfModelConfig) and _hf_config(model):
-            yield from _complaints(f"{key}.engine", read_shape, Path(model.path))
+        if isinstance(engine, TorchEngineConfig) and not isinstance(model, TinyModelConfig) and _hf_config(model):
+            yield from _complaints(f"{key}.engine", read_shape, folder_of(model))
 
 
 def _context_problems(work: PendingWork) -> Iterator[str]:
-    heads = _num_heads(work.config.model)
+    heads = _num_heads(work.config.start_model)
     if heads is None:
         return
     for stage, runtime in work.trainings():
@@ -387,7 +387,7 @@ def _joins_a_cluster() -> bool:
 def _hf_config(model: ModelConfig) -> HfConfig | None:
     """Return None for a tiny model, and without a readable config.json, which `_model_problems` reports."""
     try:
-        return read_hf_config(Path(model.path)) if isinstance(model, HfModelConfig) else None
+        return None if isinstance(model, TinyModelConfig) else read_hf_config(folder_of(model))
     except ConfigError:
         return None
 

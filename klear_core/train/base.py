@@ -1,16 +1,20 @@
-"""Prepare the base model: write a tiny random Qwen3, or a pointer to a Hugging Face folder."""
+"""Prepare a model to start from: write a tiny random Qwen3, or a pointer to a Hugging Face folder."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
-from klear_core.artifacts.ledger import StageSummary
-from klear_core.config.train import HfModelConfig, ModelConfig, TinyModelConfig
+from klear_core.artifacts.files import sha256_of_all
+from klear_core.artifacts.hub import check_content
+from klear_core.artifacts.ledger import FileRecord, GivenRecord, StageSummary
+from klear_core.artifacts.model_files import check_folder, download, licence_in, origin_of, repo_of
+from klear_core.config.train import HubModelConfig, ModelConfig, PublishedModel, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
-from klear_core.hf_config import check_architecture, read_hf_config
+from klear_core.hf_config import read_hf_config
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
 
@@ -22,16 +26,39 @@ POINTER = "model.json"
 
 def prepare_base(cfg: ModelConfig, *, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
     """Write a model to `workdir/model`, or to `workdir/model.json` a pointer to a folder too big to copy."""
-    telemetry.progress(0, 1, "base model")
-    match cfg:
-        case TinyModelConfig():
-            summary = _make_tiny(cfg, seed=seed, folder=workdir / "model")
-        case HfModelConfig():
-            summary = _point_to(cfg, workdir)
-        case _:
-            assert_never(cfg)
-    telemetry.progress(1, 1, "base model")
-    return summary
+    if isinstance(cfg, TinyModelConfig):
+        telemetry.progress(0, 1, "base model")
+        summary = _make_tiny(cfg, seed=seed, folder=workdir / "model")
+        telemetry.progress(1, 1, "base model")
+        return summary
+    return take_model(cfg, licence="", workdir=workdir, telemetry=telemetry)
+
+
+def take_model(cfg: PublishedModel, *, licence: str, workdir: Path, telemetry: Telemetry) -> StageSummary:
+    """Write `workdir/model.json`, a pointer to a model that exists; download it first if it is from the Hub.
+
+    The summary records where it is from, its licence (that of its card unless given) and a checksum of each of its
+    files.
+    """
+    if isinstance(cfg, HubModelConfig):
+        folder = download(cfg, partial(_show_download, telemetry)).resolve()
+        names = check_folder(folder)
+        checksums = check_content(repo_of(cfg), names)
+    else:
+        folder = Path(cfg.path).resolve()
+        names = check_folder(folder)
+        checksums = dict(zip(names, sha256_of_all([folder / name for name in names]), strict=True))
+    summary = _point_to(folder, cfg.max_position_embeddings, workdir)
+    files = [FileRecord(path=n, size=(folder / n).stat().st_size, sha256=checksums[n]) for n in names]
+    given = GivenRecord(
+        origin=origin_of(cfg), licence=licence or licence_in(folder) or "not stated", files=tuple(files)
+    )
+    return summary.model_copy(update={"given": given})
+
+
+def _show_download(telemetry: Telemetry, done: int, total: int) -> None:
+    megabytes = 2**20
+    telemetry.progress(done // megabytes, max(total // megabytes, 1), "MiB of the model downloaded")
 
 
 def model_folder(artifact: Path) -> Path:
@@ -51,6 +78,14 @@ def model_folder(artifact: Path) -> Path:
             f"{pointer}: the weights in {folder} are not those that it was made for; run the base stage again"
         )
     return folder
+
+
+def pointed_folder(artifact: Path) -> Path | None:
+    """Return the folder that a model artifact points to; None if it holds its model, or its pointer is unreadable."""
+    try:
+        return Path(json.loads((artifact / POINTER).read_text())["path"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def wanted_window(artifact: Path) -> int | None:
@@ -121,14 +156,10 @@ def _reset_weights(model: nn.Module, cfg: TinyModelConfig, seed: int) -> None:
             p.normal_(0.0, std, generator=generator)
 
 
-def _point_to(cfg: HfModelConfig, workdir: Path) -> StageSummary:
+def _point_to(folder: Path, max_position_embeddings: int | None, workdir: Path) -> StageSummary:
     from klear_core.prompts import check_template, load_tokenizer
 
-    folder = Path(cfg.path).resolve()
-    check_architecture(folder)
     weights = _weight_sizes(folder)
-    if not weights:
-        raise ConfigError(f"{folder}: no *.safetensors weights here")
     tokenizer = load_tokenizer(folder)
     check_template(tokenizer)
     # Models round their vocabulary up, so that it may exceed the tokenizer's.
@@ -137,7 +168,7 @@ def _point_to(cfg: HfModelConfig, workdir: Path) -> StageSummary:
         raise ConfigError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {vocab_size}")
     temporary = workdir / (POINTER + ".tmp")
     # Written under another name and renamed, so that a killed run leaves no half-written pointer.
-    pointed = {"path": str(folder), "max_position_embeddings": cfg.max_position_embeddings, "weights": weights}
+    pointed = {"path": str(folder), "max_position_embeddings": max_position_embeddings, "weights": weights}
     temporary.write_text(json.dumps(pointed, indent=2))
     temporary.replace(workdir / POINTER)
     return StageSummary(counts={"weight_bytes": sum(weights.values())})

@@ -1,0 +1,169 @@
+"""Choose and check the files of a Hugging Face model: config, safetensors weights and tokenizer, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from klear_core.artifacts.hub import HubFile, HubFiles, Progress, fetch, published_files
+from klear_core.config.train import HubModelConfig, PublishedModel
+from klear_core.errors import ConfigError
+from klear_core.hf_config import check_architecture, check_model_type
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+CARD = "README.md"
+_CONFIG = "config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_OPTIONAL = (
+    CARD,
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    *_VOCABULARIES,
+)
+_ADAPTER = "adapter_config.json"
+
+
+def repo_of(model: HubModelConfig) -> HubFiles:
+    """Return the repository that a model is downloaded from."""
+    return HubFiles(type="model", repo=model.repo, revision=model.revision, runtime=model.runtime)
+
+
+def folder_of(model: PublishedModel) -> Path:
+    """Return the model's folder; for a model of the Hub, the one where its files are or will be."""
+    return repo_of(model).folder if isinstance(model, HubModelConfig) else Path(model.path)
+
+
+def origin_of(model: PublishedModel) -> str:
+    """Return where a model comes from, for people: its folder, or `owner/name@0123456`."""
+    return f"{model.repo}@{model.revision[:7]}" if isinstance(model, HubModelConfig) else model.path
+
+
+def is_here(model: PublishedModel) -> bool:
+    """Return whether all files of a model are on this machine. Nothing is downloaded."""
+    folder = folder_of(model)
+    try:
+        names = model_files(_names_in(folder), at=str(folder))
+        return not _missing_shards(folder, names)
+    except ConfigError:
+        return False
+
+
+def model_files(names: Collection[str], *, at: str) -> list[str]:
+    """Return which of a folder's files make up the model, sorted; weights in other formats are left out.
+
+    Raise ConfigError if the config, the weights or the tokenizer is missing.
+    """
+    if _CONFIG not in names:
+        what = "an adapter without its base model; merge the two first" if _ADAPTER in names else "not a model"
+        raise ConfigError(f"{at}: no {_CONFIG} there, so this is {what}")
+    shards = sorted(name for name in names if name.startswith("model") and name.endswith(".safetensors"))
+    weights = [WEIGHTS] if WEIGHTS in names else shards
+    if not weights:
+        others = sorted(name for name in names if name.endswith((".bin", ".pth", ".pt", ".gguf", ".safetensors")))
+        there = f"there are {', '.join(others[:4])}; convert them with transformers" if others else "there are none"
+        raise ConfigError(f"{at}: no {WEIGHTS} and no shards model-*.safetensors there; weights: {there}")
+    if weights == shards and WEIGHTS not in names:
+        if WEIGHTS_INDEX not in names:
+            raise ConfigError(f"{at}: has {len(shards)} shards of weights and no {WEIGHTS_INDEX}")
+        weights = [*shards, WEIGHTS_INDEX]
+    if _TOKENIZER_CONFIG not in names or not any(name in names for name in _VOCABULARIES):
+        raise ConfigError(f"{at}: no tokenizer there: {_TOKENIZER_CONFIG} and tokenizer.json are needed")
+    return sorted([_CONFIG, _TOKENIZER_CONFIG, *weights, *(name for name in _OPTIONAL if name in names)])
+
+
+def check_model(model: PublishedModel) -> None:
+    """Raise ConfigError if a model cannot be used, before anything is spent.
+
+    Of a model of the Hub that is not here, the names of its files and its config.json are fetched.
+    """
+    if isinstance(model, HubModelConfig) and not is_here(model):
+        repo = repo_of(model)
+        _published(repo)
+        fetch_small(repo)
+        check_architecture(repo.folder)
+        check_model_type(repo.folder)
+    else:
+        check_folder(folder_of(model))
+
+
+def check_folder(folder: Path) -> list[str]:
+    """Return the names of the files that make up the model in a folder; raise ConfigError if it is none."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; relative paths are taken from {Path.cwd()}")
+    present = _names_in(folder)
+    if _CONFIG in present:  # what it says comes first: other kinds of models have other files
+        check_architecture(folder)
+        check_model_type(folder)
+    names = model_files(present, at=str(folder))
+    missing = _missing_shards(folder, names)
+    if missing:
+        raise ConfigError(f"{folder}: {len(missing)} of its weight files are missing ({', '.join(missing[:4])})")
+    return names
+
+
+def download(model: HubModelConfig, progress: Progress) -> Path:
+    """Return the folder of a model in the Hub's cache, after fetching what is not there yet."""
+    repo = repo_of(model)
+    if not is_here(model):
+        wanted = _published(repo)
+        fetch(repo, [file.name for file in wanted], progress)
+    return repo.folder
+
+
+def download_gb(model: PublishedModel) -> float | None:
+    """Return the gigabytes that are still to be downloaded; None if the Hub does not say."""
+    if not isinstance(model, HubModelConfig) or is_here(model):
+        return 0.0
+    sizes = [file.size for file in _published(repo_of(model))]
+    known = [size for size in sizes if size is not None]
+    return sum(known) / 1e9 if len(known) == len(sizes) else None
+
+
+def fetch_small(repo: HubFiles) -> None:
+    """Fetch a repository's config.json, from which its size and architecture follow."""
+    if _CONFIG not in _names_in(repo.folder):
+        fetch(repo, [_CONFIG])
+
+
+def licence_in(folder: Path) -> str:
+    """Return the licence that a model or dataset card states in its header; empty if there is none."""
+    try:
+        lines = (folder / CARD).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    if not lines or lines[0].strip() != "---":
+        return ""
+    for line in lines[1:]:
+        if line.strip() == "---":
+            break
+        key, _, value = line.partition(":")
+        if key.strip() == "license":
+            return value.strip().strip("'\"")
+    return ""
+
+
+def _published(repo: HubFiles) -> list[HubFile]:
+    files = {file.name: file for file in published_files(repo)}
+    return [files[name] for name in model_files(files, at=str(repo))]
+
+
+def _names_in(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else set()
+
+
+def _missing_shards(folder: Path, names: Iterable[str]) -> list[str]:
+    if WEIGHTS_INDEX not in names:
+        return []
+    path = folder / WEIGHTS_INDEX
+    try:
+        shards = json.loads(path.read_text())["weight_map"].values()
+    except (ValueError, KeyError, AttributeError, OSError) as e:
+        raise ConfigError(f"{path}: not an index of weights ({type(e).__name__}: {e})") from e
+    return sorted(name for name in set(shards) if not (folder / name).is_file())

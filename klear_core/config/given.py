@@ -1,0 +1,92 @@
+"""Define the settings of results that exist and take the place of the stage that would make them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from klear_core.config.data import HubRepo, HubRevision, HubRuntime
+from klear_core.config.settings import Settings
+from klear_core.config.train import HfModelConfig, HubModelConfig, PublishedModel
+
+
+class GivenFacts(Settings):
+    """What the user knows about a given result; changes no result."""
+
+    licence: str = ""
+    """Licence, for the manifest; empty: what the card (README.md) beside the files states."""
+    decontaminated_against: Literal["unknown"] | tuple[str, ...] = "unknown"
+    """Names of the benchmarks that the training data behind it was compared with. The scores of models on other
+    benchmarks carry a warning."""
+
+
+class GivenFolder(GivenFacts):
+    """A model in a local folder, as transformers writes it."""
+
+    kind: Literal["folder"] = "folder"
+    path: Annotated[str, AfterValidator(os.path.expanduser)] = Field(min_length=1)
+    """Folder with config.json, safetensors weights and tokenizer; relative to the working directory."""
+    max_position_embeddings: int | None = Field(default=None, ge=16)
+    """New value for the config of models trained from it; None keeps it."""
+
+    def as_model(self) -> PublishedModel:
+        """Return the settings of the model alone."""
+        return HfModelConfig(path=self.path, max_position_embeddings=self.max_position_embeddings)
+
+
+class GivenRepo(GivenFacts):
+    """A model of the Hugging Face Hub, downloaded once into the Hub's cache."""
+
+    kind: Literal["hub"] = "hub"
+    repo: HubRepo
+    """Model repository, `owner/name`."""
+    revision: HubRevision
+    """Commit, 40 hex digits; the repository's page lists its commits."""
+    max_position_embeddings: int | None = Field(default=None, ge=16)
+    """New value for the config of models trained from it; None keeps it."""
+    runtime: HubRuntime = HubRuntime()
+    """Where the files are kept and fetched from."""
+
+    def as_model(self) -> PublishedModel:
+        """Return the settings of the model alone."""
+        window = self.max_position_embeddings
+        return HubModelConfig(
+            repo=self.repo, revision=self.revision, max_position_embeddings=window, runtime=self.runtime
+        )
+
+
+def _with_kind(value: object, *, local: str) -> object:
+    """Add the `kind` that the keys imply, and take a bare path as local files."""
+    if isinstance(value, str):
+        return {"kind": local, "path": value}
+    if isinstance(value, Mapping) and "kind" not in value:
+        return {"kind": "hub" if "repo" in value else local, **value}
+    return value
+
+
+GivenModel = Annotated[
+    Annotated[GivenFolder | GivenRepo, Field(discriminator="kind")],
+    BeforeValidator(lambda value: _with_kind(value, local="folder")),
+]
+"""A model that exists, by folder or by Hub id; a bare path means a folder."""
+
+
+class GivenConfig(Settings):
+    """Results that take the place of the stage of that name; stages that nothing else needs are left out."""
+
+    sft: GivenModel | None = None
+    """The fine-tuned model from which RL starts; without it, `sft` makes one."""
+    rl: GivenModel | None = None
+    """The model after math RL, from which code RL starts."""
+    rl_code: GivenModel | None = None
+    """The model after code RL."""
+    evaluate: GivenModel | None = None
+    """A model to score, beside the others in this section. Nothing is trained."""
+
+    def models(self) -> dict[str, GivenFolder | GivenRepo]:
+        """Return the given models by the name of the stage that they replace, in the pipeline's order."""
+        named = {"sft": self.sft, "rl": self.rl, "rl_code": self.rl_code, "model": self.evaluate}
+        return {name: model for name, model in named.items() if model is not None}

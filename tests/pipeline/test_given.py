@@ -1,0 +1,234 @@
+"""Results that exist take the place of their stage: what is planned then, how it is named, and what is refused."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from hub_server import REVISION, hub
+from manifests import manifest
+from test_hf_config import QWEN3, write_config
+
+from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.artifacts.model_files import folder_of
+from klear_core.config.given_jobs import GivenModelJob
+from klear_core.config.load import load_profile
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.train import HfModelConfig
+from klear_core.errors import ConfigError
+from klear_core.pipeline.estimate import estimate, model_size
+from klear_core.pipeline.graph import fingerprints_of, input_records, open_store, stages_of
+from klear_core.pipeline.moved import set_moved_aside
+from klear_core.pipeline.plan import plan_stages
+from klear_core.pipeline.preflight import problems_with
+from klear_core.train.base import POINTER, model_folder
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+REPO = "some/sft-model"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model's files, of which only the config has its real content."""
+    folder = write_config(tmp_path_factory.mktemp("given"), json.dumps(QWEN3))
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_text(f"content of {name}")
+    return folder
+
+
+def smoke(root: Path, *overrides: str) -> PipelineConfig:
+    return load_profile(CONFIGS / "smoke", [f"workspace.root={root / 'ws'}", *overrides])
+
+
+def names(config: PipelineConfig) -> list[str]:
+    return [stage.name for stage in stages_of(config)]
+
+
+def fingerprint(config: PipelineConfig, stage: str) -> str:
+    return fingerprints_of(stages_of(config), config.workspace)[stage].fingerprint
+
+
+def hub_settings(endpoint: str, cache: Path, which: str = "given.sft") -> list[str]:
+    of_runtime = [f"{which}.runtime.endpoint={endpoint}", f"{which}.runtime.cache_dir={cache}"]
+    return [f"{which}.repo={REPO}", f"{which}.revision={REVISION}", *of_runtime]
+
+
+# ---- which stages
+
+
+def test_rl_from_a_given_sft_model_needs_neither_base_nor_traces(tmp_path: Path) -> None:
+    config = smoke(tmp_path, "given.sft.path=x")
+    assert names(config) == ["sft", "benchmarks", "curate", "rl", "evaluate_sft", "evaluate_rl", "report"]
+    rl = next(stage for stage in stages_of(config) if stage.name == "rl")
+    assert rl.inputs == {"model": "sft", "problems": "curate"}
+
+
+def test_problems_of_distillation_are_not_curated_where_rl_has_its_own(tmp_path: Path) -> None:
+    config = smoke(tmp_path, "given.sft.path=x", "curate_rl.sources=[{kind='procedural'}]")
+    assert "curate_rl" in names(config)
+    assert "curate" not in names(config)
+
+
+def test_a_model_alone_is_scored_and_nothing_is_trained(tmp_path: Path) -> None:
+    assert names(smoke(tmp_path, "given.evaluate.path=x")) == ["model", "benchmarks", "evaluate_model", "report"]
+
+
+def test_given_models_are_scored_beside_each_other(tmp_path: Path) -> None:
+    config = smoke(tmp_path, "given.sft.path=x", "given.rl.path=y")
+    assert names(config) == ["sft", "rl", "benchmarks", "evaluate_sft", "evaluate_rl", "report"]
+
+
+def test_code_rl_starts_from_a_given_math_model(tmp_path: Path) -> None:
+    config = smoke(tmp_path, "given.rl.path=x", "rl_code.domain=code")
+    assert names(config) == ["rl", "benchmarks", "curate", "rl_code", "evaluate_rl", "evaluate_rl_code", "report"]
+
+
+def test_a_base_model_that_only_tags_is_not_scored(tmp_path: Path) -> None:
+    config = smoke(tmp_path, "given.sft.path=x", "tag_rl.samples_per_problem=2")
+    assert {"base", "tag_rl"} <= set(names(config))
+    assert "evaluate_base" not in names(config)
+
+
+def test_labels_say_that_a_model_is_given(tmp_path: Path) -> None:
+    labels = {stage.name: stage.label for stage in stages_of(smoke(tmp_path, "given.sft.path=x"))}
+    assert (labels["sft"], labels["rl"]) == ("SFT, given", "RL")
+
+
+# ---- settings
+
+
+def test_a_bare_path_is_a_folder_and_a_repo_is_a_model_of_the_hub(tmp_path: Path) -> None:
+    by_path = smoke(tmp_path, "given.sft=some/folder").given.sft
+    by_repo = smoke(tmp_path, f"given.sft={{repo='{REPO}', revision='{REVISION}'}}").given.sft
+    assert by_path is not None
+    assert by_repo is not None
+    assert (by_path.kind, by_repo.kind) == ("folder", "hub")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (f"given.sft={{repo='{REPO}', revision='main'}}", "given.sft.revision: 'main' is no commit"),
+        (f"given.sft={{repo='{REPO}'}}", "given.sft.revision: missing"),
+        ("given.sft.repo=model", r"given.sft.repo = 'model': string should match"),
+        ("given.sft.pth=x", "given.sft.pth: unknown key; did you mean path"),
+        ("given.stf.path=x", "given.stf: unknown key; did you mean sft"),
+        ("given.sft={path='x', repo='a/b'}", "given.sft.path: unknown key"),
+    ],
+)
+def test_a_wrong_setting_is_named(tmp_path: Path, override: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        smoke(tmp_path, override)
+
+
+# ---- content addresses
+
+
+def test_the_same_content_elsewhere_is_the_same_model(tmp_path: Path, model: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    here, there = smoke(tmp_path, f"given.sft.path={model}"), smoke(tmp_path, f"given.sft.path={copy}")
+    assert fingerprint(here, "rl") == fingerprint(there, "rl")
+    (copy / "generation_config.json").write_text("{}")
+    assert fingerprint(here, "rl") != fingerprint(there, "rl")
+
+
+def test_what_is_declared_of_a_model_does_not_train_again(tmp_path: Path, model: Path) -> None:
+    plain = smoke(tmp_path, f"given.sft.path={model}")
+    declared = ["given.sft.licence=mit", "given.sft.decontaminated_against=['heldout']"]
+    assert fingerprint(plain, "rl") == fingerprint(smoke(tmp_path, f"given.sft.path={model}", *declared), "rl")
+    wider = smoke(tmp_path, f"given.sft.path={model}", "given.sft.max_position_embeddings=1024")
+    assert fingerprint(plain, "rl") != fingerprint(wider, "rl")
+
+
+def test_a_model_of_the_hub_is_its_commit_wherever_it_is_cached(tmp_path: Path) -> None:
+    a, b = (smoke(tmp_path, *hub_settings("http://a", tmp_path / cache)) for cache in "ab")
+    assert fingerprint(a, "sft") == fingerprint(b, "sft")
+    other = smoke(tmp_path, *hub_settings("http://a", tmp_path), f"given.sft.revision={'f' * 40}")
+    assert fingerprint(a, "sft") != fingerprint(other, "sft")
+    stage = stages_of(a)[0]
+    (record,) = input_records(stage.job, {}, a.workspace)
+    assert (record.kind, record.role, record.fingerprint) == ("hub", REPO, REVISION)
+    assert stage.origin == f"{REPO}@0123456"
+
+
+# ---- the plan
+
+
+def take(config: PipelineConfig, stage_name: str) -> ArtifactRef:
+    stage = next(stage for stage in stages_of(config) if stage.name == stage_name)
+    own = fingerprints_of([stage], config.workspace)[stage_name]
+    with open_store(config.workspace).create(own.kind, own.fingerprint) as slot:
+        assert isinstance(stage.job, GivenModelJob)
+        folder = folder_of(stage.job.model())
+        weights = {"model.safetensors": (folder / "model.safetensors").stat().st_size}
+        pointed = {"path": str(folder), "max_position_embeddings": None, "weights": weights}
+        (slot.workdir / POINTER).write_text(json.dumps(pointed))
+        return slot.publish(manifest(own.kind, own.fingerprint, stage=stage_name))
+
+
+def test_the_plan_says_what_is_given_and_from_where(tmp_path: Path, model: Path) -> None:
+    config = smoke(tmp_path, f"given.sft.path={model}")
+    plan = {row.stage: row for row in plan_stages(config)}
+    assert (plan["sft"].action, plan["sft"].why) == ("given", str(model))
+    assert plan["rl"].action == "run"
+    take(config, "sft")
+    plan = {row.stage: row for row in plan_stages(config)}
+    assert (plan["sft"].action, plan["sft"].why) == ("reuse", f"given: {model}, already taken")
+
+
+def test_the_plan_of_a_model_on_the_hub_tells_the_download_and_its_size(tmp_path: Path, model: Path) -> None:
+    files = {file.name: file.read_bytes() for file in model.iterdir()}
+    with hub(REPO, files, repo_type="model") as (endpoint, fetched):
+        config = smoke(tmp_path, *hub_settings(endpoint, tmp_path / "cache"))
+        assert model_size(config.start_model) is None
+        assert not [problem for problem in problems_with(config) if problem.startswith("given")]
+        sft = plan_stages(config)[0]
+        assert sft.action == "given"
+        assert sft.why.startswith(f"{REPO}@0123456, ")
+        assert sft.why.endswith(" GB to be downloaded")
+        assert fetched == ["config.json"]
+    assert model_size(config.start_model) == model_size(HfModelConfig(path=str(model)))
+    rows = {row.stage: row.memory_gb for row in estimate(config)}
+    assert rows["rl"] == {row.stage: row.memory_gb for row in estimate(smoke(tmp_path, f"given.sft={model}"))}["rl"]
+
+
+def test_a_model_that_was_moved_is_taken_again_and_another_in_its_place_is_not_used(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = shutil.copytree(model, tmp_path / "old"), shutil.copytree(model, tmp_path / "new")
+    before, after = smoke(tmp_path, f"given.sft={old}"), smoke(tmp_path, f"given.sft={new}")
+    taken = take(before, "sft")
+    set_moved_aside(before)
+    assert taken.path.is_dir()
+    weights = bytearray((old / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (old / "model.safetensors").write_bytes(weights)  # another model of the same size
+    with caplog.at_level(logging.WARNING):
+        set_moved_aside(after)
+    assert not taken.path.exists()
+    assert f"sft: the same model is now taken from {new}" in caplog.text
+    assert take(after, "sft").fingerprint == taken.fingerprint
+    assert model_folder(taken.path) == new
+
+
+# ---- before a run
+
+
+def test_a_folder_that_is_no_model_is_named_before_anything_is_spent(tmp_path: Path, model: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    (copy / "tokenizer_config.json").unlink()
+    wanted = {
+        str(tmp_path / "nowhere"): "no such folder",
+        str(tmp_path): "no config.json there",
+        str(copy): "no tokenizer there",
+    }
+    for path, told in wanted.items():
+        found = problems_with(smoke(tmp_path, f"given.sft.path={path}"))
+        assert any(f"given.sft: {path}: {told}" in problem for problem in found), found
+    assert not [p for p in problems_with(smoke(tmp_path, f"given.sft.path={model}")) if p.startswith("given")]
+
+
+def test_a_hub_that_cannot_be_reached_is_told_with_what_to_do(tmp_path: Path) -> None:
+    found = problems_with(smoke(tmp_path, *hub_settings("http://127.0.0.1:9", tmp_path / "cache")))
+    assert any("given.sft: some/sft-model at revision" in p and "hf download some/sft-model" in p for p in found), found
