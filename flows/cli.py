@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from klear_core.evaluate.ablation import RunResult
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
+rl_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Look into the steps of an RL stage.")
+app.add_typer(rl_app, name="rl")
 
 Profile = Annotated[
     str,
@@ -263,6 +265,32 @@ def chat(
 
     params = ChatParams(temperature=temperature, max_tokens=max_tokens, num_samples=num_samples, seed=seed)
     ask(model, question, params, root=root, engine=engine)
+
+
+@rl_app.command()
+def replay(
+    step: Annotated[int, typer.Argument(min=1, help="RL step, as it is logged; it must be in rl.runtime.save_steps.")],
+    losses: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--loss", metavar="KIND[,KEY=VALUE]", help="May be given many times; without it, all at their defaults."
+        ),
+    ] = None,
+    artifact: Annotated[
+        str, typer.Option("--of", help="The RL stage (its newest), a fingerprint or its first digits, or a folder.")
+    ] = "rl",
+    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    workers: Annotated[int | None, typer.Option(min=1, help="Learner processes; by default those of the run.")] = None,
+) -> None:
+    """Train other losses on a saved step of a run, and show what would have differed. Samples nothing.
+
+    klear rl replay 40
+
+    klear rl replay 40 --loss clip --loss gppo,beta_low=0.25 --loss dgpo,high_root=3 --root /data/klear
+    """
+    from flows.replay import replay_step
+
+    replay_step(step, artifact, losses or [], root=root, num_workers=workers)
 
 
 @app.command()

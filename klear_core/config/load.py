@@ -77,7 +77,7 @@ def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
                 f"--set {override!r}: {'.'.join(keys[: i + 1])} is {nested!r}, not a table with keys of its own"
             )
         table = nested
-    value = _toml_value(text.strip())
+    value = toml_value(text.strip())
     if keys[-1] == "kind" and table.get("kind") != value:
         table.clear()
     if keys[-1] == "preset":
@@ -148,7 +148,8 @@ def _copy(tree: Mapping[str, Any]) -> Tree:
     return copied
 
 
-def _toml_value(text: str) -> object:
+def toml_value(text: str) -> object:
+    """Return the value of a TOML expression; text that is none stands for itself."""
     try:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:

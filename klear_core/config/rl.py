@@ -156,6 +156,9 @@ class RlRuntime(TrainRuntime):
     """Processes, GPUs and timeouts of RL."""
 
     checkpoint: RlCheckpointConfig = RlCheckpointConfig()
+    save_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """RL steps, as logged from 1, that are kept in the artifact for `klear rl replay`: samples, weights and optimizer
+    state, 12 bytes a parameter for each."""
     num_rollout_actors: int = Field(default=2, ge=1)
     """Rollout actors (sampling processes), each with its own engine."""
     rollout_threads: int = Field(default=1, ge=1)
@@ -285,6 +288,13 @@ class RlConfig(Settings):
             raise ValueError(
                 f"overlong.penalty_tokens = {buffer} exceeds max_new_tokens = {budget}: every answer would be penalised"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _saves_steps_that_it_takes(self) -> RlConfig:
+        beyond = [step for step in self.runtime.save_steps if step > self.num_steps]
+        if beyond:
+            raise ValueError(f"runtime.save_steps: {beyond} are beyond num_steps = {self.num_steps}")
         return self
 
     @model_validator(mode="after")

@@ -124,6 +124,9 @@ def _written_by(work: PendingWork, stage: Stage) -> tuple[list[DiskPart], list[D
     made = [DiskPart(what=f"{stage.name} model", gb=size.num_params * bytes_per_param / 1e9)]
     if isinstance(training, RlConfig) and training.keep_optimizer:
         made.append(DiskPart(what=f"{stage.name} optimizer", gb=checkpoint_gb))
+    if isinstance(training, RlConfig) and training.runtime.save_steps:
+        num_saved = len(training.runtime.save_steps)
+        made.append(DiskPart(what=f"{num_saved} saved steps of {stage.name}", gb=num_saved * checkpoint_gb))
     count = training.runtime.checkpoint.keep + 1  # the next is complete before the oldest is deleted
     what = f"{count} checkpoints of {stage.name} at {checkpoint_gb:.1f}"
     return made, [DiskPart(what=what, gb=count * checkpoint_gb)]

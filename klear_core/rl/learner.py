@@ -23,18 +23,29 @@ from klear_core.rl.groups import cut_minibatches
 from klear_core.rl.losses import at_step, k3, log_ratio
 from klear_core.rl.metrics import TokenStats
 from klear_core.rl.objective import Denominators, OldPolicy, Targets, loss_head, make_targets
+from klear_core.rl.saved_steps import SavedSteps
 from klear_core.seeding import seed_for
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints, Counters
 from klear_core.train.flops import FlopCount, peak_flops
-from klear_core.train.logps import token_logps
-from klear_core.train.model import Policy, export_model
+from klear_core.train.logps import TokenLogps, token_logps
+from klear_core.train.model import Head, Policy, export_model
 from klear_core.train.packing import MicroBatch, PackedBatch
-from klear_core.train.parallel import World, each_weight, full_weights, load_policy, pack_share, weight_shapes
+from klear_core.train.parallel import (
+    World,
+    each_weight,
+    full_weights,
+    load_policy,
+    local_weights,
+    pack_share,
+    weight_shapes,
+)
 from klear_core.train.step import StepResult, Updater, save_bad_batch
 from klear_core.types import TrainSample
 
 _OPTIMIZER = "optimizer"
+SAVED_STEPS = "steps"
+"""Folder of the saved steps in an RL artifact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +66,14 @@ class Learner:
         self._model = model
         self._seed = seed
         self._workdir = workdir
-        self._world = world
+        self.world = world
         cfg.runtime.check_attention_heads(read_hf_config(model_folder(model)).num_attention_heads, model_folder(model))
         self._num_skipped = 0
         self._policy = self._load()
         # A second, frozen copy of the initial model; `restore` changes the policy and never this one.
         self._reference = self._load().requires_grad_(False) if cfg.kl_coef > 0 else None
         self._updater = Updater(self._policy, cfg.optim, world, num_steps=cfg.num_steps)
+        self._saved_steps = SavedSteps(workdir / SAVED_STEPS, world)
         self._checkpoints = Checkpoints(workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
         self._flops, self._peak_flops = FlopCount.of(self._policy), peak_flops(world.device)
         if cfg.continue_optimizer:
@@ -77,11 +89,29 @@ class Learner:
         # Entries under `learner/` were added by `save`; the caller gets back only its counters.
         return {k: v for k, v in counters.items() if not k.startswith("learner/")}
 
+    def begin_saved(self, steps: SavedSteps, step: int) -> None:
+        """Load the state from before a saved step, which the next call of `step` then repeats (collective call)."""
+        steps.restore(step, self._policy, self._updater.optimizer)
+        self.version = step - 1
+
     def save(self, counters: Counters) -> None:
         """Save the current state and the caller's counters as a checkpoint (collective call)."""
         self._checkpoints.save(
             self.version, self._policy, self._updater.optimizer, {**counters, "learner/skipped": self._num_skipped}
         )
+
+    @torch.no_grad()
+    def logps(self, samples: Sequence[TrainSample]) -> list[TokenLogps]:
+        """Return log-probs and entropies of this rank's share of the tokens, one micro-batch each (collective call)."""
+        packed = pack_share(samples, self.cfg.runtime, self.world)
+        outputs = []
+        for micro in packed.micro_batches:
+            outputs.append(self._policy(micro, self._logp_head(micro)))
+        return outputs
+
+    def local_weights(self) -> list[torch.Tensor]:
+        """Return copies of this rank's shares of the weights; see `local_weights`."""
+        return local_weights(self._policy)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights by Hugging Face name, in the training dtype on the CPU; empty on ranks other than 0."""
@@ -105,7 +135,7 @@ class Learner:
             kept = self._optimizer_checkpoint(target.parent / _OPTIMIZER)
             kept.save(self.version, self._policy, self._updater.optimizer, {})
         weights = self.weights()  # collective: outside the `if`
-        if self._world.rank == 0:
+        if self.world.rank == 0:
             export_model(weights, model_folder(self._model), target, max_position_embeddings=wanted_window(self._model))
 
     def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
@@ -113,9 +143,15 @@ class Learner:
 
         Raise TrainingError once more than `runtime.max_nonfinite_steps` updates were skipped in the run.
         """
+        step = self.version + 1  # as it is logged
+        is_saved = step in self.cfg.runtime.save_steps
+        if is_saved:
+            self._saved_steps.begin(step, samples, self._policy, self._updater.optimizer)
         metrics = self._learn(samples) | self._staleness(samples)
         self._release_cached_memory()
-        self.version += 1
+        self.version = step
+        if is_saved:
+            self._saved_steps.finish(step, metrics)
         return metrics
 
     def _learn(self, samples: Sequence[TrainSample]) -> dict[str, float]:
@@ -125,34 +161,34 @@ class Learner:
         # Prepare all mini-batches before the first update, because old log-probs must come from the policy as it was
         # before this RL step.
         minibatches = [self._prepare(part) for part in cut]
-        stats = TokenStats(self._world.device)
+        stats = TokenStats(self.world.device)
         started = self._time()  # MFU covers only the updates' forward and backward passes
         results = [self._update(minibatch, stats) for minibatch in minibatches]
         metrics = self._metrics(minibatches, results, stats)
         if self._peak_flops is not None:
-            available = self._peak_flops * self._world.size * (self._time() - started)
+            available = self._peak_flops * self.world.size * (self._time() - started)
             metrics["rl/speed/mfu"] = self._flops.step(samples) / available
         return metrics
 
     def _time(self) -> float:
         """Return the time in seconds once the device has finished all queued work (CUDA runs asynchronously)."""
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
         return time.perf_counter()
 
     def _release_cached_memory(self) -> None:
         """Free cached GPU memory so that sleeping engines on the same GPU can wake."""
-        if self.cfg.rollout.sleeps_between_rollouts and self._world.device.type == "cuda":
+        if self.cfg.rollout.sleeps_between_rollouts and self.world.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _load(self) -> Policy:
         checkpointing = self.cfg.runtime.activation_checkpointing
         return load_policy(
-            model_folder(self._model), self._world, dtype=self.cfg.dtype, activation_checkpointing=checkpointing
+            model_folder(self._model), self.world, dtype=self.cfg.dtype, activation_checkpointing=checkpointing
         )
 
     def _optimizer_checkpoint(self, folder: Path) -> Checkpoints:
-        return Checkpoints(folder, CheckpointConfig(keep=1), self._world)
+        return Checkpoints(folder, CheckpointConfig(keep=1), self.world)
 
     def _load_optimizer(self, folder: Path) -> None:
         """Load moments, step counts and float32 weights of an earlier stage; keep this stage's optimizer settings."""
@@ -170,7 +206,7 @@ class Learner:
             group.update(saved)
 
     def _prepare(self, samples: Sequence[TrainSample]) -> _MiniBatch:
-        packed = pack_share(samples, self.cfg.runtime, self._world)
+        packed = pack_share(samples, self.cfg.runtime, self.world)
         # Count the samples of all ranks, because gradients are summed over ranks, not averaged.
         denominators = Denominators.of(samples)
         targets = []
@@ -179,13 +215,16 @@ class Learner:
             targets.append(make_targets(micro, samples, old, denominators, self.cfg))
         return _MiniBatch(samples=samples, packed=packed, targets=tuple(targets))
 
+    def _logp_head(self, micro: MicroBatch) -> Head[TokenLogps]:
+        # Use the sampling temperature, because the policy is the distribution that tokens were drawn from.
+        return partial(token_logps, target_N=micro.target_N, temperature=self.cfg.rollout.sampling.temperature)
+
     @torch.no_grad()
     def _compute_old_policy(self, micro: MicroBatch, samples: Sequence[TrainSample]) -> OldPolicy:
         cfg = self.cfg
         sampler_logp_N = micro.gather([s.old_logps for s in samples])
         nan_N = torch.full_like(sampler_logp_N, torch.nan)
-        # Use the sampling temperature, because the policy is the distribution that tokens were drawn from.
-        logp_head = partial(token_logps, target_N=micro.target_N, temperature=cfg.rollout.sampling.temperature)
+        logp_head = self._logp_head(micro)
         ref_logp_N = self._reference(micro, logp_head).logp_N if self._reference is not None else nan_N
         # Entropy-ratio clipping (ERC) needs the old policy's entropy. The sampler does not report it, so a forward pass
         # is needed even if the sampler's log-probs are used.
@@ -201,7 +240,7 @@ class Learner:
     def _update(self, minibatch: _MiniBatch, stats: TokenStats) -> StepResult:
         # Loss with its scheduled betas at this RL step.
         cfg = self.cfg.model_copy(update={"loss": at_step(self.cfg.loss, self.version)})
-        update_stats = TokenStats(self._world.device)
+        update_stats = TokenStats(self.world.device)
         loss_heads = [loss_head(targets, cfg, update_stats) for targets in minibatch.targets]
         result = self._updater.step(minibatch.packed, loss_heads, step=self.version)
         # Statistics of a skipped update are discarded: one NaN would spoil the sums of the complete RL step.
@@ -220,7 +259,7 @@ class Learner:
         self, minibatches: Sequence[_MiniBatch], results: Sequence[StepResult], stats: TokenStats
     ) -> dict[str, float]:
         """Return metrics of the applied updates (collective call); only the update counts if none was applied."""
-        token_metrics = stats.all_reduce(self._world).metrics()
+        token_metrics = stats.all_reduce(self.world).metrics()
         applied = [(m, r) for m, r in zip(minibatches, results, strict=True) if r.is_applied]
         metrics = {"rl/optim/updates": float(len(applied)), "rl/optim/skipped": float(len(results) - len(applied))}
         # `is_applied` comes from sums over all ranks, so all return here or none does: `_mismatch` below is collective.
@@ -253,8 +292,8 @@ class Learner:
             gaps.append(log_ratio(output.logp_N.double(), targets.sampler_logp_N.double()))
         bound = self.cfg.max_log_ratio
         gap_N = torch.cat(gaps).clamp(-bound, bound)
-        k3_sum = self._world.sum(k3(gap_N).sum()).item()
-        largest = self._world.max(torch.cat([gap_N.abs(), gap_N.new_zeros(1)]).max())  # this rank may have no token
+        k3_sum = self.world.sum(k3(gap_N).sum()).item()
+        largest = self.world.max(torch.cat([gap_N.abs(), gap_N.new_zeros(1)]).max())  # this rank may have no token
         return {"rl/mismatch/k3": k3_sum / first.packed.num_loss_tokens, "rl/mismatch/max": largest.item()}
 
     def _staleness(self, samples: Sequence[TrainSample]) -> dict[str, float]:

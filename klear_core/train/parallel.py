@@ -230,6 +230,17 @@ def full_weights(policy: nn.Module, *, dtype: Dtype | None = None) -> dict[str, 
     return weights
 
 
+def local_weights(policy: nn.Module) -> list[Tensor]:
+    """Return copies of the weights on the CPU; of sharded ones only this rank's shards."""
+    from torch.distributed.tensor import DTensor
+
+    copies = []
+    for weight in _distinct_weights(policy).values():
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        copies.append(local.detach().to("cpu", copy=True))
+    return copies
+
+
 def each_weight(policy: nn.Module, *, dtype: Dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight with its Hugging Face name, gathered in full on every rank's device.
 

@@ -15,7 +15,7 @@ from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
-COMMANDS = ("run", "plan", "doctor", "show", "chat", "ui", "sweep", "judge", "bench", "ablate")
+COMMANDS = ("run", "plan", "doctor", "show", "chat", "ui", "sweep", "judge", "bench", "ablate", "rl")
 PROFILES = sorted(
     {f.parent.relative_to(ROOT) for f in (ROOT / "configs").rglob("*.toml") if f.parent.name != "ablations"}
 )
@@ -27,9 +27,9 @@ def test_the_help_lists_every_command(klear):
     assert all(re.search(rf"^\W*{command}\b", shown.out, re.MULTILINE) for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "doctor"])
+@pytest.mark.parametrize("command", [*(c for c in COMMANDS if c not in ("doctor", "rl")), "rl replay"])
 def test_the_help_of_a_command_shows_examples_a_line_each(klear, command):
-    shown = klear(command, "--help")
+    shown = klear(*command.split(), "--help")
     assert shown.status == 0
     assert re.search(rf"^\W*klear {command} \S+", shown.out, re.MULTILINE)
 

@@ -88,6 +88,11 @@ def test_fewer_checkpoints_and_a_kept_optimizer_are_counted(tmp_path: Path) -> N
     assert needed_gb(work_of(kept, "rl")) == pytest.approx(1 + 4 * CHECKPOINT_GB + MODEL_GB)
 
 
+def test_saved_steps_are_counted(tmp_path: Path) -> None:
+    saving = large(tmp_path, "rl.runtime.save_steps=[1, 50]")
+    assert needed_gb(work_of(saving, "rl")) == pytest.approx(1 + 5 * CHECKPOINT_GB + MODEL_GB)
+
+
 def test_what_a_killed_attempt_left_is_not_needed_again(tmp_path: Path) -> None:
     work = replace(work_of(large(tmp_path), "sft"), begun_gb=2 * CHECKPOINT_GB)
     assert disk_problem(work, free_gb=CHECKPOINT_GB + MODEL_GB + 1.1) is None
