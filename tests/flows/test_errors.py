@@ -10,11 +10,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
-import psutil
 import pytest
 from klear_command import ROOT, Command, start
 from loopback import free_port
-from processes import title
 
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.records import read_shards
@@ -200,47 +198,3 @@ def test_a_full_disk_is_said_with_the_place_and_the_run_goes_on_once_there_is_ro
     commands.append(run(tmp_path / "ws", SMALL, until="base", log=tmp_path / "second"))
     assert commands[1].wait() == 0, commands[1].output
     assert "= curate" in commands[1].output
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_killed_rollout_actors_are_replaced_until_there_were_too_many(
-    fresh: Path, tmp_path: Path, commands: list[Command]
-):
-    """With no replacement allowed it is an error that names the actor; run again with the default it ends well."""
-    small = (
-        SMALL,
-        "sft.max_steps=10",
-        "sft.rows_per_step=8",
-        "rl.num_steps=4",
-        "rl.rollout.groups_per_step=4",
-        "workspace.retries=0",
-    )
-
-    def begun() -> list[Path]:
-        return [f for f in (fresh / "artifacts" / ".building").glob("rl-*/work/metrics.jsonl") if f.stat().st_size]
-
-    commands.append(
-        run(fresh, *small, "rl.num_steps=8", "rl.runtime.max_restarts=0", until="rl", log=tmp_path / "first")
-    )
-    commands[0].until(lambda: bool(begun()))
-    for actor in rollout_actors(commands[0])[:1]:
-        actor.kill()
-    assert commands[0].wait() not in (0, 130)
-    output = commands[0].output
-    assert re.search(r"rollout actor \d was lost; runtime\.max_restarts = 0", output), output
-    assert "(raylet)" not in output, output
-    assert is_one_message(output), output
-    assert commands[0].left_over(within_s=30) == []
-
-    commands.append(run(fresh, *small, until="rl", log=tmp_path / "second"))
-    assert commands[1].wait() == 0, commands[1].output
-    assert "= sft" in commands[1].output
-
-
-def rollout_actors(command: Command) -> list[psutil.Process]:
-    return [
-        p
-        for p in psutil.Process(command.process.pid).children(recursive=True)
-        if title(p).startswith("ray::RolloutActor")
-    ]

@@ -124,7 +124,7 @@ class Run:
 
 @pytest.mark.slow
 def test_runs_outlast_a_short_outage_and_one_that_dies_in_it_is_retried(server: Server, tmp_path: Path):
-    outage(server, tmp_path, away_s=20)
+    outage(server, tmp_path, away_s=10)
 
 
 @pytest.mark.bench

@@ -69,8 +69,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def deployed(server: Server) -> Server:
-    """With the deployments of the repository."""
-    server.prefect("deploy", "--all", cwd=ROOT)
+    """With those deployments of the repository that the tests use; CI deploys all with the commands of the README."""
+    server.prefect("deploy", *(f"--name={name}" for name in ("pipeline", "base", "retrain")), cwd=ROOT)
     return server
 
 
@@ -139,15 +139,17 @@ def test_deployments_take_parameters_from_the_command_line_and_from_the_form(dep
 
     overrides = json.dumps([f"workspace.root={tmp_path}", "model.num_layers=1"])
     flat = ["-p", "profile=smoke", "-p", f"overrides={overrides}", "-p", "only=base"]
-    deployed.prefect("deployment", "run", "klear/pipeline", *flat, "--watch", cwd=ROOT)
+    begun = [deployed.prefect("deployment", "run", "klear/pipeline", *flat, cwd=ROOT)]
 
     nested = json.dumps({"profile": "smoke", "settings": root | {"seed": 7}})
-    deployed.prefect("deployment", "run", "klear/base", "--params", nested, "--watch", cwd=ROOT)
+    begun.append(deployed.prefect("deployment", "run", "klear/base", "--params", nested, cwd=ROOT))
 
     settings = root | {"seed": 8, "model": {"kind": "tiny", "num_layers": 2}}
     run_id = deployed.start_run(
         "klear", "pipeline", {"profile": "smoke", "settings": settings, "overrides": [], "until": None, "only": "base"}
     )
+    from_command_line = [re.findall(r"UUID: ([0-9a-f-]{36})", output)[0] for output in begun]
+    assert [deployed.wait(one)["state_type"] for one in from_command_line] == ["COMPLETED", "COMPLETED"]
     assert deployed.wait(run_id)["name"] == "base-smoke-seed8-gppo"
 
     folders = [f.parent for f in (tmp_path / "artifacts").glob("base/*/manifest.json")]
