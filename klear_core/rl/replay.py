@@ -61,7 +61,7 @@ class LossEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """the effects of each loss in a replay."""
+    """Effects of all losses of a replay."""
 
     own: LossEffect
     """The effect of the run's loss."""

@@ -16,8 +16,8 @@ Where verl means something else on purpose, and what is compared instead:
 - its groups of one keep their reward (ours: RLOO, Dr.GRPO and the population form give 0). There are none here;
 - its `reinforce_plus_plus_baseline` takes the variance over tokens, with Bessel's correction, so long answers count more. Ours
   is over answers: the two are the same for answers of one length, but for sqrt((n-1)/n) with n tokens. So compared;
-- ERC, sequence-level dual clip and the betas of GPPO have no counterpart there. Nor have its `clip_cov`, `kl_cov`, `geo_mean`,
-  `sapo`, `dro` and `dppo_*` one here.
+- ERC, sequence-level dual clip, the betas of GPPO, `dgpo`, `aspo` and `trm` have no counterpart there. Nor have its `clip_cov`,
+  `kl_cov`, `geo_mean`, `dro` and `dppo_*` one here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from klear_core.config.engine import SamplingConfig
-from klear_core.config.losses import CispoConfig, ClipConfig, GppoConfig, GspoConfig, LossConfig
+from klear_core.config.losses import CispoConfig, ClipConfig, GppoConfig, GspoConfig, LossConfig, SapoConfig
 from klear_core.config.rl import (
     AdvantageConfig,
     BatchAdvantage,
@@ -92,6 +92,7 @@ CASES = (
     Case(name="clip_dual_3", loss=ClipConfig(dual_clip=3), verl="vanilla", settings=EPS | {"clip_ratio_c": 3.0}),
     Case(name="gspo", loss=GspoConfig(eps_low=0.05, eps_high=0.08), verl="gspo", settings=SEQUENCE, **BY_ROW),
     Case(name="gspo_token_mean", loss=GspoConfig(eps_low=0.05, eps_high=0.08), verl="gspo", settings=SEQUENCE),
+    Case(name="sapo", loss=SapoConfig(), verl="sapo", settings={"tau_pos": 1.0, "tau_neg": 1.05}, **BY_ROW),
     Case(name="cispo_two_sided", loss=CispoConfig(two_sided=True), verl="cispo", settings=EPS),
     Case(name="cispo_one_sided", loss=CispoConfig(), verl="cispo", settings=EPS | {"clip_ratio_low": 1.0}),
 )
