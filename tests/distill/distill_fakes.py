@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from klear_core.distill.teacher import TeacherFailure, TeacherResult, TeacherSample, Usage
+from klear_core.artifacts.ledger import StageSummary
+from klear_core.config.distill import DistillConfig
+from klear_core.distill.collect import build_teacher, collect_traces
+from klear_core.distill.teacher import Teacher, TeacherFailure, TeacherResult, TeacherSample, Usage
+from klear_core.metrics import NullTelemetry
 from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem, TeacherReply, TeacherTrace, Verdict
 
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0)
@@ -99,3 +105,19 @@ class FakeJudge:
 
 
 FAILED = TeacherFailure(reason="timeout", detail="no reply within 1 s, 6 tries")
+
+
+def collect(
+    cfg: DistillConfig, problems: Sequence[Problem], workdir: Path, teacher: Teacher | None = None
+) -> StageSummary:
+    """Collect traces of this teacher, by default the one that the settings name, as the stage does."""
+
+    async def run() -> StageSummary:
+        asked = teacher or build_teacher(cfg.teacher)
+        judge = FakeJudge().judge_async
+        try:
+            return await collect_traces(cfg, asked, judge, problems, seed=7, workdir=workdir, telemetry=NullTelemetry())
+        finally:
+            await asked.close()
+
+    return asyncio.run(run())

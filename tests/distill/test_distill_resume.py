@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from random import Random
 
 import pytest
-from distill_fakes import FAILED, FakeJudge, FakeTeacher, make_problem, make_reply
+from distill_fakes import FAILED, FakeTeacher, collect, make_problem, make_reply
 from scripted_server import STREAM, ScriptedServer, streamed
 
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.records import read_shards
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, SelectConfig
 from klear_core.config.settings import Floor
-from klear_core.distill.collect import build_teacher, collect_traces
 from klear_core.distill.shard_files import UnusedReply
 from klear_core.distill.teacher import BudgetError, Teacher, Usage
-from klear_core.metrics import NullTelemetry
 from klear_core.types import Dropped, TeacherTrace
 
 PROBLEMS = [make_problem(i) for i in range(10)]
@@ -25,15 +22,7 @@ ONE_AT_A_TIME = DistillRuntime(traces_per_shard=8, max_in_flight=1)
 
 
 def run(cfg: DistillConfig, workdir: Path, teacher: Teacher | None = None) -> StageSummary:
-    async def collect() -> StageSummary:
-        asked = teacher or build_teacher(cfg.teacher)
-        judge = FakeJudge().judge_async
-        try:
-            return await collect_traces(cfg, asked, judge, PROBLEMS, seed=7, workdir=workdir, telemetry=NullTelemetry())
-        finally:
-            await asked.close()
-
-    return asyncio.run(collect())
+    return collect(cfg, PROBLEMS, workdir, teacher)
 
 
 def traces(workdir: Path) -> list[TeacherTrace]:
