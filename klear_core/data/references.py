@@ -22,7 +22,7 @@ import json
 import pickle
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from klear_core.errors import DataError
@@ -137,6 +137,33 @@ def has_no_tests(value: object) -> bool:
             return True
         case _:
             return tests in ("", [], {})
+
+
+def has_half_character(reference: Reference) -> bool:
+    """Return whether a text of a reference has a lone surrogate, which JSON text inside of a row's text can escape."""
+    try:
+        for text in _texts_of(reference):
+            text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _texts_of(reference: Reference) -> Iterator[str]:
+    match reference:
+        case MathReference(answers=answers):
+            yield from answers
+        case CodeReference(tests=StdinTests(cases=cases)):
+            yield reference.checker
+            for case in cases:
+                yield case.input
+                yield case.output
+        case CodeReference(tests=AssertTests(programs=programs)):
+            yield reference.checker
+            yield from programs
+        case CodeReference(tests=CallTests(fn_name=fn_name)):  # arguments and results are escaped
+            yield reference.checker
+            yield fn_name
 
 
 def _klear_code(value: Mapping[str, object]) -> CodeReference:

@@ -14,6 +14,7 @@ from klear_core.data.datafiles import DataFile, check_files, data_files, default
 from klear_core.data.fields import Fields, RowError, Schema, row_id
 from klear_core.data.procedural import check_procedural, generate_chains
 from klear_core.data.question_tables import QuestionTables
+from klear_core.data.references import has_half_character
 from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows
 from klear_core.data.schemas import schema_for
 from klear_core.errors import ConfigError, DataError
@@ -206,6 +207,8 @@ def _parse_rows(
 def _candidate(fields: Fields, schema: Schema, row: str, *, source: str, domain: Domain | None) -> Candidate:
     question = schema.question(fields)
     reference = schema.reference_of(fields, domain=domain)
+    if has_half_character(reference):  # no file could hold it
+        raise RowError("not_utf8", "reference", "a JSON text in it escapes one half of a surrogate pair")
     return Candidate(
         source=source,
         domain=domain_of(reference),

@@ -110,6 +110,31 @@ def test_references_that_do_not_parse_are_dropped_with_the_id_of_their_row(tmp_p
     assert "a.jsonl:1 (id 7): tests: tests are not JSON" in found.detail
 
 
+HALF = chr(92) + "ud800"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Add.", "input_output": f'{{"inputs": ["{HALF}"], "outputs": ["1"]}}'},
+        {"question": "Add.", "input_output": f'{{"inputs": ["1"], "outputs": ["{HALF}"]}}'},
+        {"question": "Add.", "input_output": f'{{"inputs": [[1]], "outputs": [1], "fn_name": "{HALF}"}}'},
+        {
+            "data_source": "math",
+            "prompt": [{"role": "user", "content": "Add."}],
+            "ability": "math",
+            "reward_model": {"ground_truth": f'["{HALF}"]'},
+        },
+    ],
+)
+def test_half_a_character_in_json_text_inside_of_a_row_costs_that_row_alone(row, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row).replace("ud800", "u00e9") + "\n")
+    bad, good = read_source(FileSource(path=str(tmp_path / "a.jsonl")), seed=0)
+    assert isinstance(bad, Dropped)
+    assert bad.reason == "not_utf8"
+    assert isinstance(good, Candidate)
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", "[]"])
 def test_an_empty_source_is_refused(content, tmp_path):
     (tmp_path / "a.json").write_text(content)
