@@ -23,8 +23,8 @@ SUFFIXES = (*_JSON_KINDS, *(kind + packed for kind in _JSON_KINDS for packed in 
 """Names of data files end in one of these."""
 
 MAX_ROW_BYTES = 128 << 20
-"""Limit for one row of a JSON file; the largest of LiveCodeBench has a third of it. A longer row is dropped unparsed, for
-reading one takes 5 times its size in memory, and 15 times if every text has a character of four bytes."""
+"""Limit for one row of a JSON file, twice `verify.code.max_test_mb`. A longer row is dropped unparsed: reading one takes 5
+times its size in memory, and 15 times if every text has a character of four bytes."""
 
 ALL_COLUMNS: frozenset[str] = frozenset()
 """Stands for all columns of a file."""
