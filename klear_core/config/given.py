@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from klear_core.config.data import HubRepo, HubRevision, HubRuntime
+from klear_core.config.data import FileSource, HubRepo, HubRevision, HubRuntime, HubSource
 from klear_core.config.settings import Settings
 from klear_core.config.train import HfModelConfig, HubModelConfig, PublishedModel
 
@@ -74,9 +74,49 @@ GivenModel = Annotated[
 """A model that exists, by folder or by Hub id; a bare path means a folder."""
 
 
+class GivenFiles(FileSource, GivenFacts):
+    """Local files of traces or problems; the row format is detected from the first row."""
+
+    name: str = "given"
+    """Name under which the rows are counted, and weighted in `sft.source_weights`."""
+
+
+class GivenDataset(HubSource, GivenFacts):
+    """The data files of a dataset repository on the Hugging Face Hub, downloaded once into the Hub's cache."""
+
+    name: str = "given"
+    """Name under which the rows are counted, and weighted in `sft.source_weights`."""
+
+
+def _as_several(value: object) -> object:
+    """Return a list of sources, named `given_1`, `given_2` and so on if there are several without names."""
+    several = list(value) if isinstance(value, list | tuple) else [value]
+    found: list[object] = []
+    for number, one in enumerate(several, 1):
+        source = _with_kind(one, local="file")
+        is_unnamed = len(several) > 1 and isinstance(source, Mapping) and "name" not in source
+        found.append({"name": f"given_{number}", **source} if is_unnamed else source)  # type: ignore[dict-item]
+    return found
+
+
+GivenRows = Annotated[
+    tuple[Annotated[GivenFiles | GivenDataset, Field(discriminator="kind")], ...],
+    Field(min_length=1),
+    BeforeValidator(_as_several),
+]
+"""Rows that exist, in local files or on the Hub: one source, or a list of them."""
+
+
 class GivenConfig(Settings):
     """Results that take the place of the stage of that name; stages that nothing else needs are left out."""
 
+    curate: GivenRows | None = None
+    """Problems of distillation and, without `curate_rl`, of RL, taken as they are: not deduplicated or selected, but
+    kept apart from the benchmarks."""
+    curate_rl: GivenRows | None = None
+    """The same for the problems of RL alone."""
+    distill: GivenRows | None = None
+    """Traces to fine-tune on, in a published format; without it, `distill` makes them."""
     sft: GivenModel | None = None
     """The fine-tuned model from which RL starts; without it, `sft` makes one."""
     rl: GivenModel | None = None
@@ -85,6 +125,11 @@ class GivenConfig(Settings):
     """The model after code RL."""
     evaluate: GivenModel | None = None
     """A model to score, beside the others in this section. Nothing is trained."""
+
+    def rows(self) -> dict[str, tuple[GivenFiles | GivenDataset, ...]]:
+        """Return the given problems and traces by the name of the stage that they replace, in the pipeline's order."""
+        named = {"curate": self.curate, "curate_rl": self.curate_rl, "distill": self.distill}
+        return {name: rows for name, rows in named.items() if rows is not None}
 
     def models(self) -> dict[str, GivenFolder | GivenRepo]:
         """Return the given models by the name of the stage that they replace, in the pipeline's order."""

@@ -11,7 +11,7 @@ from klear_core.artifacts.floors import Share, check_floor
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import write_shards
 from klear_core.artifacts.store import SCRATCH
-from klear_core.config.data import CurateConfig, FileSource, ReadFloor, SelectConfig
+from klear_core.config.data import CurateConfig, DecontaminateConfig, FileSource, ReadFloor, SelectConfig
 from klear_core.data.benchmarks import read_benchmarks, read_contest_ids
 from klear_core.data.candidates import Candidate, DroppedRow, SourceRow, dropped_row, problem_from, with_stored_tests
 from klear_core.data.decontaminate import Decontaminator, Protected
@@ -50,7 +50,7 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
     """
     check_curation(cfg)
     dedup = Deduplicator(cfg.dedup)
-    decontaminator = Decontaminator(cfg.decontaminate, _protected_questions(cfg, benchmarks))
+    decontaminator = Decontaminator(cfg.decontaminate, protected_questions(cfg.decontaminate, benchmarks))
     filters = (_length_limit(cfg.max_question_chars), dedup.repeat_of)
     distinct: list[Candidate] = []
     dropped: list[DroppedRow] = []
@@ -108,12 +108,13 @@ def check_curation(cfg: CurateConfig) -> None:
         check_questions(source)
 
 
-def _protected_questions(cfg: CurateConfig, benchmarks: Path) -> Iterator[Protected]:
+def protected_questions(cfg: DecontaminateConfig, benchmarks: Path) -> Iterator[Protected]:
+    """Yield the questions to keep out of training: those of the benchmarks artifact, and the sets in `also`."""
     contest_ids = read_contest_ids(benchmarks)
     for name, problem in read_benchmarks(benchmarks):
         contest = contest_ids.get(problem.problem_id, "")
         yield Protected(benchmark=name, question_id=problem.problem_id, question=problem.question, contest_id=contest)
-    for source in cfg.decontaminate.also:
+    for source in cfg.also:
         yield from _also_protected(source)
 
 

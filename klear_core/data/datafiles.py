@@ -43,7 +43,7 @@ def data_files(source: FileSource | HubSource) -> list[DataFile]:
         case FileSource():
             return _local_files(source)
         case HubSource():
-            repo, names = _repo(source), cached_files(source)
+            repo, names = repo_of(source), cached_files(source)
             if names is None:
                 names = _published_names(source)
                 fetch(repo, names)
@@ -54,7 +54,7 @@ def data_files(source: FileSource | HubSource) -> list[DataFile]:
 
 def cached_files(source: HubSource) -> list[str] | None:
     """Return the names of a Hub source's files if all are in the cache; None if one is missing. Nothing is fetched."""
-    repo = _repo(source)
+    repo = repo_of(source)
     cached = cached_names(repo)
     if not cached:
         return None
@@ -133,12 +133,13 @@ def chosen_names(names: Iterable[str], source: FileSource | HubSource) -> list[s
     return chosen
 
 
-def _repo(source: HubSource) -> HubFiles:
+def repo_of(source: HubSource) -> HubFiles:
+    """Return the repository that a source is downloaded from."""
     return HubFiles(type="dataset", repo=source.repo, revision=source.revision, runtime=source.runtime)
 
 
 def _published_names(source: HubSource) -> list[str]:
-    published = published_files(_repo(source))
+    published = published_files(repo_of(source))
     return chosen_names([file.name for file in published], source)
 
 

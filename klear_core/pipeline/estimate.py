@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,6 +124,8 @@ def _num_problems(config: PipelineConfig) -> int | None:
     from klear_core.data.selection import sources_to_read
     from klear_core.data.sources import source_name
 
+    if config.given.curate:
+        return _num_rows(config.given.curate)
     select = config.curate.select
     total = 0
     for source in sources_to_read(config.curate):
@@ -134,7 +136,15 @@ def _num_problems(config: PipelineConfig) -> int | None:
     return min(total, select.num_problems or total)
 
 
+def _num_rows(sources: Sequence[Source]) -> int | None:
+    counts = [count_rows(source) for source in sources]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
 def _num_traces(config: PipelineConfig) -> int | None:
+    if config.given.distill:
+        return _num_rows(config.given.distill)
     problems = _num_problems(config)
     limit = config.distill.max_problems
     asked = limit if problems is None else min(problems, limit or problems)

@@ -18,7 +18,7 @@ from pathlib import Path
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.given import GivenFolder, GivenRepo
-from klear_core.config.given_jobs import GivenModelJob
+from klear_core.config.given_jobs import GivenModelJob, GivenProblemsJob, GivenTracesJob, Rows
 from klear_core.config.jobs import (
     BaseJob,
     BenchmarksJob,
@@ -54,18 +54,31 @@ def _with_given(config: PipelineConfig, stages: list[Stage]) -> list[Stage]:
     """Replace stages by given results, and leave out those that nothing else needs."""
     models = config.given.models()
     given = {name: _given_model(name, model) for name, model in models.items()}
-    if not given:
+    rows = {name: _given_rows(config, name, sources) for name, sources in config.given.rows().items()}
+    if not given and not rows:
         return stages
-    made = [stage for stage in stages if stage.name not in given]
+    # `benchmarks` is the first stage, and all that given rows need.
+    benchmarks, *others = [stage for stage in stages if stage.name not in given and stage.name not in rows]
     needed = {"benchmarks", *given, *_last_model(config)}
-    # Models come first, so that they are downloaded before anything is spent.
-    return list(with_inputs([*given.values(), *made], needed))
+    # What is given comes first, so that it is downloaded before anything is spent.
+    return list(with_inputs([*given.values(), benchmarks, *rows.values(), *others], needed))
 
 
 def _given_model(name: str, given: GivenFolder | GivenRepo) -> Stage:
     labels = {"sft": "SFT", "rl": "RL", "rl_code": "RL (code)", "model": "Model"}
     section = "given.evaluate" if name == "model" else f"given.{name}"
     return _stage(name, GivenModelJob.of(given), {}, section=section, label=f"{labels[name]}, given")
+
+
+def _given_rows(config: PipelineConfig, name: str, sources: Rows) -> Stage:
+    """Return the stage that takes traces or problems, compared with the benchmarks."""
+    job: Job
+    if name == "distill":
+        job = GivenTracesJob.of(config, sources)
+    else:
+        own = config.curate_rl if name == "curate_rl" else None
+        job = GivenProblemsJob.of(config, own or config.curate, sources)
+    return _stage(name, job, {"benchmarks": "benchmarks"}, section=f"given.{name}")
 
 
 def _last_model(config: PipelineConfig) -> tuple[str, ...]:
@@ -94,13 +107,14 @@ def _scored_models(config: PipelineConfig, stages: Sequence[Stage]) -> list[str]
 def _makers(config: PipelineConfig) -> list[Stage]:
     """Return the stages that make problems, traces and models, as if nothing were given. A new stage is added here."""
     problems = "tag" if config.tag else "curate"
-    problems_of_rl = "curate_rl" if config.curate_rl else problems
+    own_problems = config.curate_rl or (config.curate if config.given.curate_rl else None)
+    problems_of_rl = "curate_rl" if own_problems else problems
     stages = [
         _stage("benchmarks", BenchmarksJob.of(config), {}),
         _stage("curate", CurateJob.of(config, config.curate), {"benchmarks": "benchmarks"}),
     ]
-    if config.curate_rl:
-        stages.append(_stage("curate_rl", CurateJob.of(config, config.curate_rl), {"benchmarks": "benchmarks"}))
+    if own_problems:
+        stages.append(_stage("curate_rl", CurateJob.of(config, own_problems), {"benchmarks": "benchmarks"}))
     stages.append(_stage("base", BaseJob.of(config), {}, label="Base"))
     if config.tag:
         stages.append(_stage("tag", TagJob.of(config, config.tag), _tag_inputs(config.tag, "curate")))

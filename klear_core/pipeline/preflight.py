@@ -20,7 +20,7 @@ from klear_core.artifacts.model_files import check_model, folder_of
 from klear_core.config.data import FileSource, ProceduralSource, Source
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig
-from klear_core.config.given_jobs import GivenModelJob
+from klear_core.config.given_jobs import GivenModelJob, GivenTracesJob, origin_of
 from klear_core.config.jobs import (
     BaseJob,
     BenchmarksJob,
@@ -117,17 +117,30 @@ def _source_problems(work: PendingWork) -> Iterator[str]:
         yield "benchmarks: none, so there is nothing to evaluate on and nothing to keep out of training"
 
 
+def _given_trace_problems(work: PendingWork) -> Iterator[str]:
+    from klear_core.data.sources import check_names
+    from klear_core.data.traces import check_traces
+
+    for stage, job in work.pending(GivenTracesJob):
+        yield from _complaints(stage.section, check_names, job.runtime.sources)
+        for source in job.runtime.sources:
+            if _is_there(source):
+                yield from _complaints(stage.section, check_traces, source)
+            else:
+                yield f"{stage.section}: {origin_of(source)}: no such file"
+
+
 def _unjudged_rl_problems(work: PendingWork) -> Iterator[str]:
     """Find RL that would have no problem to learn from, because no source of its problems has references."""
     from klear_core.data.sources import is_without_references
 
-    curations = {stage.name: job.curate for stage in work.stages if isinstance(job := stage.job, CurateJob)}
+    makers = {stage.name: [use.source for use in stage.sources()] for stage in work.stages}
     for stage in work.stages:
-        curate = curations.get(stage.inputs.get("problems", ""))
-        if not isinstance(stage.job, RlJob) or curate is None:
+        sources = makers.get(stage.inputs.get("problems", ""))
+        if not isinstance(stage.job, RlJob) or not sources:
             continue
         try:
-            can_judge = not all(map(is_without_references, curate.sources))
+            can_judge = not all(map(is_without_references, sources))
         except KlearError:
             continue  # a bad source is reported by `_source_problems`
         if not can_judge:
@@ -167,12 +180,14 @@ def _reference_problems(work: PendingWork) -> Iterator[str]:
 def _weight_problems(work: PendingWork) -> Iterator[str]:
     from klear_core.data.sources import source_name
 
-    names = [source_name(source) for source in work.config.curate.sources]
+    given = work.config.given.distill or work.config.given.curate
+    names = [source_name(source) for source in given or work.config.curate.sources]
+    key = "the given sources" if given else "curate.sources"
     for stage, job in work.pending(SftJob):
         for name in job.sft.source_weights:
             if name not in names:
                 there = ", ".join(names)
-                yield f"{stage.section}.source_weights: {name!r} is none of curate.sources, which are: {there}"
+                yield f"{stage.section}.source_weights: {name!r} is none of {key}, which are: {there}"
 
 
 def _prompt_filter_problems(work: PendingWork) -> Iterator[str]:
@@ -408,6 +423,7 @@ _CHECKS = (
     _input_problems,
     _file_problems,
     _source_problems,
+    _given_trace_problems,
     _unjudged_rl_problems,
     _benchmark_problems,
     _reference_problems,

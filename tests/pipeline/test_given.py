@@ -95,6 +95,23 @@ def test_labels_say_that_a_model_is_given(tmp_path: Path) -> None:
     assert (labels["sft"], labels["rl"]) == ("SFT, given", "RL")
 
 
+def test_given_traces_take_the_place_of_distillation(tmp_path: Path) -> None:
+    config = smoke(tmp_path, "given.distill.path=x")
+    assert names(config)[:6] == ["benchmarks", "distill", "curate", "base", "sft", "rl"]
+    by_name = {stage.name: stage for stage in stages_of(config)}
+    assert by_name["sft"].inputs == {"model": "base", "traces": "distill"}
+    assert by_name["distill"].inputs == {"benchmarks": "benchmarks"}
+    assert by_name["rl"].inputs == {"model": "sft", "problems": "curate"}
+
+
+def test_given_problems_take_the_place_of_a_curation(tmp_path: Path) -> None:
+    config = smoke(tmp_path, "given.curate_rl.path=x", "given.sft.path=y")
+    assert names(config)[:4] == ["sft", "benchmarks", "curate_rl", "rl"]
+    assert names(smoke(tmp_path, "given.curate.path=x"))[:4] == ["benchmarks", "curate", "base", "distill"]
+    both = {stage.name: stage for stage in stages_of(smoke(tmp_path, "given.curate_rl.path=x"))}
+    assert (both["distill"].inputs["problems"], both["rl"].inputs["problems"]) == ("curate", "curate_rl")
+
+
 # ---- settings
 
 
@@ -104,6 +121,16 @@ def test_a_bare_path_is_a_folder_and_a_repo_is_a_model_of_the_hub(tmp_path: Path
     assert by_path is not None
     assert by_repo is not None
     assert (by_path.kind, by_repo.kind) == ("folder", "hub")
+
+
+def test_rows_may_come_from_several_sources(tmp_path: Path) -> None:
+    more = f"given.distill=['a.jsonl', {{repo='some/traces', revision='{REVISION}', name='theirs', split='train'}}]"
+    rows = smoke(tmp_path, more).given.distill
+    assert rows is not None
+    assert [(source.kind, source.name) for source in rows] == [("file", "given_1"), ("hub", "theirs")]
+    assert [stage.origin for stage in stages_of(smoke(tmp_path, more)) if stage.origin] == [
+        "a.jsonl, some/traces@0123456"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +177,28 @@ def test_a_model_of_the_hub_is_its_commit_wherever_it_is_cached(tmp_path: Path) 
     (record,) = input_records(stage.job, {}, a.workspace)
     assert (record.kind, record.role, record.fingerprint) == ("hub", REPO, REVISION)
     assert stage.origin == f"{REPO}@0123456"
+
+
+TRACE = {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "<think>hm</think>2"}]}
+PROBLEM = {"question": "1+1?", "reference": {"kind": "math", "answers": ["2"]}}
+
+
+def rows_file(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("stage", ["curate", "curate_rl", "distill"])
+def test_the_same_rows_elsewhere_are_the_same(tmp_path: Path, stage: str) -> None:
+    a, b = rows_file(tmp_path / "a" / "x.jsonl", TRACE), rows_file(tmp_path / "b" / "y.jsonl", TRACE)
+    configs = [smoke(tmp_path, f"given.{stage}.path={path}", f"given.{stage}.licence={path.stem}") for path in (a, b)]
+    assert fingerprint(configs[0], stage) == fingerprint(configs[1], stage)
+    rows_file(b, TRACE, TRACE)
+    assert fingerprint(configs[0], stage) != fingerprint(configs[1], stage)
+    assert fingerprint(configs[0], stage) != fingerprint(
+        smoke(tmp_path, f"given.{stage}={{path='{a}', limit=1}}"), stage
+    )
 
 
 # ---- the plan
@@ -232,3 +281,35 @@ def test_a_folder_that_is_no_model_is_named_before_anything_is_spent(tmp_path: P
 def test_a_hub_that_cannot_be_reached_is_told_with_what_to_do(tmp_path: Path) -> None:
     found = problems_with(smoke(tmp_path, *hub_settings("http://127.0.0.1:9", tmp_path / "cache")))
     assert any("given.sft: some/sft-model at revision" in p and "hf download some/sft-model" in p for p in found), found
+
+
+def given_problems(root: Path, *overrides: str) -> list[str]:
+    return [problem for problem in problems_with(smoke(root, *overrides)) if problem.startswith(("given", "rl"))]
+
+
+def test_rows_that_cannot_be_used_are_named_before_anything_is_spent(tmp_path: Path) -> None:
+    traces, problems = rows_file(tmp_path / "t.jsonl", TRACE), rows_file(tmp_path / "p.jsonl", PROBLEM)
+    assert given_problems(tmp_path, f"given.distill={traces}", f"given.curate_rl={problems}") == []
+    (found,) = given_problems(tmp_path, f"given.distill={problems}")
+    assert "no known format of traces has the keys ['question', 'reference']" in found
+    (found,) = given_problems(tmp_path, "given.distill=nowhere.jsonl")
+    assert found == "given.distill: nowhere.jsonl: no such file"
+    (found,) = given_problems(tmp_path, "given.curate_rl=nowhere.jsonl")
+    assert found == "given.curate_rl: nowhere.jsonl: no such file"
+
+
+def test_problems_without_references_cannot_be_given_to_rl(tmp_path: Path) -> None:
+    chat = {"conversations": [{"from": "user", "value": "1+1?"}, {"from": "assistant", "value": "2"}]}
+    rows = rows_file(tmp_path / "p.jsonl", chat)
+    found = given_problems(tmp_path, f"given.curate_rl={{path='{rows}', domain='math'}}")
+    assert any(problem.startswith("rl: its problems come from sources without answers") for problem in found), found
+
+
+def test_weights_name_the_given_sources(tmp_path: Path) -> None:
+    rows = rows_file(tmp_path / "t.jsonl", TRACE)
+    (found,) = (
+        problem
+        for problem in problems_with(smoke(tmp_path, f"given.distill={rows}", "sft.source_weights={given=2, chain=1}"))
+        if problem.startswith("sft")
+    )
+    assert found == "sft.source_weights: 'chain' is none of the given sources, which are: given"
