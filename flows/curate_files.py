@@ -16,7 +16,7 @@ from klear_core.config.load import apply_override, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.curate import curate
 from klear_core.data.leak_table import LEAKS_PAGE
-from klear_core.errors import ConfigError
+from klear_core.errors import ConfigError, KlearError
 from klear_core.report.curation import write_curation_page
 
 KEPT, DROPPED, PAGE, LEAKS = "kept.parquet", "dropped.parquet", "report.html", LEAKS_PAGE
@@ -25,15 +25,15 @@ KEPT, DROPPED, PAGE, LEAKS = "kept.parquet", "dropped.parquet", "report.html", L
 def curate_files(sources: Sequence[str], benchmarks: Sequence[str], overrides: Sequence[str], *, out: Path) -> None:
     """Curate files and write `kept.parquet`, `dropped.parquet`, `report.html` and `leaks.html` to the folder `out`.
 
-    `benchmarks` are files of questions to keep out. Raise ConfigError for settings outside `curate` and `seed`, and if
+    `benchmarks` are files of questions to keep out. A run that was killed is continued if it is started again with the
+    same settings and files. Raise ConfigError for settings outside `curate` and `seed`, and if
     `out` holds anything that this command has not written.
     """
     config = config_of(sources, benchmarks, overrides)
     _require_own_folder(out)
     workdir = out / ".work"
-    shutil.rmtree(workdir, ignore_errors=True)
     no_benchmarks = workdir / "benchmarks"  # the questions to keep out are files here, not an artifact
-    no_benchmarks.mkdir(parents=True)
+    no_benchmarks.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
     try:
         with Progress(console=console, transient=True) as bar:
@@ -41,8 +41,11 @@ def curate_files(sources: Sequence[str], benchmarks: Sequence[str], overrides: S
                 config.curate, benchmarks=no_benchmarks, seed=config.seed, workdir=workdir, telemetry=_Bar(bar)
             )
         _publish(summary, workdir, out, title=out.name)
-    finally:
-        shutil.rmtree(workdir, ignore_errors=True)
+    except KlearError as e:
+        if e.is_permanent:  # what was read is of no use; after other errors, and a kill, the next run goes on from it
+            shutil.rmtree(workdir, ignore_errors=True)
+        raise
+    shutil.rmtree(workdir)
     console.print(_drops(summary))
     for note in summary.notes:
         console.print(f"[yellow]note[/] {note}", markup=True)
@@ -71,7 +74,7 @@ def _drops(summary: StageSummary) -> Table:
 
 
 class _Bar:
-    """Shows the source that is being read; a curation logs no metrics."""
+    """Shows the step and how much of it is done; a curation logs no metrics."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar

@@ -65,19 +65,25 @@ def write_shards(folder: Path, records: Sequence[R], *, rows_per_shard: int) -> 
         write_shard(folder / shard_name(i, count), records[i * rows_per_shard : (i + 1) * rows_per_shard])
 
 
-def read_shard(path: Path, record_type: type[R]) -> list[R]:
+def read_shard(path: Path, record_type: type[R], *, rows: Sequence[int] | None = None) -> list[R]:
     """Return the records of one shard, validated against their type; ArtifactError names the file and the row.
 
-    Large tests are not read: the references hold handles to them.
+    `rows` are the numbers of those to return, by default all. Large tests are not read: the references hold handles to
+    them.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        rows = pq.read_table(path).to_pylist()
+        table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as e:
         raise ArtifactError(f"{path}: not a readable Parquet file ({e})") from e
-    return [_from_row(row, record_type, folder=path.parent, where=f"{path} row {i}") for i, row in enumerate(rows)]
+    numbers = range(table.num_rows) if rows is None else rows
+    chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
+    return [
+        _from_row(row, record_type, folder=path.parent, where=f"{path} row {i}")
+        for i, row in zip(numbers, chosen.to_pylist(), strict=True)
+    ]
 
 
 def read_shards(folder: Path, record_type: type[R]) -> Iterator[R]:

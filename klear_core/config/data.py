@@ -340,6 +340,52 @@ class ReadFloor(Floor):
     (measured)."""
 
 
+class LocalExecutorConfig(Settings):
+    """Processes on this machine."""
+
+    kind: Literal["local"] = "local"
+    workers: int | None = Field(default=None, ge=1)
+    """Number of processes; None: one for each core that this process may use. With 1 no process is started."""
+
+
+class ClusterExecutorConfig(Settings):
+    """Settings of all clusters. The sources, the workspace and Klear must be at the same paths on all machines."""
+
+    workers: int | None = Field(default=None, ge=1)
+    """Number of tasks at the same time; None: as many as the cluster can run."""
+    cpus_per_task: int = Field(default=1, ge=1)
+    """Cores reserved for a task, which uses one; more of them reserve more memory."""
+    memory_gb_per_cpu: int = Field(default=2, ge=1)
+    """Memory reserved for a core, in GB. A task needs less than 1.5."""
+
+
+class RayExecutorConfig(ClusterExecutorConfig):
+    """Tasks on a Ray cluster, by datatrove's `RayPipelineExecutor`."""
+
+    kind: Literal["ray"] = "ray"
+    address: str = ""
+    """Address of the cluster (`auto`, `10.0.0.1:6379`); empty: RAY_ADDRESS, or else Ray is started on this machine."""
+
+
+class SlurmExecutorConfig(ClusterExecutorConfig):
+    """Job arrays on a Slurm cluster, by datatrove's `SlurmPipelineExecutor`; to be started on a machine with sbatch."""
+
+    kind: Literal["slurm"] = "slurm"
+    partition: str = Field(min_length=1)
+    """Slurm partition."""
+    time: str = Field(default="02:00:00", min_length=1)
+    """Time limit of one task, as sbatch takes it. Most take a minute."""
+    qos: str = ""
+    """Quality of service; empty: the cluster's default."""
+    setup: str = ""
+    """Shell commands before a task; empty: put the folder of this Python into PATH."""
+    sbatch: dict[str, str] = {}
+    """Further options of sbatch, such as `account`."""
+
+
+ExecutorConfig = Annotated[LocalExecutorConfig | RayExecutorConfig | SlurmExecutorConfig, Field(discriminator="kind")]
+
+
 class CurateRuntime(Settings):
     """Settings that do not change the problems."""
 
@@ -347,6 +393,8 @@ class CurateRuntime(Settings):
     """Problems (or drop records) in one Parquet file."""
     read: ReadFloor = ReadFloor()
     """Share of each source's rows that are readable and have a question and a reference."""
+    executor: ExecutorConfig = LocalExecutorConfig()
+    """Where blocks of the sources are read and shards are written."""
 
 
 class CurateConfig(Settings):

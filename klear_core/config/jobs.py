@@ -214,7 +214,7 @@ class CurateJob(Job):
     """Make the training problems."""
 
     kind = "curate"
-    code_version = 4
+    code_version = 5
 
     seed: int
     curate: CurateConfig

@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+
+import numpy as np
 
 from klear_core.artifacts.floors import Share, check_floor
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
-from klear_core.artifacts.records import write_shards
 from klear_core.artifacts.store import SCRATCH
-from klear_core.config.data import CurateConfig, DecontaminateConfig, FileSource, ReadFloor, SelectConfig
+from klear_core.config.data import CurateConfig, DecontaminateConfig, FileSource
 from klear_core.data.benchmarks import read_benchmarks, read_contest_ids
-from klear_core.data.candidates import Candidate, DroppedRow, SourceRow, dropped_row, problem_from, with_stored_tests
-from klear_core.data.decontaminate import Decontaminator, Protected
-from klear_core.data.dedup import Deduplicator, NearDrops, near_duplicates
-from klear_core.data.leak_table import write_leaks
-from klear_core.data.selection import SELECT, Pool, check_selection, left_out, select_problems, sources_to_read
-from klear_core.data.sources import (
-    READ,
-    check_questions,
-    check_sources,
-    read_contest_questions,
-    read_source,
-    source_name,
+from klear_core.data.curation.merge import LEAK, NEAR, NOT_SELECTED, REPEAT, STAYS, merge
+from klear_core.data.curation.plan import Plan, make_plan, save_plan
+from klear_core.data.curation.read import TAGS, ReadBlocks, save_guard
+from klear_core.data.curation.segment import Segments, open_segments
+from klear_core.data.curation.tasks import Tasks, run_tasks
+from klear_core.data.curation.write import (
+    DROPPED,
+    LEAKS,
+    PROBLEMS,
+    ROWS,
+    Shards,
+    State,
+    WriteDropped,
+    WriteProblems,
+    leaks_in,
+    num_drops,
+    open_state,
 )
+from klear_core.data.decontaminate import Decontaminator, Protected, counts_by_rule
+from klear_core.data.leak_table import LEAKS_PAGE, LeakCounts, write_leaks
+from klear_core.data.selection import SELECT, check_selection, left_out
+from klear_core.data.sources import READ, check_questions, check_sources, read_contest_questions, source_name
 from klear_core.errors import DataError
 from klear_core.metrics import Telemetry
-from klear_core.seeding import seed_for
-from klear_core.types import Dropped, Problem
+from klear_core.types import Dropped
 
-T = TypeVar("T")
+_SMALL_BYTES = 8 << 20
+"""Size of sources that one process curates faster than it starts others."""
 
-Filter = Callable[[Candidate], Dropped | None]
-"""Returns the drop record of a candidate, or None to keep it."""
-
-_STEPS = (READ, "length", "dedup", "decontaminate")
+RunTasks = Callable[[str, Tasks, int], None]
 
 
 def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
@@ -45,59 +53,34 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
     `rows/*.parquet` names the source row of each problem, in the same order. `leaks/*.parquet` and `leaks.html` show
     every prompt that any decontamination rule would drop.
 
-    Sources are streamed; distinct problems must fit into memory, where near-duplicates are found and the rest is
-    shuffled. Raise DataError if a source has too few usable rows or no problem is left.
+    Blocks of the sources are read in parallel, and their results are kept under `workdir/scratch`: a curation that was
+    killed goes on from there. Raise DataError if a source has too few usable rows or no problem is left.
     """
     check_curation(cfg)
-    dedup = Deduplicator(cfg.dedup)
-    decontaminator = Decontaminator(cfg.decontaminate, protected_questions(cfg.decontaminate, benchmarks))
-    filters = (_length_limit(cfg.max_question_chars), dedup.repeat_of)
-    distinct: list[Candidate] = []
-    dropped: list[DroppedRow] = []
-    num_rows: Counter[str] = Counter()
-    warnings = left_out(cfg)
-    sources = sources_to_read(cfg)
-    for i, source in enumerate(sources):
-        name = source_name(source)
-        telemetry.progress(i, len(sources), name)
-        read = with_stored_tests(read_source(source, seed=seed), workdir / SCRATCH / f"{i}.tests")
-        for row in _checked_rows(read, name, cfg.runtime.read, warnings):
-            num_rows[name] += 1
-            drop = row if isinstance(row, Dropped) else _first_drop(row, filters)
-            if drop is None:
-                assert isinstance(row, Candidate)
-                distinct.append(row)
-            else:
-                # a row that could not be read is known by its place alone
-                place = row.row if isinstance(row, Candidate) else row.problem_id
-                dropped.append(dropped_row(drop, source=name, row=place))
-    near = near_duplicates(distinct, cfg.dedup.near)
-    kept: list[Candidate] = []
-    for index, candidate in enumerate(distinct):
-        # A copy of a leak is dropped as a copy, so that rewording does not save it.
-        drop = near.drops.get(index) or decontaminator.leak_in(candidate)
-        if drop is None:
-            kept.append(candidate)
-        else:
-            dropped.append(dropped_row(drop, source=candidate.source, row=candidate.row))
-    if cfg.select.is_on:
-        kept, notes = _selected(cfg.select, kept, dropped, seed=seed)
-        warnings += notes
-    if not kept:
-        reasons = dict(Counter(drop.reason for drop in dropped))
-        raise DataError(f"curation left no problem of {num_rows.total()} rows: {reasons}")
-    # Sorting by a seeded hash of the id shuffles: a problem's sort key does not depend on the other problems.
-    kept.sort(key=lambda candidate: seed_for(seed, "data/shuffle", candidate.problem_id))
-    problems = [problem_from(candidate, cfg.difficulty) for candidate in kept]
-    rows = [SourceRow(problem_id=c.problem_id, source=c.source, row=c.row) for c in kept]
-    rows_per_shard = cfg.runtime.rows_per_shard
-    write_shards(workdir / "problems", problems, rows_per_shard=rows_per_shard)
-    write_shards(workdir / "rows", rows, rows_per_shard=rows_per_shard)
-    write_shards(workdir / "dropped", dropped, rows_per_shard=rows_per_shard)
-    write_leaks(workdir, decontaminator.leaks)
-    telemetry.progress(len(sources), len(sources), "done")
-    steps = (*_STEPS, SELECT) if cfg.select.is_on else _STEPS
-    return _summary(problems, dropped, num_rows, dedup, near, decontaminator, steps=steps, warnings=warnings)
+    protected = list(protected_questions(cfg.decontaminate, benchmarks))
+    plan = make_plan(cfg, protected, seed=seed)
+    folder = workdir / SCRATCH
+    num_phrases = _prepare(folder, plan, protected)
+    run = _runner(plan, folder, telemetry)
+    run("reading", ReadBlocks(folder=folder, key=plan.key), len(plan.blocks))
+    segments = open_segments(folder / "blocks")
+    warnings = [*left_out(cfg), *_check_floors(plan, segments)]
+    merge(plan, segments, folder, run)
+    state = open_state(folder)
+    leaks = write_leaks(folder / "written", leaks_in(state), rows_per_shard=cfg.runtime.rows_per_shard)
+    ledger = _ledger(state, leaks)
+    if not len(state.merged.kept):
+        reasons = {reason: n for step in ledger for reason, n in step.dropped.items()}
+        raise DataError(f"curation left no problem of {ledger[0].num_in} rows: {reasons}")
+    problems = Shards(num_rows=len(state.merged.kept), rows_per_shard=cfg.runtime.rows_per_shard)
+    dropped = Shards(num_rows=int(num_drops(state).sum()), rows_per_shard=cfg.runtime.rows_per_shard)
+    run("writing", WriteProblems(folder=folder, shards=problems), problems.num_tasks)
+    run("dropping", WriteDropped(folder=folder, shards=dropped), dropped.num_tasks)
+    _publish(folder, workdir)
+    telemetry.progress(1, 1, "done")
+    notes = _notes(plan, ledger, len(protected), num_phrases)
+    counts = {"rows": ledger[0].num_in, "problems": problems.num_rows, "protected_questions": len(protected)}
+    return StageSummary(counts=counts, ledger=ledger, notes=(*warnings, *state.merged.notes, *notes))
 
 
 def check_curation(cfg: CurateConfig) -> None:
@@ -128,123 +111,133 @@ def _also_protected(source: FileSource) -> Iterator[Protected]:
         yield Protected(benchmark=source_name(source), question_id=f"row {number}", question=text, contest_id=contest)
 
 
-def _checked_rows(
-    rows: Iterator[Candidate | Dropped], source: str, floor: ReadFloor, warnings: list[str]
-) -> Iterator[Candidate | Dropped]:
-    """Yield the rows unchanged; after the last one, append to `warnings` or raise DataError if too few were usable."""
-    lost: Counter[str] = Counter()
-    num_rows = 0
-    first = ""
-    for row in rows:
-        num_rows += 1
-        if isinstance(row, Dropped):
-            lost[row.reason] += 1
-            first = first or row.detail
-        yield row
-    share = Share(what=f"rows of source {source!r} can be used", num_in=num_rows, lost=lost, example=first)
-    remedy = "Repair the file, or name its row_schema"
-    warnings += check_floor(share, floor, key="curate.runtime.read", remedy=remedy)
+def _prepare(folder: Path, plan: Plan, protected: Sequence[Protected]) -> int:
+    """Write what all processes need, and delete what was made by another plan.
+
+    Return the number of word n-grams that occur in too many protected questions to drop a prompt.
+    """
+    key_file = folder / "key"
+    if not key_file.exists() or key_file.read_text() != f"{plan.key}":
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        guard = Decontaminator(plan.cfg.decontaminate, protected)
+        save_guard(guard, folder / "guard.pickle")
+        (folder / "num_phrases").write_text(str(len(guard.common_phrases)))
+        key_file.write_text(plan.key)
+    # The settings of the executor are no part of the key.
+    save_plan(plan, folder / "plan.pickle")
+    shutil.rmtree(folder / "reading", ignore_errors=True)  # blocks that a killed attempt has begun
+    return int((folder / "num_phrases").read_text())
 
 
-def _length_limit(max_chars: int) -> Filter:
-    def too_long(candidate: Candidate) -> Dropped | None:
-        length = len(candidate.question)
-        if length <= max_chars:
-            return None
-        detail = f"{candidate.source}: {length} characters, at most {max_chars} are allowed"
-        return Dropped(problem_id=candidate.problem_id, step="length", reason="question_too_long", detail=detail)
-
-    return too_long
-
-
-def _selected(
-    cfg: SelectConfig, candidates: Sequence[Candidate], dropped: list[DroppedRow], *, seed: int
-) -> tuple[list[Candidate], Sequence[str]]:
-    """Return the selected candidates and warnings, and append the others to `dropped`."""
-    pool = Pool(
-        problem_ids=[candidate.problem_id for candidate in candidates],
-        sources=[candidate.source for candidate in candidates],
-        questions=lambda: (candidate.question for candidate in candidates),
-    )
-    selection = select_problems(cfg, pool, seed=seed)
-    selected: list[Candidate] = []
-    for index, candidate in enumerate(candidates):
-        drop = selection.drop_of(index)
-        if drop is None:
-            selected.append(candidate)
-        else:
-            dropped.append(dropped_row(drop, source=candidate.source, row=candidate.row))
-    return selected, selection.notes
-
-
-def _first_drop(candidate: Candidate, filters: Sequence[Filter]) -> Dropped | None:
-    for drop_of in filters:
-        drop = drop_of(candidate)
-        if drop is not None:
-            return drop
-    return None
-
-
-def _summary(
-    problems: Sequence[Problem],
-    dropped: Sequence[DroppedRow],
-    num_rows: Counter[str],
-    dedup: Deduplicator,
-    near: NearDrops,
-    decontaminator: Decontaminator,
-    *,
-    steps: Sequence[str],
-    warnings: Sequence[str],
-) -> StageSummary:
-    kept = Counter(p.source for p in problems)
-    clean = kept + Counter(d.source for d in dropped if d.step == SELECT)
-    noted: dict[str, dict[str, int]] = {step: {} for step in (*_STEPS, SELECT)}
-    for name, n in num_rows.items():
-        noted[READ][f"rows_of_{name}"] = n
-        noted["decontaminate"][f"kept_of_{name}"] = clean[name]
-        noted[SELECT][f"kept_of_{name}"] = kept[name]
-    for name, n in sorted(dedup.repeats.items()):
-        noted["dedup"][f"repeats_in_{name}"] = n
-    noted["dedup"]["repeats_with_another_answer"] = dedup.num_conflicting_answers
-    noted["dedup"] |= near.kept
-    noted["decontaminate"] |= decontaminator.counts_by_rule()
-    ledger: list[LedgerStep] = []
-    num_in = num_rows.total()
-    for step in steps:
-        reasons = Counter(d.reason for d in dropped if d.step == step)
-        num_out = num_in - reasons.total()
-        ledger.append(
-            LedgerStep(
-                step=step,
-                unit="row" if step == READ else "problem",
-                num_in=num_in,
-                num_out=num_out,
-                dropped=dict(sorted(reasons.items())),
-                noted=noted[step],
-            )
+def _runner(plan: Plan, folder: Path, telemetry: Telemetry) -> RunTasks:
+    def run(name: str, tasks: Tasks, num_tasks: int) -> None:
+        run_tasks(
+            name,
+            tasks,
+            num_tasks,
+            executor=plan.cfg.runtime.executor,
+            folder=folder / "executor",
+            is_small=plan.num_bytes < _SMALL_BYTES,
+            on_done=lambda done: telemetry.progress(done, max(1, num_tasks), name),
         )
-        num_in = num_out
-    assert num_in == len(problems), (num_in, len(problems))
-    tags = dict(sorted(Counter(p.difficulty.value for p in problems).items()))
-    ledger.append(LedgerStep(step="difficulty", unit="problem", num_in=num_in, num_out=num_in, noted=tags))
-    return StageSummary(
-        counts={
-            "rows": num_rows.total(),
-            "problems": len(problems),
-            "protected_questions": decontaminator.num_protected,
-        },
-        ledger=tuple(ledger),
-        notes=(*warnings, *_notes(num_rows, kept, decontaminator)),
+
+    return run
+
+
+def _publish(folder: Path, workdir: Path) -> None:
+    """Move the result to its place; tables of an earlier attempt are replaced."""
+    for table in (PROBLEMS, ROWS, DROPPED, LEAKS, LEAKS_PAGE):
+        target = workdir / table
+        if target.is_dir():
+            shutil.rmtree(target)
+        (folder / "written" / table).replace(target)
+    shutil.rmtree(folder)
+
+
+def _check_floors(plan: Plan, segments: Segments) -> Iterator[str]:
+    """Yield warnings about sources of which few rows could be used; raise DataError if too few could be."""
+    for number, source in enumerate(plan.sources):
+        lost: Counter[str] = Counter()
+        parts = [part for part in segments.parts if part.source == number]
+        for part in parts:
+            lost.update(part.lost)
+        share = Share(
+            what=f"rows of source {source.name!r} can be used",
+            num_in=sum(part.num_rows for part in parts),
+            lost=lost,
+            example=next((part.example for part in parts if part.example), ""),
+        )
+        remedy = "Repair the file, or name its row_schema"
+        yield from check_floor(share, plan.cfg.runtime.read, key="curate.runtime.read", remedy=remedy)
+
+
+@dataclass(slots=True)
+class _Step:
+    """The counts of one step of the ledger."""
+
+    dropped: Counter[str]
+    noted: dict[str, int]
+
+
+def _ledger(state: State, leaks: LeakCounts) -> tuple[LedgerStep, ...]:
+    plan, merged = state.plan, state.merged
+    steps = {name: _Step(Counter(), {}) for name in (READ, "length", "dedup", "decontaminate", SELECT)}
+    rows, clean, kept = Counter[str](), Counter[str](), Counter[str]()
+    tags = np.zeros(len(TAGS), dtype=np.int64)
+    for part, own in state.segments.each():
+        name = plan.sources[part.source].name
+        fate_N = merged.fate_N[own]
+        rows[name] += part.num_rows
+        kept[name] += int((fate_N == STAYS).sum())
+        clean[name] += int(((fate_N == STAYS) | (fate_N == NOT_SELECTED)).sum())
+        steps[READ].dropped.update(part.lost)
+        steps["length"].dropped["question_too_long"] += part.too_long
+        if part.num_candidates:
+            tags += np.bincount(part.column("tag")[fate_N == STAYS], minlength=len(TAGS))
+    counts = {code: int((merged.fate_N == code).sum()) for code in (REPEAT, NEAR, LEAK)}
+    steps["dedup"].dropped.update({"repeated_question": counts[REPEAT], "near_duplicate": counts[NEAR]})
+    steps["decontaminate"].dropped.update(leaks.num_dropped)
+    for drop in state.not_selected():
+        steps[SELECT].dropped[drop.reason] += 1
+    steps[READ].noted = {f"rows_of_{name}": n for name, n in rows.items()}
+    steps["dedup"].noted = merged.noted
+    steps["decontaminate"].noted = {f"kept_of_{name}": clean[name] for name in rows}
+    steps["decontaminate"].noted |= counts_by_rule(leaks.num_by_rules)
+    steps[SELECT].noted = {f"kept_of_{name}": kept[name] for name in rows}
+    if not plan.cfg.select.is_on:
+        del steps[SELECT]
+    ledger = tuple(_ledger_steps(steps, rows.total()))
+    assert ledger[-1].num_out == len(merged.kept), (ledger[-1].num_out, len(merged.kept))
+    noted = {tag.value: n for tag, n in zip(TAGS, tags.tolist(), strict=True) if n}
+    last = LedgerStep(
+        step="difficulty",
+        unit="problem",
+        num_in=len(merged.kept),
+        num_out=len(merged.kept),
+        noted=dict(sorted(noted.items())),
     )
+    return (*ledger, last)
 
 
-def _notes(num_rows: Counter[str], kept: Counter[str], decontaminator: Decontaminator) -> list[str]:
-    notes = [f"source {name}: no row was left after curation" for name in num_rows if not kept[name]]
-    if not decontaminator.num_protected:
+def _ledger_steps(steps: dict[str, _Step], num_rows: int) -> Iterator[LedgerStep]:
+    num_in = num_rows
+    for name, step in steps.items():
+        dropped = {reason: n for reason, n in sorted(step.dropped.items()) if n}
+        num_out = num_in - sum(dropped.values())
+        unit = "row" if name == READ else "problem"
+        yield LedgerStep(step=name, unit=unit, num_in=num_in, num_out=num_out, dropped=dropped, noted=step.noted)
+        num_in = num_out
+
+
+def _notes(plan: Plan, ledger: Sequence[LedgerStep], num_protected: int, num_phrases: int) -> list[str]:
+    kept = next(step for step in reversed(ledger) if step.step in (SELECT, "decontaminate")).noted
+    empty = [source.name for source in plan.sources if not kept.get(f"kept_of_{source.name}")]
+    notes = [f"source {name}: no row was left after curation" for name in empty]
+    if not num_protected:
         notes.append("there is no benchmark, so no prompt was compared with benchmark questions")
-    if decontaminator.common_phrases:
+    if num_phrases:
         notes.append(
-            f"{len(decontaminator.common_phrases)} word n-grams occur in so many benchmark questions "
-            "that no prompt was dropped for them"
+            f"{num_phrases} word n-grams occur in so many benchmark questions that no prompt was dropped for them"
         )
     return notes

@@ -5,14 +5,15 @@ Every rule is tried on every prompt, so that the report can say what each would 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from klear_core.config.data import DecontaminateConfig, DecontaminationRule
 from klear_core.data.candidates import Candidate
 from klear_core.data.gram_index import GramIndex, Hit
-from klear_core.data.normalise import is_word, tokens_of
+from klear_core.data.leak_filter import LeakFilter
+from klear_core.data.normalise import tokens_of
 from klear_core.errors import DataError
 from klear_core.types import Dropped
 
@@ -62,6 +63,7 @@ class Decontaminator:
         words = [_words(t) for t in tokens]
         self._words = GramIndex(words, length=cfg.ngram, max_questions=cfg.max_questions_per_gram)
         self._shingles = GramIndex(tokens, length=_SHINGLE, max_questions=cfg.max_questions_per_gram)
+        self._filter = LeakFilter(words, tokens, ngram=cfg.ngram, shingles=self._shingles, near_share=cfg.near_share)
         self.common_phrases = self._words.common
         """N-grams that occur in more than `max_questions_per_gram` protected questions."""
         self._short_questions: dict[str, list[tuple[Sequence[str], int]]] = {}
@@ -73,59 +75,46 @@ class Decontaminator:
             if not self._words.num_grams[index]:
                 self._short_questions.setdefault(tokens[index][0], []).append((tokens[index], index))
         self._with_contest_id = {p.contest_id: i for i, p in enumerate(self._protected) if p.contest_id}
-        self.leaks: list[Leak] = []
-        """Every prompt that any rule would drop."""
 
     @property
     def num_protected(self) -> int:
         """Return the number of questions that are kept out of training."""
         return len(self._protected)
 
-    def leak_in(self, candidate: Candidate) -> Dropped | None:
-        """Return the drop record, with the benchmark question and the shared text; None if no configured rule matches.
+    def leaks_in(self, candidates: Sequence[Candidate], tokens: Sequence[Sequence[str]]) -> list[Leak | None]:
+        """Return for each candidate, given with its tokens, the same as `leak_of`, faster for many at once."""
+        if not self._protected:
+            return [None] * len(candidates)
+        may_overlap = self._filter.may_overlap([_words(t) for t in tokens], tokens).tolist()
+        leaks: list[Leak | None] = []
+        for candidate, its_tokens, is_suspect in zip(candidates, tokens, may_overlap, strict=True):
+            is_leak = is_suspect or candidate.contest_id in self._with_contest_id or self._short_hit(its_tokens)
+            leaks.append(self.leak_of(candidate, its_tokens) if is_leak else None)
+        return leaks
 
-        A prompt that any rule would drop is added to `leaks`.
+    def leak_of(self, candidate: Candidate, tokens: Sequence[str]) -> Leak | None:
+        """Return the benchmark question that a prompt, given with its tokens, overlaps with most; None if no rule matches.
+
+        Not all rules drop a prompt: see `Leak.is_dropped`.
         """
-        hits = self._hits(tokens_of(candidate.question), candidate.contest_id)
+        hits = self._hits(tokens, candidate.contest_id)
         if not hits:
             return None
         dropping = [rule for rule in hits if rule in self._cfg.rules]
         hit = hits[dropping[0] if dropping else next(iter(hits))]
         near = self._protected[hit.index]
-        self.leaks.append(
-            Leak(
-                problem_id=candidate.problem_id,
-                source=candidate.source,
-                benchmark=near.benchmark,
-                question_id=near.question_id,
-                rules=" ".join(hits),
-                is_dropped=bool(dropping),
-                shared=hit.first_shared,
-                num_shared=hit.num_shared,
-                prompt=candidate.question,
-                question=near.question,
-            )
-        )
-        if not dropping:
-            return None
-        overlap = f"shares {hit.num_shared} with {near.benchmark} {near.question_id}: {hit.first_shared!r}"
-        detail = f"{candidate.source}: {overlap}; rules: {', '.join(hits)}"
-        return Dropped(
+        return Leak(
             problem_id=candidate.problem_id,
-            step="decontaminate",
-            reason=f"in_{near.benchmark}",
-            detail=detail,
-            matched_id=near.question_id,
+            source=candidate.source,
+            benchmark=near.benchmark,
+            question_id=near.question_id,
+            rules=" ".join(hits),
+            is_dropped=bool(dropping),
+            shared=hit.first_shared,
+            num_shared=hit.num_shared,
+            prompt=candidate.question,
+            question=near.question,
         )
-
-    def counts_by_rule(self) -> dict[str, int]:
-        """Return for each rule the number of prompts that it would drop, and that no other rule would drop."""
-        counts: dict[str, int] = {}
-        rules_of_leaks = [leak.rules.split() for leak in self.leaks]
-        for rule in RULES:
-            counts[f"rule_{rule}_matches"] = sum(rule in rules for rules in rules_of_leaks)
-            counts[f"rule_{rule}_alone"] = sum([rule] == rules for rules in rules_of_leaks)
-        return counts
 
     def _hits(self, tokens: Sequence[str], contest_id: str) -> dict[DecontaminationRule, Hit]:
         """Return the rules that match, in the order of `RULES`, each with the nearest question."""
@@ -156,8 +145,32 @@ class Decontaminator:
         return None
 
 
+def drop_of(leak: Leak) -> Dropped:
+    """Return the drop record of a prompt that is to be dropped, with the benchmark question and the shared text."""
+    overlap = f"shares {leak.num_shared} with {leak.benchmark} {leak.question_id}: {leak.shared!r}"
+    return Dropped(
+        problem_id=leak.problem_id,
+        step="decontaminate",
+        reason=f"in_{leak.benchmark}",
+        detail=f"{leak.source}: {overlap}; rules: {leak.rules.replace(' ', ', ')}",
+        matched_id=leak.question_id,
+    )
+
+
+def counts_by_rule(num_leaks: Mapping[str, int]) -> dict[str, int]:
+    """Return for each rule the number of prompts that it would drop, and that no other rule would drop.
+
+    `num_leaks` has the number of leaks by `Leak.rules`.
+    """
+    counts: dict[str, int] = {}
+    for rule in RULES:
+        counts[f"rule_{rule}_matches"] = sum(n for rules, n in num_leaks.items() if rule in rules.split())
+        counts[f"rule_{rule}_alone"] = num_leaks.get(rule, 0)
+    return counts
+
+
 def _words(tokens: Sequence[str]) -> list[str]:
-    return [token for token in tokens if is_word(token)]
+    return [token for token in tokens if token[0].isalnum()]  # as `is_word`, without millions of calls
 
 
 def _check_recognisable(question: Protected, tokens: Sequence[str]) -> None:

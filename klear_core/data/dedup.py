@@ -1,118 +1,65 @@
-"""Drop repeated questions, by exact match after normalisation and then near-duplicates; the first one seen stays."""
+"""Find repeated questions by exact match after normalisation; the first one in order of rank stays."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from klear_core.config.data import DedupConfig, NearConfig
+import numpy as np
+import numpy.typing as npt
+
+from klear_core.config.data import DedupConfig
 from klear_core.data.candidates import Candidate
-from klear_core.data.meaning import marks_of
-from klear_core.data.near import NearTable
+from klear_core.data.near import Ranks
 from klear_core.data.normalise import tokens_of
-from klear_core.data.templates import SAMPLE_SIZE, Templates, templates_of
-from klear_core.types import Dropped, MathReference
+from klear_core.data.ragged import Ragged
+from klear_core.data.sketch import hash_of
+from klear_core.types import MathReference
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _First:
-    """The first candidate seen with a question, as far as later repeats are compared with it."""
-
-    problem_id: str
-    source: str
-    answers: frozenset[str] | None
-    """Normalised answers; None for code, where two test sets of one problem may differ without a contradiction."""
+def exact_key(candidate: Candidate, tokens: Sequence[str], cfg: DedupConfig) -> bytes:
+    """Return 16 bytes that candidates with the same question share; `tokens` are those of the question."""
+    text = " ".join(tokens) if cfg.normalise else ""
+    text = text or candidate.question  # normalisation may leave nothing (no word or sign): compare the raw text
+    # surrogatepass: JSON escapes can produce lone surrogates, which plain UTF-8 refuses to encode.
+    return hashlib.blake2b(f"{candidate.domain}\x1f{text}".encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-class Deduplicator:
-    """The set of questions seen so far, keyed by 16-byte hashes of their text."""
-
-    def __init__(self, cfg: DedupConfig) -> None:
-        self._cfg = cfg
-        self._seen: dict[bytes, _First] = {}
-        self.repeats: Counter[str] = Counter()
-        """Number of repeats by the source of the later one."""
-        self.num_conflicting_answers = 0
-        """Number of repeats whose answer, compared as text, differs from the first one's."""
-
-    def repeat_of(self, candidate: Candidate) -> Dropped | None:
-        """Return the drop record if an earlier candidate has the same question, else None."""
-        answers = _written_answers(candidate)
-        first = _First(problem_id=candidate.problem_id, source=candidate.source, answers=answers)
-        earlier = self._seen.setdefault(self._key(candidate), first)
-        if earlier is first:
-            return None
-        self.repeats[candidate.source] += 1
-        detail = f"{candidate.source}: same question as {earlier.problem_id} of {earlier.source}"
-        if earlier.answers is not None and answers is not None and earlier.answers.isdisjoint(answers):
-            self.num_conflicting_answers += 1
-            detail += ", another answer"
-        return Dropped(
-            problem_id=candidate.problem_id,
-            step="dedup",
-            reason="repeated_question",
-            detail=detail,
-            matched_id=earlier.problem_id,
-        )
-
-    def _key(self, candidate: Candidate) -> bytes:
-        text = " ".join(tokens_of(candidate.question)) if self._cfg.normalise else ""
-        text = text or candidate.question  # normalisation may leave nothing (no word or sign): compare the raw text
-        # surrogatepass: JSON escapes can produce lone surrogates, which plain UTF-8 refuses to encode.
-        return hashlib.blake2b(f"{candidate.domain}\x1f{text}".encode(errors="surrogatepass"), digest_size=16).digest()
+def keys_array(keys: Iterable[bytes]) -> npt.NDArray[np.uint64]:
+    """Return keys as an array of two columns."""
+    return np.frombuffer(b"".join(keys), dtype=">u8").astype(np.uint64).reshape(-1, 2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NearDrops:
-    """The near-duplicates among candidates."""
-
-    drops: dict[int, Dropped]
-    """Drop records by the candidate's index."""
-    kept: dict[str, int]
-    """Number of candidates that are similar to an earlier one and stay, by reason."""
-
-
-def near_duplicates(candidates: Sequence[Candidate], cfg: NearConfig) -> NearDrops:
-    """Return the near-duplicates among candidates that are in order of rank: the earlier one of two stays.
-
-    Each source's fixed opening and ending, such as `Let's think step by step`, is left out of the comparison.
-    """
-    if not cfg.enabled:
-        return NearDrops(drops={}, kept={})
-    templates = _templates_by_source(candidates)
-    table = NearTable(cfg)
-    for candidate in candidates:
-        # A question without a token (`?`) is compared as it stands.
-        tokens = templates[candidate.source].bare(tokens_of(candidate.question)) or [candidate.question]
-        table.add(tokens, candidate.domain, marks_of(candidate.question, candidate.reference))
-    found = table.duplicates()
-    drops: dict[int, Dropped] = {}
-    for index, copy in found.copies.items():
-        candidate, stays = candidates[index], candidates[copy.of]
-        alike = f"{100 * copy.similarity:.0f} % like {stays.problem_id} of {stays.source}"
-        detail = f"{candidate.source}: {alike}: {stays.question[:200]!r}"
-        drops[index] = Dropped(
-            problem_id=candidate.problem_id,
-            step="dedup",
-            reason="near_duplicate",
-            detail=detail,
-            matched_id=stays.problem_id,
-        )
-    return NearDrops(drops=drops, kept=dict(sorted(found.kept.items())))
+def first_with_key(keys_N2: npt.NDArray[np.uint64]) -> Ranks:
+    """Return for each candidate the first one in order of rank that has the same key, which may be itself."""
+    order_N = np.lexsort((keys_N2[:, 1], keys_N2[:, 0]))  # stable: ascending ranks for one key
+    in_order_N2 = keys_N2[order_N]
+    is_new_N = np.append(True, (in_order_N2[1:] != in_order_N2[:-1]).any(axis=1))[: len(order_N)]
+    first_N: Ranks = np.empty(len(order_N), dtype=np.int64)
+    first_N[order_N] = order_N[is_new_N][np.cumsum(is_new_N) - 1]
+    return first_N
 
 
-def _templates_by_source(candidates: Sequence[Candidate]) -> dict[str, Templates]:
-    samples: dict[str, list[list[str]]] = defaultdict(list)
-    for candidate in candidates:
-        sample = samples[candidate.source]
-        if len(sample) < SAMPLE_SIZE:
-            sample.append(tokens_of(candidate.question))
-    return {source: templates_of(sample) for source, sample in samples.items()}
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenAnswers:
+    """Hashes of the normalised answers of candidates, to find repeats with another answer."""
+
+    hashes: Ragged
+    is_math_N: npt.NDArray[np.bool_]
+    """False for code, where two test sets of one problem may differ without a contradiction."""
+
+    def __getitem__(self, index: int) -> frozenset[int] | None:
+        return frozenset(self.hashes[index].tolist()) if self.is_math_N[index] else None
 
 
-def _written_answers(candidate: Candidate) -> frozenset[str] | None:
+def written_answers(candidate: Candidate) -> frozenset[int] | None:
+    """Return hashes of the normalised answers; None if the reference is no list of answers."""
     if not isinstance(candidate.reference, MathReference):
         return None
-    return frozenset(" ".join(tokens_of(a)) or a for a in candidate.reference.answers)
+    return frozenset(hash_of(" ".join(tokens_of(a)) or a) for a in candidate.reference.answers)
+
+
+def contradict(one: frozenset[int] | None, other: frozenset[int] | None) -> bool:
+    """Return whether the answers to one question differ, compared as text."""
+    return one is not None and other is not None and one.isdisjoint(other)

@@ -20,7 +20,8 @@ class GramIndex:
     """The n-grams of numbered questions. N-grams of many questions are common phrases, which match no question."""
 
     def __init__(self, questions: Sequence[Sequence[str]], *, length: int, max_questions: int) -> None:
-        self._length = length
+        self.length = length
+        """Tokens of an n-gram."""
         grams = [set(_grams(tokens, length)) for tokens in questions]
         num_questions = Counter(gram for of_question in grams for gram in of_question)
         self.common = frozenset(gram for gram, count in num_questions.items() if count > max_questions)
@@ -39,14 +40,14 @@ class GramIndex:
 
     def overlap_with(self, tokens: Sequence[str]) -> Overlap:
         """Return what a text shares with each question."""
-        grams = dict.fromkeys(_grams(tokens, self._length))  # distinct, in order
+        grams = dict.fromkeys(_grams(tokens, self.length))  # distinct, in order
         questions_of = {gram: self._questions_with[gram] for gram in grams if gram in self._questions_with}
         num_rare = sum(gram not in self.common for gram in grams)
         return Overlap(index=self, questions_of=questions_of, num_grams=num_rare)
 
     def common_hit(self, tokens: Sequence[str]) -> Hit | None:
         """Return the first common phrase in a text, with one of its questions; None if there is none."""
-        phrases = [gram for gram in dict.fromkeys(_grams(tokens, self._length)) if gram in self.common]
+        phrases = [gram for gram in dict.fromkeys(_grams(tokens, self.length)) if gram in self.common]
         if not phrases:
             return None
         return Hit(index=self._first_with[phrases[0]], num_shared=len(phrases), first_shared=phrases[0])

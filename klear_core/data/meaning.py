@@ -31,6 +31,7 @@ for _group in _OPPOSITES:
     _MEANS |= dict.fromkeys(_group.split(), _group.split()[0])
 """Words that decide what is asked, each with the word or the number that stands for all that mean the same."""
 _BAR = "overline"
+_DECISIVE = _OPERATORS | _MEANS.keys() | {_BAR}
 _BRACKETS = frozenset("()[]<>|!=&")
 _FUNCTION = re.compile(r"\bdef\s+(\w+)\s*\(|\bassert\s+(?:not\s+)?(?:\w+\()?(\w+)\s*\(")
 _LAYOUT_OF_ANSWER = re.compile(r"\\(?:text|mbox|mathrm|boxed)(?![a-zA-Z])|\\[,;:! ]|\.$")
@@ -89,6 +90,8 @@ def marks_of(question: str, reference: Reference) -> ReferenceMarks:
 
 def _facts(tokens: Sequence[str]) -> Iterator[tuple[int, str]]:
     for i, token in enumerate(tokens):
+        if token[0].isalpha() and token not in _DECISIVE:
+            continue  # most tokens are plain words
         # A bar over digits is a repeating decimal or a numeral; over letters it marks a segment, which many leave out.
         is_bar = token == _BAR and i + 1 < len(tokens) and tokens[i + 1][0].isdigit()
         if token[0].isdigit() or token in _OPERATORS or is_bar:

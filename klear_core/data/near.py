@@ -1,24 +1,78 @@
 """Find near-duplicates among questions: similar in words, the same in numbers and signs, with agreeing references.
 
-Axis letters: B bands, N questions, S shingles of a question.
+Three steps, of which the second can be divided: `candidate_pairs`, `compare` and `decide`. Questions are numbered in
+order of rank, over all tables. Axis letters: B bands, N questions, M questions in buckets, P pairs.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from klear_core.config.data import NearConfig
 from klear_core.data.meaning import ReferenceMarks, facts_of
-from klear_core.data.sketch import Hashes, Shingles, hash_of, similarity, sketch_of
+from klear_core.data.ragged import Ragged, joined_parts, ragged
+from klear_core.data.sketch import Hashes, hash_of, similarities, sketches_of
 
 _MAX_COMPARED = 32
 """Questions of one bucket with which a later one is compared, the first in rank. It bounds the work where thousands of
 questions share a bucket."""
+_REASONS = (
+    "similar_with_another_answer",
+    "similar_with_other_numbers_or_signs",
+    "similar_without_a_common_answer",
+)
+"""Why two similar questions are different problems."""
+SAME = len(_REASONS)
+"""Code of two questions that are the same problem; lower codes are indices of `_REASONS`."""
+UNLIKE = SAME + 1
+"""Code of two questions that are not similar."""
+
+Ranks = npt.NDArray[np.int64]
+Pairs = npt.NDArray[np.uint64]
+"""Pairs of questions: the later one in the upper 32 bits, the earlier one in the lower."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NearTable:
+    """Sketches of some questions in order of rank (about 0.6 KB a question)."""
+
+    shingles: Ragged
+    band_keys_BN: Hashes
+    facts_N: Hashes
+    asked: Ragged
+    """`ReferenceMarks.asked` of each question."""
+    told: Ragged
+
+    def __len__(self) -> int:
+        return len(self.facts_N)
+
+    def marks(self, index: int) -> ReferenceMarks:
+        """Return what the reference of a question says."""
+        return ReferenceMarks(asked=frozenset(self.asked[index].tolist()), told=frozenset(self.told[index].tolist()))
+
+
+def near_table(
+    questions: Sequence[Sequence[str]], domains: Iterable[str], marks: Sequence[ReferenceMarks], cfg: NearConfig
+) -> NearTable:
+    """Return the sketches of tokenised questions, each of at least one token."""
+    sketches = sketches_of(questions, cfg)
+    # Questions of different domains never share a bucket.
+    domains_N = np.array([hash_of(domain) for domain in domains], dtype=np.uint64)
+    facts_N = np.array([hash_of(" ".join(facts_of(tokens))) for tokens in questions], dtype=np.uint64)
+    asked = [sorted(m.asked) for m in marks]
+    told = [sorted(m.told) for m in marks]
+    return NearTable(
+        shingles=sketches.shingles,
+        band_keys_BN=sketches.band_keys_BN ^ domains_N,
+        facts_N=facts_N,
+        asked=ragged(asked, np.uint64),
+        told=ragged(told, np.uint64),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,103 +94,134 @@ class NearDuplicates:
     """Number of questions that are similar to an earlier one and stay, by reason."""
 
 
-class NearTable:
-    """Sketches of questions in order of rank, in flat arrays (about 0.6 KB a question) that can be joined."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Compared:
+    """The result of comparing pairs of questions."""
 
-    def __init__(self, cfg: NearConfig) -> None:
-        self._cfg = cfg
-        self._shingles = array("I")
-        self._ends = array("Q")
-        """End of each question's shingles."""
-        self._keys = array("Q")
-        """Band keys, B for each question."""
-        self._facts = array("Q")
-        self._marks: list[ReferenceMarks] = []
+    similarity_P: npt.NDArray[np.float64]
+    code_P: npt.NDArray[np.uint8]
+    """An index of `_REASONS`, `SAME` or `UNLIKE`."""
 
-    def __len__(self) -> int:
-        return len(self._facts)
 
-    def add(self, tokens: Sequence[str], domain: str, marks: ReferenceMarks) -> None:
-        """Append a question, which ranks after all questions so far."""
-        sketch = sketch_of(tokens, self._cfg)
-        self._shingles.frombytes(sketch.shingles_S.tobytes())
-        self._ends.append(len(self._shingles))
-        self._keys.frombytes((sketch.band_keys_B ^ np.uint64(hash_of(domain))).tobytes())
-        self._facts.append(hash_of(" ".join(facts_of(tokens))))
-        self._marks.append(marks)
+def candidate_pairs(tables: Sequence[NearTable], ranks_N: Ranks, cfg: NearConfig) -> Pairs:
+    """Return the pairs to compare among some questions, ascending. Ranks are ascending, too.
 
-    def extend(self, later: NearTable) -> None:
-        """Append all questions of another table, as if they had been added here one by one."""
-        start = len(self._shingles)
-        self._shingles.extend(later._shingles)
-        self._ends.extend(start + end for end in later._ends)
-        self._keys.extend(later._keys)
-        self._facts.extend(later._facts)
-        self._marks.extend(later._marks)
+    A question is compared with the earlier ones of its bucket that have the same facts, or else with the first one, for
+    the count of similar questions that stay.
+    """
+    facts_N = np.concatenate([table.facts_N for table in tables])[ranks_N]
+    pairs_P = np.empty(0, dtype=np.uint64)
+    for band in range(cfg.num_bands):
+        # One band of all questions is in memory at a time.
+        keys_N = np.concatenate([table.band_keys_BN[band] for table in tables])[ranks_N]
+        pairs_P = np.union1d(pairs_P, _pairs_in_buckets(keys_N, facts_N, ranks_N))
+    return pairs_P
 
-    def duplicates(self) -> NearDuplicates:
-        """Return the near-duplicates: each is dropped in favour of the most similar earlier question that stays."""
-        candidates: dict[int, set[int]] = defaultdict(set)
-        for bucket in self._buckets():
-            self._collect(bucket, candidates)
-        found = NearDuplicates()
-        for rank in sorted(candidates):
-            self._decide(rank, sorted(candidates[rank] - found.copies.keys()), found)
-        return found
 
-    def _buckets(self) -> Iterator[list[int]]:
-        """Yield the ranks of all questions with the same key in a band, ascending; of two questions at least."""
-        keys_NB: Hashes = np.frombuffer(self._keys, dtype=np.uint64).reshape(-1, self._cfg.num_bands)
-        for band in range(self._cfg.num_bands):
-            keys_N = keys_NB[:, band]
-            order_N = np.argsort(keys_N, kind="stable")  # stable: ascending ranks within a bucket
-            starts = np.flatnonzero(np.diff(keys_N[order_N])) + 1
-            for bucket in np.split(order_N, starts):
-                if len(bucket) > 1:
-                    yield bucket.tolist()
+def compare(tables: Sequence[NearTable], pairs_P: Pairs, cfg: NearConfig) -> Compared:
+    """Return how similar the questions of each pair are, and whether they are the same problem."""
+    starts = np.cumsum([0, *map(len, tables)])
+    later_P, earlier_P = _ranks_of(pairs_P)
+    places_P = [_Places(tables, starts, ranks) for ranks in (later_P, earlier_P)]
+    similarity_P = similarities(places_P[0].shingles(), places_P[1].shingles())
+    code_P = np.full(len(pairs_P), UNLIKE, dtype=np.uint8)
+    for i in np.flatnonzero(similarity_P >= cfg.threshold).tolist():
+        (mine, my_index), (others, other_index) = places_P[0][i], places_P[1][i]
+        if mine.facts_N[my_index] != others.facts_N[other_index]:
+            code_P[i] = _REASONS.index("similar_with_other_numbers_or_signs")
+        else:
+            code_P[i] = _code(mine.marks(my_index), others.marks(other_index), similarity_P[i], cfg)
+    return Compared(similarity_P, code_P)
 
-    def _collect(self, bucket: Sequence[int], candidates: dict[int, set[int]]) -> None:
-        """Note for each question of a bucket the earlier ones to compare it with.
 
-        These are the ones with the same facts, or else the first one, for the count of similar questions that stay.
-        """
-        with_facts: dict[int, list[int]] = defaultdict(list)
-        for rank in bucket:
-            same = with_facts[self._facts[rank]]
-            candidates[rank].update(same[:_MAX_COMPARED])
-            if not same and rank != bucket[0]:
-                candidates[rank].add(bucket[0])
-            same.append(rank)
+def decide(pairs_P: Pairs, compared: Compared) -> NearDuplicates:
+    """Return which questions are copies, and how many stay although they are similar to another one."""
+    found = NearDuplicates()
+    is_similar_P = compared.code_P != UNLIKE
+    later_P, earlier_P = _ranks_of(pairs_P[is_similar_P])
+    similarity_P, code_P = compared.similarity_P[is_similar_P], compared.code_P[is_similar_P]
+    ends = np.flatnonzero(later_P[1:] != later_P[:-1]) + 1
+    # In order of rank: what an earlier question was found to be decides whether a later one can be its copy.
+    for group in np.split(np.arange(len(later_P)), ends):
+        if len(group):  # the one group of no pairs is empty
+            _decide(int(later_P[group[0]]), earlier_P[group], similarity_P[group], code_P[group], found)
+    return found
 
-    def _decide(self, rank: int, earlier: Sequence[int], found: NearDuplicates) -> None:
-        """Record whether a question is a copy of one of the earlier ones, or why it stays although it is similar."""
-        reasons: set[str] = set()
-        best: Copy | None = None
-        for other in earlier:
-            alike = similarity(self._shingles_of(rank), self._shingles_of(other))
-            if alike < self._cfg.threshold:
-                continue
-            reason = self._difference(rank, other, alike)
-            if reason:
-                reasons.add(reason)
-            elif best is None or alike > best.similarity:
-                best = Copy(of=other, similarity=alike)
-        if best:
-            found.copies[rank] = best
-        elif reasons:
-            found.kept[min(reasons)] += 1
 
-    def _difference(self, rank: int, other: int, alike: float) -> str:
-        """Return why two similar questions are different problems; empty if they are the same."""
-        mine, others = self._marks[rank], self._marks[other]
-        if self._facts[rank] != self._facts[other]:
-            return "similar_with_other_numbers_or_signs"
-        if mine.disagree(others):
-            return "similar_with_another_answer"
-        if alike < self._cfg.threshold_unanswered and not mine.share_an_answer(others):
-            return "similar_without_a_common_answer"
-        return ""
+def _decide(
+    rank: int, earlier: Ranks, alike: npt.NDArray[np.float64], codes: npt.NDArray[np.uint8], found: NearDuplicates
+) -> None:
+    reasons: set[str] = set()
+    best: Copy | None = None
+    for other, similarity, code in zip(earlier.tolist(), alike.tolist(), codes.tolist(), strict=True):
+        if other in found.copies:
+            continue
+        if code != SAME:
+            reasons.add(_REASONS[code])
+        elif best is None or similarity > best.similarity:
+            best = Copy(of=other, similarity=similarity)
+    if best:
+        found.copies[rank] = best
+    elif reasons:
+        found.kept[min(reasons)] += 1
 
-    def _shingles_of(self, rank: int) -> Shingles:
-        start = self._ends[rank - 1] if rank else 0
-        return np.frombuffer(self._shingles[start : self._ends[rank]], dtype=np.uint32)
+
+def _code(mine: ReferenceMarks, others: ReferenceMarks, alike: float, cfg: NearConfig) -> int:
+    """Return why two similar questions with the same facts are different problems, or `SAME`."""
+    if mine.disagree(others):
+        return _REASONS.index("similar_with_another_answer")
+    if alike < cfg.threshold_unanswered and not mine.share_an_answer(others):
+        return _REASONS.index("similar_without_a_common_answer")
+    return SAME
+
+
+def _pairs_in_buckets(keys_N: Hashes, facts_N: Hashes, ranks_N: Ranks) -> Pairs:
+    """Return the pairs of one band: of questions with the same key, as `candidate_pairs` says."""
+    order_N = np.argsort(keys_N, kind="stable")  # stable: ascending ranks within a bucket
+    is_same = np.diff(keys_N[order_N]) == 0
+    is_in_bucket = np.append(is_same, False) | np.append(False, is_same)
+    members_M = order_N[is_in_bucket]
+    if not len(members_M):
+        return np.empty(0, dtype=np.uint64)
+    keys_M = keys_N[members_M]
+    bucket_M = np.cumsum(np.append(False, keys_M[1:] != keys_M[:-1]))
+    first_of_bucket = np.flatnonzero(np.append(True, bucket_M[1:] != bucket_M[:-1]))
+    first_M = members_M[first_of_bucket][bucket_M]
+    # Members with the same facts become neighbours, still by rank.
+    by_facts = np.lexsort((members_M, facts_N[members_M], bucket_M))
+    members_M, first_M, bucket_M = members_M[by_facts], first_M[by_facts], bucket_M[by_facts]
+    facts_M = facts_N[members_M]
+    is_new = np.append(True, (bucket_M[1:] != bucket_M[:-1]) | (facts_M[1:] != facts_M[:-1]))
+    start_M = np.flatnonzero(is_new)[np.cumsum(is_new) - 1]
+    num_earlier_M = np.arange(len(members_M)) - start_M
+    counts_M = np.minimum(num_earlier_M, _MAX_COMPARED)
+    later_P = np.repeat(members_M, counts_M)
+    within_P = np.arange(len(later_P)) - np.repeat(np.cumsum(counts_M) - counts_M, counts_M)
+    earlier_P = members_M[np.repeat(start_M, counts_M) + within_P]
+    is_alone_M = (num_earlier_M == 0) & (members_M != first_M)
+    later = ranks_N[np.concatenate([later_P, members_M[is_alone_M]])].astype(np.uint64)
+    earlier = ranks_N[np.concatenate([earlier_P, first_M[is_alone_M]])].astype(np.uint64)
+    pairs_P: Pairs = (later << np.uint64(32)) | earlier
+    return pairs_P
+
+
+def _ranks_of(pairs_P: Pairs) -> tuple[Ranks, Ranks]:
+    """Return the later and the earlier question of each pair."""
+    return (pairs_P >> np.uint64(32)).astype(np.int64), (pairs_P & np.uint64(0xFFFFFFFF)).astype(np.int64)
+
+
+class _Places:
+    """The tables of questions, and their places in them."""
+
+    def __init__(self, tables: Sequence[NearTable], starts: Ranks, ranks: Ranks) -> None:
+        self._tables = tables
+        self._table = np.searchsorted(starts, ranks, side="right") - 1
+        self._index = ranks - starts[self._table]
+
+    def __getitem__(self, i: int) -> tuple[NearTable, int]:
+        return self._tables[self._table[i]], int(self._index[i])
+
+    def shingles(self) -> Ragged:
+        """Return copies of all questions' shingles."""
+        places = zip(self._table.tolist(), self._index.tolist(), strict=True)
+        return joined_parts([self._tables[table].shingles[index] for table, index in places], np.uint32)

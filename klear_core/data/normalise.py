@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from dataclasses import dataclass
 
 _SPACING = re.compile(
     r"\\(?:[,;:!> ()\[\]]"
@@ -54,13 +55,25 @@ _GREEK_NAMES = dict(zip("αβγδεζηθκλμνξπρστφχψω", _GREEK.spl
 _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _SUBSCRIPT = re.compile(r"([_^][A-Za-z])(?=[A-Za-z])")
 """A subscript without braces is one character: `A_iA_1` is A_i A_1."""
-_LONE_LETTERS = re.compile(r"(?<![^\W\d_])([^\W\d_])\s+(?=[^\W\d_](?![^\W\d_]))")
-"""Single letters separated by white space, which are joined: some sources write the triangle ABC as `A B C`."""
+_LONE_LETTERS = r"\s(?<=[^\W\d_]\s)(?<![^\W\d_][^\W\d_]\s)\s*(?=[^\W\d_](?![^\W\d_]))"
+"""White space between single letters, which are joined: some sources write the triangle ABC as `A B C`."""
 _PRIME = r"(?<=[\W_][^\W\d_])'(?![^\W\d_])|(?<=[)'])'(?![^\W\d_])"
-_TOKEN = re.compile(
-    r"\d+(?:\.\d+)?|[^\W\d_]+|[-+*/=<>!^|()\[\]&%\u2190-\u22ff\u2a00-\u2aff¬\ue000\ue001]|\\[{}]|" + _PRIME
-)
+_TOKEN = r"[^\W\d_]+|\d+(?:\.\d+)?|[-+*/=<>!^|()\[\]&%\u2190-\u22ff\u2a00-\u2aff¬\ue000\ue001]|\\[{}]|" + _PRIME
 """Numbers, runs of letters, signs with a meaning in mathematics (also primes, set braces, and the two group marks)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Patterns:
+    lone_letters: re.Pattern[str]
+    token: re.Pattern[str]
+
+
+_ANY = _Patterns(lone_letters=re.compile(_LONE_LETTERS), token=re.compile(_TOKEN))
+_ASCII = _Patterns(
+    lone_letters=re.compile(_LONE_LETTERS.replace(r"[^\W\d_]", "[a-z]")),
+    token=re.compile(_TOKEN.replace(r"[^\W\d_]", "[a-z]").replace(r"\d", "[0-9]")),
+)
+"""The same for ASCII text in lower case, in which they are found twice as fast."""
 _GROUP_PIECE = re.compile(r"\\[a-z]+|\\.|[{}]|[^\\{}]+", re.DOTALL)
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Private characters for braces with a meaning: `2^{x+1}` is not `2^x+1`."""
@@ -72,18 +85,39 @@ def tokens_of(text: str) -> list[str]:
     White space, other punctuation, dollar signs and LaTeX commands that only affect layout are dropped. So are braces,
     except around the arguments of several tokens: `2^{x+1}` is not `2^x+1`, while `x^{2}` is `x^2`.
     """
-    plain = _SPACING.sub(_spacing_means, text)
-    plain = _STYLE.sub(" ", plain)
-    plain = _NAMES.sub(lambda m: _NAME_MEANS[m[0][1:]], plain)
-    plain = _EMPTY_SCRIPT.sub(" ", plain)
-    plain = _PRIME_NAME.sub("'", plain)
-    plain = unicodedata.normalize("NFKC", plain.translate(_SCRIPTS)).translate(_CHARACTERS).casefold()
-    plain = _GREEK_LETTER.sub(_greek_name, plain)
-    plain = _THOUSANDS_COMMA.sub("", plain)
-    plain = _SHORT_FRACTION.sub(r"\1 \2 \3 ", plain)
-    plain = _SUBSCRIPT.sub(r"\1 ", plain)
-    plain = _LONE_LETTERS.sub(r"\1", plain)
-    return _TOKEN.findall(_mark_groups(plain))
+    plain = _ascii_letters(_without_layout(text))
+    # A pattern is only tried on texts with the sign that it begins with: most texts are prose.
+    if "," in plain:
+        plain = _THOUSANDS_COMMA.sub("", plain)
+    if "\\frac" in plain:
+        plain = _SHORT_FRACTION.sub(r"\1 \2 \3 ", plain)
+    if "_" in plain or "^" in plain:
+        plain = _SUBSCRIPT.sub(r"\1 ", plain)
+    patterns = _ASCII if plain.isascii() else _ANY
+    plain = patterns.lone_letters.sub("", plain)
+    return patterns.token.findall(_mark_groups(plain, patterns.token))
+
+
+def _without_layout(text: str) -> str:
+    """Return the text without LaTeX commands that only affect layout, and with one name for each meaning."""
+    plain = text
+    if "\\" in plain or "~" in plain or "{,}" in plain:
+        plain = _SPACING.sub(_spacing_means, plain)
+    if "\\" in plain:
+        plain = _STYLE.sub(" ", plain)
+        plain = _NAMES.sub(lambda m: _NAME_MEANS[m[0][1:]], plain)
+    if "_" in plain or "^" in plain:
+        plain = _EMPTY_SCRIPT.sub(" ", plain)
+        plain = _PRIME_NAME.sub("'", plain)
+    return plain
+
+
+def _ascii_letters(text: str) -> str:
+    """Return the text in lower case, with ASCII or LaTeX for each sign that has one."""
+    if text.isascii():
+        return text.lower()  # nothing below applies
+    plain = unicodedata.normalize("NFKC", text.translate(_SCRIPTS)).translate(_CHARACTERS).casefold()
+    return _GREEK_LETTER.sub(_greek_name, plain)
 
 
 def is_word(token: str) -> bool:
@@ -101,7 +135,7 @@ def _greek_name(match: re.Match[str]) -> str:
     return f"\\{name} " if name else match[0]
 
 
-def _mark_groups(text: str) -> str:
+def _mark_groups(text: str, token: re.Pattern[str]) -> str:
     """Replace the braces around arguments of several tokens by marks, and all other braces by spaces."""
     if "{" not in text:
         return text
@@ -116,7 +150,7 @@ def _mark_groups(text: str) -> str:
             takes_argument = False
         elif piece == "}":
             start, is_argument = opened.pop() if opened else (0, False)
-            has_meaning = is_argument and len(_TOKEN.findall("".join(pieces[start:]))) > 1
+            has_meaning = is_argument and len(token.findall("".join(pieces[start:]))) > 1
             if has_meaning:
                 pieces[start] = _OPEN
             pieces.append(_CLOSE if has_meaning else " ")

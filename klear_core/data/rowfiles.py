@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -57,26 +58,62 @@ class BrokenRow:
     detail: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A range of a file that can be read without what comes before it: bytes of a JSONL file, rows of a table."""
+
+    start: int
+    stop: int
+    rows_before: int
+    """Lines of a JSONL file, rows of a table."""
+    num_rows: int
+    """Rows in the span; blank lines are none."""
+    num_bytes: int
+    """Size on disk of JSONL, in memory of a table."""
+
+
 def read_rows(
-    path: Path, *, label: str = "", max_row_bytes: int = MAX_ROW_BYTES, columns: frozenset[str] = ALL_COLUMNS
+    path: Path,
+    *,
+    label: str = "",
+    max_row_bytes: int = MAX_ROW_BYTES,
+    columns: frozenset[str] = ALL_COLUMNS,
+    span: Span | None = None,
 ) -> Iterator[FileRow | BrokenRow]:
-    """Yield all rows of the file, in order, without loading the file into memory. Messages call it `label`.
+    """Yield all rows of the file or of one span, in order, without loading the file into memory.
 
-    Of Parquet and Arrow files only `columns` are read, as far as they exist; JSON rows come whole.
-    Raise ConfigError if the file is missing or of an unknown kind, DataError if it cannot be read to its end.
+    Messages call the file `label`. Of Parquet and Arrow files only `columns` are read, as far as they exist; JSON rows
+    come whole. Raise ConfigError if it is missing or of an unknown kind, DataError if it cannot be
+    read to its end.
     """
-    import pyarrow as pa
-
     check_file(path)
     label = label or str(path)
-    num_rows = 0
-    try:
-        for row in _rows_of(path, label, max_row_bytes, columns):
+    with damage_as_data_error(label) as progress:
+        progress.num_rows = span.rows_before if span else 0
+        for row in _rows_of(path, label, max_row_bytes, columns, span):
             yield row
-            num_rows += 1
+            progress.num_rows += 1
+
+
+@dataclass(slots=True)
+class ReadProgress:
+    """The number of rows that were read so far."""
+
+    num_rows: int = 0
+
+
+@contextmanager
+def damage_as_data_error(label: str) -> Iterator[ReadProgress]:
+    """Turn a library's error about a damaged file into a DataError that says how far it was read."""
+    import pyarrow as pa
+
+    progress = ReadProgress()
+    try:
+        yield progress
     except (OSError, pa.ArrowException, UnicodeDecodeError) as e:
         raise DataError(
-            f"{label}: cannot be read beyond row {num_rows} ({e}); the file is damaged or cut short: fetch it again"
+            f"{label}: cannot be read beyond row {progress.num_rows} ({e}); the file is damaged or cut short: fetch it "
+            "again"
         ) from e
 
 
@@ -99,7 +136,7 @@ def check_ends(path: Path, *, label: str) -> None:
         if path.suffix == ".parquet":
             pq.read_metadata(path)
         elif path.suffix == ".arrow":
-            _check_arrow_end(path, label)
+            check_arrow_end(path, label)
     except (OSError, pa.ArrowException, UnicodeDecodeError) as e:
         raise DataError(f"{label}: not a whole Parquet file ({e}): fetch it again") from e
 
@@ -110,15 +147,20 @@ def stem_of(path: Path) -> str:
     return path.name.removesuffix(suffix)
 
 
-def _rows_of(path: Path, label: str, max_row_bytes: int, columns: frozenset[str]) -> Iterator[FileRow | BrokenRow]:
+def _rows_of(
+    path: Path, label: str, max_row_bytes: int, columns: frozenset[str], span: Span | None
+) -> Iterator[FileRow | BrokenRow]:
     if path.suffix == ".parquet":
-        return _table_rows(parquet_batches(path, columns), label)
+        return _table_rows(parquet_batches(path, columns, span), label, first=span.rows_before if span else 0)
     if path.suffix == ".arrow":
-        _check_arrow_end(path, label)
-        return _table_rows(_arrow_batches(path, columns), label)
-    if _is_array(path):
+        check_arrow_end(path, label)
+        batches = arrow_batches(path, columns)
+        if span is None:
+            return _table_rows(batches, label, first=0)
+        return _table_rows(_rows_within(batches, 0, span), label, first=span.rows_before)
+    if span is None and is_array(path):
         return _array_rows(path, label, max_row_bytes)
-    return _line_rows(path, label, max_row_bytes)
+    return _line_rows(path, label, max_row_bytes, span)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -130,7 +172,7 @@ def _open(path: Path) -> BinaryIO:
     return io.BufferedReader(pa.input_stream(str(path), compression=codec))  # raises OSError if it is cut short
 
 
-def _is_array(path: Path) -> bool:
+def is_array(path: Path) -> bool:
     """Return whether a JSON file holds one array, by its first character; published suffixes are unreliable."""
     with _open(path) as f:
         while chunk := f.read(64):
@@ -139,10 +181,14 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def _line_rows(path: Path, label: str, max_row_bytes: int) -> Iterator[FileRow | BrokenRow]:
+def _line_rows(path: Path, label: str, max_row_bytes: int, span: Span | None) -> Iterator[FileRow | BrokenRow]:
     with _open(path) as f:
         number = 0
-        while line := f.readline(max_row_bytes + 1):
+        if span is not None:
+            f.seek(span.start)
+            number = span.rows_before
+        # a span ends at the end of a line
+        while (span is None or f.tell() < span.stop) and (line := f.readline(max_row_bytes + 1)):
             number += 1
             where = f"{label}:{number}"
             if len(line) > max_row_bytes:
@@ -159,6 +205,21 @@ def _too_large(where: str, max_row_bytes: int) -> BrokenRow:
 def _skip_line(f: BinaryIO, line: bytes) -> None:
     while line and not line.endswith(b"\n"):
         line = f.readline(_CHUNK_CHARS)
+
+
+def line_ends(path: Path) -> Iterator[tuple[int, bool]]:
+    """Yield the position behind each line of an uncompressed file, and whether the line is blank."""
+    with path.open("rb") as f:
+        position = 0
+        is_blank = True
+        while piece := f.readline(_CHUNK_CHARS):
+            position += len(piece)
+            is_blank = is_blank and piece.isspace()
+            if piece.endswith(b"\n"):
+                yield position, is_blank
+                is_blank = True
+        if not is_blank:
+            yield position, False
 
 
 def _parsed(line: bytes, *, where: str) -> FileRow | BrokenRow:
@@ -198,23 +259,49 @@ def _array_rows(path: Path, label: str, max_row_bytes: int) -> Iterator[FileRow 
             ) from e
 
 
-def parquet_batches(path: Path, columns: frozenset[str] = ALL_COLUMNS) -> Iterator[pa.RecordBatch]:
-    """Yield a file's rows in batches of about 16 MB, or of one row if rows are larger."""
+def parquet_batches(
+    path: Path, columns: frozenset[str] = ALL_COLUMNS, span: Span | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file or of one span in batches of about 16 MB, or of one row if rows are larger."""
     import pyarrow.parquet as pq
 
     # Pages are read one by one: a column of a row group may have hundreds of megabytes.
     with pq.ParquetFile(path, buffer_size=_READ_AHEAD_BYTES, pre_buffer=False) as file:
-        num_bytes = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
-        batch_size = _rows_at_a_time(file.metadata.num_rows, num_bytes)
-        yield from file.iter_batches(batch_size=batch_size, columns=_wanted(file.schema_arrow, columns))
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        batch_size = _rows_at_a_time(file.metadata.num_rows, sum(group.total_byte_size for group in groups))
+        wanted = _wanted(file.schema_arrow, columns)
+        if span is None:
+            yield from file.iter_batches(batch_size=batch_size, columns=wanted)
+            return
+        end = 0
+        for i, group in enumerate(groups):
+            start, end = end, end + group.num_rows
+            if start < span.stop and span.start < end:
+                batches = file.iter_batches(batch_size=batch_size, row_groups=[i], columns=wanted)
+                yield from _rows_within(batches, start, span)
 
 
 def _wanted(schema: pa.Schema, columns: frozenset[str]) -> list[str]:
     return [name for name in schema.names if not columns or name in columns]
 
 
-def _arrow_batches(path: Path, columns: frozenset[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a file that `datasets` wrote: an Arrow stream, or an Arrow file in random-access format."""
+def _rows_within(batches: Iterable[pa.RecordBatch], first: int, span: Span) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a span. `first` is the number of the first row in the batches."""
+    end = first
+    for batch in batches:
+        start, end = end, end + batch.num_rows
+        if start >= span.stop:
+            return
+        if end > span.start:
+            skipped = max(0, span.start - start)
+            yield batch.slice(skipped, min(end, span.stop) - start - skipped)
+
+
+def arrow_batches(path: Path, columns: frozenset[str] = ALL_COLUMNS) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a file that `datasets` wrote: an Arrow stream, or an Arrow file in random-access format.
+
+    The file is mapped into memory, so that a batch costs little until its values are read.
+    """
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as source:
@@ -227,7 +314,8 @@ def _arrow_batches(path: Path, columns: frozenset[str]) -> Iterator[pa.RecordBat
         yield from (batch.select(_wanted(batch.schema, columns)) for batch in batches)
 
 
-def _check_arrow_end(path: Path, label: str) -> None:
+def check_arrow_end(path: Path, label: str) -> None:
+    """Raise DataError if an Arrow stream lacks its end mark."""
     with path.open("rb") as f:
         is_file_format = f.read(6) == b"ARROW1"  # its footer is checked when it is opened
         f.seek(max(0, path.stat().st_size - 8))
@@ -239,10 +327,10 @@ def _rows_at_a_time(num_rows: int, num_bytes: int) -> int:
     return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1)))
 
 
-def _table_rows(batches: Iterator[pa.RecordBatch], label: str) -> Iterator[FileRow | BrokenRow]:
+def _table_rows(batches: Iterator[pa.RecordBatch], label: str, *, first: int) -> Iterator[FileRow | BrokenRow]:
     import pyarrow as pa
 
-    number = 0
+    number = first
     for batch in batches:
         step = _rows_at_a_time(batch.num_rows, batch.nbytes)
         for start in range(0, batch.num_rows, step):

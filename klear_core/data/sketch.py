@@ -1,63 +1,69 @@
 """Sketch questions for the search of near-duplicates: MinHash bands find candidates, bottom-k sketches compare them.
 
 A sketch depends on a question's tokens alone, so shards can be sketched separately, in any order, on any machine.
-Axis letters: B bands, R rows of a band, S shingles of a question.
+Axis letters: B bands, N questions, P permutations, R rows of a band.
 """
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from klear_core.config.data import NearConfig
+from klear_core.data.ragged import Ragged, joined_parts
 
-Shingles = npt.NDArray[np.uint32]
 Hashes = npt.NDArray[np.uint64]
 
 SKETCH_SIZE = 256
 """Shingles kept of a question. Most published questions have fewer, so that their similarity is exact. That of longer
 ones is estimated, with a standard error of 0.03 at most."""
+_MAX_CODES = 1 << 18
+"""Tokens whose hashes are remembered (about 40 MB)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sketch:
-    """The part of a question that is compared with other questions."""
+class Sketches:
+    """The parts of questions that are compared with other questions."""
 
-    shingles_S: Shingles
-    """The smallest distinct shingle hashes, ascending; all of them if there are at most `SKETCH_SIZE`."""
-    band_keys_B: Hashes
+    shingles: Ragged
+    """The smallest distinct shingle hashes of each question, ascending; all of them if there are at most
+    `SKETCH_SIZE`."""
+    band_keys_BN: Hashes
     """One key a band. Two questions are candidates if they have the same key in any band."""
 
 
-def sketch_of(tokens: Sequence[str], cfg: NearConfig) -> Sketch:
-    """Return the sketch of a question with at least one token."""
-    hashes_S = np.unique(_shingle_hashes(tokens, cfg.shingle))
-    seeds_P = _mixed(np.arange(1, cfg.num_bands * cfg.rows_per_band + 1, dtype=np.uint64))
-    minima_P = _mixed(hashes_S[:, None] ^ seeds_P).min(axis=0)
-    keys_B = np.arange(cfg.num_bands, dtype=np.uint64)
-    for row_B in minima_P.reshape(cfg.num_bands, cfg.rows_per_band).T:
-        keys_B = _mixed(keys_B ^ row_B)
-    shingles_S = np.unique((hashes_S >> np.uint64(32)).astype(np.uint32))
-    return Sketch(shingles_S=shingles_S[:SKETCH_SIZE], band_keys_B=keys_B)
+def sketches_of(questions: Sequence[Sequence[str]], cfg: NearConfig) -> Sketches:
+    """Return the sketches of questions, each with at least one token."""
+    hashes = shingle_hashes([token_codes(tokens) for tokens in questions], cfg.shingle)
+    return Sketches(_smallest(hashes), _band_keys(hashes, cfg))
 
 
-def similarity(one_S: Shingles, other_S: Shingles) -> float:
-    """Return the Jaccard similarity of two sets of shingles.
+def similarities(one: Ragged, other: Ragged) -> npt.NDArray[np.float64]:
+    """Return the Jaccard similarity of each set of shingles and the one at the same place in `other`.
 
     If a sketch is full, this is an estimate: the smallest hashes of the union are a random sample of the union
     (bottom-k sketches, Cohen and Kaplan 2007).
     """
-    union = np.union1d(one_S, other_S)
-    if max(len(one_S), len(other_S)) == SKETCH_SIZE:
-        union = union[:SKETCH_SIZE]
-    shared = np.intersect1d(one_S, other_S, assume_unique=True)
-    num_shared = np.searchsorted(shared, union[-1], side="right")
-    return float(num_shared / len(union))
+    if not len(one):
+        return np.empty(0)
+    # The number of its pair goes before each shingle, so that one sort merges all pairs. A common shingle is there twice.
+    merged = np.sort(np.concatenate([_numbered(one), _numbered(other)]))
+    is_repeat = np.append(False, merged[1:] == merged[:-1])
+    is_shared = np.append(is_repeat[1:], False)[~is_repeat]
+    union = merged[~is_repeat]
+    pair = (union >> np.uint64(32)).astype(np.int64)
+    starts = np.searchsorted(pair, np.arange(len(one)))
+    is_full = np.maximum(one.lengths(), other.lengths()) == SKETCH_SIZE
+    counts = (np.arange(len(union)) - starts[pair] < SKETCH_SIZE) | ~is_full[pair]
+    num_in_union = np.bincount(pair[counts], minlength=len(one))
+    num_shared = np.bincount(pair[counts & is_shared], minlength=len(one))
+    alike: npt.NDArray[np.float64] = num_shared / num_in_union
+    return alike
 
 
 def hash_of(text: str) -> int:
@@ -66,21 +72,88 @@ def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
 
 
-def _shingle_hashes(tokens: Sequence[str], length: int) -> Hashes:
-    """Return the hashes of all runs of `length` tokens; of the whole question if it is shorter."""
-    assert tokens
-    words = np.array([zlib.crc32(token.encode(errors="surrogatepass")) for token in tokens], dtype=np.uint64)
-    length = min(length, len(tokens))
-    hashes = np.full(len(tokens) - length + 1, length, dtype=np.uint64)
+def token_codes(tokens: Iterable[str]) -> Hashes:
+    """Return a hash of each token."""
+    return np.fromiter(map(_CODES.__getitem__, tokens), dtype=np.uint64)
+
+
+def shingle_hashes(questions: Sequence[Hashes], length: int) -> Ragged:
+    """Return the hashes of all runs of `length` token codes of each question; of all its codes if it has fewer.
+
+    A question without a code has no run.
+    """
+    codes = joined_parts(questions, np.uint64)
+    lengths = codes.lengths()
+    run_lengths = np.minimum(length, lengths)
+    num_runs = lengths - run_lengths + (lengths > 0)
+    ends = np.cumsum(num_runs)
+    starts = np.repeat(codes.ends - lengths - (ends - num_runs), num_runs) + np.arange(ends[-1] if len(ends) else 0)
+    run_length = np.repeat(run_lengths, num_runs)
+    hashes = run_length.astype(np.uint64)
     for i in range(length):
-        hashes = _mixed(hashes ^ words[i : i + len(hashes)])
-    return hashes
+        is_long = run_length > i  # short questions have one run, which is shorter
+        if is_long.all():
+            hashes = _mixed(hashes ^ codes.values[starts + i])
+        else:
+            hashes[is_long] = _mixed(hashes[is_long] ^ codes.values[starts[is_long] + i])
+    return Ragged(hashes, ends)
+
+
+def _smallest(hashes: Ragged) -> Ragged:
+    """Return the `SKETCH_SIZE` smallest distinct upper halves of the hashes of each question."""
+    lengths = hashes.lengths()
+    numbers = np.repeat(np.arange(len(hashes), dtype=np.uint64), lengths)
+    packed = np.unique((numbers << np.uint64(32)) | (hashes.values >> np.uint64(32)))
+    question = (packed >> np.uint64(32)).astype(np.int64)
+    starts = np.searchsorted(question, np.arange(len(hashes)))
+    is_kept = np.arange(len(packed)) - starts[question] < SKETCH_SIZE
+    counts = np.bincount(question[is_kept], minlength=len(hashes))
+    return Ragged((packed[is_kept] & np.uint64(0xFFFFFFFF)).astype(np.uint32), np.cumsum(counts))
+
+
+def _band_keys(hashes: Ragged, cfg: NearConfig) -> Hashes:
+    starts = hashes.ends - hashes.lengths()
+    seeds_P = _mixed(np.arange(1, cfg.num_bands * cfg.rows_per_band + 1, dtype=np.uint64))
+    seeds_BR = seeds_P.reshape(cfg.num_bands, cfg.rows_per_band)
+    keys_BN = np.empty((cfg.num_bands, len(hashes)), dtype=np.uint64)
+    for band, seeds_R in enumerate(seeds_BR):
+        keys_N = np.full(len(hashes), band, dtype=np.uint64)
+        for seed in seeds_R:
+            # One permutation at a time over the shingles of all questions: the array stays in the cache.
+            minima_N = np.minimum.reduceat(_mixed(hashes.values ^ seed), starts)
+            keys_N = _mixed(keys_N ^ minima_N)
+        keys_BN[band] = keys_N
+    return keys_BN
+
+
+def _numbered(sets: Ragged) -> Hashes:
+    numbers = np.repeat(np.arange(len(sets), dtype=np.uint64), sets.lengths())
+    return (numbers << np.uint64(32)) | sets.values.astype(np.uint64)
+
+
+class _Codes(dict[str, int]):
+    """Hashes of the tokens seen so far, up to a limit."""
+
+    def __missing__(self, token: str) -> int:
+        # surrogatepass: JSON escapes can produce lone surrogates, which plain UTF-8 refuses to encode.
+        code = zlib.crc32(token.encode(errors="surrogatepass"))
+        if len(self) < _MAX_CODES:
+            self[token] = code
+        return code
+
+
+_CODES = _Codes()
 
 
 def _mixed(values: Hashes) -> Hashes:
     """Return a bijective hash of each value (the finaliser of SplitMix64; products wrap around)."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Hashes = values ^ (values >> np.uint64(31))
+    mixed: Hashes = values + np.uint64(0x9E3779B97F4A7C15)
+    shifted = mixed >> np.uint64(30)
+    mixed ^= shifted  # in place: this is the inner loop of sketching
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    np.right_shift(mixed, np.uint64(27), out=shifted)
+    mixed ^= shifted
+    mixed *= np.uint64(0x94D049BB133111EB)
+    np.right_shift(mixed, np.uint64(31), out=shifted)
+    mixed ^= shifted
     return mixed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TypeVar, assert_never
 
 from klear_core.config.data import FileSource, HubSource, ProceduralSource, Source
@@ -15,7 +17,7 @@ from klear_core.data.fields import Fields, RowError, Schema, row_id
 from klear_core.data.procedural import check_procedural, generate_chains
 from klear_core.data.question_tables import QuestionTables
 from klear_core.data.references import has_half_character
-from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows
+from klear_core.data.rowfiles import BrokenRow, FileRow, Span, read_rows
 from klear_core.data.schemas import schema_for
 from klear_core.errors import ConfigError, DataError
 from klear_core.types import Domain, Dropped, domain_of
@@ -38,18 +40,49 @@ def read_source(source: Source, *, seed: int) -> Iterator[Candidate | Dropped]:
         case ProceduralSource():
             yield from generate_chains(source, seed=seed)
         case FileSource() | HubSource():
-            parse = _parser_of(source)
-            complete = QuestionTables(source.lookup).completed
             yield from _parse_rows(
-                source, data_files(source), lambda fields, schema, row: parse(complete(fields), schema, row)
+                source, _rows_of(data_files(source)), _parser_of(source, QuestionTables(source.lookup))
             )
         case _:
             assert_never(source)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The rows of one file, or of one span of it."""
+
+    path: Path
+    label: str
+    span: Span | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstRow:
+    """The first intact row of a source, as far as it determines the format of all rows."""
+
+    keys: tuple[str, ...]
+    where: str
+
+
+def first_row(source: FileSource | HubSource, files: Sequence[DataFile]) -> FirstRow | None:
+    """Return the first intact row up to the source's limit; None if there is none."""
+    rows = islice(_rows_of(files), source.limit)
+    first = next((row for row in rows if isinstance(row, FileRow)), None)
+    return None if first is None else FirstRow(keys=tuple(first.fields), where=first.where)
+
+
+def read_pieces(
+    source: FileSource | HubSource, pieces: Sequence[Piece], first: FirstRow | None, tables: QuestionTables | None
+) -> Iterator[Candidate | Dropped]:
+    """Yield the rows of some pieces of a source as `read_source` does; `first` is the source's first intact row."""
+    rows = (row for piece in pieces for row in read_rows(piece.path, label=piece.label, span=piece.span))
+    schema = None if first is None else schema_for(source, dict.fromkeys(first.keys), where=first.where)
+    yield from _parse_rows(source, rows, _parser_of(source, tables), schema)
+
+
 def read_questions(source: FileSource) -> Iterator[str | Dropped]:
     """Yield the questions alone; rows need no reference."""
-    return _parse_rows(source, data_files(source), lambda fields, schema, _row: schema.question(fields))
+    return _parse_rows(source, _rows_of(data_files(source)), lambda fields, schema, _row: schema.question(fields))
 
 
 def read_contest_questions(source: FileSource) -> Iterator[tuple[str, str] | Dropped]:
@@ -58,7 +91,7 @@ def read_contest_questions(source: FileSource) -> Iterator[tuple[str, str] | Dro
     def parse(fields: Fields, schema: Schema, _row: str) -> tuple[str, str]:
         return schema.question(fields), contest_id(fields)
 
-    return _parse_rows(source, data_files(source), parse)
+    return _parse_rows(source, _rows_of(data_files(source)), parse)
 
 
 def check_sources(sources: Sequence[Source]) -> None:
@@ -118,7 +151,7 @@ def is_without_references(source: Source) -> bool:
     """Return whether the format of a source's rows has no references, so that none can be judged."""
     if isinstance(source, ProceduralSource):
         return False
-    rows = (row for file in files_here(source) for row in _rows_in(file))
+    rows = _rows_of(files_here(source))
     first = next((row for row in rows if isinstance(row, FileRow)), None)
     return first is not None and schema_for(source, first.fields, where=first.where).reference is None
 
@@ -147,7 +180,7 @@ def _check_formats(source: FileSource | HubSource, files: Sequence[DataFile]) ->
     """Raise ConfigError if the first rows of two files have different formats."""
     first: dict[str, str] = {}
     for file in files:
-        row = next((row for row in _rows_in(file) if isinstance(row, FileRow)), None)
+        row = next((row for row in _rows_of([file]) if isinstance(row, FileRow)), None)
         if row is not None:
             first[schema_for(source, row.fields, where=row.where).name] = file.label
     if len(first) > 1:
@@ -170,28 +203,38 @@ def _first_rows(source: FileSource | HubSource) -> list[Candidate | Dropped]:
     """Return the first rows; those whose question is looked up have a stand-in for it."""
     parse = _parser_of(source)
     check = QuestionTables(source.lookup).checked
-    rows = _parse_rows(source, data_files(source), lambda fields, schema, row: parse(check(fields), schema, row))
+    files = _rows_of(data_files(source))
+    rows = _parse_rows(source, files, lambda fields, schema, row: parse(check(fields), schema, row))
     return list(islice(rows, _FIRST_ROWS))
 
 
-def _parser_of(source: FileSource | HubSource) -> Callable[[Fields, Schema, str], Candidate]:
+def _parser_of(
+    source: FileSource | HubSource, tables: QuestionTables | None = None
+) -> Callable[[Fields, Schema, str], Candidate]:
+    """Return the function that makes a candidate of a row; questions that are elsewhere are looked up in `tables`."""
     domain = None if source.domain is None else Domain(source.domain)
-    return partial(_candidate, source=source_name(source), domain=domain)
+    parse = partial(_candidate, source=source_name(source), domain=domain)
+    if tables is None:
+        return parse
+    complete = tables.completed
+    return lambda fields, schema, row: parse(complete(fields), schema, row)
 
 
-def _rows_in(file: DataFile) -> Iterator[FileRow | BrokenRow]:
-    return read_rows(file.path, label=file.label)
+def _rows_of(files: Iterable[DataFile]) -> Iterator[FileRow | BrokenRow]:
+    return (row for file in files for row in read_rows(file.path, label=file.label))
 
 
 def _parse_rows(
-    source: FileSource | HubSource, files: Iterable[DataFile], parse: Callable[[Fields, Schema, str], T]
+    source: FileSource | HubSource,
+    rows: Iterable[FileRow | BrokenRow],
+    parse: Callable[[Fields, Schema, str], T],
+    schema: Schema | None = None,
 ) -> Iterator[T | Dropped]:
-    """Yield the result of `parse` for each row up to the limit; the first intact row determines the format.
+    """Yield the result of `parse` for each row up to the limit.
 
-    `parse` gets a row's fields, their format, and the row's place in the source.
+    `parse` gets a row's fields, their format, and the row's place in the source. The first intact row determines the
+    format, unless `schema` is given.
     """
-    schema: Schema | None = None
-    rows = (row for file in files for row in _rows_in(file))
     for row in islice(rows, source.limit):
         if isinstance(row, BrokenRow):
             yield Dropped(problem_id=row.where, step=READ, reason=row.reason, detail=f"{row.where}: {row.detail}")

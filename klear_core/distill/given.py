@@ -15,8 +15,9 @@ from klear_core.config.data import DecontaminateConfig, FileSource, HubSource
 from klear_core.config.settings import Floor
 from klear_core.data.candidates import Candidate
 from klear_core.data.curate import protected_questions
-from klear_core.data.decontaminate import Decontaminator
+from klear_core.data.decontaminate import Decontaminator, Leak, drop_of
 from klear_core.data.leak_table import write_leaks
+from klear_core.data.normalise import tokens_of
 from klear_core.data.sources import source_name
 from klear_core.data.traces import READ, PublishedTrace, Reply, read_traces
 from klear_core.distill.select import defect_of, dropped
@@ -26,6 +27,7 @@ from klear_core.types import Difficulty, Dropped, Outcome, TeacherTrace, Unverif
 
 _DECONTAMINATE, _COMPLETE = "decontaminate", "complete"
 _TRACES_PER_SHARD = 2048
+_LEAKS_PER_SHARD = 4096
 _PROMPT_VERSION = "given"
 _KEPT_DEFECTS = ("", "no_reasoning")
 """Rows without thinking are taken as they are: some published sets are short answers on purpose."""
@@ -61,7 +63,7 @@ def take_traces(
     if shard or not num_shards:
         write_shard(workdir / "traces" / f"{num_shards:05d}.parquet", shard)
     write_shard(workdir / "dropped" / "00000.parquet", taken.dropped)
-    write_leaks(workdir, decontaminator.leaks)
+    write_leaks(workdir, taken.leaks, rows_per_shard=_LEAKS_PER_SHARD)
     telemetry.progress(len(sources), len(sources), "done")
     return taken.summary(floors, num_protected=decontaminator.num_protected)
 
@@ -75,6 +77,7 @@ class _Taken:
     """Replies seen of each problem, for the index of the next one."""
     noted: Counter[str] = field(default_factory=Counter)
     dropped: list[Dropped] = field(default_factory=list)
+    leaks: list[Leak] = field(default_factory=list)
     num_replies: int = 0
     num_traces: int = 0
     num_words: int = 0
@@ -145,7 +148,7 @@ def _traces_of(
     name = source_name(source)
     for row in read_traces(source):
         taken.rows_of[name] += 1
-        drop = row if isinstance(row, Dropped) else decontaminator.leak_in(_as_candidate(row, name))
+        drop = row if isinstance(row, Dropped) else _leak_in(row, name, decontaminator, taken)
         if drop is not None:
             taken.dropped.append(drop)
             continue
@@ -164,6 +167,15 @@ def _traces_of(
             else:
                 detail = f"{row.row}, finish_reason {reply.finish_reason}"
                 taken.dropped.append(dropped(row.problem_id, index, step=_COMPLETE, reason=defect, detail=detail))
+
+
+def _leak_in(row: PublishedTrace, source: str, decontaminator: Decontaminator, taken: _Taken) -> Dropped | None:
+    """Return the drop record of a trace whose question is a benchmark's; note all that any rule would drop."""
+    leak = decontaminator.leak_of(_as_candidate(row, source), tokens_of(row.question))
+    if leak is None:
+        return None
+    taken.leaks.append(leak)
+    return drop_of(leak) if leak.is_dropped else None
 
 
 def _noted(trace: TeacherTrace, reply: Reply) -> list[str]:

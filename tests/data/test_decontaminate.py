@@ -1,10 +1,12 @@
 import dataclasses
+from collections import Counter
 
 import pytest
 
 from klear_core.config.data import DecontaminateConfig
 from klear_core.data.candidates import Candidate
-from klear_core.data.decontaminate import Decontaminator, Protected
+from klear_core.data.decontaminate import Decontaminator, Protected, counts_by_rule, drop_of
+from klear_core.data.normalise import tokens_of
 from klear_core.errors import DataError
 from klear_core.types import Domain, MathReference
 
@@ -19,7 +21,30 @@ def prompt(question):
 
 def protect(*questions, cfg=None):
     rows = [Protected(benchmark="bench", question_id=f"q{i}", question=q) for i, q in enumerate(questions)]
-    return Decontaminator(cfg or DecontaminateConfig(), rows)
+    return Guard(cfg or DecontaminateConfig(), rows)
+
+
+class Guard:
+    """Looks for leaks one by one and many at once, which must find the same."""
+
+    def __init__(self, cfg, rows):
+        self._decontaminator = Decontaminator(cfg, rows)
+        self.common_phrases = self._decontaminator.common_phrases
+        self.leaks = []
+
+    def leak_in(self, candidate):
+        tokens = tokens_of(candidate.question)
+        alone = self._decontaminator.leak_of(candidate, tokens)
+        other = prompt("Find the sum of all of them")
+        candidates = [other, candidate, other]
+        assert self._decontaminator.leaks_in(candidates, [tokens_of(c.question) for c in candidates])[1] == alone
+        if alone is None:
+            return None
+        self.leaks.append(alone)
+        return drop_of(alone) if alone.is_dropped else None
+
+    def counts_by_rule(self):
+        return counts_by_rule(Counter(leak.rules for leak in self.leaks))
 
 
 def test_nine_words_in_a_row_condemn_and_eight_do_not():
@@ -177,10 +202,10 @@ def test_a_contest_problem_is_known_by_its_id_whatever_its_words():
     asked = Protected(benchmark="lcb", question_id="q", question=ALPHABET, contest_id="atcoder/abc365_b")
     same = dataclasses.replace(prompt("Takahashi walks."), contest_id="atcoder/abc365_b")
     other = dataclasses.replace(same, contest_id="atcoder/abc365_c")
-    guard = Decontaminator(DecontaminateConfig(rules=("contest",)), [asked])
+    guard = Guard(DecontaminateConfig(rules=("contest",)), [asked])
     assert "'atcoder/abc365_b'; rules: contest" in guard.leak_in(same).detail
     assert guard.leak_in(other) is None
     assert guard.leak_in(prompt("Takahashi walks.")) is None
-    by_default = Decontaminator(DecontaminateConfig(), [asked])
+    by_default = Guard(DecontaminateConfig(), [asked])
     assert by_default.leak_in(same) is None
     assert by_default.counts_by_rule()["rule_contest_alone"] == 1

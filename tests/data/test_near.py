@@ -1,16 +1,20 @@
 # ruff: noqa: RUF001  Unicode signs are the point
 import subprocess
 import sys
+from collections import defaultdict
 
+import numpy as np
 import pytest
 
 from klear_core.config.data import DedupConfig, NearConfig
 from klear_core.data.candidates import Candidate
-from klear_core.data.dedup import Deduplicator, near_duplicates
+from klear_core.data.dedup import exact_key, first_with_key, keys_array
 from klear_core.data.meaning import marks_of
-from klear_core.data.near import NearTable
+from klear_core.data.near import candidate_pairs, compare, decide, near_table
 from klear_core.data.normalise import tokens_of
-from klear_core.data.sketch import SKETCH_SIZE, similarity, sketch_of
+from klear_core.data.ragged import ragged
+from klear_core.data.sketch import SKETCH_SIZE, similarities, sketches_of
+from klear_core.data.templates import templates_of
 from klear_core.types import CallCase, CallTests, CodeReference, Domain, MathReference, StdinCase, StdinTests
 
 STORY = (
@@ -37,17 +41,39 @@ def call(question, name):
     return program(question, CallTests(fn_name=name, cases=(CallCase(args_json="[1]", expected_json="1"),)))
 
 
+def table_of(*candidates, **cfg):
+    by_source = defaultdict(list)
+    for candidate in candidates:
+        by_source[candidate.source].append(tokens_of(candidate.question))
+    templates = {source: templates_of(questions) for source, questions in by_source.items()}
+    bare = [templates[c.source].bare(tokens_of(c.question)) for c in candidates]
+    marks = [marks_of(c.question, c.reference) for c in candidates]
+    return near_table(bare, [c.domain for c in candidates], marks, NearConfig(**cfg))
+
+
+def near_duplicates(tables, cfg):
+    pairs = candidate_pairs(tables, np.arange(sum(map(len, tables))), cfg)
+    return decide(pairs, compare(tables, pairs, cfg))
+
+
+def duplicates(*candidates, **cfg):
+    return near_duplicates([table_of(*candidates, **cfg)], NearConfig(**cfg))
+
+
 def dropped(*candidates, **cfg):
-    return sorted(near_duplicates(candidates, NearConfig(**cfg)).drops)
+    return sorted(duplicates(*candidates, **cfg).copies)
+
+
+def is_exact_repeat(one, other):
+    keys = keys_array(exact_key(c, tokens_of(c.question), DedupConfig()) for c in (one, other))
+    return first_with_key(keys).tolist() == [0, 0]
 
 
 def test_the_same_problem_with_a_word_changed_is_a_copy_and_the_first_stays():
     copy = math(STORY.replace("How many different", "Determine how many different"), source="b")
-    near = near_duplicates([math(STORY), copy], NearConfig())
-    assert list(near.drops) == [1]
-    drop = near.drops[1]
-    assert (drop.problem_id, drop.step, drop.reason) == (copy.problem_id, "dedup", "near_duplicate")
-    assert f"% like {math(STORY).problem_id} of a: 'Every card in a deck" in drop.detail
+    near = duplicates(math(STORY), copy)
+    assert {rank: found.of for rank, found in near.copies.items()} == {1: 0}
+    assert near.copies[1].similarity > 0.8
 
 
 @pytest.mark.parametrize(
@@ -60,8 +86,8 @@ def test_the_same_problem_with_a_word_changed_is_a_copy_and_the_first_stays():
     ],
 )
 def test_other_numbers_or_opposite_words_make_another_problem(one, other):
-    near = near_duplicates([math(STORY), math(STORY.replace(one, other))], NearConfig())
-    assert near.drops == {}
+    near = duplicates(math(STORY), math(STORY.replace(one, other)))
+    assert near.copies == {}
     assert near.kept == {"similar_with_other_numbers_or_signs": 1}
 
 
@@ -98,8 +124,7 @@ def test_a_sign_an_operator_a_bracket_or_a_number_makes_another_problem(one, oth
         "Let x, y, a, b, c be real numbers such that the expression {} is defined; find all of its possible values."
     )
     pair = [math(sentence.format(one), "5"), math(sentence.format(other), "5")]
-    dedup = Deduplicator(DedupConfig())
-    assert [dedup.repeat_of(candidate) for candidate in pair] == [None, None]
+    assert not is_exact_repeat(*pair)
     assert dropped(*pair) == []
 
 
@@ -117,14 +142,12 @@ def test_typesetting_does_not_make_another_problem(one, other):
         "Consider the following and decide with care how many of them there are in all: {}, and tell why this is so."
     )
     first, second = math(sentence.format(one), "\\frac{1}{2}"), math(sentence.format(other), "$\\frac12$")
-    exact = Deduplicator(DedupConfig())
-    assert exact.repeat_of(first) is None
-    assert exact.repeat_of(second) is not None or dropped(first, second) == [1]
+    assert is_exact_repeat(first, second) or dropped(first, second) == [1]
 
 
 def test_another_answer_makes_another_problem():
-    near = near_duplicates([math(STORY), math(STORY + " Explain.", "118")], NearConfig())
-    assert (near.drops, near.kept) == ({}, {"similar_with_another_answer": 1})
+    near = duplicates(math(STORY), math(STORY + " Explain.", "118"))
+    assert (near.copies, near.kept) == ({}, {"similar_with_another_answer": 1})
     assert dropped(math(STORY, "7"), math(STORY + " Explain.", "$7.0$")) == [1]
 
 
@@ -141,7 +164,7 @@ def test_programs_without_a_common_test_must_be_more_alike():
         stdin(STORY, ("1", "1")),
         stdin(STORY.replace("How many different", "Say how many distinct"), ("2", "4")),
     )
-    alike = similarity(*[sketch_of(tokens_of(c.question), NearConfig()).shingles_S for c in (one, other)])
+    alike = similarity(tokens_of(one.question), tokens_of(other.question))
     assert 0.7 < alike < 0.85
     assert dropped(one, other) == []
     assert dropped(one, other, threshold_unanswered=0.7) == [1]
@@ -176,41 +199,65 @@ def test_a_short_opening_with_a_number_is_part_of_the_problem():
     assert dropped(*by_7, *by_5) == []
 
 
-def test_a_table_in_two_parts_gives_the_same_copies_as_one():
+def test_tables_of_parts_give_the_same_copies_as_one_of_all():
     questions = [
         STORY,
         STORY.replace("deck", "pack"),
         "Find $x$ with $x^2=4$ and $x>0$.",
         STORY.replace("sets", "groups"),
     ]
-    whole, early, late = NearTable(NearConfig()), NearTable(NearConfig()), NearTable(NearConfig())
-    for i, question in enumerate(questions):
-        for table in (whole, early if i < 2 else late):
-            table.add(tokens_of(question), "math", marks_of(question, MathReference(answers=("1",))))
-    early.extend(late)
-    assert len(early) == len(whole) == 4
-    assert early.duplicates() == whole.duplicates()
-    assert whole.duplicates().copies.keys() == {1, 3}
+    candidates = [math(question, source=question) for question in questions]  # sources of one row have no template
+    whole = duplicates(*candidates)
+    parts = [table_of(*candidates[:2]), table_of(candidates[2]), table_of(candidates[3])]
+    assert near_duplicates(parts, NearConfig()) == whole
+    assert whole.copies.keys() == {1, 3}
+
+
+def test_pairs_can_be_compared_in_parts():
+    tables = [table_of(*[math(STORY.replace("deck", word)) for word in ("deck", "pack", "set", "box")])]
+    pairs = candidate_pairs(tables, np.arange(4), NearConfig())
+    assert len(pairs) > 2
+    whole = compare(tables, pairs, NearConfig())
+    parts = [compare(tables, part, NearConfig()) for part in (pairs[:2], pairs[2:])]
+    assert np.concatenate([part.similarity_P for part in parts]).tolist() == whole.similarity_P.tolist()
+    assert np.concatenate([part.code_P for part in parts]).tolist() == whole.code_P.tolist()
+
+
+def similarity(one, other):
+    """Of two lists of tokens, through both in one batch with a third."""
+    sets = sketches_of([one, other, ["x"]], NearConfig()).shingles
+    pair = [ragged([sets[i], sets[2]], np.uint32) for i in (0, 1)]
+    alike = similarities(*pair).tolist()
+    assert alike[1] == 1.0
+    return alike[0]
 
 
 def test_similarity_is_jaccards_share_of_common_shingles():
-    one, other = (sketch_of(text.split(), NearConfig()).shingles_S for text in ("a b c d e f", "b c d e f g"))
+    one, other = ["a", "b", "c", "d", "e", "f"], ["b", "c", "d", "e", "f", "g"]
     assert similarity(one, other) == pytest.approx(3 / 5)  # bcd, cde, def of abc, bcd, cde, def, efg
     assert similarity(one, one) == 1.0
 
 
 def test_the_similarity_of_long_questions_is_estimated():
     words = [f"w{i}" for i in range(3000)]
-    one, other = (sketch_of(part, NearConfig()).shingles_S for part in (words[:2000], words[500:2500]))
-    assert len(one) == SKETCH_SIZE
-    assert similarity(one, other) == pytest.approx(1500 / 2500, abs=0.1)
+    assert len(sketches_of([words[:2000]], NearConfig()).shingles[0]) == SKETCH_SIZE
+    assert similarity(words[:2000], words[500:2500]) == pytest.approx(1500 / 2500, abs=0.1)
+
+
+def test_a_sketch_does_not_depend_on_the_questions_beside_it():
+    questions = [["a"], ["b", "c"], STORY.split(), [f"w{i}" for i in range(400)], ["a"]]
+    together = sketches_of(questions, NearConfig())
+    for i, question in enumerate(questions):
+        alone = sketches_of([question], NearConfig())
+        assert together.shingles[i].tolist() == alone.shingles[0].tolist()
+        assert together.band_keys_BN[:, i].tolist() == alone.band_keys_BN[:, 0].tolist()
 
 
 def test_sketches_are_the_same_in_another_process():
     code = (
-        "from klear_core.config.data import NearConfig; from klear_core.data.sketch import sketch_of, hash_of;"
-        "s = sketch_of('the quick brown fox'.split(), NearConfig());"
-        "print(s.shingles_S.tolist(), s.band_keys_B.tolist(), hash_of('\\ud800'))"
+        "from klear_core.config.data import NearConfig; from klear_core.data.sketch import sketches_of, hash_of;"
+        "s = sketches_of(['the quick brown fox'.split()], NearConfig());"
+        "print(s.shingles[0].tolist(), s.band_keys_BN.tolist(), hash_of('\\ud800'))"
     )
     outputs = {
         subprocess.run(
@@ -219,17 +266,11 @@ def test_sketches_are_the_same_in_another_process():
         for seed in ("1", "2")
     }
     assert len(outputs) == 1
-    assert sketch_of(["the", "quick", "brown", "fox"], NearConfig()).shingles_S.tolist() == [335126912, 1461449176]
-
-
-def test_it_can_be_turned_off():
-    assert dropped(math(STORY), math(STORY + " Explain."), enabled=False) == []
+    sketches = sketches_of([["the", "quick", "brown", "fox"]], NearConfig())
+    assert sketches.shingles[0].tolist() == [335126912, 1461449176]
 
 
 def test_thousands_of_questions_in_one_bucket_are_no_quadratic_work():
-    table = NearTable(NearConfig())
-    for number in range(3000):
-        table.add(tokens_of(f"{STORY} Take {number}."), "math", marks_of("", MathReference(answers=(str(number),))))
-    near = table.duplicates()
+    near = duplicates(*[math(f"{STORY} Take {number}.", str(number)) for number in range(3000)])
     assert near.copies == {}
     assert near.kept == {"similar_with_other_numbers_or_signs": 2999}

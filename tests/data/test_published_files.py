@@ -146,18 +146,13 @@ def disguised(question):
 
 
 def test_every_planted_benchmark_question_is_found_as_it_is_and_in_disguise(guard):
-    missed = [
-        one
-        for one in protected()
-        for text in (one.question, disguised(one.question))
-        if guard.leak_in(
-            Candidate(
-                source="s", domain=Domain.MATH, question=text, reference=MathReference(answers=("1",)), rating=None
-            )
-        )
-        is None
+    texts = [text for one in protected() for text in (one.question, disguised(one.question))]
+    answer = MathReference(answers=("1",))
+    prompts = [
+        Candidate(source="s", domain=Domain.MATH, question=text, reference=answer, rating=None) for text in texts
     ]
-    assert not missed
+    leaks = guard.leaks_in(prompts, [tokens_of(text) for text in texts])
+    assert not [text for text, leak in zip(texts, leaks, strict=True) if leak is None or not leak.is_dropped]
 
 
 @pytest.fixture(scope="module")

@@ -102,10 +102,9 @@ def _matches(prompts: Iterable[Candidate], protected: Iterable[Protected]) -> di
     guard = Decontaminator(DecontaminateConfig(), protected)
     rules_of: dict[int, set[str]] = {}
     for index, prompt in enumerate(prompts):
-        num_leaks = len(guard.leaks)
-        guard.leak_in(prompt)
-        if len(guard.leaks) > num_leaks:
-            rules_of[index] = set(guard.leaks[-1].rules.split())
+        (leak,) = guard.leaks_in([prompt], [tokens_of(prompt.question)])
+        if leak is not None:
+            rules_of[index] = set(leak.rules.split())
     return rules_of
 
 

@@ -1,0 +1,229 @@
+"""Run tasks by datatrove's executors: on this machine's cores, on Ray or on Slurm. The only module that imports it.
+
+datatrove divides the tasks among workers, skips those that it has marked as complete, and submits jobs. Two things are
+ours: a local pool that reports a worker that was killed (datatrove's waits for its result forever), and errors in files,
+because datatrove only logs those of Ray and Slurm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from threading import Thread
+from typing import Any, assert_never
+
+from datatrove.executor import RayPipelineExecutor, SlurmPipelineExecutor
+from datatrove.executor.local import LocalPipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+from loguru import logger
+
+from klear_core import errors
+from klear_core.config.data import ExecutorConfig, LocalExecutorConfig, RayExecutorConfig, SlurmExecutorConfig
+from klear_core.data.curation.tasks import Progress, Tasks
+from klear_core.errors import ConfigError, KlearError, ResourceError
+
+# datatrove sends its log to the terminal. Also in workers, which import this module before their first task.
+logger.disable("datatrove")
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+_SLURM_POLL_S = 10.0
+
+
+class TaskStep(PipelineStep):  # type: ignore[misc]  # datatrove has no types
+    """Runs one of our tasks as a pipeline of one step; datatrove's rank is the task's number."""
+
+    name = "curation"
+    type = "klear"
+
+    def __init__(self, tasks: Tasks, errors_folder: Path) -> None:
+        super().__init__()
+        self.tasks = tasks
+        self.errors_folder = errors_folder
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:  # noqa: ARG002  datatrove's signature
+        """Run the task; leave its error in a file, because the executors of clusters lose it."""
+        try:
+            self.tasks(rank)
+        except Exception as e:
+            told = {"type": type(e).__name__, "message": str(e), "trace": traceback.format_exc()}
+            (self.errors_folder / f"{rank:05d}.json").write_text(json.dumps(told))
+            raise
+
+
+class LocalExecutor(LocalPipelineExecutor):  # type: ignore[misc]
+    """Runs tasks in processes of this machine, which end with this one however it ends."""
+
+    on_done: Progress
+
+    def run(self) -> None:
+        """Run all tasks that are not complete. Raise the first error, or ResourceError if a worker died."""
+        import multiprocessing
+
+        from pebble import ProcessExpired, ProcessPool
+
+        ranks = self.get_incomplete_ranks()
+        done = self.tasks - len(ranks)
+        context = multiprocessing.get_context("forkserver")
+        on_done, self.on_done = self.on_done, _ignore  # what follows is sent to the workers
+        with ProcessPool(min(self.workers, len(ranks)), context=context, initializer=_start_worker) as pool:
+            futures = [pool.schedule(self._run_for_rank, args=[rank]) for rank in ranks]
+            try:
+                for future in futures:
+                    future.result()
+                    done += 1
+                    on_done(done)
+            except (ProcessExpired, BrokenProcessPool) as e:
+                pool.stop()
+                raise ResourceError(
+                    f"a process of the curation died ({e}); if memory ran out, set curate.runtime.executor.workers to a "
+                    "smaller number, and run it again: what is done is kept"
+                ) from e
+            except BaseException:
+                pool.stop()
+                raise
+
+
+class SlurmExecutor(SlurmPipelineExecutor):  # type: ignore[misc]
+    """Submits tasks as a job array, without a job that merges statistics."""
+
+    def launch_merge_stats(self) -> None:
+        """Do nothing."""
+
+
+def run_on_executor(
+    name: str, tasks: Tasks, num_tasks: int, *, executor: ExecutorConfig, workers: int, folder: Path, on_done: Progress
+) -> None:
+    """Run tasks by an executor, and wait until all are done; raise the first task's error."""
+    notes, errors_folder = folder / name, folder / name / "errors"
+    shutil.rmtree(errors_folder, ignore_errors=True)
+    errors_folder.mkdir(parents=True)
+    pipeline = [TaskStep(tasks, errors_folder)]
+    match executor:
+        case LocalExecutorConfig():
+            local = LocalExecutor(pipeline, tasks=num_tasks, workers=workers, logging_dir=str(notes))
+            local.on_done = on_done
+            local.run()
+        case RayExecutorConfig():
+            _run_on_ray(_ray_executor(pipeline, num_tasks, executor, notes), executor, errors_folder, on_done)
+        case SlurmExecutorConfig():
+            _run_on_slurm(slurm_executor(pipeline, num_tasks, executor, notes), errors_folder, on_done)
+        case _:
+            assert_never(executor)
+    lost = [task for task in range(num_tasks) if not tasks.is_done(task)]
+    if lost:
+        _raise_error_in(errors_folder)
+        raise ResourceError(
+            f"{name}: {len(lost)} of {num_tasks} tasks did not finish; their logs are in {notes / 'logs'}"
+        )
+
+
+def _ray_executor(pipeline: list[TaskStep], num_tasks: int, cfg: RayExecutorConfig, notes: Path) -> RayPipelineExecutor:
+    return RayPipelineExecutor(
+        pipeline,
+        tasks=num_tasks,
+        workers=-1 if cfg.workers is None else cfg.workers,
+        cpus_per_task=cfg.cpus_per_task,
+        mem_per_cpu_gb=cfg.memory_gb_per_cpu,
+        logging_dir=str(notes),
+    )
+
+
+def slurm_executor(pipeline: list[TaskStep], num_tasks: int, cfg: SlurmExecutorConfig, notes: Path) -> SlurmExecutor:
+    """Return the executor that submits tasks to Slurm."""
+    return SlurmExecutor(
+        pipeline,
+        tasks=num_tasks,
+        time=cfg.time,
+        partition=cfg.partition,
+        workers=-1 if cfg.workers is None else cfg.workers,
+        cpus_per_task=cfg.cpus_per_task,
+        mem_per_cpu_gb=cfg.memory_gb_per_cpu,
+        qos=cfg.qos,
+        sbatch_args=dict(cfg.sbatch),
+        env_command=cfg.setup or f"export PATH={Path(sys.executable).parent}:$PATH",
+        job_name="klear-curate",
+        logging_dir=str(notes),
+    )
+
+
+def _run_on_ray(executor: RayPipelineExecutor, cfg: RayExecutorConfig, errors_folder: Path, on_done: Progress) -> None:
+    import ray
+
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        address = cfg.address or os.environ.get("RAY_ADDRESS") or None
+        # A cluster knows its own cores; a local one is limited to those that this process may use.
+        num_cpus = cfg.workers if address is None else None
+        ray.init(
+            address=address, num_cpus=num_cpus, log_to_driver=False, include_dashboard=False, logging_level="error"
+        )
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            executor.run()
+        except BaseException as e:  # noqa: BLE001  raised below, in the thread that waits
+            failures.append(e)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_POLL_S)
+            on_done(executor.tasks - len(executor.get_incomplete_ranks()))
+            _raise_error_in(errors_folder)
+    finally:
+        if is_ours:
+            ray.shutdown()
+    for failure in failures:
+        raise failure
+
+
+def _run_on_slurm(executor: SlurmExecutor, errors_folder: Path, on_done: Progress) -> None:
+    if shutil.which("sbatch") is None:
+        raise ConfigError("curate.runtime.executor.kind = 'slurm', but there is no command sbatch on this machine")
+    executor.run()
+    while incomplete := len(executor.get_incomplete_ranks()):
+        on_done(executor.tasks - incomplete)
+        _raise_error_in(errors_folder)
+        if not _is_queued(str(executor.job_id)):
+            return
+        time.sleep(_SLURM_POLL_S)
+    on_done(executor.tasks)
+
+
+def _is_queued(job_id: str) -> bool:
+    """Return whether Slurm still has a job; it forgets those that ended."""
+    listed = subprocess.run(["squeue", "--noheader", "--jobs", job_id], capture_output=True, text=True, check=False)
+    return bool(listed.stdout.strip())
+
+
+def _raise_error_in(folder: Path) -> None:
+    """Raise the error of the first task that left one."""
+    for file in sorted(folder.glob("*.json")):
+        told = json.loads(file.read_text())
+        kind = getattr(errors, told["type"], None)
+        if isinstance(kind, type) and issubclass(kind, KlearError):
+            raise kind(told["message"])
+        raise ResourceError(f"a task of the curation failed: {told['type']}: {told['message']}\n{told['trace']}")
+
+
+def _start_worker() -> None:
+    """End this process with its parent, however that ends; leave Ctrl-C to the parent."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _ignore(_done: int) -> None:
+    pass

@@ -1,0 +1,206 @@
+"""Divide the sources of a curation into blocks. The division depends on the data alone, not on the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+from klear_core.artifacts.files import is_pattern, matching_files
+from klear_core.config.data import CurateConfig, FileSource, HubSource, ProceduralSource, Source
+from klear_core.config.settings import result_settings
+from klear_core.data.candidates import Candidate
+from klear_core.data.datafiles import DataFile, data_files
+from klear_core.data.decontaminate import Protected
+from klear_core.data.dedup import exact_key
+from klear_core.data.normalise import tokens_of
+from klear_core.data.selection import sources_to_read
+from klear_core.data.sources import FirstRow, Piece, first_row, read_source, source_name
+from klear_core.data.spans import spans_of
+from klear_core.data.templates import SAMPLE_SIZE, Templates, templates_of
+
+_FORMAT = 1
+"""Version of the files in the working folder; those of another version are not used."""
+_BLOCK_BYTES = 16 << 20
+_MAX_BLOCKS = 160
+"""Blocks of more data are larger."""
+_GROUP_BYTES = 8 << 20
+_MAX_GROUPS = 96
+_PACKED_RATIO = 4
+"""Size of rows in memory over that of a compressed file or a table."""
+_PROCEDURAL_ROW_BYTES = 100
+_SAMPLED_ROWS = 10_000
+"""Rows among which the distinct questions are found that a source's templates are learned from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A part of one source, which is read by one task."""
+
+    source: int
+    """Index of the source."""
+    pieces: tuple[Piece, ...]
+    """The rows; none for a procedural source, which is one block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourcePlan:
+    """What is known of a source before its rows are read."""
+
+    source: Source
+    name: str
+    first: FirstRow | None
+    templates: Templates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All work on the rows of a curation."""
+
+    cfg: CurateConfig
+    seed: int
+    sources: tuple[SourcePlan, ...]
+    blocks: tuple[Block, ...]
+    num_groups: int
+    """Parts of the shuffled result."""
+    num_bytes: int
+    key: str
+    """Hash of everything that the result depends on, and of the files' sizes and times of change."""
+
+
+def make_plan(cfg: CurateConfig, protected: Iterable[Protected], *, seed: int) -> Plan:
+    """Return the plan of a curation. Files are scanned for line ends; only first rows are parsed.
+
+    Raise ConfigError or DataError as `read_source` does.
+    """
+    sources = sources_to_read(cfg)
+    files = {i: data_files(s) for i, s in enumerate(sources) if not isinstance(s, ProceduralSource)}
+    num_bytes = sum(_size(source, files.get(i, ())) for i, source in enumerate(sources))
+    block_bytes = max(_BLOCK_BYTES, num_bytes // _MAX_BLOCKS)
+    plans = tuple(_source_plan(source, files.get(i, ()), cfg, seed) for i, source in enumerate(sources))
+    blocks = tuple(
+        Block(source=i, pieces=pieces)
+        for i, source in enumerate(sources)
+        for pieces in _divided(source, files.get(i, ()), block_bytes)
+    )
+    stats = [(file.label, *_stat(file.path)) for of_source in files.values() for file in of_source]
+    stats += [(str(file), *_stat(file)) for source in sources for file in _looked_up(source)]
+    parts = [_FORMAT, result_settings(cfg), cfg.runtime.rows_per_shard, seed, stats]
+    parts += [[asdict(p) for p in protected], [(asdict(p.templates), p.first and asdict(p.first)) for p in plans]]
+    return Plan(
+        cfg=cfg,
+        seed=seed,
+        sources=plans,
+        blocks=blocks,
+        num_groups=min(_MAX_GROUPS, 1 + num_bytes // _GROUP_BYTES),
+        num_bytes=num_bytes,
+        key=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest(),
+    )
+
+
+def save_plan(plan: Plan, file: Path) -> None:
+    """Write the plan for the processes that follow it."""
+    beside = file.with_suffix(".tmp")
+    beside.write_bytes(pickle.dumps(plan))
+    beside.replace(file)
+
+
+def load_plan(file: Path) -> Plan:
+    """Return a plan that another process of this curation has written."""
+    plan = pickle.loads(file.read_bytes())  # noqa: S301  the curation's own file
+    assert isinstance(plan, Plan), file
+    return plan
+
+
+def _source_plan(source: Source, files: Sequence[DataFile], cfg: CurateConfig, seed: int) -> SourcePlan:
+    first = None if isinstance(source, ProceduralSource) else first_row(source, files)
+    templates = Templates(openings=(), endings=())
+    if cfg.dedup.near.enabled:
+        templates = templates_of(list(islice(_distinct(source, cfg, seed), SAMPLE_SIZE)))
+    return SourcePlan(source=source, name=source_name(source), first=first, templates=templates)
+
+
+def _distinct(source: Source, cfg: CurateConfig, seed: int) -> Iterator[list[str]]:
+    """Yield the tokens of the distinct questions at a source's beginning."""
+    seen: set[bytes] = set()
+    for row in islice(read_source(source, seed=seed), _SAMPLED_ROWS):
+        if not isinstance(row, Candidate) or len(row.question) > cfg.max_question_chars:
+            continue
+        tokens = tokens_of(row.question)
+        key = exact_key(row, tokens, cfg.dedup)
+        if key not in seen:
+            seen.add(key)
+            yield tokens
+
+
+def _divided(source: Source, files: Sequence[DataFile], num_bytes: int) -> list[tuple[Piece, ...]]:
+    """Return the pieces of each block of a source."""
+    if isinstance(source, ProceduralSource):
+        return [()]
+    left = source.limit
+    blocks: list[tuple[Piece, ...]] = []
+    for file in files:
+        if left is not None and left <= 0:
+            break
+        spans = spans_of(file.path, label=file.label, num_bytes=num_bytes, limit=left)
+        if spans is None and source.limit is not None:
+            # Its rows are only counted as they are read, and decide where the limit is reached in later files.
+            return [tuple(Piece(path=f.path, label=f.label, span=None) for f in files)]
+        if left is not None:
+            left -= sum(span.num_rows for span in spans or ())
+        if spans is None:
+            blocks.append((Piece(path=file.path, label=file.label, span=None),))
+        else:
+            blocks += [(Piece(path=file.path, label=file.label, span=span),) for span in spans]
+    return _joined(blocks, num_bytes)
+
+
+def _joined(blocks: Sequence[tuple[Piece, ...]], num_bytes: int) -> list[tuple[Piece, ...]]:
+    """Return the blocks, of which neighbours are joined as long as they have at most `num_bytes` together."""
+    joined: list[tuple[Piece, ...]] = []
+    size = num_bytes
+    for pieces in blocks:
+        own = sum(_piece_bytes(piece) for piece in pieces)
+        if size + own <= num_bytes:
+            joined[-1] += pieces
+            size += own
+        else:
+            joined.append(pieces)
+            size = own
+    return joined
+
+
+def _piece_bytes(piece: Piece) -> int:
+    return piece.span.num_bytes if piece.span else _unpacked_size(piece.path)
+
+
+def _size(source: Source, files: Sequence[DataFile]) -> int:
+    """Return the size of a source's rows in memory, roughly."""
+    match source:
+        case ProceduralSource(num_problems=num_problems):
+            return _PROCEDURAL_ROW_BYTES * num_problems
+        case FileSource() | HubSource():
+            return sum(_unpacked_size(file.path) for file in files)
+
+
+def _unpacked_size(path: Path) -> int:
+    is_packed = path.suffix in (".gz", ".zst", ".parquet")
+    return (_PACKED_RATIO if is_packed else 1) * path.stat().st_size
+
+
+def _looked_up(source: Source) -> Iterator[Path]:
+    """Yield the files in which a source's questions are looked up."""
+    if isinstance(source, ProceduralSource):
+        return
+    for path in source.lookup.values():
+        found = matching_files(path) if is_pattern(path) else sorted(Path(path).rglob("*")) or [Path(path)]
+        yield from (file for file in found if file.is_file())
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

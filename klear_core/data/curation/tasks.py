@@ -1,0 +1,76 @@
+"""Run numbered tasks: in this process if there is little to do, else by the executor that the settings name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from klear_core.config.data import ExecutorConfig, LocalExecutorConfig
+
+Progress = Callable[[int], None]
+"""Takes the number of tasks that are done."""
+
+
+class Tasks(Protocol):
+    """Numbered tasks that can run in any order, in other processes, and again after a kill."""
+
+    def is_done(self, task: int) -> bool:
+        """Return whether the result of a task is there."""
+        ...
+
+    def __call__(self, task: int) -> None:
+        """Do a task, unless it is done; its result appears whole or not at all."""
+        ...
+
+
+def run_tasks(
+    name: str,
+    tasks: Tasks,
+    num_tasks: int,
+    *,
+    executor: ExecutorConfig,
+    folder: Path,
+    is_small: bool,
+    on_done: Progress,
+) -> None:
+    """Run the tasks 0 to `num_tasks - 1`, except those that are done. The executor keeps its notes under `folder`.
+
+    Raise the KlearError of a task that failed; ResourceError if its process died.
+    """
+    missing = [task for task in range(num_tasks) if not tasks.is_done(task)]
+    on_done(num_tasks - len(missing))
+    if not missing:
+        return
+    workers = num_workers(executor) if isinstance(executor, LocalExecutorConfig) else 0
+    if isinstance(executor, LocalExecutorConfig) and (is_small or min(workers, len(missing)) == 1):
+        for number, task in enumerate(missing, 1):
+            tasks(task)
+            on_done(num_tasks - len(missing) + number)
+        return
+    from klear_core.data.curation.executors import run_on_executor
+
+    run_on_executor(name, tasks, num_tasks, executor=executor, workers=workers, folder=folder, on_done=on_done)
+
+
+def num_workers(executor: LocalExecutorConfig) -> int:
+    """Return the number of processes: as configured, or one for each core that this process may use."""
+    if executor.workers is not None:
+        return executor.workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _quota()))
+
+
+def _quota() -> int:
+    """Return the number of cores that the control group allows, at least one."""
+    unlimited = 1 << 20
+    for file in (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")):
+        if not file.exists():
+            continue
+        words = file.read_text().split()
+        period = words[1] if len(words) > 1 else file.with_name("cpu.cfs_period_us").read_text()
+        if words[0] in ("max", "-1"):
+            return unlimited
+        return max(1, int(words[0]) // int(period))
+    return unlimited

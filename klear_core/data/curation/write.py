@@ -1,0 +1,187 @@
+"""Write the problems in their shuffled order, the drop records in the order of the rows, and the leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from klear_core.artifacts.records import shard_name, write_shard
+from klear_core.data.candidates import Candidate, DroppedRow, SourceRow, problem_from
+from klear_core.data.curation.merge import LEAK, NOT_SELECTED, STAYS, Merged, drops_of, load_merged, selection_drops
+from klear_core.data.curation.plan import Plan, load_plan
+from klear_core.data.curation.segment import Segments, groups_of, open_segments
+from klear_core.data.decontaminate import Leak
+from klear_core.data.near import Ranks
+from klear_core.data.ragged import Numbers
+
+_ROWS_PER_TASK = 16_384
+
+PROBLEMS, ROWS, DROPPED, LEAKS = "problems", "rows", "dropped", "leaks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """The division of a table into shards and of these into tasks."""
+
+    num_rows: int
+    rows_per_shard: int
+
+    @property
+    def count(self) -> int:
+        """Return the number of shards, at least one."""
+        return max(1, -(-self.num_rows // self.rows_per_shard))
+
+    @property
+    def per_task(self) -> int:
+        """Return the number of shards that one task writes."""
+        return max(1, _ROWS_PER_TASK // self.rows_per_shard)
+
+    @property
+    def num_tasks(self) -> int:
+        """Return the number of tasks."""
+        return -(-self.count // self.per_task)
+
+    def of_task(self, task: int) -> range:
+        """Return the shards of a task."""
+        return range(task * self.per_task, min(self.count, (task + 1) * self.per_task))
+
+    def rows(self, shards: range) -> slice:
+        """Return the rows in consecutive shards."""
+        return slice(shards.start * self.rows_per_shard, min(self.num_rows, shards.stop * self.rows_per_shard))
+
+    def name(self, shard: int) -> str:
+        """Return the file name of a shard."""
+        return shard_name(shard, self.count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteProblems:
+    """The tasks that write `problems` and `rows`, each some consecutive shards of the shuffled order."""
+
+    folder: Path
+    shards: Shards
+
+    def is_done(self, task: int) -> bool:
+        """Return whether the task's shards were written; those of `rows` come last."""
+        return all(self._file(ROWS, shard).exists() for shard in self.shards.of_task(task))
+
+    def __call__(self, task: int) -> None:
+        """Write some shards."""
+        if self.is_done(task):
+            return
+        state = open_state(self.folder)
+        shards = self.shards.of_task(task)
+        rows = self.shards.rows(shards)
+        candidates = _candidates(state, np.array(state.merged.kept[rows]))
+        for shard in shards:
+            part = self.shards.rows(range(shard, shard + 1))
+            own = candidates[part.start - rows.start : part.stop - rows.start]
+            write_shard(self._file(PROBLEMS, shard), [problem_from(c, state.plan.cfg.difficulty) for c in own])
+            source_rows = [SourceRow(problem_id=c.problem_id, source=c.source, row=c.row) for c in own]
+            write_shard(self._file(ROWS, shard), source_rows)
+
+    def _file(self, table: str, shard: int) -> Path:
+        return self.folder / "written" / table / self.shards.name(shard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteDropped:
+    """The tasks that write `dropped`, each some consecutive shards."""
+
+    folder: Path
+    shards: Shards
+
+    def is_done(self, task: int) -> bool:
+        """Return whether the task's shards were written."""
+        return all(self._file(shard).exists() for shard in self.shards.of_task(task))
+
+    def __call__(self, task: int) -> None:
+        """Write some shards."""
+        if self.is_done(task):
+            return
+        state = open_state(self.folder)
+        shards = self.shards.of_task(task)
+        rows = self.shards.rows(shards)
+        drops = _drops(state, rows)
+        for shard in shards:
+            write_shard(self._file(shard), list(islice(drops, self.shards.rows_per_shard)))
+
+    def _file(self, shard: int) -> Path:
+        return self.folder / "written" / DROPPED / self.shards.name(shard)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class State:
+    """All that is known when the candidates' fates are decided."""
+
+    plan: Plan
+    segments: Segments
+    merged: Merged
+    folder: Path
+
+    def not_selected(self) -> Iterator[DroppedRow]:
+        """Yield the drop records of the candidates that were not selected."""
+        for number in range(len(self.segments.parts)):
+            yield from (placed.drop for placed in selection_drops(self.folder, number))
+
+
+def open_state(folder: Path) -> State:
+    """Return the state of a curation whose fates are decided."""
+    return State(load_plan(folder / "plan.pickle"), open_segments(folder / "blocks"), load_merged(folder), folder)
+
+
+def num_drops(state: State) -> Ranks:
+    """Return the number of rows of each segment that became no problem."""
+    counts = [part.num_drops + int((state.merged.fate_N[own] != STAYS).sum()) for part, own in state.segments.each()]
+    return np.array(counts, dtype=np.int64)
+
+
+def leaks_in(state: State) -> Iterator[Leak]:
+    """Yield all leaks in order of rank; of a repeat or a near-duplicate only the one that stays counts."""
+    for segment, own in state.segments.each():
+        fate_N = state.merged.fate_N[own]
+        for placed in segment.leaks():
+            if fate_N[placed.index] in (STAYS, LEAK, NOT_SELECTED):
+                yield placed.leak
+
+
+def _candidates(state: State, numbers: Ranks) -> list[Candidate]:
+    """Return candidates in the order of their numbers. Each file is read once."""
+    part_of = np.searchsorted(state.segments.starts, numbers, side="right") - 1
+    found: list[Candidate | None] = [None] * len(numbers)
+    for part in np.unique(part_of).tolist():
+        segment = state.segments.parts[part]
+        own = np.flatnonzero(part_of == part)
+        indices = numbers[own] - state.segments.starts[part]
+        group_N = groups_of(segment.column("order"), state.plan.num_groups)
+        place_N = _places_in_groups(group_N)
+        for group in np.unique(group_N[indices]).tolist():
+            in_group = group_N[indices] == group
+            candidates = segment.in_group(group, place_N[indices[in_group]].tolist())
+            for place, candidate in zip(own[in_group].tolist(), candidates, strict=True):
+                found[place] = candidate
+    return [candidate for candidate in found if candidate is not None]
+
+
+def _places_in_groups(group_N: Numbers) -> Ranks:
+    """Return the place of each candidate among those of its group."""
+    order = np.argsort(group_N, kind="stable")
+    starts = np.searchsorted(group_N[order], group_N[order])
+    place_N: Ranks = np.empty(len(group_N), dtype=np.int64)
+    place_N[order] = np.arange(len(order)) - starts
+    return place_N
+
+
+def _drops(state: State, rows: slice) -> Iterator[DroppedRow]:
+    """Yield a range of all drop records."""
+    ends = np.cumsum(num_drops(state))
+    for number, end in enumerate(ends.tolist()):
+        start = int(ends[number - 1]) if number else 0
+        if start < rows.stop and rows.start < end:
+            drops = drops_of(state.plan, state.segments, state.merged, number, state.folder)
+            assert len(drops) == end - start, (number, len(drops), end - start)
+            yield from drops[max(0, rows.start - start) : rows.stop - start]

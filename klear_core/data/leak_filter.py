@@ -1,0 +1,97 @@
+"""Pick the prompts that may overlap with a protected question, many at a time, before they are compared with care.
+
+A prompt that is left out matches no rule; one that is picked may match none either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from klear_core.data.gram_index import GramIndex
+from klear_core.data.ragged import Ragged
+from klear_core.data.sketch import Hashes, shingle_hashes, token_codes
+
+Found = npt.NDArray[np.bool_]
+
+
+class LeakFilter:
+    """Hashes of the n-grams of all protected questions."""
+
+    def __init__(
+        self,
+        words: Sequence[Sequence[str]],
+        tokens: Sequence[Sequence[str]],
+        *,
+        ngram: int,
+        shingles: GramIndex,
+        near_share: float,
+    ) -> None:
+        """Take the words and the tokens of each question, and the index of its runs of tokens."""
+        self._ngram = ngram
+        self._near_share = near_share
+        self._shingle = shingles.length
+        self._word_grams = np.unique(_hashes_of(words, ngram).values)
+        common = [gram.split(" ") for gram in shingles.common]
+        self._common = np.unique(_hashes_of(common, self._shingle).values)
+        hashes = _hashes_of(tokens, self._shingle)
+        question = np.repeat(np.arange(len(tokens)), hashes.lengths())
+        is_rare = ~_is_in(hashes.values, self._common)
+        order = np.argsort(hashes.values[is_rare], kind="stable")
+        self._questions = question[is_rare][order]
+        self._shingles, self._starts = np.unique(hashes.values[is_rare][order], return_index=True)
+        self._ends = np.append(self._starts[1:], len(self._questions))
+        self._num_shingles = np.array(shingles.num_grams)
+
+    def may_overlap(self, words: Sequence[Sequence[str]], tokens: Sequence[Sequence[str]]) -> Found:
+        """Return for each prompt whether it may match a rule about n-grams; contests and short questions are others."""
+        grams = _hashes_of(words, self._ngram)
+        is_shared = _is_in(grams.values, self._word_grams)
+        prompt = np.repeat(np.arange(len(words)), grams.lengths())
+        found: Found = np.bincount(prompt[is_shared], minlength=len(words)) > 0
+        return found | self._may_be_near(tokens)
+
+    def _may_be_near(self, tokens: Sequence[Sequence[str]]) -> Found:
+        hashes = _hashes_of(tokens, self._shingle)
+        prompt = np.repeat(np.arange(len(tokens)), hashes.lengths())
+        found: Found = np.zeros(len(tokens), dtype=np.bool_)
+        if not len(self._shingles) or not len(prompt):
+            return found
+        at = np.minimum(np.searchsorted(self._shingles, hashes.values), len(self._shingles) - 1)
+        is_hit = self._shingles[at] == hashes.values
+        at, prompt_of_hit = at[is_hit], prompt[is_hit]
+        counts = self._ends[at] - self._starts[at]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        question = self._questions[np.repeat(self._starts[at], counts) + within]
+        num_questions = len(self._num_shingles)
+        pair, num_shared = np.unique(np.repeat(prompt_of_hit, counts) * num_questions + question, return_counts=True)
+        prompt_of_pair, question_of_pair = np.divmod(pair, num_questions)
+        num_rare = self._num_rare(hashes, prompt, len(tokens))
+        # Repeats within a prompt count above and not below the line, so that this errs to the safe side.
+        shorter = np.minimum(self._num_shingles[question_of_pair], num_rare[prompt_of_pair])
+        found[prompt_of_pair[num_shared >= self._near_share * shorter]] = True
+        return found
+
+    def _num_rare(self, hashes: Ragged, prompt: npt.NDArray[np.int64], num_prompts: int) -> npt.NDArray[np.int64]:
+        """Return the number of distinct runs of tokens of each prompt that are no common phrase, or a little fewer."""
+        is_rare = ~_is_in(hashes.values, self._common)
+        packed = (prompt[is_rare].astype(np.uint64) << np.uint64(40)) | (hashes.values[is_rare] >> np.uint64(24))
+        return np.bincount((np.unique(packed) >> np.uint64(40)).astype(np.int64), minlength=num_prompts)
+
+
+def _hashes_of(texts: Sequence[Sequence[str]], length: int) -> Ragged:
+    """Return the hashes of each text's runs of `length` tokens; a shorter text has none."""
+    nothing = np.empty(0, dtype=np.uint64)
+    codes = [token_codes(tokens) if len(tokens) >= length else nothing for tokens in texts]
+    return shingle_hashes(codes, length)
+
+
+def _is_in(values: Hashes, among: Hashes) -> Found:
+    """Return which values are among some sorted ones."""
+    if not len(among):
+        return np.zeros(len(values), dtype=np.bool_)
+    at = np.minimum(np.searchsorted(among, values), len(among) - 1)
+    found: Found = among[at] == values
+    return found

@@ -1,0 +1,51 @@
+"""Hold lists of numbers of different lengths in flat arrays, which can be saved, mapped into memory and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Lists of numbers, one behind the other."""
+
+    values: Numbers
+    ends: npt.NDArray[np.int64]
+    """End of each list in `values`."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> Numbers:
+        start = self.ends[index - 1] if index else 0
+        return self.values[start : self.ends[index]]
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Return the length of each list."""
+        return np.diff(self.ends, prepend=0)
+
+
+def ragged(lists: Sequence[Iterable[int]], dtype: npt.DTypeLike) -> Ragged:
+    """Return lists of numbers as flat arrays."""
+    parts = [np.fromiter(numbers, dtype=dtype) for numbers in lists]
+    return joined_parts(parts, dtype)
+
+
+def joined_parts(parts: Sequence[Numbers], dtype: npt.DTypeLike) -> Ragged:
+    """Return arrays as the lists of one Ragged."""
+    values = np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+    return Ragged(values, np.cumsum([len(part) for part in parts], dtype=np.int64))
+
+
+def joined(tables: Sequence[Ragged]) -> Ragged:
+    """Return all lists of several tables, in order."""
+    values = np.concatenate([table.values for table in tables])
+    starts = np.cumsum([0, *(len(table.values) for table in tables[:-1])])
+    return Ragged(values, np.concatenate([table.ends + start for table, start in zip(tables, starts, strict=True)]))

@@ -1,0 +1,184 @@
+"""Curation in blocks: the same result however it is divided, stopped and continued."""
+
+import gzip
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from klear_core.artifacts.records import read_shards
+from klear_core.config.data import CurateConfig, CurateRuntime, DecontaminateConfig, FileSource, ProceduralSource
+from klear_core.data.candidates import DroppedRow
+from klear_core.data.curate import curate
+from klear_core.data.curation.plan import make_plan
+from klear_core.errors import DataError
+from klear_core.metrics import NullTelemetry
+
+WORDS = [f"{a}{b}" for a in ("ba", "ce", "di", "fo", "gu", "ly") for b in ("nt", "rk", "sh", "ll", "mp", "st", "x")]
+
+
+def question(draw):
+    return " ".join(draw.choice(WORDS) for _ in range(25)) + f" {draw.randrange(1000)}?"
+
+
+def prompts(num, *, seed):
+    """Rows with repeats, near-duplicates, broken ones and overlong ones."""
+    draw = random.Random(seed)
+    rows = []
+    for i in range(num):
+        text = question(draw)
+        if rows and draw.random() < 0.2:
+            text = draw.choice(rows)["problem"] + draw.choice(["", " so", "!"])
+        answer = "" if draw.random() < 0.05 else str(i % 9)
+        rows.append({"problem": text * (50 if i % 40 == 7 else 1), "answer": answer})
+    return rows
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def sources(folder, *, num=120):
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(3):
+        (folder / f"s{i}.jsonl").write_text(lines(prompts(num, seed=i // 2) + prompts(num // 2, seed=10 + i)))
+    (folder / "packed.jsonl.gz").write_bytes(gzip.compress(lines(prompts(num, seed=9)).encode()))
+    leaks = [prompts(num, seed=0)[3], {"problem": question(random.Random(99)), "answer": "1"}]
+    (folder / "bench.jsonl").write_text(lines(leaks))
+    return folder
+
+
+def config(folder, **runtime):
+    names = ("s0.jsonl", "s1.jsonl", "packed.jsonl.gz", "s2.jsonl")
+    return CurateConfig(
+        sources=(*[FileSource(path=str(folder / name)) for name in names], ProceduralSource(num_problems=40)),
+        decontaminate=DecontaminateConfig(also=(FileSource(path=str(folder / "bench.jsonl")),)),
+        max_question_chars=2000,
+        runtime=CurateRuntime(**{"rows_per_shard": 50} | runtime),
+    )
+
+
+def run(cfg, out, telemetry=None):
+    (out / "bench").mkdir(parents=True, exist_ok=True)
+    workdir = out / "work"
+    summary = curate(cfg, benchmarks=out / "bench", seed=3, workdir=workdir, telemetry=telemetry or NullTelemetry())
+    return summary, digest(workdir)
+
+
+def digest(folder: Path):
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [(str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+
+
+class Stopper:
+    """Stops a curation at one of its reports, as Ctrl-C does, and remembers all of them."""
+
+    def __init__(self, stop_at=None):
+        self.seen = []
+        self._stop_at = stop_at
+
+    def progress(self, done, total, note=""):
+        self.seen.append((note, done, total))
+        if len(self.seen) == self._stop_at:
+            raise KeyboardInterrupt
+
+    def log(self, metrics, *, step):
+        raise AssertionError("a curation has no metrics")
+
+
+def test_a_curation_stopped_anywhere_and_continued_gives_the_same_bytes(tmp_path):
+    cfg = config(sources(tmp_path / "data"))
+    whole = Stopper()
+    summary, expected = run(cfg, tmp_path / "whole", whole)
+    assert {note for note, _, _ in whole.seen} == {"reading", "comparing", "writing", "dropping", "done"}
+    assert sum(summary.ledger[2].dropped.values()) > 50
+    for stop_at in range(1, len(whole.seen)):
+        out = tmp_path / f"stopped{stop_at}"
+        with pytest.raises(KeyboardInterrupt):
+            run(cfg, out, Stopper(stop_at))
+        assert run(cfg, out) == (summary, expected), whole.seen[stop_at - 1]
+
+
+def test_blocks_that_were_read_are_not_read_again(tmp_path):
+    cfg = config(sources(tmp_path / "data"))
+    with pytest.raises(KeyboardInterrupt):
+        run(cfg, tmp_path / "out", Stopper(4))
+    again = Stopper()
+    run(cfg, tmp_path / "out", again)
+    assert again.seen[0] == ("reading", 3, 5)
+
+
+@pytest.mark.parametrize("changed", ["s1.jsonl", "bench.jsonl"])
+def test_what_was_read_before_a_file_changed_is_not_used(changed, tmp_path):
+    data = sources(tmp_path / "data")
+    with pytest.raises(KeyboardInterrupt):
+        run(config(data), tmp_path / "out", Stopper(5))
+    (data / changed).write_text(lines(prompts(120, seed=77)))
+    again = Stopper()
+    found = run(config(data), tmp_path / "out", again)
+    assert again.seen[0] == ("reading", 0, 5)
+    assert found == run(config(data), tmp_path / "fresh")
+
+
+def test_another_seed_or_shard_size_starts_anew(tmp_path):
+    data = sources(tmp_path / "data")
+    with pytest.raises(KeyboardInterrupt):
+        run(config(data), tmp_path / "out", Stopper(8))
+    other = config(data, rows_per_shard=70)
+    assert run(other, tmp_path / "out") == run(other, tmp_path / "fresh")
+
+
+def test_drop_records_are_in_the_order_of_the_rows(tmp_path):
+    data = sources(tmp_path / "data")
+    run(config(data), tmp_path / "out")
+    drops = list(read_shards(tmp_path / "out/work/dropped", DroppedRow))
+    places = [(d.source, int(d.row.rpartition(":")[2])) for d in drops if d.source == "s1"]
+    assert places == sorted(places)
+    order = list(dict.fromkeys(d.source for d in drops))
+    assert order == [name for name in ("s0", "s1", "packed", "s2", "chain") if name in order]
+
+
+def test_nothing_but_the_result_is_left(tmp_path):
+    run(config(sources(tmp_path / "data")), tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out/work").iterdir()}
+    assert names == {"problems", "rows", "dropped", "leaks", "leaks.html"}
+
+
+def test_a_block_that_cannot_be_read_to_its_end_is_an_error_and_the_others_are_kept(tmp_path):
+    data = sources(tmp_path / "data")
+    packed = (data / "packed.jsonl.gz").read_bytes()
+    whole = config(data)
+    (data / "packed.jsonl.gz").write_bytes(packed[:-300])
+    with pytest.raises(DataError, match=r"packed\.jsonl\.gz: cannot be read beyond row"):
+        run(whole, tmp_path / "out")
+
+
+def test_blocks_of_a_large_source_depend_on_its_size_alone(tmp_path):
+    rows = lines([{"problem": "x" * 1000, "answer": str(i)} for i in range(40_000)])
+    (tmp_path / "large.jsonl").write_text(rows)
+    small = [tmp_path / f"small-{i:05d}.jsonl" for i in range(8)]
+    for path in small:
+        path.write_text(rows[:5000])
+    cfg = CurateConfig(
+        sources=tuple(FileSource(path=p) for p in (f"{tmp_path}/large.jsonl", f"{tmp_path}/small-*.jsonl"))
+    )
+    plan = make_plan(cfg, (), seed=0)
+    assert [block.source for block in plan.blocks] == [0, 0, 0, 1]  # 41 MB in blocks of 16 MB; small files together
+    assert [len(block.pieces) for block in plan.blocks] == [1, 1, 1, 8]
+    assert plan == make_plan(cfg, (), seed=0)
+
+
+@pytest.mark.parametrize("limit", [1, 119, 120, 121, 300])
+def test_the_limit_counts_rows_over_all_files_of_a_source(limit, tmp_path):
+    for i, seed in enumerate((4, 5)):
+        (tmp_path / f"a{i}.jsonl").write_text(
+            lines([{"problem": f"What is {n}+{seed}?", "answer": "1"} for n in range(120)])
+        )
+    (tmp_path / "b0.jsonl").write_bytes((tmp_path / "a0.jsonl").read_bytes())
+    (tmp_path / "b1.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a1.jsonl").read_bytes()))
+    for name in ("a", "b"):
+        cfg = CurateConfig(sources=(FileSource(path=f"{tmp_path}/{name}*", limit=limit),))
+        summary, _ = run(cfg, tmp_path / f"out{name}")
+        assert summary.counts["rows"] == min(limit, 240)
