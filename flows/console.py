@@ -151,6 +151,7 @@ def show_plan(
     """
     from klear_core.config.settings import config_digest
     from klear_core.pipeline.estimate import estimate
+    from klear_core.pipeline.exposure import exposures
     from klear_core.pipeline.plan import plan_stages
     from klear_core.pipeline.preflight import problems_with
 
@@ -172,6 +173,8 @@ def show_plan(
         memory = "" if row.memory_gb is None else f"{row.memory_gb:.2g} GB"
         costs.add_row(row.stage, tokens, memory, escape(row.note))
     console.print(costs)
+    for exposure in exposures(config):
+        console.print(f"[yellow]scores:[/] {escape(exposure.warning)}")
     for problem in missing:
         console.print(f"[yellow]before you run:[/] {escape(problem)}")
     if with_config:

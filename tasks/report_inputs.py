@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from klear_core.artifacts.manifest import ArtifactRef, read_manifest
 from klear_core.config.jobs import ReportJob
+from klear_core.pipeline.exposure import exposures
 from klear_core.pipeline.graph import stages_of
 from tasks.provenance import code_commit
 from tasks.run_info import RunInfo
@@ -43,6 +44,11 @@ def report_inputs(
         )
         for stage in stages
     ]
+    warnings = []
+    for exposure in exposures(config):
+        scored = [name for name in exposure.scored_by if name in inputs]
+        if scored:
+            warnings.append(of.ScoreWarning(where=", ".join(scored), text=exposure.warning))
     scores = {stage.scored_model_stage: inputs[stage.name] for stage in stages if stage.scored_model_stage}
     return of.ReportInputs(
         run=run,
@@ -50,6 +56,7 @@ def report_inputs(
         pipeline=pipeline,
         stages=(*done, *missing),
         differences=tuple(_differences(scores)),
+        score_warnings=tuple(warnings),
     )
 
 

@@ -18,12 +18,16 @@ class GivenFacts(Settings):
 
     licence: str = ""
     """Licence, for the manifest; empty: what the card (README.md) beside the files states."""
+
+
+class GivenModelFacts(GivenFacts):
+    """What the user knows about a given model."""
+
     decontaminated_against: Literal["unknown"] | tuple[str, ...] = "unknown"
-    """Names of the benchmarks that the training data behind it was compared with. The scores of models on other
-    benchmarks carry a warning."""
+    """Names of the benchmarks that its training data was compared with; scores on others carry a warning."""
 
 
-class GivenFolder(GivenFacts):
+class GivenFolder(GivenModelFacts):
     """A model in a local folder, as transformers writes it."""
 
     kind: Literal["folder"] = "folder"
@@ -37,7 +41,7 @@ class GivenFolder(GivenFacts):
         return HfModelConfig(path=self.path, max_position_embeddings=self.max_position_embeddings)
 
 
-class GivenRepo(GivenFacts):
+class GivenRepo(GivenModelFacts):
     """A model of the Hugging Face Hub, downloaded once into the Hub's cache."""
 
     kind: Literal["hub"] = "hub"
@@ -125,6 +129,9 @@ class GivenConfig(Settings):
     """The model after code RL."""
     evaluate: GivenModel | None = None
     """A model to score, beside the others in this section. Nothing is trained."""
+    score_despite: tuple[str, ...] = ()
+    """Benchmarks to score although the lineage of a given model shows that its training data was not compared with
+    them; the report says so. Without, such a run is refused."""
 
     def rows(self) -> dict[str, tuple[GivenFiles | GivenDataset, ...]]:
         """Return the given problems and traces by the name of the stage that they replace, in the pipeline's order."""

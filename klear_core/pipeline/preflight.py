@@ -41,6 +41,7 @@ from klear_core.errors import ArtifactError, ConfigError, KlearError, ResourceEr
 from klear_core.hf_config import HfConfig, read_hf_config
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.capacity import device_problems, devices_of_this_process, disk_problem
+from klear_core.pipeline.exposure import exposures
 from klear_core.types import Domain
 
 T = TypeVar("T")
@@ -213,6 +214,20 @@ def _model_problems(work: PendingWork) -> Iterator[str]:
         path = tagging.tag.model_path
         if path:
             yield from _complaints(f"{stage.section}.model_path = {path!r}", check_model, HfModelConfig(path=path))
+
+
+def _exposure_problems(work: PendingWork) -> Iterator[str]:
+    """Refuse scores on benchmarks that the lineage of a given model shows to be left out of decontamination."""
+    if not work.evaluates:
+        return
+    despite = work.config.given.score_despite
+    for exposure in exposures(work.config):
+        refused = [name for name in exposure.missed if name not in despite]
+        if refused:
+            yield (
+                f"{exposure.stage.section}: {exposure.warning}; to score it all the same, set given.score_despite = "
+                f"{refused}"
+            )
 
 
 def _teacher_problems(work: PendingWork) -> Iterator[str]:
@@ -428,6 +443,7 @@ _CHECKS = (
     _benchmark_problems,
     _reference_problems,
     _model_problems,
+    _exposure_problems,
     _teacher_problems,
     _length_problems,
     _engine_problems,

@@ -9,7 +9,7 @@ from klear_core.artifacts.manifest import Manifest
 from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.report.charts import Series
-from klear_core.report.inputs import PairedDifference, RunInfo
+from klear_core.report.inputs import PairedDifference, RunInfo, ScoreWarning
 from klear_core.scores import EvalReport
 from klear_core.types import EvalSample
 
@@ -76,6 +76,7 @@ class Facts:
     unscored_models: tuple[str, ...]
     """Labels of models whose evaluation is missing."""
     differences: tuple[PairedDifference, ...]
+    score_warnings: tuple[ScoreWarning, ...] = ()
 
     def model(self, maker: str) -> ModelFacts:
         """Return the evaluated model that the stage `maker` made."""

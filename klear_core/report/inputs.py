@@ -64,6 +64,14 @@ class RunInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreWarning:
+    """A warning about scores, and the stages that made them."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportInputs:
     """Inputs for one run. `stages` are in pipeline order and include planned stages that never finished."""
 
@@ -74,3 +82,5 @@ class ReportInputs:
     stages: tuple[StageFolder, ...]
     differences: tuple[PairedDifference, ...] = ()
     """Differences between consecutive evaluated models and from first to last, per benchmark and decoding."""
+    score_warnings: tuple[ScoreWarning, ...] = ()
+    """What is known against scores, from the lineage of the models."""

@@ -19,7 +19,14 @@ class Notice:
 
 def notices(facts: Facts) -> list[Notice]:
     """Return failures first, then warnings, each in pipeline order."""
-    return [*_missing(facts), *_stage_notes(facts), *_lacking(facts), *_code_state(facts), *_unscored(facts)]
+    return [
+        *_missing(facts),
+        *_stage_notes(facts),
+        *_lacking(facts),
+        *_code_state(facts),
+        *_unscored(facts),
+        *_score_warnings(facts),
+    ]
 
 
 def _missing(facts: Facts) -> list[Notice]:
@@ -90,3 +97,7 @@ def _unscored(facts: Facts) -> list[Notice]:
         for r in m.scores
         if r.unscored_problems
     ]
+
+
+def _score_warnings(facts: Facts) -> list[Notice]:
+    return [Notice(level="warning", where=w.where, text=w.text) for w in facts.score_warnings]

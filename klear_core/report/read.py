@@ -41,6 +41,7 @@ def read_facts(inputs: ReportInputs) -> Facts:
         models=tuple(models),
         unscored_models=tuple(unscored),
         differences=inputs.differences,
+        score_warnings=inputs.score_warnings,
     )
 
 

@@ -1,0 +1,138 @@
+"""Tell what is known about the training data behind given models: was it compared with the benchmarks that score them?
+
+Models that a run trains are made from problems and traces that were. The data behind a given model was compared with
+those that the user declares, or that its lineage shows if an earlier run of ours made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, Manifest, file_ref, read_manifest
+from klear_core.artifacts.model_files import folder_of
+from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
+from klear_core.config.given_jobs import GivenModelJob
+from klear_core.config.jobs import BenchmarksJob, Stage
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.errors import ArtifactError, ConfigError
+from klear_core.pipeline.graph import stages_of, workspace_root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exposure:
+    """A given model, and the benchmarks that its training data was not compared with."""
+
+    stage: Stage
+    scored_by: tuple[str, ...]
+    """Evaluations of it and of the models that are trained from it."""
+    unknown: tuple[str, ...]
+    """Benchmarks of which nothing is known."""
+    missed: tuple[str, ...]
+    """Benchmarks that its training data was not compared with, by its lineage."""
+
+    @property
+    def warning(self) -> str:
+        """A sentence for plan and report."""
+        names = ", ".join([*self.missed, *self.unknown])
+        known = "was not compared" if self.missed else "is not known to have been compared"
+        return (
+            f"the training data behind {self.stage.name!r} ({self.stage.origin}) {known} with {names}: scores may be "
+            f"of memory. If it was, name them in {self.stage.section}.decontaminated_against"
+        )
+
+
+def exposures(config: PipelineConfig) -> list[Exposure]:
+    """Return the given models whose training data was not compared with all benchmarks, as far as known."""
+    stages = stages_of(config)
+    found = []
+    for stage in stages:
+        if not isinstance(stage.job, GivenModelJob):
+            continue
+        declared = stage.job.given_facts().decontaminated_against
+        open_ = [b for b in config.benchmarks if declared == "unknown" or b.name not in declared]
+        missed, unknown = _by_lineage(stage.job, open_, config)
+        if missed or unknown:
+            scored_by = tuple(_evaluations_from(stages, stage.name))
+            found.append(Exposure(stage=stage, scored_by=scored_by, unknown=unknown, missed=missed))
+    return found
+
+
+def _evaluations_from(stages: Sequence[Stage], model: str) -> Iterator[str]:
+    """Yield the stages that score a model, or a model trained from it."""
+    models = {model}
+    for stage in stages:
+        if stage.inputs.get("model") not in models:
+            continue
+        if stage.job.makes_model:
+            models.add(stage.name)
+        elif stage.job.scores_model:
+            yield stage.name
+
+
+def _by_lineage(
+    job: GivenModelJob, benchmarks: Sequence[BenchmarkConfig], config: PipelineConfig
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the benchmarks that the model's training data missed, and those of which nothing is known."""
+    protected = _protected_by(folder_of(job.model()).resolve())
+    if protected is None:
+        return (), tuple(b.name for b in benchmarks)
+    cache = workspace_root(config.workspace) / "file_hashes.json"
+    missed = [b.name for b in benchmarks if not all(_protects(manifest, b, cache) for manifest in protected)]
+    return tuple(missed), ()
+
+
+def _protected_by(model: Path) -> list[Manifest] | None:
+    """Return the manifests of all benchmarks that data behind the model was compared with, one for each such data set.
+
+    None if the model is not in a store of artifacts, or its lineage cannot be followed to its beginning.
+    """
+    artifact = model.parent
+    if not (artifact / MANIFEST).is_file():
+        return None
+    store, found, ahead, seen = artifact.parents[1], [], [artifact], {artifact}
+    while ahead:
+        try:
+            manifest = read_manifest(ahead.pop())
+        except ArtifactError:
+            return None
+        if manifest.given is not None and manifest.kind == GivenModelJob.kind:
+            return None  # somebody else's model further back
+        for record in manifest.inputs:
+            folder = store / record.kind / record.fingerprint
+            if record.kind in OUTSIDE_KINDS:
+                continue
+            if record.role == BenchmarksJob.kind:
+                found.append(folder)
+            elif folder not in seen:
+                seen.add(folder)
+                ahead.append(folder)
+    try:
+        return [read_manifest(folder) for folder in dict.fromkeys(found)]
+    except ArtifactError:
+        return None
+
+
+def _protects(manifest: Manifest, benchmark: BenchmarkConfig, cache: Path) -> bool:
+    """Return whether a set of benchmarks holds the rows of this one."""
+    source = benchmark.source
+    if isinstance(source, ProceduralSource):
+        return source.split == "heldout"  # a hash of the text keeps its problems out of every training split
+    sources: Any = manifest.result_config["sources"]
+    rows = _rows_of(source.model_dump(mode="json"))
+    if not isinstance(source, FileSource):
+        return any(_rows_of(other) == rows for other in sources.values())
+    content = {record.role: record.fingerprint for record in manifest.inputs}
+    try:
+        own = file_ref(source.path, cache=cache).fingerprint
+    except ConfigError:
+        return False
+    candidates = [other for other in sources.values() if content.get(other.get("path", "")) == own]
+    return any({**_rows_of(other), "path": ""} == {**rows, "path": ""} for other in candidates)
+
+
+def _rows_of(source: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a source that determine its rows."""
+    return {key: value for key, value in source.items() if key not in ("name", "runtime")}

@@ -1,0 +1,114 @@
+"""Scores of given models carry what is known about their training data: declared, shown by their lineage, or unknown."""
+
+import json
+from pathlib import Path
+
+import pytest
+from manifests import manifest
+
+from klear_core.artifacts.ledger import GivenRecord
+from klear_core.artifacts.manifest import Manifest, write_manifest
+from klear_core.config.load import load_profile
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.pipeline.exposure import Exposure, exposures
+from klear_core.pipeline.graph import fingerprints_of, input_records, stages_of
+from klear_core.pipeline.preflight import problems_with
+
+SMOKE = Path(__file__).parents[2] / "configs" / "smoke"
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "aime.jsonl"
+    path.write_text(json.dumps({"problem": "1+1?", "answer": "2"}) + "\n")
+    return path
+
+
+def config(root: Path, questions: Path, *overrides: str) -> PipelineConfig:
+    benchmarks = f"benchmarks=[{{name='aime', source='{questions}'}}]"
+    return load_profile(SMOKE, [f"workspace.root={root / 'ws'}", benchmarks, *overrides])
+
+
+def made_by(earlier: PipelineConfig, store: Path, **changes_of_curate: object) -> Path:
+    """Manifests of an SFT model and all it was made from, as a run with these settings leaves them; the model's folder."""
+    stages = {stage.name: stage for stage in stages_of(earlier)}
+    ids = fingerprints_of(tuple(stages.values()), earlier.workspace)
+    for name in ("benchmarks", "curate", "base", "distill", "sft"):
+        stage, own = stages[name], ids[name]
+        inputs = input_records(stage.job, {role: ids[i] for role, i in stage.inputs.items()}, earlier.workspace)
+        config = stage.job.model_dump(mode="json")
+        changes = changes_of_curate if name == "curate" else {}
+        folder = store / own.kind / own.fingerprint
+        folder.mkdir(parents=True)
+        about = manifest(own.kind, own.fingerprint, stage=name, inputs=inputs, result_config=config)
+        write_manifest(folder, Manifest.model_validate(about.model_dump() | changes))
+    model = store / ids["sft"].kind / ids["sft"].fingerprint / "model"
+    model.mkdir()
+    return model
+
+
+def only(found: list[Exposure]) -> Exposure:
+    (exposure,) = found
+    return exposure
+
+
+def test_nothing_is_known_of_a_model_from_elsewhere(tmp_path: Path, questions: Path) -> None:
+    found = only(exposures(config(tmp_path, questions, f"given.sft={tmp_path}")))
+    assert (found.unknown, found.missed, found.scored_by) == (("aime",), (), ("evaluate_sft", "evaluate_rl"))
+    assert "is not known to have been compared with aime" in found.warning
+    assert not any(p.startswith("given.sft: the training") for p in problems_with(config(tmp_path, questions)))
+
+
+def test_what_is_declared_is_believed(tmp_path: Path, questions: Path) -> None:
+    given = f"given.sft.path={tmp_path}"
+    assert exposures(config(tmp_path, questions, given, "given.sft.decontaminated_against=['aime']")) == []
+    other = config(tmp_path, questions, "given.sft={path='x', decontaminated_against=['math500']}")
+    assert only(exposures(other)).unknown == ("aime",)
+
+
+def test_without_given_models_there_is_nothing_to_say(tmp_path: Path, questions: Path) -> None:
+    assert exposures(config(tmp_path, questions)) == []
+    assert exposures(config(tmp_path, questions, "given.distill=traces.jsonl")) == []
+
+
+def test_a_model_of_an_earlier_run_with_the_same_benchmarks_needs_no_warning(tmp_path: Path, questions: Path) -> None:
+    model = made_by(config(tmp_path / "earlier", questions), tmp_path / "store")
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(questions.read_bytes())
+    assert exposures(config(tmp_path, questions, f"given.sft={model}")) == []
+    assert exposures(config(tmp_path, copy, f"given.sft={model}")) == []  # the same rows under another name
+
+
+def test_a_model_of_a_run_without_this_benchmark_is_not_scored_unless_told(tmp_path: Path, questions: Path) -> None:
+    model = made_by(config(tmp_path / "earlier", questions), tmp_path / "store")
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"problem": "2+2?", "answer": "4"}) + "\n")
+    later = config(tmp_path, other, f"given.sft={model}")
+    found = only(exposures(later))
+    assert (found.missed, found.unknown) == (("aime",), ())
+    refused = [problem for problem in problems_with(later) if "given.score_despite = ['aime']" in problem]
+    assert len(refused) == 1
+    told = config(tmp_path, other, f"given.sft={model}", "given.score_despite=['aime']")
+    assert not [problem for problem in problems_with(told) if "score_despite" in problem]
+    assert "was not compared with aime" in only(exposures(told)).warning
+
+
+def test_generated_benchmarks_share_no_problem_with_training_whatever_their_seed(
+    tmp_path: Path, questions: Path
+) -> None:
+    model = made_by(config(tmp_path / "earlier", questions), tmp_path / "store")
+    later = load_profile(SMOKE, [f"workspace.root={tmp_path / 'ws'}", f"given.sft={model}", "seed=7"])
+    assert exposures(later) == []
+
+
+def test_a_lineage_that_leads_to_a_model_from_elsewhere_shows_nothing(tmp_path: Path, questions: Path) -> None:
+    foreign = {"given": GivenRecord(origin="x", licence="mit", files=()), "kind": "given_model"}
+    model = made_by(config(tmp_path / "earlier", questions), tmp_path / "store", **foreign)
+    assert only(exposures(config(tmp_path, questions, f"given.sft={model}"))).unknown == ("aime",)
+
+
+def test_a_lineage_with_a_gap_shows_nothing(tmp_path: Path, questions: Path) -> None:
+    model = made_by(config(tmp_path / "earlier", questions), tmp_path / "store")
+    (gone,) = (tmp_path / "store" / "curate").iterdir()
+    (gone / "manifest.json").unlink()
+    assert only(exposures(config(tmp_path, questions, f"given.sft={model}"))).unknown == ("aime",)
