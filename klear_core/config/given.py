@@ -84,12 +84,20 @@ class GivenFiles(FileSource, GivenFacts):
     name: str = "given"
     """Name under which the rows are counted, and weighted in `sft.source_weights`."""
 
+    def as_source(self) -> FileSource:
+        """Return the settings of the rows alone."""
+        return FileSource.model_validate(self.model_dump(exclude=set(GivenFacts.model_fields)))
+
 
 class GivenDataset(HubSource, GivenFacts):
     """The data files of a dataset repository on the Hugging Face Hub, downloaded once into the Hub's cache."""
 
     name: str = "given"
     """Name under which the rows are counted, and weighted in `sft.source_weights`."""
+
+    def as_source(self) -> HubSource:
+        """Return the settings of the rows alone."""
+        return HubSource.model_validate(self.model_dump(exclude=set(GivenFacts.model_fields)))
 
 
 def _as_several(value: object) -> object:

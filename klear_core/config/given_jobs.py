@@ -116,7 +116,7 @@ class GivenProblemsJob(GivenRowsJob):
     def curation(self) -> CurateConfig:
         """Return the settings of a curation that only reads, keeps apart from benchmarks and tags."""
         return CurateConfig(
-            sources=self.runtime.sources,
+            sources=tuple(source.as_source() for source in self.runtime.sources),
             dedup=DedupConfig(normalise=False, near=NearConfig(enabled=False)),
             decontaminate=self.decontaminate,
             difficulty=self.difficulty,

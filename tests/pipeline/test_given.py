@@ -12,17 +12,24 @@ from test_hf_config import QWEN3, write_config
 
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.artifacts.model_files import folder_of
-from klear_core.config.given_jobs import GivenModelJob
+from klear_core.artifacts.records import read_shards
+from klear_core.config.data import BenchmarkConfig, FileSource
+from klear_core.config.given_jobs import GivenModelJob, GivenProblemsJob
+from klear_core.config.jobs import BenchmarksRuntime
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import HfModelConfig
+from klear_core.data.benchmarks import prepare_benchmarks
+from klear_core.data.curate import curate
 from klear_core.errors import ConfigError
+from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.estimate import estimate, model_size
 from klear_core.pipeline.graph import fingerprints_of, input_records, open_store, stages_of
 from klear_core.pipeline.moved import set_moved_aside
 from klear_core.pipeline.plan import plan_stages
 from klear_core.pipeline.preflight import problems_with
 from klear_core.train.base import POINTER, model_folder
+from klear_core.types import Problem
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 REPO = "some/sft-model"
@@ -313,3 +320,23 @@ def test_weights_name_the_given_sources(tmp_path: Path) -> None:
         if problem.startswith("sft")
     )
     assert found == "sft.source_weights: 'chain' is none of the given sources, which are: given"
+
+
+def test_given_problems_are_taken_as_they_are_but_for_those_of_benchmarks(tmp_path: Path) -> None:
+    secret = "How many positive integers less than one thousand are divisible by seven but not by eleven or thirteen?"
+    asked = ["What is 1+1?", "What is 1 + 1 ?", secret]
+    problems = [{"question": q, "reference": {"kind": "math", "answers": ["2"]}} for q in asked]
+    benchmark = rows_file(tmp_path / "secret.jsonl", problems[2])
+    rows = rows_file(tmp_path / "p.jsonl", *problems)
+    config = smoke(tmp_path, f"given.curate_rl={{path='{rows}', name='mine', licence='mit'}}")
+    prepared = BenchmarkConfig(name="secret", source=FileSource(path=str(benchmark)))
+    prepare_benchmarks((prepared,), seed=0, runtime=BenchmarksRuntime(), workdir=tmp_path, telemetry=NullTelemetry())
+    job = next(stage.job for stage in stages_of(config) if stage.name == "curate_rl")
+    assert isinstance(job, GivenProblemsJob)
+    (tmp_path / "out").mkdir()
+    summary = curate(job.curation(), benchmarks=tmp_path, seed=0, workdir=tmp_path / "out", telemetry=NullTelemetry())
+    kept = list(read_shards(tmp_path / "out" / "problems", Problem))
+    assert sorted(problem.question for problem in kept) == sorted(asked[:2])
+    assert {problem.source for problem in kept} == {"mine"}
+    drops = {step.step: step.dropped for step in summary.ledger if step.dropped}
+    assert drops == {"decontaminate": {"in_secret": 1}}
