@@ -20,6 +20,7 @@ from klear_core.errors import ConfigError, KlearError
 if TYPE_CHECKING:
     from flows.ablate import Cell
     from flows.console import RunConsole
+    from klear_core.artifacts.store import CheckedBy
     from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
     from klear_core.evaluate.ablation import RunResult
 
@@ -164,6 +165,9 @@ def plan(
     check: Annotated[
         bool, typer.Option("--check", help="Read artifacts byte by byte; without, names and sizes are compared.")
     ] = False,
+    is_exact: Annotated[
+        bool, typer.Option("--exact", help="Measure the memory of trainings on fake tensors; up to a minute each.")
+    ] = False,
 ) -> None:
     """Validate a profile and show what a run would do: stages, reuse, damaged artifacts, tokens, memory. Runs nothing.
 
@@ -174,7 +178,8 @@ def plan(
     from flows import console
 
     config = _config(profile, overrides)
-    console.show_plan(config, checked_by="content" if check else "size", with_config=with_config)
+    checked_by: CheckedBy = "content" if check else "size"
+    console.show_plan(config, checked_by=checked_by, with_config=with_config, is_exact=is_exact)
 
 
 @app.command()

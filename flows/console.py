@@ -144,13 +144,15 @@ def show_plan(
     again: Collection[str] = (),
     checked_by: CheckedBy = "size",
     with_config: bool = False,
+    is_exact: bool = False,
 ) -> None:
     """Print which of the chosen stages (None: all) would run or be reused and why, their cost, and what is missing.
 
-    `checked_by` says how artifacts are compared with their manifests; `with_config` adds all settings, with defaults.
+    `checked_by` says how artifacts are compared with their manifests; `with_config` adds all settings, with defaults;
+    `is_exact` measures the memory of trainings on fake tensors.
     """
+    from flows.costs import show_costs
     from klear_core.config.settings import config_digest
-    from klear_core.pipeline.estimate import estimate
     from klear_core.pipeline.exposure import exposures
     from klear_core.pipeline.plan import plan_stages
     from klear_core.pipeline.preflight import problems_with
@@ -167,12 +169,7 @@ def show_plan(
         plans = []
     if plans:
         console.print(_plan_table(plans))
-    costs = Table("stage", "tokens, at most", "memory", "what", box=None)
-    for row in estimate(config, chosen):
-        tokens = "not known yet" if row.max_tokens is None else f"{row.max_tokens:,}"
-        memory = "" if row.memory_gb is None else f"{row.memory_gb:.2g} GB"
-        costs.add_row(row.stage, tokens, memory, escape(row.note))
-    console.print(costs)
+    show_costs(console, config, chosen, is_exact=is_exact)
     for exposure in exposures(config):
         console.print(f"[yellow]scores:[/] {escape(exposure.warning)}")
     for problem in missing:

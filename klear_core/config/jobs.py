@@ -18,6 +18,7 @@ from klear_core.config.distill import DistillConfig
 from klear_core.config.engine import EngineConfig, SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.given import GivenFacts
+from klear_core.config.hardware import HardwareConfig
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
@@ -404,14 +405,15 @@ class ReportJob(Job):
     page = "report.html"
 
     config: PipelineConfig
-    """The pipeline config with the default workspace, because workspace settings do not change the fingerprint."""
+    """The pipeline config with the default workspace and hardware, which do not change the fingerprint."""
     runtime: ReportRuntime = ReportRuntime()
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
         """Return the job with the complete config, which the report shows."""
-        config_without_workspace = config.model_copy(update={"workspace": WorkspaceConfig()})
-        return cls(config=config_without_workspace, runtime=ReportRuntime(workspace=config.workspace))
+        # Neither workspace nor hardware changes what is reported.
+        without = {"workspace": WorkspaceConfig(), "hardware": HardwareConfig()}
+        return cls(config=config.model_copy(update=without), runtime=ReportRuntime(workspace=config.workspace))
 
     def pipeline_config(self) -> PipelineConfig:
         """Return the config with the user's workspace settings."""

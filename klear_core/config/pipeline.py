@@ -11,6 +11,7 @@ from klear_core.config.data import BenchmarkConfig, CurateConfig
 from klear_core.config.distill import DistillConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.given import GivenConfig
+from klear_core.config.hardware import HardwareConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
 from klear_core.config.sft import SftConfig
@@ -40,6 +41,8 @@ class PipelineConfig(Settings):
     seed: int = Field(default=0, ge=0)
     """Seed from which every random draw of the run is derived."""
     workspace: WorkspaceConfig = WorkspaceConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    """The GPUs that `klear plan` reckons with; never changes a result."""
     verify: VerifyConfig = VerifyConfig()
     """Judge settings, shared by distillation, RL and evaluation."""
     benchmarks: tuple[BenchmarkConfig, ...] = ()

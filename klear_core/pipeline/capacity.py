@@ -15,7 +15,8 @@ from klear_core.config.jobs import RlJob, Stage
 from klear_core.config.rl import RlConfig
 from klear_core.errors import ResourceError
 from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.estimate import ModelSize, estimate, model_size
+from klear_core.pipeline.estimate import estimate
+from klear_core.pipeline.model_size import ModelSize, model_size
 
 MIN_FREE_GB = 1.0
 """Gigabytes on the workspace's disk for what is not counted: metrics, reports, MLflow's and Prefect's databases."""

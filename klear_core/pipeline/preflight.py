@@ -42,6 +42,7 @@ from klear_core.hf_config import HfConfig, read_hf_config
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.capacity import device_problems, devices_of_this_process, disk_problem
 from klear_core.pipeline.exposure import exposures
+from klear_core.pipeline.fits import memory_problems
 from klear_core.types import Domain
 
 T = TypeVar("T")
@@ -452,6 +453,7 @@ _CHECKS = (
     _prompt_filter_problems,
     _cuda_problems,
     device_problems,
+    memory_problems,
     _gpu_problems,
     _sandbox_problems,
     _workspace_problems,

@@ -23,8 +23,9 @@ from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.curate import curate
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
-from klear_core.pipeline.estimate import estimate, model_size
+from klear_core.pipeline.estimate import estimate
 from klear_core.pipeline.graph import fingerprints_of, input_records, open_store, stages_of
+from klear_core.pipeline.model_size import model_size
 from klear_core.pipeline.moved import set_moved_aside
 from klear_core.pipeline.plan import plan_stages
 from klear_core.pipeline.preflight import problems_with

@@ -87,7 +87,7 @@ def test_a_context_of_four_keeps_a_quarter_of_the_activations() -> None:
 
     def memory_gb(context_parallel: int, tokens: int) -> float:
         runtime = SftRuntime(num_workers=4, context_parallel=context_parallel, tokens_per_microbatch=tokens)
-        config = PipelineConfig(name="x", sft=SftConfig(runtime=runtime))
+        config = PipelineConfig(name="x", sft=SftConfig(max_tokens=tokens, runtime=runtime))
         found = next(row.memory_gb for row in estimate(config) if row.stage == "sft")
         assert found is not None
         return found

@@ -1,0 +1,115 @@
+"""Print what a run costs: tokens, memory, GPU-hours and money by stage, and what its engines hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from klear_core.config.engine import VllmEngineConfig
+from klear_core.config.jobs import Stage
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.pipeline.estimate import StageEstimate, estimate
+from klear_core.pipeline.fits import known_hardware, with_margin_gb
+from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.known_models import planned_size
+from klear_core.pipeline.model_size import ModelSize
+
+
+def show_costs(
+    console: Console, config: PipelineConfig, chosen: Collection[str] | None = None, *, is_exact: bool = False
+) -> None:
+    """Print the estimates of the chosen stages (None: all); `is_exact` also measures trainings on fake tensors."""
+    rows = estimate(config, chosen)
+    console.print(_table(rows, price=config.hardware.price_per_gpu_hour))
+    stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
+    for line in _engine_lines(config, stages):
+        console.print(line)
+    if any(row.gpu_hours is not None for row in rows):
+        console.print(_assumptions(config))
+    if is_exact:
+        for line in _measurements(config, stages):
+            console.print(line)
+
+
+def _table(rows: Collection[StageEstimate], *, price: float | None) -> Table:
+    has_hours = any(row.gpu_hours is not None for row in rows)
+    table = Table("stage", "tokens, at most", "memory", *_if(has_hours, "GPU-hours"), "what", box=None)
+    for row in rows:
+        tokens = "not known yet" if row.max_tokens is None else f"{row.max_tokens:,}"
+        hours = _if(has_hours, _hours(row.gpu_hours, price))
+        table.add_row(row.stage, tokens, _memory(row), *hours, escape(row.note))
+    return table
+
+
+def _if(is_shown: bool, cell: str) -> tuple[str, ...]:
+    return (cell,) if is_shown else ()
+
+
+def _memory(row: StageEstimate) -> str:
+    if row.memory_gb is None:
+        return ""
+    if row.peak is None or row.gpu_hours is None:
+        return f"{row.memory_gb:.2g} GB"
+    return f"{row.memory_gb:.1f} GB, {with_margin_gb(row.peak.num_bytes):.1f} with margin"
+
+
+def _hours(gpu_hours: float | None, price: float | None) -> str:
+    if gpu_hours is None:
+        return ""
+    shown = f"{gpu_hours:,.1f}" if gpu_hours < 10 else f"{gpu_hours:,.0f}"
+    return shown if price is None else f"{shown}, costing {gpu_hours * price:,.0f}"
+
+
+def _engine_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
+    """Yield a line for each vLLM engine: what fits into its GPUs beside the weights. One line for all evaluations."""
+    from klear_core.pipeline.cost import longest_sequence
+    from klear_core.pipeline.engines import engine_fit
+
+    hardware = known_hardware(config.hardware)
+    uses = {use.key: use for stage in stages if (use := stage.engine()) is not None}
+    for key, use in uses.items():
+        size = planned_size(use.model or config.start_model)
+        if size is None or hardware.gpu_memory_gb is None or not isinstance(use.engine, VllmEngineConfig):
+            continue
+        fit = engine_fit(size, use.engine, hardware, longest=longest_sequence(use))
+        yield (
+            f"{key}: an engine on {use.engine.runtime.tensor_parallel} GPUs of {hardware.gpu_memory_gb:.0f} GB holds "
+            f"{fit.weights_gb:.1f} GB of weights on each and {fit.cache_tokens:,} tokens of cache, "
+            f"{fit.sequences} answers of {fit.longest:,}; about {fit.tokens_per_s:,.0f} tokens/s"
+        )
+
+
+def _assumptions(config: PipelineConfig) -> str:
+    h = config.hardware
+    return (
+        f"GPU-hours are upper bounds, of answers of full length, and estimated: training at {100 * h.mfu:.0f} % of "
+        f"{h.peak_tflops:g} TFLOP/s, decoding at {100 * h.decoding_efficiency:.0f} % of {h.memory_tb_per_s:g} TB/s "
+        "(hardware.*)"
+    )
+
+
+def _measurements(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
+    from klear_core.pipeline.exact import measure_training
+
+    size: ModelSize | None = planned_size(config.start_model)
+    if size is None:
+        yield "exact: the model is not here, and its size is not known"
+        return
+    for stage in stages:
+        training = stage.job.training()
+        if training is None:
+            continue
+        found = measure_training(size, training)
+        if found is None:
+            yield f"exact {stage.name}: only training in bfloat16 is measured; float32 is for CPUs"
+            continue
+        parts = sorted(found.measured.by_kind.items(), key=lambda part: -part[1])
+        shown = ", ".join(f"{kind} {num_bytes / 1e9:.2f}" for kind, num_bytes in parts if num_bytes > 1e7)
+        measured_gb = found.measured.num_bytes / 1e9
+        yield (
+            f"exact {stage.name}: {measured_gb:.2f} GB a rank on fake tensors, in {found.measured.moment} ({shown}); "
+            f"the table's closed form is {100 * found.difference:+.2f} % off"
+        )

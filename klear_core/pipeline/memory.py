@@ -1,0 +1,185 @@
+"""Work out what a learner rank holds at its peak, in closed form.
+
+It is the sum of what our learner allocates, moment by moment; `klear_core.train.memory` counts the same allocations by
+running the learner on fake tensors, and a test compares the two. Letters: P weights of the model, R ranks, p weights
+of a layer, E weights of embedding and head, L layers, T tokens of a rank in a micro-batch, V vocabulary, H hidden,
+A width of all query heads, G width of all key heads, I width of the MLP. Activations and gathered weights take `b`
+bytes: 2 in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from klear_core.config.rl import RlConfig
+from klear_core.config.sft import SftConfig
+from klear_core.pipeline.model_size import ModelSize
+
+_LOGITS = 1 << 28
+"""Logits that the head holds at a time on CUDA (`train.logps.CHUNK_LOGITS_CUDA`; importing that loads torch)."""
+_STATE_BYTES = 16
+"""Bytes of a weight with its gradient and both moments of Adam, all float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerLoad:
+    """The settings that a learner rank's memory depends on, besides the model."""
+
+    num_ranks: int
+    num_tokens: int
+    """Tokens of a rank in its largest micro-batch."""
+    value_bytes: int
+    """Bytes of an activation: 2 in bfloat16, 4 in float32."""
+    has_checkpointing: bool
+    """Only the inputs of layers are kept; the rest is computed again in the backward pass."""
+    has_reference: bool = False
+    """A frozen copy of the model is kept for a KL term."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerPeak:
+    """What a learner rank holds when it holds most, in bytes."""
+
+    moment: str
+    """`head`, `mlp backward`, `attention backward` or `embedding gradient`."""
+    by_kind: dict[str, float]
+
+    @property
+    def num_bytes(self) -> float:
+        """Return the sum."""
+        return sum(self.by_kind.values())
+
+
+def learner_load(training: SftConfig | RlConfig) -> LearnerLoad:
+    """Return the load of a rank: its largest micro-batch is a full one, or the longest row if that is longer."""
+    runtime, has_reference = training.runtime, False
+    if isinstance(training, RlConfig):
+        longest = training.rollout.max_prompt_tokens + training.rollout.sampling.max_new_tokens
+        has_reference = training.kl_coef > 0
+    else:
+        longest = training.max_tokens
+    return LearnerLoad(
+        num_ranks=runtime.num_workers,
+        num_tokens=-(-max(longest, runtime.tokens_per_microbatch) // runtime.context_parallel),
+        value_bytes=2 if training.dtype == "bfloat16" else 4,
+        has_checkpointing=runtime.activation_checkpointing,
+        has_reference=has_reference,
+    )
+
+
+def learner_peak(size: ModelSize, load: LearnerLoad) -> LearnerPeak:
+    """Return the largest of all moments of an update, from its second micro-batch on, when there are gradients.
+
+    Not counted: the rounding and the holes of torch's allocator, buffers of cuBLAS and NCCL, and the CUDA context.
+    """
+    return max(_moments(size, load), key=lambda peak: peak.num_bytes)
+
+
+def state_bytes(size: ModelSize, load: LearnerLoad) -> float:
+    """Return the bytes of a rank's weights, gradients and moments of Adam: 16 a weight, all float32."""
+    return _STATE_BYTES * size.num_params / load.num_ranks
+
+
+def _moments(size: ModelSize, load: LearnerLoad) -> Iterator[LearnerPeak]:
+    always = {"weights, gradients, optimizer": state_bytes(size, load)}
+    if load.has_reference:
+        always["reference model"] = 4 * size.num_params / load.num_ranks
+    b, t, h = load.value_bytes, load.num_tokens, size.hidden_size
+    embedding = size.vocab_size * h
+    kept = b * t * size.num_layers * _kept_values(size, load)
+    # The last layer's output, the final norm's output and the states of the loss tokens; uncompiled, also the norm's
+    # input in float32.
+    last = b * t * (3 * h) + (0 if size.is_fused else 4 * t * h)
+    chunk = _chunk_tokens(t, size.vocab_size) * size.vocab_size
+    # 4 bytes a weight for the head's gradient; a chunk's logits in float32 and their gradient; the states' gradient.
+    # After the last chunk the head's gradient is cast, while its float32 sum is still there.
+    head = 4 * embedding + max((4 + b) * chunk, b * (embedding + t * h)) + b * t * h
+    yield LearnerPeak(
+        moment="head",
+        by_kind=always
+        | {
+            "gathered weights": _gathered(size, load, num_layers=1),
+            "activations": kept + last,
+            "head": head,
+        },
+    )
+    # In the backward pass two layers are gathered, and the gradient of a third is summed over ranks in float32. Without
+    # checkpointing most is held in the topmost layer, before there is such a gradient.
+    backward = {
+        "gathered weights": _gathered(size, load, num_layers=2),
+        "gradients on their way": b * embedding + (_layer_sum(size, load) if load.has_checkpointing else 0),
+    }
+    for moment, values, matrix in _layer_backward(size):
+        layers_kept = size.num_layers - 1
+        activations = b * t * (layers_kept * _kept_values(size, load) + values) + b * matrix
+        yield LearnerPeak(moment=moment, by_kind=always | backward | {"activations": activations})
+    yield LearnerPeak(moment="embedding gradient", by_kind=always | _embedding_gradient(size, load))
+
+
+def _kept_values(size: ModelSize, load: LearnerLoad) -> float:
+    """Return the values a token and layer that the forward pass keeps for the backward pass."""
+    return size.hidden_size if load.has_checkpointing else _layer_values(size)
+
+
+def _layer_values(size: ModelSize) -> float:
+    """Return the values a token that one layer keeps without checkpointing.
+
+    Fused: inputs and outputs of both norms (4H), queries and keys before and after their rotation with the values
+    and the output (3A + 3G), gate, up and their product (3I). Uncompiled each norm keeps its input in float32, the
+    normalised input and its output (8H); a rotation keeps nothing, the activation its result (2A + 2G + 4I).
+    Attention adds a float32 number a head.
+    """
+    h, a, g, i = size.hidden_size, size.query_size, size.kv_size, size.mlp_size
+    log_sums = 2 * size.num_heads
+    return (4 * h + 3 * a + 3 * g + 3 * i if size.is_fused else 8 * h + 2 * a + 2 * g + 4 * i) + log_sums
+
+
+def _layer_backward(size: ModelSize) -> Iterator[tuple[str, float, float]]:
+    """Yield moments of one layer's backward pass: its name, values a token, and weights of a gradient being formed."""
+    h, a, g, i = size.hidden_size, size.query_size, size.kv_size, size.mlp_size
+    layer = _layer_values(size)
+    if size.is_fused:
+        # The product of gate and up is used up, and so is the sum before the second norm: gradients of gate, up and
+        # of their product are there, and the gradient of the layer's output.
+        yield "mlp backward", layer - h - i + h + 3 * i, h * i
+    else:
+        yield "mlp backward", layer + h + 2 * i, h * i
+    # FlashAttention-2: a float32 gradient of the queries, those of keys and values for every query head, and all
+    # three gradients in `b` bytes, beside the gradient of its output and that of the layer.
+    after_mlp = layer - 3 * i - h if size.is_fused else layer - 4 * i - 4 * h
+    yield "attention backward", after_mlp + 6 * a + 2 * g + h, 0
+
+
+def _gathered(size: ModelSize, load: LearnerLoad, *, num_layers: int) -> float:
+    """Return the bytes of the weights that FSDP holds in full: embedding and head, and `num_layers` layers."""
+    b = load.value_bytes
+    if load.num_ranks == 1:
+        if b == 4:
+            return 0.0  # the weights themselves
+        # One rank keeps all layers from forward to backward; the backward pass has released one by its first peak.
+        return b * (size.num_params - (num_layers - 1) * size.layer_params)
+    return b * (size.embedding_params + num_layers * size.layer_params)
+
+
+def _layer_sum(size: ModelSize, load: LearnerLoad) -> float:
+    """Return the bytes of a layer's gradient in float32, as it is given to the sum over ranks."""
+    return 0.0 if load.num_ranks == 1 and load.value_bytes == 4 else 4.0 * size.layer_params
+
+
+def _embedding_gradient(size: ModelSize, load: LearnerLoad) -> dict[str, float]:
+    """Return what is there at the end of the backward pass, when embedding and head get their gradients."""
+    b, embedding = load.value_bytes, size.vocab_size * size.hidden_size
+    # Given to the sum over ranks: the gradients and their copy in float32. Its result, the shard of a rank, is there
+    # twice while it is added to the gradient of the micro-batches before.
+    summed = max((4 + b) * size.embedding_params, 4 * size.embedding_params * (1 + 2 / load.num_ranks))
+    # A tied matrix has two gradients first, by the head and by the lookup, and their sum, beside the weights.
+    joined = 4 * b * embedding + _layer_sum(size, load) if size.is_tied else 0
+    return {"gradients on their way": max(summed, joined)}
+
+
+def _chunk_tokens(num_tokens: int, vocab_size: int) -> int:
+    """Return the tokens whose logits are held at a time, as `train.logps.chunk_size` does."""
+    most = max(1, _LOGITS // vocab_size)
+    num_chunks = max(1, -(-num_tokens // most))
+    return -(-num_tokens // num_chunks)

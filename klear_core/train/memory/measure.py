@@ -1,0 +1,245 @@
+"""Run one update of the learner on fake tensors, in a process of its own, and report what a rank holds at its peak.
+
+    python -m klear_core.train.memory.measure < case.json    prints the result as JSON
+
+It is our model, sharding, packing, head and update, unchanged but for what `stand_ins` says. Counted is what torch
+allocates: not the allocator's rounding and holes, the buffers of cuBLAS and NCCL, nor the CUDA context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from klear_core.errors import TrainingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from klear_core.train.memory.tracker import MemoryTracker
+    from klear_core.train.packing import MicroBatch, PackedBatch
+
+_MICRO_BATCHES = 2
+"""From the second micro-batch on there are gradients to add to, which is when a step needs most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerCase:
+    """What a learner rank's memory depends on."""
+
+    model: dict[str, Any]
+    """The content of a Hugging Face config.json."""
+    num_ranks: int
+    cp_size: int = 1
+    """Ranks that share a row (`runtime.context_parallel`)."""
+    num_tokens: int
+    """Tokens of a micro-batch, over all ranks that share it."""
+    num_prompt_tokens: int = 64
+    """Tokens among them that are not trained on."""
+    dtype: Literal["bfloat16"] = "bfloat16"
+    """Float32 is for CPUs, whose kernels fake tensors cannot run."""
+    activation_checkpointing: bool = True
+    joins_tokens: bool = False
+    """The loss needs all tokens of a row at once (`token_logps`)."""
+    has_reference: bool = False
+    """A frozen copy for the KL term."""
+    is_compiled: bool = True
+    """False: torch.compile has failed on the GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The moment at which a rank holds most."""
+
+    moment: str
+    num_bytes: int
+    by_kind: dict[str, int]
+
+
+def measure(case: LearnerCase) -> list[Peak]:
+    """Return the peak of each moment of an update, largest first, from a child process.
+
+    Raise TrainingError with the child's last lines if it fails.
+    """
+    command = [sys.executable, "-m", "klear_core.train.memory.measure"]
+    text = json.dumps(dataclasses.asdict(case))
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TrainingError(f"the update on fake tensors failed: {done.stderr[-2000:]}")
+    return [Peak(**peak) for peak in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _measure_here(case: LearnerCase) -> list[Peak]:
+    import torch
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from klear_core.config.train import OptimConfig
+    from klear_core.train import parallel
+    from klear_core.train.kernels import attention
+    from klear_core.train.memory import stand_ins
+    from klear_core.train.memory.tracker import MemoryTracker
+    from klear_core.train.step import Updater
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=case.num_ranks, store=FakeStore())
+    # A mesh reads numbers off its tensors, so it is built before the fake mode.
+    mesh = init_device_mesh("cpu", (case.num_ranks,))
+    cast(Any, parallel).init_device_mesh = lambda *_: mesh
+    cp_group = parallel._join_context(0, case.cp_size)
+    world = parallel.World(rank=0, size=case.num_ranks, device=torch.device("cpu"), cp_group=cp_group)
+    batch = _batch(case, cp_group)
+    attention.register()
+    stand_ins.install(is_compiled=case.is_compiled)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        policy = parallel.parallelise(
+            _policy(case).train(), world, dtype=case.dtype, activation_checkpointing=case.activation_checkpointing
+        )
+        updater = Updater(policy, OptimConfig(lr=1e-5), world, num_steps=10)
+        tracker = MemoryTracker()
+        _label_states(tracker, policy, updater)
+        if case.has_reference:
+            reference = parallel.parallelise(
+                _policy(case).requires_grad_(False), world, dtype=case.dtype, activation_checkpointing=False
+            )
+            _label_weights(tracker, reference, "reference model")
+        batch = _faked(batch, mode)
+        heads = _heads(batch, case, tracker)
+        tracker.forget_peaks()
+        with _instrumented(tracker), tracker:
+            updater.step(batch, heads, step=0)
+    peaks = [Peak(moment=m, num_bytes=sum(kinds.values()), by_kind=kinds) for m, kinds in tracker.peaks.items()]
+    return sorted(peaks, key=lambda peak: -peak.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    token_ids: Sequence[int]
+    loss_mask: Sequence[bool]
+
+
+def _batch(case: LearnerCase, cp_group: Any) -> PackedBatch:
+    from klear_core.train.packing import pack
+
+    mask = [i >= case.num_prompt_tokens for i in range(case.num_tokens)]
+    rows = [_Row([0] * case.num_tokens, mask)] * _MICRO_BATCHES
+    return pack(rows, tokens_per_microbatch=case.num_tokens, cp_group=cp_group)
+
+
+def _policy(case: LearnerCase) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from klear_core.train.kernels import attention, fused
+    from klear_core.train.model import Policy
+
+    given = dict(case.model)
+    config = AutoConfig.for_model(given.pop("model_type"), **given)
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+    fused.fuse(hf)
+    return Policy(hf)
+
+
+def _faked(batch: PackedBatch, mode: Any) -> PackedBatch:
+    from torch import Tensor
+
+    micro_batches = []
+    for micro in batch.micro_batches:
+        tensors = {}
+        for field in dataclasses.fields(micro):
+            value = getattr(micro, field.name)
+            if isinstance(value, Tensor):
+                tensors[field.name] = mode.from_tensor(value)
+        micro_batches.append(dataclasses.replace(micro, **tensors))
+    return dataclasses.replace(batch, micro_batches=tuple(micro_batches))
+
+
+def _heads(batch: PackedBatch, case: LearnerCase, tracker: MemoryTracker) -> list[Any]:
+    """Return a head for each micro-batch, of a loss by token or one that joins tokens; it names its moments."""
+    from klear_core.train.logps import HeadOutput, fused_loss, token_logps
+
+    def by_token(micro: MicroBatch, hidden_NH: Tensor, weight_VH: Tensor) -> HeadOutput:
+        return fused_loss(hidden_NH, weight_VH, micro.target_N, lambda logp_C, _entropy_C, _where: -logp_C)
+
+    def joining(micro: MicroBatch, hidden_NH: Tensor, weight_VH: Tensor) -> HeadOutput:
+        logp_N, entropy_N = token_logps(hidden_NH, weight_VH, micro.target_N)
+        return HeadOutput(-logp_N.sum(), logp_N.detach(), entropy_N.detach())
+
+    head = joining if case.joins_tokens else by_token
+    return [_named(partial(head, micro), tracker, number) for number, micro in enumerate(batch.micro_batches, 1)]
+
+
+def _named(head: Any, tracker: MemoryTracker, number: int) -> Any:
+    def called(hidden_NH: Any, weight_VH: Any) -> Any:
+        tracker.moment = f"micro-batch {number}, head"
+        try:
+            with tracker.kind("head"):
+                return head(hidden_NH, weight_VH)
+        finally:
+            tracker.moment = f"micro-batch {number}"
+
+    return called
+
+
+def _label_weights(tracker: MemoryTracker, policy: Any, kind: str) -> None:
+    for weight in policy.parameters():
+        tracker.label(weight, kind)
+
+
+def _label_states(tracker: MemoryTracker, policy: Any, updater: Any) -> None:
+    _label_weights(tracker, policy, "weights")
+    for weight in policy.parameters():
+        for name in ("exp_avg", "exp_avg_sq"):
+            tracker.label(updater.optimizer.state[weight][name], "optimizer")
+
+
+@contextmanager
+def _instrumented(tracker: MemoryTracker) -> Iterator[None]:
+    """Tell the tracker of what it cannot see: FSDP's storages, which are resized, and what they hold."""
+    import torch
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+
+    fsdp_module: Any = fsdp
+    group, storage = fsdp_module.FSDPParamGroup, cast(Any, torch.UntypedStorage)
+    resize, reduce, post_backward = storage.resize_, fsdp_module.foreach_reduce, group.post_backward
+    unshard, wait = group.unshard, group.wait_for_unshard
+
+    def resized(self: Any, size: int) -> Any:
+        result = resize(self, size)
+        if tracker.knows(self):
+            tracker.count(self)
+        return result
+
+    def after_backward(self: Any, *args: Any) -> Any:
+        for p in self.fsdp_params:
+            if hasattr(p, "_unsharded_param"):
+                tracker.label(p._unsharded_param.grad, "whole gradients")
+        result = post_backward(self, *args)
+        for p in self.fsdp_params:
+            tracker.label(p.sharded_param.grad, "gradients")
+        return result
+
+    storage.resize_ = resized
+    group.unshard = tracker.labelled("whole weights", unshard)
+    group.wait_for_unshard = tracker.labelled("whole weights", wait)
+    group.post_backward = after_backward
+    fsdp_module.foreach_reduce = tracker.labelled("reduce-scatter", reduce)
+    try:
+        yield
+    finally:
+        storage.resize_, fsdp_module.foreach_reduce, group.post_backward = resize, reduce, post_backward
+        group.unshard, group.wait_for_unshard = unshard, wait
+
+
+if __name__ == "__main__":
+    result = _measure_here(LearnerCase(**json.loads(sys.stdin.read())))
+    sys.stdout.write(json.dumps([dataclasses.asdict(peak) for peak in result]) + "\n")

@@ -1,0 +1,91 @@
+"""Memory of learners and engines in closed form. The measured figures are of our learner on fake tensors."""
+
+import tomllib
+
+import pytest
+
+from klear_core.config.engine import SamplingConfig, VllmEngineConfig, VllmRuntime
+from klear_core.config.hardware import HardwareConfig
+from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
+from klear_core.config.sft import SftConfig, SftRuntime
+from klear_core.pipeline.engines import engine_fit
+from klear_core.pipeline.fits import _remedy, with_margin_gb
+from klear_core.pipeline.known_models import known_size
+from klear_core.pipeline.memory import LearnerLoad, learner_load, learner_peak
+from klear_core.pipeline.model_size import ModelSize
+
+
+def _of(name: str) -> ModelSize:
+    size = known_size(name)
+    assert size is not None
+    return size
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_tokens", "checkpointing", "measured_gb"),
+    [
+        ("Qwen/Qwen3-8B-Base", 8, 32768, True, 37.28),
+        ("Qwen/Qwen3-8B", 32, 32768, True, 25.00),
+        ("Qwen3-8B", 8, 9216, True, 26.16),
+        ("Qwen3-8B", 4, 9216, True, 42.54),
+        ("Qwen3-8B", 8, 16384, False, 104.8),
+        ("Qwen3-1.7B", 1, 16384, True, 35.86),
+        ("Qwen3-14B", 16, 16384, True, 32.94),
+        ("Llama-3.1-8B", 8, 16384, True, 29.61),
+        ("Llama-3.2-1B-Instruct", 2, 8192, False, 27.60),
+        ("Qwen2.5-7B", 8, 16384, True, 28.73),
+    ],
+)
+def test_the_closed_form_is_within_two_per_cent_of_what_was_measured(
+    name: str, num_ranks: int, num_tokens: int, checkpointing: bool, measured_gb: float
+) -> None:
+    load = LearnerLoad(num_ranks=num_ranks, num_tokens=num_tokens, value_bytes=2, has_checkpointing=checkpointing)
+    assert learner_peak(_of(name), load).num_bytes / 1e9 == pytest.approx(measured_gb, rel=0.02)
+
+
+def test_a_row_longer_than_a_micro_batch_counts_in_full() -> None:
+    short = SftConfig(max_tokens=4096, runtime=SftRuntime(tokens_per_microbatch=8192))
+    long = SftConfig(max_tokens=32768, runtime=SftRuntime(tokens_per_microbatch=8192))
+    assert learner_load(short).num_tokens == 8192
+    assert learner_load(long).num_tokens == 32768
+
+
+def test_ranks_that_share_a_row_hold_their_slice_of_it() -> None:
+    rollout = RolloutConfig(max_prompt_tokens=4096, sampling=SamplingConfig(max_new_tokens=32768))
+    runtime = RlRuntime(num_workers=8, context_parallel=4, tokens_per_microbatch=16384)
+    assert learner_load(RlConfig(rollout=rollout, runtime=runtime)).num_tokens == (4096 + 32768) // 4
+
+
+def test_a_reference_model_adds_four_bytes_a_weight() -> None:
+    load = LearnerLoad(num_ranks=4, num_tokens=9216, value_bytes=2, has_checkpointing=True)
+    with_reference = LearnerLoad(
+        num_ranks=4, num_tokens=9216, value_bytes=2, has_checkpointing=True, has_reference=True
+    )
+    size = _of("Qwen3-8B")
+    more = learner_peak(size, with_reference).num_bytes - learner_peak(size, load).num_bytes
+    assert more == pytest.approx(size.num_params)  # 4 bytes over 4 ranks
+
+
+@pytest.mark.parametrize("gpu_gb", [24.0, 40.0, 80.0])
+def test_the_settings_that_are_advised_fit(gpu_gb: float) -> None:
+    size, sft = _of("Qwen3-8B"), SftConfig(runtime=SftRuntime(tokens_per_microbatch=32768))
+    advice = tomllib.loads("\n".join(_remedy(sft, size, gpu_gb).split(", ")))
+    changed = sft.model_copy(update={"runtime": sft.runtime.model_copy(update=advice)})
+    assert with_margin_gb(learner_peak(size, learner_load(changed)).num_bytes) <= gpu_gb
+    assert changed.runtime.num_workers % changed.runtime.context_parallel == 0
+
+
+def test_an_engine_holds_its_cache_in_what_the_weights_leave() -> None:
+    """Qwen3-8B on 2 GPUs of 80 GB: 0.9 * 160 - 16.4 of weights - 6 of work space leaves 121.6 GB.
+
+    A token takes 2 * 36 layers * 8 key heads * 128 * 2 bytes = 147,456 bytes: 824,800 tokens, 22 answers of 36,864.
+    """
+    engine = VllmEngineConfig(max_model_len=36864, runtime=VllmRuntime(tensor_parallel=2))
+    fit = engine_fit(_of("Qwen3-8B"), engine, HardwareConfig(gpu_memory_gb=80), longest=36864)
+    assert fit.cache_tokens == pytest.approx(824_800, rel=0.001)
+    assert fit.sequences == 22
+
+
+def test_an_engine_without_room_for_its_weights_samples_nothing() -> None:
+    fit = engine_fit(_of("Qwen3-8B"), VllmEngineConfig(), HardwareConfig(gpu_memory_gb=16), longest=4096)
+    assert (fit.cache_tokens, fit.sequences, fit.tokens_per_s) == (0, 0, 0.0)
