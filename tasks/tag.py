@@ -15,7 +15,7 @@ from tasks.task import Inputs, stage_task
 
 @stage_task
 def tag(info: RunInfo, job: TagJob, inputs: Inputs) -> ArtifactRef:
-    """Tag `problems` by the pass rate of `model`, or of the model that the settings name."""
+    """Tag `problems` by the pass rate of `model`."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.evaluate.tag import tag_problems
@@ -23,7 +23,7 @@ def tag(info: RunInfo, job: TagJob, inputs: Inputs) -> ArtifactRef:
         return tag_problems(
             job.tag,
             job.verify,
-            model=Path(job.tag.model_path) if job.tag.model_path else inputs["model"].path,
+            model=inputs["model"].path,
             problems=inputs["problems"].path,
             seed=job.seed,
             workdir=workdir,

@@ -17,7 +17,7 @@ from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, Pr
 from klear_core.config.distill import DistillConfig
 from klear_core.config.engine import EngineConfig, SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig
-from klear_core.config.given import GivenFacts
+from klear_core.config.given import GivenFacts, GivenModel
 from klear_core.config.hardware import HardwareConfig
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
@@ -262,6 +262,12 @@ class BaseJob(Job):
         return (HubUse(repo=model.repo, revision=model.revision),) if isinstance(model, HubModelConfig) else ()
 
 
+class TagRuntime(Settings):
+    """The tagger's place; the model itself is an input."""
+
+    model: GivenModel | None = None
+
+
 class TagJob(Job):
     """Tag each problem with its difficulty, measured by sampling answers of a tagger model and judging them."""
 
@@ -270,20 +276,19 @@ class TagJob(Job):
 
     seed: int
     tag: TagConfig
+    """Settings without the tagger, which is the input `model`."""
     verify: VerifyConfig
+    runtime: TagRuntime = TagRuntime()
 
     @classmethod
     def of(cls, config: PipelineConfig, tag: TagConfig) -> Self:
         """Return the job with the settings of a pipeline config that determine the tags."""
-        return cls(seed=config.seed, tag=tag, verify=config.verify)
-
-    def files(self) -> tuple[str, ...]:
-        """Return the tagger's folder, unless the pipeline's base model is the tagger."""
-        return (self.tag.model_path,) if self.tag.model_path else ()
+        settings = tag.model_copy(update={"model": None})
+        return cls(seed=config.seed, tag=settings, verify=config.verify, runtime=TagRuntime(model=tag.model))
 
     def engine_in(self, section: str) -> EngineUse:
         """Return the engine of the tagger."""
-        model = HfModelConfig(path=self.tag.model_path) if self.tag.model_path else None
+        model = self.runtime.model.as_model() if self.runtime.model else None
         return EngineUse(key=section, engine=self.tag.engine, sampling=self.tag.sampling, model=model)
 
 

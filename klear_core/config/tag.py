@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from klear_core.config.engine import LocalEngineConfig, TorchEngineConfig
 from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
+from klear_core.config.given import GivenModel
 from klear_core.config.settings import Settings
 from klear_core.types import Difficulty
 
@@ -15,8 +16,8 @@ from klear_core.types import Difficulty
 class TagConfig(Settings):
     """Difficulty tags from the share of a model's answers that are right; a tag never drops a problem."""
 
-    model_path: str | None = Field(default=None, min_length=1)
-    """The tagger, a Hugging Face folder; None: the base model of this pipeline. Paper: Qwen3-8B (section 3.1)."""
+    model: GivenModel | None = None
+    """The tagger, by folder or by Hub id; None: the base model of this pipeline. Paper: Qwen3-8B (section 3.1)."""
     samples_per_problem: int = Field(default=16, ge=1, le=1024)
     """Answers per problem. Undisclosed for tags; 16 is the number that the paper's RL prompts were filtered by
     (section 3.2.1)."""

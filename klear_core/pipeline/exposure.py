@@ -54,8 +54,8 @@ def exposures(config: PipelineConfig) -> list[Exposure]:
         declared = stage.job.given_facts().decontaminated_against
         open_ = [b for b in config.benchmarks if declared == "unknown" or b.name not in declared]
         missed, unknown = _by_lineage(stage.job, open_, config)
-        if missed or unknown:
-            scored_by = tuple(_evaluations_from(stages, stage.name))
+        scored_by = tuple(_evaluations_from(stages, stage.name))  # none for a tagger
+        if scored_by and (missed or unknown):
             found.append(Exposure(stage=stage, scored_by=scored_by, unknown=unknown, missed=missed))
     return found
 

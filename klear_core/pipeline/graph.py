@@ -12,7 +12,7 @@ of its inputs, so all fingerprints follow from the config and the content of loc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint
@@ -34,6 +34,7 @@ from klear_core.config.jobs import (
 )
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.tag import TagConfig
+from klear_core.config.train import HubModelConfig
 from klear_core.errors import ConfigError
 
 
@@ -109,17 +110,24 @@ def _makers(config: PipelineConfig) -> list[Stage]:
     problems = "tag" if config.tag else "curate"
     own_problems = config.curate_rl or (config.curate if config.given.curate_rl else None)
     problems_of_rl = "curate_rl" if own_problems else problems
+    base = _stage("base", BaseJob.of(config), {}, label="Base")
+    # What has to be downloaded comes first, before anything is spent.
+    downloaded = [base] if isinstance(config.model, HubModelConfig) else []
     stages = [
         _stage("benchmarks", BenchmarksJob.of(config), {}),
+        *downloaded,
+        *_taggers(config),
         _stage("curate", CurateJob.of(config, config.curate), {"benchmarks": "benchmarks"}),
     ]
     if own_problems:
         stages.append(_stage("curate_rl", CurateJob.of(config, own_problems), {"benchmarks": "benchmarks"}))
-    stages.append(_stage("base", BaseJob.of(config), {}, label="Base"))
+    if base not in downloaded:
+        stages.append(base)
     if config.tag:
-        stages.append(_stage("tag", TagJob.of(config, config.tag), _tag_inputs(config.tag, "curate")))
+        stages.append(_stage("tag", TagJob.of(config, config.tag), _tag_inputs(config.tag, "curate", "tagger")))
     if config.tag_rl:
-        stages.append(_stage("tag_rl", TagJob.of(config, config.tag_rl), _tag_inputs(config.tag_rl, problems_of_rl)))
+        inputs = _tag_inputs(config.tag_rl, problems_of_rl, "tagger_rl")
+        stages.append(_stage("tag_rl", TagJob.of(config, config.tag_rl), inputs))
         problems_of_rl = "tag_rl"
     stages += [
         _stage("distill", DistillJob.of(config), {"problems": problems}),
@@ -137,9 +145,16 @@ def _stage(name: str, job: Job, inputs: Mapping[str, str], *, section: str = "",
     return Stage(name=name, section=section or name, label=label or name, job=job, inputs=inputs)
 
 
-def _tag_inputs(tag: TagConfig, problems: str) -> dict[str, str]:
+def _taggers(config: PipelineConfig) -> Iterator[Stage]:
+    """Yield the stages that take the taggers which the settings name, early, so that they are downloaded first."""
+    for name, section, tag in (("tagger", "tag", config.tag), ("tagger_rl", "tag_rl", config.tag_rl)):
+        if tag and tag.model:
+            yield _stage(name, GivenModelJob.of(tag.model), {}, section=f"{section}.model", label="Tagger, given")
+
+
+def _tag_inputs(tag: TagConfig, problems: str, tagger: str) -> dict[str, str]:
     """Return the inputs of a tag stage: the tagger is the base model, unless the settings name another."""
-    return {"problems": problems} if tag.model_path else {"problems": problems, "model": "base"}
+    return {"problems": problems, "model": tagger if tag.model else "base"}
 
 
 def evaluation_of(stages: Sequence[Stage], model: str) -> Stage:

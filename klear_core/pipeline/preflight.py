@@ -211,10 +211,6 @@ def _model_problems(work: PendingWork) -> Iterator[str]:
             yield from _complaints("model", check_model, job.model)
     for stage, given in work.needs(GivenModelJob):
         yield from _complaints(stage.section, check_model, given.model())
-    for stage, tagging in work.needs(TagJob):
-        path = tagging.tag.model_path
-        if path:
-            yield from _complaints(f"{stage.section}.model_path = {path!r}", check_model, HfModelConfig(path=path))
 
 
 def _exposure_problems(work: PendingWork) -> Iterator[str]:

@@ -99,13 +99,19 @@ def test_tagged_problems_are_what_is_distilled_and_trained_on():
     assert tagged["tag"] == {"problems": "curate", "model": "base"}
     assert tagged["distill"] == {"problems": "tag"}
     assert tagged["rl"]["problems"] == "tag"
-    assert inputs(PipelineConfig(tag=TagConfig(model_path="Qwen3-8B")))["tag"] == {"problems": "curate"}
+    by_another = PipelineConfig(tag=TagConfig.model_validate({"model": "Qwen3-8B"}))
+    assert inputs(by_another)["tag"] == {"problems": "curate", "model": "tagger"}
+    assert [name for name in inputs(by_another) if name.startswith("evaluate")] == [
+        "evaluate_base",
+        "evaluate_sft",
+        "evaluate_rl",
+    ]
 
 
 def test_a_tagger_of_its_own_is_part_of_the_fingerprint(tmp_path: Path):
     def fingerprint(weights: bytes) -> str:
         (tmp_path / "model.safetensors").write_bytes(weights)
-        config = PipelineConfig(tag=TagConfig(model_path=str(tmp_path)))
+        config = PipelineConfig(tag=TagConfig.model_validate({"model": str(tmp_path)}))
         return fingerprints_of(stages_of(config), config.workspace)["tag"].fingerprint
 
     assert fingerprint(b"a") != fingerprint(b"bb")

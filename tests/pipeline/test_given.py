@@ -98,6 +98,23 @@ def test_a_base_model_that_only_tags_is_not_scored(tmp_path: Path) -> None:
     assert "evaluate_base" not in names(config)
 
 
+def test_what_is_downloaded_comes_before_anything_is_spent(tmp_path: Path) -> None:
+    model = f"{{repo='{REPO}', revision='{REVISION}'}}"
+    from_hub = smoke(tmp_path, f"model={{kind='hub', repo='{REPO}', revision='{REVISION}'}}", f"tag.model={model}")
+    assert names(from_hub)[:5] == ["benchmarks", "base", "tagger", "curate", "tag"]
+    tagging = next(stage for stage in stages_of(from_hub) if stage.name == "tag")
+    assert tagging.inputs == {"problems": "curate", "model": "tagger"}
+
+
+def test_a_tagger_is_its_content_and_is_not_scored(tmp_path: Path, model: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    a, b = (smoke(tmp_path, f"tag_rl.model={folder}") for folder in (model, copy))
+    assert fingerprint(a, "tag_rl") == fingerprint(b, "tag_rl")
+    assert "evaluate_tagger_rl" not in names(a)
+    found = problems_with(smoke(tmp_path, "tag_rl.model=nowhere"))
+    assert any(problem.startswith("tag_rl.model: nowhere: no such folder") for problem in found), found
+
+
 def test_labels_say_that_a_model_is_given(tmp_path: Path) -> None:
     labels = {stage.name: stage.label for stage in stages_of(smoke(tmp_path, "given.sft.path=x"))}
     assert (labels["sft"], labels["rl"]) == ("SFT, given", "RL")
