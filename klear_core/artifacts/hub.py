@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from klear_core.artifacts.files import DISK_FULL, sha256_of_all
 from klear_core.config.data import HubRuntime
 from klear_core.errors import ConfigError, DataError, ResourceError
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import BlobLfsInfo
 
 _TIMEOUT_S = 15
 """Wait for the list of a repository's files."""
@@ -81,10 +84,7 @@ def published_files(repo: HubFiles) -> list[HubFile]:
         api = HfApi(endpoint=repo.runtime.endpoint or None)
         ask = api.dataset_info if repo.type == "dataset" else api.model_info
         info = ask(repo.repo, revision=repo.revision, timeout=_TIMEOUT_S, files_metadata=True)
-    return [
-        HubFile(name=file.rfilename, size=file.size, sha256=file.lfs.sha256 if file.lfs else "")
-        for file in info.siblings or ()
-    ]
+    return [HubFile(name=file.rfilename, size=file.size, sha256=_sha256_in(file.lfs)) for file in info.siblings or ()]
 
 
 def fetch(repo: HubFiles, names: Sequence[str], progress: Progress | None = None) -> None:
@@ -136,7 +136,12 @@ def _listed_in_cache(repo: HubFiles) -> list[HubFile] | None:
         )
     except CachedRepoTreeNotFoundError:
         return None
-    return [HubFile(name=f.path, size=f.size, sha256=f.lfs.sha256 if f.lfs else "") for f in tree]
+    return [HubFile(name=file.path, size=file.size, sha256=_sha256_in(file.lfs)) for file in tree]
+
+
+def _sha256_in(large_file: BlobLfsInfo | None) -> str:
+    """Return the SHA-256 that the Hub states of a large file; empty for a small one."""
+    return large_file.sha256 if large_file else ""
 
 
 def _bar_for(progress: Progress | None) -> type[Any]:

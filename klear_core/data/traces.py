@@ -231,6 +231,10 @@ def _graded_samples(fields: Fields) -> Sequence[Reply]:
     return replies
 
 
+def _first_key(fields: Fields, *names: str) -> str:
+    return next(name for name in names if name in fields)
+
+
 def _flag_at(values: object, index: int) -> bool | None:
     is_there = isinstance(values, list) and index < len(values) and isinstance(values[index], bool)
     return bool(values[index]) if is_there else None  # type: ignore[index]
@@ -313,8 +317,8 @@ FORMATS = (
     TraceFormat(
         name="prompt_response",
         signatures=keys("prompt response", "question response", "instruction output"),
-        question=lambda fields: text_at(fields, next(k for k in ("prompt", "question", "instruction") if k in fields)),
-        replies=lambda fields: (split_reply(text_at(fields, "response" if "response" in fields else "output")),),
+        question=lambda fields: text_at(fields, _first_key(fields, "prompt", "question", "instruction")),
+        replies=lambda fields: (split_reply(text_at(fields, _first_key(fields, "response", "output"))),),
     ),
 )
 """All formats of traces; the one with the most keys wins."""

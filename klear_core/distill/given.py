@@ -84,7 +84,7 @@ class _Taken:
 
     def summary(self, floors: tuple[Floor, Floor], *, num_protected: int) -> StageSummary:
         """Return counts, ledger and warnings; raise DataError if too little is usable."""
-        read, clean, whole = (Counter(d.reason for d in self.dropped if d.step == step) for step in _STEPS)
+        read, clean, whole = map(self._reasons_at, _STEPS)
         num_rows = self.rows_of.total()
         num_read = num_rows - read.total()
         rows = {f"rows_of_{name}": n for name, n in self.rows_of.items()}
@@ -118,6 +118,9 @@ class _Taken:
             ledger=ledger,
             notes=(*warnings, *self._notes()),
         )
+
+    def _reasons_at(self, step: str) -> Counter[str]:
+        return Counter(drop.reason for drop in self.dropped if drop.step == step)
 
     def _checked(self, step: str, what: str, num_in: int, floor: Floor) -> tuple[str, ...]:
         drops = [drop for drop in self.dropped if drop.step == step]
