@@ -87,6 +87,10 @@ def read_traces(source: FileSource | HubSource) -> Iterator[PublishedTrace | Dro
 def check_traces(source: FileSource | HubSource) -> None:
     """Raise ConfigError or DataError if files of a source are missing or cut short, or none of its first rows is a
     trace. Of a Hub source that is not in the cache only the names of its files are checked."""
+    if source.row_schema != "auto":
+        raise ConfigError(
+            f"{origin(source)}: row_schema = {source.row_schema!r} is for prompts; the format of traces is detected"
+        )
     if check_files(source) is None:
         return
     head = list(islice(_rows(source, QuestionTables(source.lookup).checked), _FIRST_ROWS))

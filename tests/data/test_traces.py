@@ -203,6 +203,11 @@ def test_a_file_of_which_no_row_is_a_trace_is_refused(tmp_path):
         check_traces(source_of(tmp_path, {"messages": CHAT[:1]}))
 
 
+def test_a_format_of_prompts_cannot_be_named_for_traces(tmp_path):
+    with pytest.raises(ConfigError, match="row_schema = 'verl' is for prompts; the format of traces is detected"):
+        check_traces(source_of(tmp_path, ROWS["messages"], row_schema="verl"))
+
+
 def test_no_two_formats_fit_a_row_equally_well():
     sizes = [(len(signature), signature) for f in FORMATS for signature in f.signatures]
     assert len({signature for _, signature in sizes}) == len(sizes)
