@@ -75,10 +75,11 @@ def _engine_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator
         if size is None or hardware.gpu_memory_gb is None or not isinstance(use.engine, VllmEngineConfig):
             continue
         fit = engine_fit(size, use.engine, hardware, longest=longest_sequence(use))
+        ranks, gpu_gb = use.engine.runtime.tensor_parallel, f"{hardware.gpu_memory_gb:.0f} GB"
+        gpus = f"one GPU of {gpu_gb}" if ranks == 1 else f"{ranks} GPUs of {gpu_gb}"
         yield (
-            f"{key}: an engine on {use.engine.runtime.tensor_parallel} GPUs of {hardware.gpu_memory_gb:.0f} GB holds "
-            f"{fit.weights_gb:.1f} GB of weights on each and {fit.cache_tokens:,} tokens of cache, "
-            f"{fit.sequences} answers of {fit.longest:,}; about {fit.tokens_per_s:,.0f} tokens/s"
+            f"{key}: an engine on {gpus} holds {fit.weights_gb:.1f} GB of weights on each and {fit.cache_tokens:,} tokens "
+            f"of cache, {fit.sequences} answers of {fit.longest:,}; about {fit.tokens_per_s:,.0f} tokens/s when it is full"
         )
 
 

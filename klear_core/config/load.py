@@ -32,10 +32,30 @@ def load_profile(folder: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
 
 
 def read_profile(folder: Path) -> Tree:
-    """Return the settings in a profile's files, without defaults.
+    """Return the settings in a profile's files, without defaults, over those of the profile that it `extends`.
 
-    Raise ConfigError if the folder is no profile, its TOML is invalid or two files set the same table.
+    Raise ConfigError if the folder is no profile, its TOML is invalid, two files set the same table, or profiles extend
+    each other in a circle.
     """
+    return _extended(folder, (folder.resolve(),))
+
+
+def _extended(folder: Path, chain: tuple[Path, ...]) -> Tree:
+    """Return a profile's settings over those of the profile that it extends. `chain` ends in this profile."""
+    settings = _own_settings(folder)
+    base = settings.pop("extends", None)
+    if base is None:
+        return settings
+    if not isinstance(base, str):
+        raise ConfigError(f'{folder}: extends = {base!r} must be a folder, relative to this one: "../klear_8b"')
+    extended = (folder / base).resolve()
+    if extended in chain:
+        circle = " extends ".join(path.name for path in (*chain, extended))
+        raise ConfigError(f"{folder}: profiles extend each other in a circle: {circle}")
+    return overlay(_extended(extended, (*chain, extended)), settings)
+
+
+def _own_settings(folder: Path) -> Tree:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such profile folder; profiles here: {_profiles_near(folder)}")
     files = sorted(folder.glob("*.toml"))

@@ -1,0 +1,61 @@
+"""All profiles are valid, and those for GPUs fit into the GPUs that they name; profiles build on one another."""
+
+from pathlib import Path
+
+import pytest
+
+from klear_core.config.load import load_profile, read_profile
+from klear_core.errors import ConfigError
+from klear_core.pipeline.ahead import PendingWork
+from klear_core.pipeline.fits import memory_problems
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PROFILES = sorted(path.name for path in CONFIGS.iterdir() if path.name != "ablations")
+
+
+def test_the_profiles_are_these() -> None:
+    assert PROFILES == ["klear_8b", "laptop", "node_8", "single_gpu", "smoke"]
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profile_is_valid_and_fits(name: str) -> None:
+    config = load_profile(CONFIGS / name)
+    assert list(memory_problems(PendingWork.of(config, None, ()))) == []
+
+
+def test_node_8_is_klear_8b_with_fewer_gpus() -> None:
+    node, published = load_profile(CONFIGS / "node_8"), load_profile(CONFIGS / "klear_8b")
+    assert (node.rl.runtime.num_workers, published.rl.runtime.num_workers) == (4, 8)
+    without_runtime = {"runtime": published.rl.runtime}
+    assert node.rl.model_copy(update=without_runtime) == published.rl
+    assert (node.sft, node.distill, node.benchmarks) == (published.sft, published.distill, published.benchmarks)
+
+
+def _profile(folder: Path, text: str) -> Path:
+    folder.mkdir()
+    (folder / "run.toml").write_text(text)
+    return folder
+
+
+def test_a_profile_has_the_settings_of_the_one_that_it_extends_and_its_own_over_them(tmp_path: Path) -> None:
+    _profile(
+        tmp_path / "base", 'seed = 3\n[rl.optim]\nlr = 1e-4\nwarmup_steps = 7\n[rl.loss]\nkind = "clip"\neps_low = 0.1'
+    )
+    over = _profile(tmp_path / "over", 'extends = "../base"\n[rl.optim]\nlr = 2e-4\n[rl.loss]\nkind = "gppo"')
+    assert read_profile(over) == {
+        "seed": 3,
+        "rl": {"optim": {"lr": 2e-4, "warmup_steps": 7}, "loss": {"kind": "gppo"}},
+    }
+
+
+def test_profiles_in_a_circle_are_refused(tmp_path: Path) -> None:
+    _profile(tmp_path / "a", 'extends = "../b"')
+    _profile(tmp_path / "b", 'extends = "../a"')
+    with pytest.raises(ConfigError, match="circle: a extends b extends a"):
+        load_profile(tmp_path / "a")
+
+
+def test_a_base_that_is_not_there_is_named(tmp_path: Path) -> None:
+    over = _profile(tmp_path / "over", 'extends = "../nowhere"')
+    with pytest.raises(ConfigError, match=r"nowhere: no such profile folder"):
+        load_profile(over)
