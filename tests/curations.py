@@ -34,7 +34,7 @@ def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def sources(folder, *, num=120):
+def sources(folder, *, num=60):
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(3):
         (folder / f"s{i}.jsonl").write_text(lines(prompts(num, seed=i // 2) + prompts(num // 2, seed=10 + i)))
@@ -64,3 +64,19 @@ def run(cfg, out, telemetry=None):
 def digest(folder: Path):
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [(str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+
+
+class Stopper:
+    """Stops a curation at one of its reports, as Ctrl-C does, and remembers all of them."""
+
+    def __init__(self, stop_at=None):
+        self.seen = []
+        self._stop_at = stop_at
+
+    def progress(self, done, total, note=""):
+        self.seen.append((note, done, total))
+        if len(self.seen) == self._stop_at:
+            raise KeyboardInterrupt
+
+    def log(self, metrics, *, step):
+        raise AssertionError("a curation has no metrics")

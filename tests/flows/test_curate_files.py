@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from curations import Stopper
+
+from flows.curate_files import config_of
+from klear_core.data.curate import curate
 
 REPEATED = "Tom has 3 red apples and 4 green apples in his bag. How many apples does Tom have in his bag?"
 LEAKED = "What is the sum of all integer bases b greater than nine for which seventeen divides ninety seven?"
@@ -52,6 +56,26 @@ def test_every_row_is_kept_or_dropped_with_its_place_and_reason(klear, files, tm
         "leaks.html",
         "report.html",
     ]
+
+
+def test_a_run_that_was_stopped_is_continued_and_its_working_files_are_deleted(klear, files, tmp_path: Path):
+    train, benchmark = files
+    stopped, fresh = tmp_path / "stopped", tmp_path / "fresh"
+    config = config_of([str(train)], [str(benchmark)], [])
+    (stopped / ".work" / "benchmarks").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt):
+        curate(
+            config.curate,
+            benchmarks=stopped / ".work" / "benchmarks",
+            seed=config.seed,
+            workdir=stopped / ".work",
+            telemetry=Stopper(stop_at=3),
+        )
+    for out in (stopped, fresh):
+        assert klear("curate", train, "--benchmark", benchmark, "--out", out).status == 0
+    made = [{path.name: path.read_bytes() for path in out.iterdir()} for out in (stopped, fresh)]
+    assert made[0].keys() == made[1].keys() == {"kept.parquet", "dropped.parquet", "report.html", "leaks.html"}
+    assert all(made[0][name] == made[1][name] for name in ("kept.parquet", "dropped.parquet", "leaks.html"))
 
 
 def test_it_can_be_repeated_and_gives_the_same_bytes(klear, files, tmp_path: Path):
