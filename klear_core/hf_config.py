@@ -101,7 +101,7 @@ def read_hf_config(folder: Path) -> HfConfig:
 def check_architecture(folder: Path) -> None:
     """Raise ConfigError for features that Klear's packed forward pass would silently leave out.
 
-    They are scaled logits or attention, attention other than full, and positions that depend on the batch.
+    They are scaled logits or attention, attention other than full or sliding, and positions that depend on the batch.
     """
     path, config = folder / "config.json", read_hf_config(folder)
     classes = config.architectures or ()
@@ -112,11 +112,9 @@ def check_architecture(folder: Path) -> None:
         found = getattr(config, key)
         if found not in (value, None):
             raise ConfigError(f"{path}: {key}={found!r}; Klear trains models without it")
-    odd = {t for t in config.layer_types or () if t != "full_attention"}
-    if odd or config.use_sliding_window:
-        raise ConfigError(
-            f"{path}: layers with {', '.join(sorted(odd)) or 'sliding_attention'}; Klear trains full attention only"
-        )
+    odd = sorted(set(config.layer_types or ()) - {"full_attention", "sliding_attention"})
+    if odd:
+        raise ConfigError(f"{path}: layers with {', '.join(odd)}; Klear trains full and sliding attention only")
     if config.rope_type in ("dynamic", "longrope"):
         raise ConfigError(
             f"{path}: {config.rope_type} positions change with the longest row in a batch, "

@@ -143,8 +143,7 @@ def test_export_in_bfloat16_says_so_in_the_config(folder, tmp_path):
     ("change", "complaint"),
     [
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"use_sliding_window": True}, "full attention only"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     ],
 )
 def test_a_model_that_would_be_computed_wrongly_is_refused(folder, tmp_path, change, complaint):

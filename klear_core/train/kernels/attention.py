@@ -38,11 +38,13 @@ def attend(
     *,
     scaling: float,
     micro: MicroBatch | None = None,
+    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each row of `micro`; the result has tokens before heads.
 
-    transformers calls this from each layer, with the keyword arguments that the model was called with.
+    transformers calls this from each layer, with the keyword arguments that the model was called with. A token of a
+    layer with a `sliding_window` attends to that many tokens, itself included.
     """
     assert attention_mask is None, "klear attention is given segments of a packed sequence, not masks"
     if micro is None:  # the model dropped it: packed rows would see each other
@@ -53,20 +55,32 @@ def attend(
     query_1KTD, key_1GTD, value_1GTD = micro.cp_group.gather_tokens(query_1KTD, key_1GTD, value_1GTD)
     # A micro-batch is one packed sequence, so the batch axis has size 1.
     q_TKD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_1KTD, key_1GTD, value_1GTD))
-    return micro.cp_group.gather_heads(_attend(q_TKD, k_TGD, v_TGD, micro, scaling)[None]), None
+    out_TKD = _attend(q_TKD, k_TGD, v_TGD, micro, scaling, sliding_window)
+    return micro.cp_group.gather_heads(out_TKD[None]), None
 
 
-def _attend(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, micro: MicroBatch, scaling: float) -> Tensor:
+def _attend(
+    q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, micro: MicroBatch, scaling: float, window: int | None
+) -> Tensor:
+    # No row is longer than the packed sequence, so that a window of that length leaves nothing out.
+    if window is not None and window >= len(q_TKD):
+        window = None
     if q_TKD.is_cuda and q_TKD.dtype in (torch.bfloat16, torch.float16):
         assert len(micro.group_bounds) == len(micro.cu_seqlens), "the kernels know no shared prompts"
-        return _varlen_kernel(q_TKD, k_TGD, v_TGD, micro.cu_seqlens, micro.max_segment_len, scaling)
-    if attention_cpu.supports(q_TKD):
+        return _varlen_kernel(q_TKD, k_TGD, v_TGD, micro.cu_seqlens, micro.max_segment_len, scaling, window)
+    if window is None and attention_cpu.supports(q_TKD):
         return attention_cpu.attend(q_TKD, k_TGD, v_TGD, micro.cu_seqlens, micro.group_bounds, scaling)
-    return by_segment(q_TKD, k_TGD, v_TGD, micro.cu_seqlens, micro.group_bounds, scaling)
+    return by_segment(q_TKD, k_TGD, v_TGD, micro.cu_seqlens, micro.group_bounds, scaling, window)
 
 
 def by_segment(
-    q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, group_bounds: Tensor, scaling: float
+    q_TKD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    cu_seqlens: Tensor,
+    group_bounds: Tensor,
+    scaling: float,
+    window: int | None = None,
 ) -> Tensor:
     """Compute attention with one call of torch's attention per segment.
 
@@ -80,17 +94,20 @@ def by_segment(
             keys, values = k_TGD[at], v_TGD[at]
             if segment > first:  # after a shared prompt, a segment also sees the complete prompt
                 keys, values = torch.cat([k_TGD[prefix], keys]), torch.cat([v_TGD[prefix], values])
-            outs.append(_attend_last(q_TKD[at], keys, values, scaling))
+            outs.append(_attend_last(q_TKD[at], keys, values, scaling, window))
     return torch.cat(outs)
 
 
-def _attend_last(q_TKD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scaling: float) -> Tensor:
+def _attend_last(q_TKD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scaling: float, window: int | None) -> Tensor:
     """Compute causal attention of the last T of S tokens."""
     num_queries, num_keys = len(q_TKD), len(k_SGD)
     # `is_causal` lines up the first query with the first key, which is right for T = S only; otherwise build the mask.
     mask_TS = None
-    if num_keys > num_queries:
-        mask_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_TKD.device).tril(num_keys - num_queries)
+    if num_keys > num_queries or (window is not None and window < num_keys):
+        num_before = num_keys - num_queries
+        mask_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_TKD.device).tril(num_before)
+        if window is not None:
+            mask_TS = mask_TS.triu(num_before - window + 1)
     q_1KTD, k_1GSD, v_1GSD = (x.transpose(0, 1)[None] for x in (q_TKD, k_SGD, v_SGD))
     is_grouped = q_TKD.shape[1] != k_SGD.shape[1]
     out_1KTD = scaled_dot_product_attention(
@@ -100,19 +117,28 @@ def _attend_last(q_TKD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scaling: float) ->
 
 
 def _varlen_kernel(
-    q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, max_len: int, scaling: float
+    q_TKD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    cu_seqlens: Tensor,
+    max_len: int,
+    scaling: float,
+    window: int | None = None,
 ) -> Tensor:
     out: Tensor
+    # Tokens that are seen before and after a token; -1: all of them.
+    window_size = (-1 if window is None else window - 1, 0)
     if _has_flash_attn():
         from flash_attn import flash_attn_varlen_func
 
+        lengths = (cu_seqlens, cu_seqlens, max_len, max_len)
         out = flash_attn_varlen_func(
-            q_TKD, k_TGD, v_TGD, cu_seqlens, cu_seqlens, max_len, max_len, softmax_scale=scaling, causal=True
+            q_TKD, k_TGD, v_TGD, *lengths, softmax_scale=scaling, causal=True, window_size=window_size
         )
         return out
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # causal: all tokens before, none after
+    options: dict[str, Any] = {"scale": scaling, "window_size": window_size}
     if _varlen_attn_has_gqa_flag():
         options["enable_gqa"] = True
     out = varlen_attn(  # type: ignore[assignment]
@@ -140,6 +166,6 @@ def _check_supported(module: nn.Module, others: dict[str, Any]) -> None:
             f"{type(module).__name__} has attention dropout {others['dropout']}; "
             f"set attention_dropout to 0 in the model's config"
         )
-    unknown = [k for k in ("sliding_window", "softcap", "s_aux", "position_bias") if others.get(k) is not None]
+    unknown = [k for k in ("softcap", "s_aux", "position_bias") if others.get(k) is not None]
     if unknown:
         raise ConfigError(f"{type(module).__name__} uses {', '.join(unknown)}, which Klear's training does not compute")

@@ -1,0 +1,114 @@
+"""Models of several families train as transformers computes them: packed rows as the rows alone, and exports that load."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import packed, random_rows
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from klear_core.errors import ConfigError
+from klear_core.prompts import build_byte_tokenizer
+from klear_core.train.logps import token_logps
+from klear_core.train.model import export_model, load_model
+from klear_core.train.parallel import full_weights
+
+_SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen2 with a window": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
+    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
+    "mistral with a window": (MistralForCausalLM, MistralConfig, {"sliding_window": 7}),
+    "gemma": (GemmaForCausalLM, GemmaConfig, {}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 6, "layer_types": _SLIDING}),
+}
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def folder(request, tmp_path_factory):
+    model_class, config_class, own = FAMILIES[request.param]
+    target = tmp_path_factory.mktemp("model")
+    tokenizer = build_byte_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model_class(config_class(**_SIZES, **ends, **own)).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target
+
+
+def _logps(policy, rows):
+    """Log-probs of each row's loss tokens, with all rows in one packed sequence."""
+    (micro,) = packed(rows, 1 << 20).micro_batches
+    found = policy(micro, lambda hidden, weight: token_logps(hidden, weight, micro.target_N)).logp_N
+    parts = dict(zip(micro.rows, found.split(micro.counts), strict=True))
+    return [parts[i] for i in range(len(rows))]
+
+
+def _logps_of_transformers(model, row):
+    ids = torch.tensor([row.token_ids])
+    table = model(ids).logits[0, :-1].log_softmax(-1)
+    chosen = table.gather(1, ids[0, 1:, None])[:, 0]
+    return chosen[torch.tensor(row.loss_mask)[1:]]
+
+
+def test_packed_rows_have_the_log_probs_and_gradients_that_transformers_gives_each_row_alone(folder):
+    rows = random_rows([5, 23, 40, 12])
+    policy = load_model(folder, device="cpu")
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
+    found, wanted = _logps(policy, rows), [_logps_of_transformers(plain, row) for row in rows]
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+    torch.cat(found).mean().backward()
+    torch.cat(wanted).mean().backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    for name, p in policy.hf.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name], atol=2e-5, rtol=1e-3, msg=name)
+
+
+def test_an_export_loads_in_transformers_with_the_same_logits(folder, tmp_path):
+    policy = load_model(folder, device="cpu")
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.mul_(1.01)
+    export_model(full_weights(policy), folder, tmp_path / "model")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    (row,) = random_rows([30])
+    torch.testing.assert_close(_logps(policy, [row])[0], _logps_of_transformers(exported, row), atol=2e-5, rtol=0)
+
+
+def test_capped_logits_are_refused(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
+    with pytest.raises(ConfigError, match=r"final_logit_softcapping=30\.0"):
+        load_model(tmp_path, device="cpu")
