@@ -7,6 +7,7 @@ KlearError
 ├── ResourceError                  disk, memory, GPU or Ray cannot give what was asked
 ├── SandboxError                   isolation is weaker than configured; nothing is run
 ├── JudgeError                     too many answers could not be judged; scores would be noise
+├── RewardError                    a reward of the user's own fails too often
 ├── TeacherError                   the teacher cannot be reached, or its replies cannot be read
 └── TrainingError                  training cannot continue (non-finite steps, a stall, a dead worker)
 
@@ -49,6 +50,12 @@ class SandboxError(KlearError):
 class JudgeError(KlearError):
     """The verifiers fail too often for their verdicts to mean anything; the message gives the rate and the last
     failure."""
+
+
+class RewardError(KlearError):
+    """A reward function of the user's own fails too often; the message names it and gives the last failure."""
+
+    is_permanent = True
 
 
 class TeacherError(KlearError):

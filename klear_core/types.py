@@ -7,8 +7,8 @@ vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, assert_never
 
@@ -255,8 +255,28 @@ class Verdict:
         return self.outcome is Outcome.SCORED and self.score >= 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedAnswer:
+    """One sampled answer with its judgement: the argument of a reward function of the user's own."""
+
+    problem_id: str
+    source: str
+    question: str
+    answers: tuple[str, ...]
+    """The accepted answers of a math problem; empty for a code problem."""
+    text: str
+    """The complete model output, think tags included."""
+    score: float
+    """The verdict's score: 1 for a right answer, 0 for a wrong or missing one."""
+    num_tokens: int
+    finish_reason: FinishReason
+
+
 Judge = Callable[[Problem, str], Awaitable[Verdict]]
 """Returns the verdict on a complete model output, think tags included; the real one is `JudgePool.judge_async`."""
+
+RewardValues = Callable[[Problem, Completion, Verdict], Awaitable[Mapping[str, float | None]]]
+"""Returns the values of the user's rewards by name, None for one that failed; the real one is `UserRewards`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +329,9 @@ class Rollout:
     reward: float
     is_positive: bool
     """Right and well-formed; a right answer without its tags is not."""
+    custom_rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """Values of the user's rewards by name, without their weights; None for one that failed, and then `reward` has no
+    meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

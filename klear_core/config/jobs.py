@@ -352,6 +352,11 @@ class RlJob(Job):
         """Return the job with the settings of a pipeline config that determine the result of this RL stage."""
         return cls(seed=config.seed, rl=rl, verify=config.verify)
 
+    def files(self) -> tuple[str, ...]:
+        """Return the sources of the user's rewards. Raise ConfigError if one is missing or no valid Python."""
+        files = [path for reward in self.rl.reward.custom for path in reward.all_files()]
+        return tuple(dict.fromkeys(files))
+
     def engine_in(self, section: str) -> EngineUse:
         """Return the engine of the rollouts."""
         rollout = self.rl.rollout

@@ -14,6 +14,7 @@ from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEng
 from klear_core.config.losses import ErcConfig, GppoConfig, LossConfig
 from klear_core.config.settings import RareFloor, Settings
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
+from klear_core.config.user_code import FUNCTION_PATTERN, source_files
 
 
 class MismatchConfig(Settings):
@@ -49,6 +50,48 @@ class BatchAdvantage(Settings):
 AdvantageConfig = Annotated[GrpoAdvantage | RlooAdvantage | BatchAdvantage, Field(discriminator="kind")]
 
 
+class CustomReward(Settings):
+    """A reward function of the user's own, added to the reward of the verdict."""
+
+    function: str = Field(pattern=FUNCTION_PATTERN)
+    """`package.module:function`, in the working directory or an installed package. Takes a `JudgedAnswer`, returns a
+    number. Its source is hashed."""
+    name: str = Field(default="", pattern=r"^([A-Za-z][A-Za-z0-9_]*)?$")
+    """Name in metrics and counts; empty: the function's."""
+    weight: float = Field(default=1.0, ge=-100, le=100)
+    """Factor on the value in the sum of all rewards; 0 only logs it."""
+    min_value: float = Field(default=-100, ge=-1e6, le=1e6)
+    """Smallest value that is accepted; an answer with a smaller one leaves its group and is counted."""
+    max_value: float = Field(default=100, ge=-1e6, le=1e6)
+    """Largest value that is accepted; an answer with a larger one leaves its group and is counted."""
+    timeout_s: float = Field(default=30, gt=0, le=600)
+    """Seconds of wall clock for one answer, after which the worker is killed; the answer leaves its group and is
+    counted."""
+    files: tuple[str, ...] = ()
+    """Further files and folders whose content changes the values: data, or modules imported by computed names. Imports
+    from the function's own package or the working directory are found by themselves."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics and counts."""
+        return self.name or self.function.partition(":")[2]
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the function's module."""
+        return self.function.partition(":")[0]
+
+    def all_files(self) -> tuple[str, ...]:
+        """Return all files that its values depend on. Raise ConfigError if the module is missing or no valid Python."""
+        return (*source_files(self.module), *self.files)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> CustomReward:
+        if self.min_value > self.max_value:
+            raise ValueError(f"min_value = {self.min_value} is above max_value = {self.max_value}")
+        return self
+
+
 class RewardConfig(Settings):
     """Mapping from verdicts to rewards; defaults from the published code (`reward_config.py`)."""
 
@@ -64,6 +107,18 @@ class RewardConfig(Settings):
     `wrong` favours truncated answers."""
     missing_open: float | None = Field(default=-2.0, ge=-100, le=100)
     """Reward of an answer without `<think>` (checked second); use None if the prompt already opens it."""
+    custom: tuple[CustomReward, ...] = ()
+    """Functions of the user's own, whose weighted values are added for every answer, well-formed or not."""
+
+    @model_validator(mode="after")
+    def _custom_names_differ(self) -> RewardConfig:
+        names = [reward.label for reward in self.custom]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"custom: two rewards have the name {name!r}; set another `name` for one of them")
+            if name == "mean":
+                raise ValueError("custom: the name 'mean' is taken by the metric rl/reward/mean; set another `name`")
+        return self
 
 
 class OverlongConfig(Settings):

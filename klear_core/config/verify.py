@@ -119,6 +119,8 @@ class VerifyRuntime(Settings):
     """Processes that compare math answers; 0: one per core."""
     code_workers: int = Field(default=0, ge=0)
     """Processes that control one jail each; 0: two per core, because half of a jail's start-up time is waiting."""
+    reward_workers: int = Field(default=0, ge=0)
+    """Processes that compute rewards of the user's own; 0: one per core."""
     tasks_per_worker: int = Field(default=2000, ge=1)
     """Tasks after which a worker process is replaced, so that sympy's caches do not grow without limit."""
 

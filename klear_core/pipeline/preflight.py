@@ -203,6 +203,18 @@ def _prompt_filter_problems(work: PendingWork) -> Iterator[str]:
             )
 
 
+def _reward_problems(work: PendingWork) -> Iterator[str]:
+    """Import the user's rewards in child processes: what their modules do when imported must not happen to us."""
+    from klear_core.verify.user_code import check
+
+    for stage, job in work.pending(RlJob):
+        for reward in job.rl.reward.custom:
+            key = f"{stage.section}.reward.custom, function = {reward.function!r}"
+            missing = [path for path in reward.files if not Path(path).exists()]
+            yield from (f"{key}: files: {path}: no such file" for path in missing)
+            yield from _complaints(key, check, reward.function)
+
+
 def _model_problems(work: PendingWork) -> Iterator[str]:
     for _, job in work.needs(BaseJob):
         if isinstance(job.model, HfModelConfig):
@@ -447,6 +459,7 @@ _CHECKS = (
     _context_problems,
     _weight_problems,
     _prompt_filter_problems,
+    _reward_problems,
     _cuda_problems,
     device_problems,
     memory_problems,

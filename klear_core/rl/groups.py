@@ -108,6 +108,10 @@ def _unusable(rollout: Rollout, overlong: OverlongConfig) -> str | None:
         return rollout.verdict.outcome.value
     if rollout.completion.finish_reason == "abort":
         return "aborted"
+    # The same holds for a failure of the user's own code.
+    for name, value in rollout.custom_rewards.items():
+        if value is None:
+            return f"reward_{name}_failed"
     # "drop" removes the answer before advantages; "mask" keeps it in the group's mean (see `_trained_or_reason`).
     if overlong.handling == "drop" and rollout.completion.finish_reason == "length":
         return "overlong"

@@ -23,10 +23,11 @@ from klear_core.rl.groups import to_samples
 from klear_core.rl.metrics import describe_groups, gather_shown, last_shown, save_shown
 from klear_core.rl.problems import choose_problems
 from klear_core.rl.progress import Progress, ratios_one_note
-from klear_core.rl.rollout import Collector, PromptStream, StepRollouts
+from klear_core.rl.rollout import Collector, PromptStream, StepRollouts, no_rewards
+from klear_core.rl.user_rewards import UserRewards
 from klear_core.rl.workers import LearnerHandle, LearnerLost, RlSetup, Workers
 from klear_core.train.base import model_folder
-from klear_core.types import Judge, Problem
+from klear_core.types import Judge, Problem, RewardValues
 from klear_core.verify import build_judge_pool
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ def train_rl(
     setup = RlSetup(cfg=cfg, model=model, seed=seed, workdir=workdir)
     with build_judge_pool(verify) as judges:
         notes = judges.prepare(chosen)
-        progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers))
+        rewards = UserRewards(cfg.reward.custom, judges)
+        progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards))
     shown = workdir / "scratch" / "shown"
     warnings = check_trained_share(progress, cfg.runtime.informative, shown=shown)
     gather_shown(shown, workdir / "sample_rollouts.parquet")
@@ -65,7 +67,12 @@ def train_rl(
 
 
 async def run_rl(
-    setup: RlSetup, problems: list[Problem], judge: Judge, telemetry: Telemetry, workers: Workers
+    setup: RlSetup,
+    problems: list[Problem],
+    judge: Judge,
+    telemetry: Telemetry,
+    workers: Workers,
+    custom_rewards: RewardValues = no_rewards,
 ) -> Progress:
     """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint."""
     try:
@@ -79,7 +86,14 @@ async def run_rl(
                 # Stream and collector are rebuilt after a loss, so that prompts continue where the checkpoint left off.
                 stream = PromptStream(problems, seed=setup.seed, position=progress.position)
                 collector = Collector(
-                    engine, judge, stream, tokenizer, setup.cfg, seed=setup.seed, engine_status=workers.status
+                    engine,
+                    judge,
+                    stream,
+                    tokenizer,
+                    setup.cfg,
+                    seed=setup.seed,
+                    engine_status=workers.status,
+                    custom_rewards=custom_rewards,
                 )
                 await run_steps(setup, learner, engine, collector.collect, progress, telemetry)
                 if not (setup.workdir / "model").exists():  # a run killed after the export has only to return

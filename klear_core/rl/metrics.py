@@ -172,7 +172,7 @@ def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[s
     }
     metrics |= {f"rl/groups/dropped_{reason}": float(n) for reason, n in by_group.items()}
     metrics |= {f"rl/rollouts/dropped_{reason}": float(n) for reason, n in by_rollout.items()}
-    return metrics | _rewards(rollouts) | _lengths(rollouts)
+    return metrics | _rewards(rollouts) | _custom_rewards(rollouts) | _lengths(rollouts)
 
 
 def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -183,9 +183,27 @@ def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
     failed = {"rl/judge/failed_frac": 1 - len(judged) / len(rollouts)}
     if not judged:
         return failed
-    total_reward = sum(r.reward for r in judged)
     num_correct = sum(r.verdict.is_correct for r in judged)
-    return failed | {"rl/reward/mean": total_reward / len(judged), "rl/pass/rate": num_correct / len(judged)}
+    rates = failed | {"rl/pass/rate": num_correct / len(judged)}
+    rewarded = [r for r in judged if None not in r.custom_rewards.values()]
+    if not rewarded:
+        return rates
+    return rates | {"rl/reward/mean": sum(r.reward for r in rewarded) / len(rewarded)}
+
+
+def _custom_rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean of each of the user's rewards, without its weight, and the share of answers on which it failed."""
+    values: dict[str, list[float | None]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.custom_rewards.items():
+            values.setdefault(name, []).append(value)
+    metrics: dict[str, float] = {}
+    for name, given in values.items():
+        numbers = [value for value in given if value is not None]
+        metrics[f"rl/reward/{name}/failed_frac"] = 1 - len(numbers) / len(given)
+        if numbers:
+            metrics[f"rl/reward/{name}/mean"] = math.fsum(numbers) / len(numbers)
+    return metrics
 
 
 def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:

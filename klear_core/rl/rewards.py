@@ -6,7 +6,7 @@ Axis letters: P prompts, G samples of one prompt.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from klear_core.config.rl import (
@@ -34,6 +34,12 @@ def reward_of(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> fl
     if not cfg.soft:
         score = float(score == 1.0)
     return cfg.wrong + (cfg.correct - cfg.wrong) * score
+
+
+def custom_reward(values: Mapping[str, float | None], cfg: RewardConfig) -> float:
+    """Return the weighted sum of the user's rewards; `groups.py` drops answers for which one of them failed."""
+    weights = {reward.label: reward.weight for reward in cfg.custom}
+    return math.fsum(weights[name] * value for name, value in values.items() if value is not None)
 
 
 def is_positive(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,9 @@ from klear_core.errors import TrainingError
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.prompts import render_prompt
 from klear_core.rl.groups import SURPLUS, DropCounts, keep_informative
-from klear_core.rl.rewards import is_positive, overlong_penalty, reward_of
+from klear_core.rl.rewards import custom_reward, is_positive, overlong_penalty, reward_of
 from klear_core.seeding import seed_for
-from klear_core.types import Judge, Problem, Rollout, RolloutGroup
+from klear_core.types import Completion, Judge, Problem, RewardValues, Rollout, RolloutGroup, Verdict
 
 if TYPE_CHECKING:
     Tokenizer = Any
@@ -74,6 +74,11 @@ class StepRollouts:
     """Wall time from the first request to the last verdict."""
 
 
+async def no_rewards(_problem: Problem, _completion: Completion, _verdict: Verdict) -> Mapping[str, float | None]:
+    """Return no values, for RL without rewards of the user's own."""
+    return {}
+
+
 class Collector:
     """Sample prompts in rounds until a step has enough informative groups or `max_rounds` is reached."""
 
@@ -87,10 +92,12 @@ class Collector:
         *,
         seed: int,
         engine_status: Callable[[], str],
+        custom_rewards: RewardValues = no_rewards,
     ) -> None:
         """`engine_status` returns a description of pending engine work, used in the stall error message."""
         self._engine = engine
         self._judge = judge
+        self._custom_rewards = custom_rewards
         self._stream = stream
         self._tokenizer = tokenizer
         self._cfg = cfg
@@ -170,10 +177,11 @@ class Collector:
         self._num_judging += 1
         self._num_finished_requests += 1
         verdict = await self._judge(item.problem, completion.text)
+        custom = await self._custom_rewards(item.problem, completion, verdict)
         self._num_judging -= 1
         self._num_finished_requests += 1
         # The penalty changes only the reward: a correct but overlong answer still has `is_positive`.
-        reward = reward_of(completion, verdict, self._cfg.reward)
+        reward = reward_of(completion, verdict, self._cfg.reward) + custom_reward(custom, self._cfg.reward)
         reward -= overlong_penalty(len(completion.token_ids), sampling.max_new_tokens, self._cfg.overlong)
         return Rollout(
             prompt_ids=prompt_ids,
@@ -181,6 +189,7 @@ class Collector:
             verdict=verdict,
             reward=reward,
             is_positive=is_positive(completion, verdict, self._cfg.reward),
+            custom_rewards=custom,
         )
 
     async def _wait_for_all(self, tasks: Sequence[asyncio.Task[Rollout]]) -> None:

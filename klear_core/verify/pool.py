@@ -11,10 +11,12 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Self, assert_never
 
+from klear_core.config.rl import CustomReward
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import JudgeError, SandboxError
 from klear_core.types import (
     CodeReference,
+    JudgedAnswer,
     MathReference,
     Outcome,
     Problem,
@@ -27,7 +29,7 @@ from klear_core.verify.code.text import check_size, chosen_tests, find_program, 
 from klear_core.verify.math.rules import decide, unboxed_verdict, usable_references
 from klear_core.verify.math.text import find_answer
 from klear_core.verify.window import NoAnswer, find_answer_text
-from klear_core.verify.work import CheckSandbox, CodeTask, Fault, MathTask, Task
+from klear_core.verify.work import CheckSandbox, CodeTask, Fault, MathTask, RewardTask, Task
 
 _RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="equal text")
 _WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="different text")
@@ -38,7 +40,9 @@ _JUDGE_FAILURES = (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED, Outcome.TIMED_O
 class JudgeHealth:
     """Counts verdicts by outcome, and raises once too many of them failed for reasons that are not the model's."""
 
-    def __init__(self, *, max_failed_frac: float, min_failed_count: int) -> None:
+    def __init__(self, *, max_failed_frac: float, min_failed_count: int, what: str = "verdicts") -> None:
+        """Name in the error `what` is counted."""
+        self._what = what
         self._max_failed_frac = max_failed_frac
         self._min_failed_count = min_failed_count
         self._lock = threading.Lock()
@@ -49,6 +53,12 @@ class JudgeHealth:
         """Return the number of verdicts so far, by outcome."""
         with self._lock:
             return dict(self._counts)
+
+    @property
+    def num_failed(self) -> int:
+        """Return the number of failures so far that are not the model's."""
+        counts = self.counts
+        return sum(counts.get(outcome, 0) for outcome in _JUDGE_FAILURES)
 
     def record(self, verdict: Verdict) -> None:
         """Count a verdict. Raise JudgeError when failures of the judge or sandbox exceed the limit."""
@@ -62,9 +72,9 @@ class JudgeHealth:
             and failed > self._max_failed_frac * total
         ):
             raise JudgeError(
-                f"{failed} of {total} verdicts failed for reasons that are not the model's "
+                f"{failed} of {total} {self._what} failed for reasons that are not the model's "
                 f"(limit {self._max_failed_frac:.0%}, verify.max_failed_frac); continuing would use unreliable "
-                f"verdicts. Last failure: {verdict.outcome}: {verdict.detail}"
+                f"ones. Last failure: {verdict.outcome}: {verdict.detail}"
             )
 
 
@@ -149,6 +159,13 @@ class JudgePool:
     def submit_program(self, problem_id: str, reference: CodeReference, program: str) -> Future[Verdict]:
         """Return a future of the verdict on a program that is already extracted from its response."""
         return self._submit(self._prepare_code(problem_id, reference, check_size(program, self.cfg.code)))
+
+    def submit_reward(self, reward: CustomReward, digest: str, answer: JudgedAnswer) -> Future[Verdict]:
+        """Return a future of the value of a user's reward: the score of a verdict, SCORED unless the function failed.
+
+        `digest` is the `source_digest` that its module must have.
+        """
+        return self._submit(RewardTask(reward=reward, digest=digest, answer=answer))
 
     def _prepare_math(self, reference: MathReference, answer_text: str) -> Verdict | MathTask:
         cfg = self.cfg.math

@@ -26,13 +26,14 @@ import pebble
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome, Verdict
+from klear_core.verify import user_code
 from klear_core.verify.code import judge as code_judge
 from klear_core.verify.math import compare as math_compare  # before the first fork: workers share the loaded sympy
 from klear_core.verify.sandbox import selftest
 from klear_core.verify.sandbox.jail import STARVED_FACTOR
 from klear_core.verify.sandbox.jail_command import Backend
 from klear_core.verify.sandbox.orphans import adopt_orphans, end_orphans, forget_dead_jails
-from klear_core.verify.work import CheckSandbox, CodeTask, Fault, MathTask, Task
+from klear_core.verify.work import CheckSandbox, CodeTask, Fault, MathTask, RewardTask, Task
 
 _PR_SET_PDEATHSIG = 1
 _MATH_BACKSTOP_S = 10.0  # added to the wall-clock limit; the worker enforces its limit of CPU time itself
@@ -91,6 +92,11 @@ class Server:
                     _judge_code, (task,), timeout=_code_timeout_s(task, self._cfg)
                 )
                 return judged
+            case RewardTask():
+                # The worker has the wall clock of the call; this one is for an import that hangs.
+                wall_s = task.reward.timeout_s + user_code.IMPORT_TIMEOUT_S
+                computed: Future[Verdict] = self._reward_pool.schedule(user_code.compute, (task,), timeout=wall_s)
+                return computed
             case CheckSandbox():
                 done: Future[Verdict] = Future()
                 done.set_result(Verdict(outcome=Outcome.SCORED, score=1.0, detail=self._checked_backend()))
@@ -127,6 +133,17 @@ class Server:
             )
         )
 
+    @functools.cached_property
+    def _reward_pool(self) -> pebble.ProcessPool:
+        runtime = self._cfg.runtime
+        return self._keep(
+            pebble.ProcessPool(
+                max_workers=runtime.reward_workers or os.cpu_count() or 1,
+                max_tasks=runtime.tasks_per_worker,
+                initializer=_die_with_parent,
+            )
+        )
+
     def _keep(self, pool: pebble.ProcessPool) -> pebble.ProcessPool:
         self._pools.append(pool)
         return pool
@@ -156,6 +173,8 @@ def outcome_of(future: Future[Verdict]) -> Verdict | Fault:
             return future.result()
         case TimeoutError():
             return Fault(kind="timed_out", detail="a worker was killed at its wall clock")
+        case pebble.ProcessExpired() if error.exitcode == -signal.SIGALRM:
+            return Fault(kind="timed_out", detail="the function ran out of time, and its worker was killed")
         case pebble.ProcessExpired() if error.exitcode == -signal.SIGXCPU:
             return Fault(kind="timed_out", detail="a worker was killed at its limit of CPU time")
         case pebble.ProcessExpired():

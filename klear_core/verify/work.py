@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from klear_core.config.rl import CustomReward
 from klear_core.config.verify import MathConfig
-from klear_core.types import CodeReference
+from klear_core.types import CodeReference, JudgedAnswer
 from klear_core.verify.math.values import Comparison
 
 
@@ -39,7 +40,17 @@ class CheckSandbox:
     """Request to check that the sandbox isolates programs; the detail of the verdict names the backend."""
 
 
-Task = MathTask | CodeTask | CheckSandbox
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTask:
+    """Request to compute a reward of the user's own; the score of the verdict is its value."""
+
+    reward: CustomReward
+    digest: str
+    """`source_digest` of the function's module when the stage began."""
+    answer: JudgedAnswer
+
+
+Task = MathTask | CodeTask | CheckSandbox | RewardTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from manifests import manifest
 
 from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.rl import RlConfig
+from klear_core.config.rl import CustomReward, RewardConfig, RlConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
 from klear_core.config.train import HfModelConfig
@@ -214,3 +214,22 @@ def test_what_a_stage_is_made_from_goes_back_to_the_beginning(tmp_path: Path):
         "sft",
         "evaluate_sft",
     ]
+
+
+@pytest.mark.parametrize("edited", ["rewards.py", "words.py", "table.csv"])
+def test_rl_runs_again_when_the_source_of_a_users_reward_changes_and_says_which_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: str
+):
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text("import words\n\ndef brief(answer): return words.SCORE")
+    Path("words.py").write_text("SCORE = 1.0")
+    Path("table.csv").write_text("a,b")
+    reward = RewardConfig(custom=(CustomReward(function="rewards:brief", files=("table.csv",)),))
+    before = config(tmp_path, rl=RlConfig(reward=reward))
+    publish(before, *[stage.name for stage in stages_of(before)])
+    assert {plan.action for plan in plan_stages(before)} == {"reuse"}
+    with Path(edited).open("a") as f:
+        f.write("\n# edited")
+    plans = {plan.stage: plan for plan in plan_stages(before)}
+    assert plans["rl"].why == f"input {edited} changed"
+    assert [name for name, plan in plans.items() if plan.action == "run"] == ["rl", "evaluate_rl", "report"]

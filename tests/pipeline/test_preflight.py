@@ -395,3 +395,20 @@ def test_a_missing_key_block_is_named_once_prefect_can_be_asked(tmp_path: Path) 
     found = problems_with(config, keys={"teacher-key": SecretStr("sk-very-secret")})
     assert [p for p in found if p.startswith("distill.teacher: no server answers")]
     assert "sk-very-secret" not in str(found)
+
+
+def test_a_users_reward_that_cannot_be_called_is_found_at_once_and_only_where_rl_would_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def twice(answer): return 2 * answer.score")
+    rewards = '[{function = "mine:twice"}, {function = "mine:thrice"}, {function = "nowhere:f", files = ["table.csv"]}]'
+    config = profile(tmp_path, f"rl.reward.custom={rewards}")
+    key = "rl.reward.custom, function ="
+    assert [problem for problem in problems_with(config) if "reward" in problem] == [
+        f"{key} 'mine:thrice': {Path.cwd() / 'mine.py'} has no function 'thrice'",
+        f"{key} 'nowhere:f': files: table.csv: no such file",
+        f"{key} 'nowhere:f': no Python file of module 'nowhere' in the working directory ({Path.cwd()}) or among the "
+        "installed packages",
+    ]
+    assert not any("reward" in problem for problem in problems_with(config, chosen(config, until="sft")))

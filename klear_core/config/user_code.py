@@ -1,0 +1,145 @@
+"""Find the source files of a user's function without importing them, so that they can be hashed and checked."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from klear_core.errors import ConfigError
+
+FUNCTION_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
+"""`package.module:function`."""
+
+_OURS = "klear_core"
+"""Never followed: a stage's code version already stands for our code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A module: its file (None for a package without `__init__.py`), and the folders with its submodules."""
+
+    file: Path | None
+    folders: tuple[Path, ...] = ()
+
+
+def module_file(module: str) -> Path:
+    """Return the file of a module in the working directory or among the installed packages.
+
+    Raise ConfigError if there is none.
+    """
+    found = _find(module)
+    if found is None or found.file is None:
+        raise ConfigError(
+            f"no Python file of module {module!r} in the working directory ({Path.cwd()}) or among the installed packages"
+        )
+    return found.file
+
+
+def source_files(module: str) -> tuple[str, ...]:
+    """Return the files of a module and of all modules that it imports from its own package or the working directory.
+
+    Imports are read from the source and followed from module to module. Paths are relative to the working directory if
+    they are inside. Raise ConfigError if there is no such module or one of the files is not valid Python.
+    """
+    module_file(module)
+    package = module.partition(".")[0]
+    files: dict[Path, None] = {}
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        parent = name.rpartition(".")[0]
+        if name in seen or not _is_own(name, package):
+            continue
+        seen.add(name)
+        found = _find(name)
+        if found is None:
+            continue
+        if parent:
+            waiting.append(parent)  # importing a module also runs the packages around it
+        if found.file is not None:
+            files[found.file] = None
+            waiting += _imports(found.file, package=name if found.folders else parent)
+    return tuple(sorted(map(_shown, files)))
+
+
+def source_digest(module: str) -> str:
+    """Return a hash of the content of `source_files`, to notice a change while a stage runs."""
+    digest = hashlib.sha256()
+    for path in source_files(module):
+        content = Path(path).read_bytes()
+        digest.update(f"{path}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _is_own(name: str, package: str) -> bool:
+    """Return whether a module belongs to the user's code: to the function's package, or to the working directory."""
+    top = name.partition(".")[0]
+    return top != _OURS and (top == package or _within([Path.cwd()], top) is not None)
+
+
+def _find(module: str) -> _Found | None:
+    top, *inner = module.split(".")
+    found = _find_top(top)
+    for name in inner:
+        if found is None:
+            return None
+        found = _within(found.folders, name)
+    return found
+
+
+def _find_top(name: str) -> _Found | None:
+    here = _within([Path.cwd()], name)
+    if here is not None and here.file is not None:
+        return here
+    # A folder without `__init__.py` gives way to an installed module of its name, as in Python.
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, None)
+        if spec is None:
+            continue
+        origin = spec.origin
+        if spec.submodule_search_locations is not None:
+            folders = tuple(map(Path, spec.submodule_search_locations))
+            if origin or here is None:
+                return _Found(file=Path(origin) if origin else None, folders=folders)
+        elif origin is not None and origin.endswith(".py"):
+            return _Found(file=Path(origin))
+    return here
+
+
+def _within(folders: Sequence[Path], name: str) -> _Found | None:
+    for folder in folders:
+        init, file = folder / name / "__init__.py", folder / f"{name}.py"
+        if init.is_file():
+            return _Found(file=init, folders=(folder / name,))
+        if file.is_file():
+            return _Found(file=file)
+    namespaces = tuple(folder / name for folder in folders if (folder / name).is_dir())
+    return _Found(file=None, folders=namespaces) if namespaces else None
+
+
+def _imports(file: Path, *, package: str) -> Iterator[str]:
+    """Yield the absolute names of all modules that a file may import; some may be names of functions or classes."""
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as e:
+        raise ConfigError(f"{file} is not valid Python: {e}") from e
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: max(0, len(package.split(".")) - node.level + 1)] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _shown(file: Path) -> str:
+    here = Path.cwd()
+    return str(file.relative_to(here)) if file.is_relative_to(here) else str(file)

@@ -1,0 +1,180 @@
+"""Rewards of the user's own: in the sum, in the metrics, and out of the group where they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from rl_builders import problem, rl_config, tiny_base
+
+from klear_core.config.engine import SamplingConfig
+from klear_core.config.rl import CustomReward, GroupFilterConfig, OverlongConfig, RewardConfig, RlConfig, RolloutConfig
+from klear_core.config.verify import VerifyConfig, VerifyRuntime
+from klear_core.errors import RewardError
+from klear_core.generate.fake_engine import FakeAnswer, FakeEngine
+from klear_core.prompts import load_tokenizer
+from klear_core.rl.groups import DropCounts, keep_informative, to_samples
+from klear_core.rl.metrics import describe_groups
+from klear_core.rl.rewards import custom_reward
+from klear_core.rl.rollout import Collector, PromptStream, StepRollouts
+from klear_core.rl.user_rewards import UserRewards
+from klear_core.train.base import model_folder
+from klear_core.types import Completion, Outcome, Problem, Rollout, RolloutGroup, Verdict
+from klear_core.verify import JudgePool
+
+SOURCE = """
+import time
+
+def letters(answer):
+    return float(len(answer.text))
+
+def picky(answer):
+    if answer.text == "bad": raise ValueError("a bad one")
+    if answer.text == "slow": time.sleep(1000)
+    return 1.0
+"""
+LETTERS = CustomReward(function="mine:letters", weight=0.5)
+PICKY = CustomReward(function="mine:picky", weight=-2, name="fussy", timeout_s=0.3)
+
+
+def test_the_sum_is_weighted_by_name_and_a_weight_of_zero_only_logs() -> None:
+    cfg = RewardConfig(custom=(LETTERS, PICKY, CustomReward(function="mine:seen", weight=0)))
+    assert custom_reward({"letters": 3.0, "fussy": 1.0, "seen": 90.0}, cfg) == 0.5 * 3 - 2
+    assert custom_reward({}, RewardConfig()) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ([{"function": "mine.letters"}], "should match pattern"),
+        ([{"function": "mine:a.b"}], "should match pattern"),
+        ([{"function": "mine:a"}, {"function": "yours:a"}], "two rewards have the name 'a'"),
+        ([{"function": "mine:mean"}], "'mean' is taken by the metric"),
+        ([{"function": "mine:a", "name": "a/b"}], "should match pattern"),
+        ([{"function": "mine:a", "min_value": 1, "max_value": 0}], "min_value = 1.0 is above max_value = 0.0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: object, why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        RewardConfig.model_validate({"custom": settings})
+
+
+def rollout(custom: Mapping[str, float | None], *, reward: float = 1.0) -> Rollout:
+    completion = Completion(text="", token_ids=(5,), logps=(-1.0,), finish_reason="stop", policy_versions=(0,))
+    return Rollout(
+        prompt_ids=(1,),
+        completion=completion,
+        verdict=Verdict(outcome=Outcome.SCORED, score=1.0),
+        reward=reward,
+        is_positive=True,
+        custom_rewards=custom,
+    )
+
+
+def test_each_reward_has_its_mean_and_its_share_of_failures_and_stays_out_of_the_sum_where_it_failed() -> None:
+    rollouts = (
+        rollout({"a": 1.0, "b": 4.0}, reward=2),
+        rollout({"a": 3.0, "b": None}, reward=50),
+        rollout({"a": 2.0, "b": 2.0}, reward=3),
+    )
+    metrics = describe_groups([RolloutGroup(problem=problem("q"), rollouts=rollouts)], DropCounts())
+    rewards = {name: value for name, value in metrics.items() if name.startswith("rl/reward/")}
+    assert rewards == pytest.approx(
+        {
+            "rl/reward/mean": 2.5,
+            "rl/reward/a/mean": 2.0,
+            "rl/reward/a/failed_frac": 0.0,
+            "rl/reward/b/mean": 3.0,
+            "rl/reward/b/failed_frac": 1 / 3,
+        }
+    )
+    assert metrics["rl/pass/rate"] == 1
+
+
+def test_a_reward_that_failed_on_all_answers_has_no_mean() -> None:
+    group = RolloutGroup(problem=problem("q"), rollouts=(rollout({"a": None}),))
+    metrics = describe_groups([group], DropCounts())
+    assert metrics["rl/reward/a/failed_frac"] == 1
+    assert not {"rl/reward/a/mean", "rl/reward/mean"} & metrics.keys()
+
+
+def test_an_answer_without_a_value_leaves_its_group_and_is_counted_by_name() -> None:
+    group = RolloutGroup(
+        problem=problem("q"),
+        rollouts=(rollout({"a": 1.0}, reward=2), rollout({"a": None}, reward=9), rollout({"a": 0.0}, reward=0)),
+    )
+    kept = keep_informative([group], GroupFilterConfig(), OverlongConfig())
+    assert [r.reward for r in kept.groups[0].rollouts] == [2, 0]
+    assert kept.drops.of("rollout") == {"reward_a_failed": 1}
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)  # judging processes start in the working directory
+
+
+def cfg_with(*rewards: CustomReward) -> RlConfig:
+    rollouts = RolloutConfig(groups_per_step=1, samples_per_group=4, sampling=SamplingConfig(max_new_tokens=8))
+    reward = RewardConfig(missing_close=None, missing_open=None, custom=rewards)
+    return rl_config(rollout=rollouts, reward=reward)
+
+
+def collect(folder: Path, cfg: RlConfig, texts: tuple[str, ...], **judging: float) -> StepRollouts:
+    """Return one group of these answers, all of them wrong, with values from the real workers."""
+    tokenizer = load_tokenizer(model_folder(tiny_base(folder / "base")))
+    left = iter(texts)
+
+    async def says_wrong(_problem: Problem, _response: str) -> Verdict:
+        return Verdict(outcome=Outcome.SCORED, score=0.0)
+
+    verify = VerifyConfig.model_validate({"runtime": VerifyRuntime(reward_workers=1)} | judging)
+    with JudgePool(verify) as judges:
+        it = Collector(
+            FakeEngine(lambda *_: FakeAnswer(text=next(left))),
+            says_wrong,
+            PromptStream([problem("q")], seed=0),
+            tokenizer,
+            cfg,
+            seed=0,
+            engine_status=lambda: "the fake engine",
+            custom_rewards=UserRewards(cfg.reward.custom, judges),
+        )
+        return asyncio.run(it.collect())
+
+
+@pytest.mark.usefixtures("source")
+def test_a_users_reward_decides_what_is_learnt_and_its_failures_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four wrong answers have no gradient. With two rewards the long one is above the short one by 3 x 0.5."""
+    texts = ("a", "bad", "slow", "aaaa")
+    with caplog.at_level(logging.WARNING):
+        collected = collect(tmp_path, cfg_with(LETTERS, PICKY), texts)
+    (group,) = collected.kept
+    assert {r.completion.text: r.reward for r in group.rollouts} == {"a": -1 + 0.5 - 2, "aaaa": -1 + 2 - 2}
+    assert collected.drops.of("rollout") == {"reward_fussy_failed": 2}
+    rows = to_samples([group], cfg_with().advantage, OverlongConfig(), oldest_allowed=0).rows
+    assert [row.advantage for row in rows] == pytest.approx([-1, 1], abs=1e-4)
+    assert caplog.text.count("the reward 'fussy' failed on an answer") == 1
+    assert "the reward 'letters'" not in caplog.text
+
+
+@pytest.mark.usefixtures("source")
+def test_a_reward_that_fails_too_often_stops_the_stage_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"2 of [23] values of the reward 'fussy' failed.*a bad one"):
+        collect(tmp_path, cfg_with(PICKY), ("bad", "bad", "bad", "a"), min_failed_count=2)
+
+
+@pytest.mark.usefixtures("source")
+def test_answers_without_a_verdict_ask_no_reward() -> None:
+    completion = Completion(text="a", token_ids=(5,), logps=(-1.0,), finish_reason="stop", policy_versions=(0,))
+    with JudgePool(VerifyConfig()) as judges:
+        rewards = UserRewards((LETTERS,), judges)
+        for outcome in (Outcome.JUDGE_FAILED, Outcome.UNVERIFIABLE):
+            verdict = Verdict(outcome=outcome, score=0.0)
+            assert asyncio.run(rewards(problem("q"), completion, verdict)) == {}
