@@ -17,9 +17,10 @@ from klear_core.config.data import CurateConfig, DecontaminateConfig, FileSource
 from klear_core.data.benchmarks import read_benchmarks, read_contest_ids
 from klear_core.data.curation.merge import LEAK, NEAR, NOT_SELECTED, REPEAT, STAYS, merge
 from klear_core.data.curation.plan import Plan, make_plan, save_plan
+from klear_core.data.curation.protocol import Tasks
 from klear_core.data.curation.read import TAGS, ReadBlocks, save_guard
 from klear_core.data.curation.segment import Segments, open_segments
-from klear_core.data.curation.tasks import Tasks, run_tasks
+from klear_core.data.curation.tasks import run_tasks
 from klear_core.data.curation.write import (
     DROPPED,
     LEAKS,

@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from klear_core.config.data import ExecutorConfig, LocalExecutorConfig
-
-Progress = Callable[[int], None]
-"""Takes the number of tasks that are done."""
-
-
-class Tasks(Protocol):
-    """Numbered tasks that can run in any order, in other processes, and again after a kill."""
-
-    def is_done(self, task: int) -> bool:
-        """Return whether the result of a task is there."""
-        ...
-
-    def __call__(self, task: int) -> None:
-        """Do a task, unless it is done; its result appears whole or not at all."""
-        ...
+from klear_core.data.curation.protocol import Progress, Tasks
 
 
 def run_tasks(
