@@ -22,12 +22,14 @@ HEAVY = {
     "matplotlib",
     "pandas",
     "datatrove",
+    "peft",
 }
 
 OWN_DOORS = {
     "klear_core.cluster": {"ray"},
     "klear_core.generate.vllm_engine": {"vllm"},
     "klear_core.data.curation.executors": {"ray", "datatrove"},
+    "klear_core.train.lora": {"peft"},
 }
 
 
@@ -94,7 +96,7 @@ def needs_of(*names: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("library", ["prefect", "mlflow", "ray", "vllm", "datatrove"])
+@pytest.mark.parametrize("library", ["prefect", "mlflow", "ray", "vllm", "datatrove", "peft"])
 def test_each_orchestration_library_has_one_door_in_the_core(library):
     doors = {name for name, allowed in OWN_DOORS.items() if library in allowed}
     users = {m for m in all_core_modules() if _names(m, library)}

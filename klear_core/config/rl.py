@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.losses import ErcConfig, GppoConfig, LossConfig
 from klear_core.config.settings import RareFloor, Settings
-from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
+from klear_core.config.train import CheckpointConfig, LoraConfig, OptimConfig, TrainRuntime
 from klear_core.config.user_code import FUNCTION_PATTERN, source_files
 
 
@@ -257,6 +257,8 @@ class RlConfig(Settings):
     minibatches_per_step: int = Field(default=8, ge=1)
     """Optimizer steps per RL step (scripts: 8 math, 4 code). With 1 every ratio is 1 and all clip losses are equal."""
     optim: RlOptimConfig = RlOptimConfig()
+    lora: LoraConfig | None = None
+    """Train LoRA adapters instead of all weights; None trains all, as the paper."""
     keep_optimizer: bool = False
     """Save the optimizer state with the model, for a later stage that continues with it."""
     continue_optimizer: bool = False
@@ -276,7 +278,8 @@ class RlConfig(Settings):
     """Alpha, the weight of the language-model loss on positive samples: correct ones with the tags that `reward`
     requires. Equation 13 prints a mean probability; the scripts and we use the log-probability."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the k3 estimate of KL(policy, initial model); the paper has none. Above 0 a frozen copy is kept."""
+    """Weight of the k3 estimate of KL(policy, initial model); the paper has none. Above 0 a frozen copy is kept;
+    with `lora` it is the policy without its adapters."""
     entropy_coef: float = Field(default=0.0, ge=0, le=1)
     """Weight of an entropy bonus; the paper has none, and in CE-GPPO a weight of 0.003 exploded."""
     advantage: AdvantageConfig = GrpoAdvantage()
@@ -342,6 +345,22 @@ class RlConfig(Settings):
         if buffer > budget:
             raise ValueError(
                 f"overlong.penalty_tokens = {buffer} exceeds max_new_tokens = {budget}: every answer would be penalised"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_fit_rl(self) -> RlConfig:
+        if self.lora is None:
+            return self
+        if self.lora.dropout > 0:
+            raise ValueError(
+                f"lora.dropout = {self.lora.dropout:g}: the log-probs of the policy would differ from those that its "
+                "answers were sampled with, and no ratio would be 1 before the first update; RL allows only 0"
+            )
+        if self.keep_optimizer or self.continue_optimizer:
+            raise ValueError(
+                "lora with keep_optimizer or continue_optimizer: a stage starts from the merged model with new "
+                "adapters, which the moments of others do not fit; set them to false"
             )
         return self
 

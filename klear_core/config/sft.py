@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from klear_core.config.settings import Floor, Settings
-from klear_core.config.train import OptimConfig, TrainRuntime
+from klear_core.config.train import LoraConfig, OptimConfig, TrainRuntime
 
 
 class SftOptimConfig(OptimConfig):
@@ -30,6 +30,8 @@ class SftConfig(Settings):
     """Long-CoT supervised fine-tuning; defaults from Klear-Reasoner section 4.1 where it gives them."""
 
     optim: SftOptimConfig = SftOptimConfig()
+    lora: LoraConfig | None = None
+    """Train LoRA adapters instead of all weights; None trains all, as the paper."""
     num_epochs: int = Field(default=4, ge=1)
     """Passes over the traces; section 4.1."""
     max_steps: int | None = Field(default=None, ge=1)

@@ -84,6 +84,31 @@ class OptimConfig(Settings):
     """Gradients with a larger global 2-norm are scaled down to it. RL scripts: 1; SFT: undisclosed."""
 
 
+class LoraConfig(Settings):
+    """LoRA (arXiv 2106.09685): the model is frozen, and beside each target layer a product of two thin matrices trains.
+
+    The learning rate that suits it is about ten times that of full training (thinkingmachines.ai/blog/lora).
+    """
+
+    rank: int = Field(default=16, ge=1, le=1024)
+    """Inner size of the product. The paper has 1 to 64, peft 8; RL needs little, long SFT more."""
+    alpha: int = Field(default=32, ge=1)
+    """The product is scaled by alpha / rank; 32 at every rank in "LoRA Without Regret"."""
+    targets: Literal["all-linear"] | tuple[Annotated[str, Field(min_length=1)], ...] = "all-linear"
+    """Linear layers of the blocks by the last part of their name, such as `q_proj`. All of them learn best ("LoRA
+    Without Regret"); the paper had only those of the attention."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs set to zero in training; peft's default. RL allows only 0."""
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> LoraConfig:
+        if not self.targets:
+            raise ValueError(
+                'lora.targets is empty, so that nothing would train; allowed: names of layers, "all-linear"'
+            )
+        return self
+
+
 class CheckpointConfig(Settings):
     """Checkpoints, from which a killed stage resumes. Does not change the result."""
 

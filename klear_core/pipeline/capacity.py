@@ -120,7 +120,9 @@ def _written_by(work: PendingWork, stage: Stage) -> tuple[list[DiskPart], list[D
     size = model_size(work.config.start_model)
     if size is None:
         return [], []
-    checkpoint_gb = size.num_params * _CHECKPOINT_BYTES / 1e9
+    # With LoRA checkpoints hold only the adapters, of which those on all layers are the most.
+    num_trained = size.num_params if training.lora is None else size.adapter_params(training.lora.rank)
+    checkpoint_gb = num_trained * _CHECKPOINT_BYTES / 1e9
     bytes_per_param = 2 if training.dtype == "bfloat16" else 4
     made = [DiskPart(what=f"{stage.name} model", gb=size.num_params * bytes_per_param / 1e9)]
     if isinstance(training, RlConfig) and training.keep_optimizer:

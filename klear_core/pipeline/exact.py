@@ -28,8 +28,11 @@ class Comparison:
 
 
 def measure_training(size: ModelSize, training: SftConfig | RlConfig) -> Comparison | None:
-    """Return both peaks of a rank; None for training in float32, which is for CPUs. Takes 10 to 60 s."""
-    if training.dtype != "bfloat16":
+    """Return both peaks of a rank. Takes 10 to 60 s.
+
+    None for training in float32, which is for CPUs, and with LoRA, for which the closed form is an upper bound.
+    """
+    if training.dtype != "bfloat16" or training.lora is not None:
         return None
     from klear_core.train.memory.measure import measure
 

@@ -17,7 +17,7 @@ from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.cost import longest_sequence
 from klear_core.pipeline.engines import engine_fit
 from klear_core.pipeline.known_models import planned_size
-from klear_core.pipeline.memory import LearnerPeak, learner_load, learner_peak, state_bytes
+from klear_core.pipeline.memory import LearnerPeak, learner_load, learner_peak, resident_bytes
 from klear_core.pipeline.model_size import ModelSize
 
 MARGIN_SHARE, MARGIN_GB = 0.06, 1.5
@@ -156,7 +156,7 @@ def _shared_problems(stage: Stage, rl: RlConfig, size: ModelSize, gpu_gb: float)
     if not engine.runtime.sleep_mode:
         yield f"{key}.sleep_mode = false: learner and engine share a GPU, so the engine must release it: set it to true"
     # While the engine samples there are no gradients: weights and both moments of Adam, 12 bytes a weight.
-    resident_gb = with_margin_gb(state_bytes(size, learner_load(rl)) * 12 / 16)
+    resident_gb = with_margin_gb(resident_bytes(size, learner_load(rl)))
     used_gb = engine.runtime.gpu_memory_utilization * gpu_gb
     if resident_gb + used_gb > gpu_gb:
         most = max(0.0, (gpu_gb - resident_gb) / gpu_gb)

@@ -35,6 +35,8 @@ class LearnerLoad:
     """Only the inputs of layers are kept; the rest is computed again in the backward pass."""
     has_reference: bool = False
     """A frozen copy of the model is kept for a KL term."""
+    adapter_rank: int | None = None
+    """Rank of LoRA adapters on frozen weights. The sum is then an upper bound: the passing gradients stay in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ def learner_load(training: SftConfig | RlConfig) -> LearnerLoad:
     runtime, has_reference = training.runtime, False
     if isinstance(training, RlConfig):
         longest = training.rollout.max_prompt_tokens + training.rollout.sampling.max_new_tokens
-        has_reference = training.kl_coef > 0
+        has_reference = training.kl_coef > 0 and training.lora is None
     else:
         longest = training.max_tokens
     return LearnerLoad(
@@ -65,6 +67,7 @@ def learner_load(training: SftConfig | RlConfig) -> LearnerLoad:
         value_bytes=2 if training.dtype == "bfloat16" else 4,
         has_checkpointing=runtime.activation_checkpointing,
         has_reference=has_reference,
+        adapter_rank=None if training.lora is None else training.lora.rank,
     )
 
 
@@ -77,8 +80,16 @@ def learner_peak(size: ModelSize, load: LearnerLoad) -> LearnerPeak:
 
 
 def state_bytes(size: ModelSize, load: LearnerLoad) -> float:
-    """Return the bytes of a rank's weights, gradients and moments of Adam: 16 a weight, all float32."""
-    return _STATE_BYTES * size.num_params / load.num_ranks
+    """Return the bytes of a rank's weights, gradients and moments of Adam: 16 a weight, 4 if frozen, all float32."""
+    if load.adapter_rank is None:
+        return _STATE_BYTES * size.num_params / load.num_ranks
+    return (4 * size.num_params + _STATE_BYTES * size.adapter_params(load.adapter_rank)) / load.num_ranks
+
+
+def resident_bytes(size: ModelSize, load: LearnerLoad) -> float:
+    """Return what is left of `state_bytes` between updates, when there are no gradients."""
+    trained = size.num_params if load.adapter_rank is None else size.adapter_params(load.adapter_rank)
+    return state_bytes(size, load) - 4 * trained / load.num_ranks
 
 
 def _moments(size: ModelSize, load: LearnerLoad) -> Iterator[LearnerPeak]:

@@ -50,6 +50,12 @@ class ModelSize:
         """Return the weights of embedding and LM head, one matrix if they are tied."""
         return self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
 
+    def adapter_params(self, rank: int) -> int:
+        """Return the weights of LoRA adapters of this rank on all linear layers; fewer layers have fewer."""
+        h, a, g, i = self.hidden_size, self.query_size, self.kv_size, self.mlp_size
+        # Inputs and outputs of q, o, then k, v, then gate, up and down.
+        return self.num_layers * rank * (2 * (h + a) + 2 * (h + g) + 3 * (h + i))
+
     @property
     def num_params(self) -> int:
         """Return the number of weights in all matrices; the norms, a hundred-thousandth, are left out."""

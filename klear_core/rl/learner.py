@@ -29,10 +29,12 @@ from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints, Counters
 from klear_core.train.flops import FlopCount, peak_flops
 from klear_core.train.logps import TokenLogps, token_logps
+from klear_core.train.lora import FOLDER, Adapters, save_adapter, without_adapters
 from klear_core.train.model import Head, Policy, export_model
 from klear_core.train.packing import MicroBatch, PackedBatch
 from klear_core.train.parallel import (
     World,
+    adapter_weights,
     each_weight,
     full_weights,
     load_policy,
@@ -70,8 +72,10 @@ class Learner:
         cfg.runtime.check_attention_heads(read_hf_config(model_folder(model)).num_attention_heads, model_folder(model))
         self._num_skipped = 0
         self._policy = self._load()
-        # A second, frozen copy of the initial model; `restore` changes the policy and never this one.
-        self._reference = self._load().requires_grad_(False) if cfg.kl_coef > 0 else None
+        # A second, frozen copy of the initial model; `restore` changes the policy and never this one. With LoRA none is
+        # needed, because the policy without its adapters is the initial model.
+        needs_copy = cfg.kl_coef > 0 and cfg.lora is None
+        self._reference = self._load().requires_grad_(False) if needs_copy else None
         self._updater = Updater(self._policy, cfg.optim, world, num_steps=cfg.num_steps)
         self._saved_steps = SavedSteps(workdir / SAVED_STEPS, world)
         self._checkpoints = Checkpoints(workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
@@ -134,8 +138,11 @@ class Learner:
         if self.cfg.keep_optimizer:
             kept = self._optimizer_checkpoint(target.parent / _OPTIMIZER)
             kept.save(self.version, self._policy, self._updater.optimizer, {})
-        weights = self.weights()  # collective: outside the `if`
+        adapter, weights = adapter_weights(self._policy), self.weights()  # collective: outside the `if`
         if self.world.rank == 0:
+            # First, because a run that is resumed takes a model folder as the end of its export.
+            if self._policy.adapters is not None:
+                save_adapter(adapter, self._policy.adapters, target.parent / FOLDER)
             export_model(weights, model_folder(self._model), target, max_position_embeddings=wanted_window(self._model))
 
     def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
@@ -182,10 +189,23 @@ class Learner:
             torch.cuda.empty_cache()
 
     def _load(self) -> Policy:
-        checkpointing = self.cfg.runtime.activation_checkpointing
+        lora = self.cfg.lora
         return load_policy(
-            model_folder(self._model), self.world, dtype=self.cfg.dtype, activation_checkpointing=checkpointing
+            model_folder(self._model),
+            self.world,
+            dtype=self.cfg.dtype,
+            activation_checkpointing=self.cfg.runtime.activation_checkpointing,
+            adapters=None if lora is None else Adapters(cfg=lora, seed=seed_for(self._seed, "rl/lora")),
         )
+
+    def _reference_logps(self, micro: MicroBatch, head: Head[TokenLogps]) -> torch.Tensor:
+        """Return the log-probs of the initial model."""
+        if self._reference is not None:
+            found: TokenLogps = self._reference(micro, head)
+            return found.logp_N
+        with without_adapters(self._policy.hf):
+            found = self._policy(micro, head)
+        return found.logp_N
 
     def _optimizer_checkpoint(self, folder: Path) -> Checkpoints:
         return Checkpoints(folder, CheckpointConfig(keep=1), self.world)
@@ -225,7 +245,7 @@ class Learner:
         sampler_logp_N = micro.gather([s.old_logps for s in samples])
         nan_N = torch.full_like(sampler_logp_N, torch.nan)
         logp_head = self._logp_head(micro)
-        ref_logp_N = self._reference(micro, logp_head).logp_N if self._reference is not None else nan_N
+        ref_logp_N = self._reference_logps(micro, logp_head) if cfg.kl_coef > 0 else nan_N
         # Entropy-ratio clipping (ERC) needs the old policy's entropy. The sampler does not report it, so a forward pass
         # is needed even if the sampler's log-probs are used.
         needs_forward = cfg.old_logps == "learner" or cfg.erc is not None

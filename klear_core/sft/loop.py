@@ -20,15 +20,17 @@ from klear_core.config.sft import SftConfig
 from klear_core.hf_config import read_hf_config
 from klear_core.metrics import Telemetry, skipped_note
 from klear_core.prompts import check_template, load_tokenizer
+from klear_core.seeding import seed_for
 from klear_core.sft.examples import TokenStore, build_store, check_store
 from klear_core.sft.loss import sft_heads
 from klear_core.sft.order import RowOrder, split_rows
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.flops import FlopCount, peak_flops
+from klear_core.train.lora import FOLDER, Adapters, save_adapter
 from klear_core.train.model import Policy, export_model
 from klear_core.train.packing import PackedBatch
-from klear_core.train.parallel import World, full_weights, load_policy, pack_share
+from klear_core.train.parallel import World, adapter_weights, full_weights, load_policy, pack_share
 from klear_core.train.ranks import run_ranks
 from klear_core.train.step import StepResult, Updater, save_bad_batch
 from klear_core.types import SftExample, TeacherTrace
@@ -74,8 +76,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     num_steps = min(order.num_steps, cfg.max_steps or order.num_steps)
     validation = [store[r] for r in split.validation]
 
-    checkpointing = cfg.runtime.activation_checkpointing
-    policy = load_policy(model_folder(job.model), world, dtype=cfg.dtype, activation_checkpointing=checkpointing)
+    policy = _load(job, world)
     speed = _Speedometer(FlopCount.of(policy), world)
     updater = Updater(policy, cfg.optim, world, num_steps=num_steps)
     checkpoints = Checkpoints(job.workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
@@ -87,6 +88,9 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         # Every rank reads all rows of the step; pack_share() then picks its micro-batches.
         rows = [store[r] for r in order.step(step)]
         batch = pack_share(rows, cfg.runtime, world)
+        if cfg.lora is not None and cfg.lora.dropout > 0:
+            # The masks are those of this step, so that a resumed run draws the same ones.
+            torch.manual_seed(seed_for(job.seed, "sft/lora/dropout", step, world.rank))
         result = updater.step(batch, sft_heads(batch.micro_batches, rows, cfg.normalise), step=step)
         if result.is_applied:
             counters["num_tokens"] += batch.num_tokens
@@ -113,11 +117,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
             checkpoints.save(done, policy, updater.optimizer, counters)
     checkpoints.wait()
 
-    weights = full_weights(policy, dtype=cfg.dtype)  # collective call: all ranks, though only rank 0 writes
-    if world.rank == 0:
-        export_model(
-            weights, model_folder(job.model), job.workdir / "model", max_position_embeddings=wanted_window(job.model)
-        )
+    _export(policy, job, world)
     held_out = LedgerStep(
         step="hold_out",
         unit="row",
@@ -128,6 +128,30 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     ledger = (store.ledger, held_out, _weigh_step(order, num_steps=num_steps, num_rows=len(split.train)))
     notes = (skipped_note(int(counters["num_skipped"])),) if counters["num_skipped"] else ()
     return StageSummary(counts=_counts(num_steps, counters), ledger=ledger, seeds={"sft": job.seed}, notes=notes)
+
+
+def _load(job: _Job, world: World) -> Policy:
+    cfg = job.cfg
+    return load_policy(
+        model_folder(job.model),
+        world,
+        dtype=cfg.dtype,
+        activation_checkpointing=cfg.runtime.activation_checkpointing,
+        adapters=None if cfg.lora is None else Adapters(cfg=cfg.lora, seed=seed_for(job.seed, "sft/lora")),
+    )
+
+
+def _export(policy: Policy, job: _Job, world: World) -> None:
+    """Write the model, and the LoRA adapter beside it (collective call)."""
+    # All ranks gather, though only rank 0 writes.
+    adapter, weights = adapter_weights(policy), full_weights(policy, dtype=job.cfg.dtype)
+    if world.rank > 0:
+        return
+    if policy.adapters is not None:
+        save_adapter(adapter, policy.adapters, job.workdir / FOLDER)
+    export_model(
+        weights, model_folder(job.model), job.workdir / "model", max_position_embeddings=wanted_window(job.model)
+    )
 
 
 def _counts(num_steps: int, counters: Mapping[str, float]) -> dict[str, int | float]:
@@ -202,5 +226,7 @@ def _validation_loss(policy: Policy, rows: Sequence[SftExample], cfg: SftConfig,
     """Return the cross-entropy over all held-out rows in nats, normalised as in training (collective call)."""
     micro_batches = pack_share(rows, cfg.runtime, world).micro_batches
     heads = sft_heads(micro_batches, rows, cfg.normalise)
+    policy.eval()  # without the adapters' dropout
     losses = [policy(micro, head).loss for micro, head in zip(micro_batches, heads, strict=True)]
+    policy.train()
     return float(world.sum(torch.stack(losses).sum()))

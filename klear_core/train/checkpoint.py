@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
@@ -98,7 +98,12 @@ class Checkpoints:
             load_shards(state, checkpoint_id=folder, no_dist=self.world.size == 1)
         except CheckpointException as e:
             raise ArtifactError(f"checkpoint {folder} does not fit this model and optimizer: {_causes(e)}") from e
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        model_state, optimizer_state = state["model"], state["optimizer"]
+        # The names and shapes were checked by the loading above; `strict` would ask for the frozen weights too.
+        options = StateDictOptions(strict=False)
+        set_state_dict(
+            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options
+        )
         if random_key in state:
             torch.set_rng_state(state[random_key])
         return seal["step"], seal["counters"]
@@ -147,7 +152,11 @@ class Checkpoints:
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state, f"random.{world.rank}": torch.get_rng_state()}
+    # Frozen weights are those of the initial model: with LoRA a checkpoint holds only the adapters. A tied weight is in
+    # the state under both its names, which torch's own option to leave out frozen weights overlooks.
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    trained = {name: value for name, value in model_state.items() if name not in frozen}
+    return {"model": trained, "optimizer": optimizer_state, f"random.{world.rank}": torch.get_rng_state()}
 
 
 def _copy(state: Any) -> Any:

@@ -29,6 +29,10 @@ class FlopCount:
     """Vocabulary * hidden size; only loss tokens pass through the head."""
     attention_width: int
     """Layers * query heads * head size."""
+    frozen_layer_params: int = 0
+    """Number of `layer_params` that do not train (LoRA); their gradient is not computed."""
+    frozen_head_params: int = 0
+    """The same of `head_params`."""
 
     @classmethod
     def of(cls, policy: Policy) -> FlopCount:
@@ -39,25 +43,34 @@ class FlopCount:
         # because == on tensors compares element-wise.
         embeddings = {id(head)} | {id(m.weight) for m in hf.modules() if isinstance(m, nn.Embedding)}
         matrices = [p for p in hf.parameters() if p.ndim == 2 and id(p) not in embeddings]
+        frozen_layer_params = sum(p.numel() for p in matrices if not p.requires_grad)
         config = hf.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width = config.num_hidden_layers * config.num_attention_heads * head_dim
         # numel() of a sharded weight (DTensor) is its global size.
-        return cls(layer_params=sum(p.numel() for p in matrices), head_params=head.numel(), attention_width=width)
+        return cls(
+            layer_params=sum(p.numel() for p in matrices),
+            head_params=head.numel(),
+            attention_width=width,
+            frozen_layer_params=frozen_layer_params,
+            frozen_head_params=0 if head.requires_grad else head.numel(),
+        )
 
     def step(self, rows: Sequence[TokenRow]) -> float:
         """Return the FLOPs of forward and backward over `rows`.
 
-        That is 6 per weight and token, and 2 * 6 per attention channel and pair of tokens that see each other.
+        That is 6 per weight and token (4 if it is frozen), and 2 * 6 per attention channel and pair of tokens that see
+        each other.
         """
         num_tokens = sum(len(r.token_ids) for r in rows)
         # Attention is causal, so a token attends to half of its row on average.
         num_pairs = sum(len(r.token_ids) ** 2 / 2 for r in rows)
         num_loss_tokens = sum(sum(r.loss_mask) for r in rows)
         # 6: multiply and add, once forward and twice backward. Attention has two products, scores and weighted values.
-        return 6.0 * (
+        all_trained = 6.0 * (
             self.layer_params * num_tokens + self.head_params * num_loss_tokens + 2 * self.attention_width * num_pairs
         )
+        return all_trained - 2.0 * (self.frozen_layer_params * num_tokens + self.frozen_head_params * num_loss_tokens)
 
 
 def peak_flops(device: torch.device) -> float | None:

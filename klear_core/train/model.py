@@ -17,6 +17,7 @@ from klear_core.errors import ConfigError
 from klear_core.hf_config import check_architecture
 from klear_core.prompts import load_tokenizer
 from klear_core.train.kernels import attention
+from klear_core.train.lora import Adapters, add_adapters
 from klear_core.train.packing import MicroBatch
 
 R = TypeVar("R")
@@ -30,9 +31,10 @@ DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.
 class Policy(nn.Module):
     """The model, called as `policy(micro, head)`. The head runs inside, where FSDP has gathered the weights."""
 
-    def __init__(self, hf: nn.Module) -> None:
+    def __init__(self, hf: nn.Module, adapters: Adapters | None = None) -> None:
         super().__init__()
         self.hf = hf
+        self.adapters = adapters
 
     def forward(self, micro: MicroBatch, head: Head[R]) -> R:
         """Call `head` with the hidden states that predict the loss tokens and with the LM-head weight."""
@@ -53,12 +55,14 @@ class Policy(nn.Module):
         return next(self.parameters()).device
 
 
-def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "float32") -> Policy:
+def load_model(
+    folder: Path, *, device: torch.device | str, dtype: Dtype = "float32", adapters: Adapters | None = None
+) -> Policy:
     """Load a Hugging Face folder in training mode. Raise ConfigError if its forward pass is not one that we compute.
 
     On the device `meta` the model has no weights, and none are read.
     `dtype` is that of the weights. Training keeps float32 weights whatever it computes in: at a learning rate of 1e-6,
-    bf16 would lose the updates.
+    bf16 would lose the updates. With `adapters` only they are trainable.
     """
     from klear_core.train.kernels.fused import fuse
 
@@ -73,7 +77,9 @@ def load_model(folder: Path, *, device: torch.device | str, dtype: Dtype = "floa
             f"{folder}: dropout ({min(dropouts)}); set it to 0 in the model's config, Klear trains without"
         )
     fuse(hf)
-    return Policy(hf.to(device)).train()
+    if adapters is not None:
+        add_adapters(hf, adapters)
+    return Policy(hf.to(device), adapters).train()
 
 
 def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:

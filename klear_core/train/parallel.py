@@ -5,7 +5,7 @@ With context parallelism, neighbouring ranks share rows (`context.py`); there is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
 from klear_core.train.context import ALONE, Context
+from klear_core.train.lora import Adapters, base_name, factor_names, is_adapter, merge
 from klear_core.train.model import DTYPES, Dtype, Policy, load_model, pick_device
 from klear_core.train.packing import PackedBatch, TokenRow, pack
 
@@ -134,7 +135,9 @@ def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World) ->
     )
 
 
-def load_policy(folder: Path, world: World, *, dtype: Dtype, activation_checkpointing: bool) -> Policy:
+def load_policy(
+    folder: Path, world: World, *, dtype: Dtype, activation_checkpointing: bool, adapters: Adapters | None = None
+) -> Policy:
     """Load a Hugging Face folder and shard it with `parallelise` (collective call); see `load_model` for errors.
 
     With several ranks only rank 0 reads the weights, into main memory. The others never hold more than their shards and
@@ -142,17 +145,17 @@ def load_policy(folder: Path, world: World, *, dtype: Dtype, activation_checkpoi
     """
     if world.size == 1:
         return parallelise(
-            load_model(folder, device=world.device),
+            load_model(folder, device=world.device, adapters=adapters),
             world,
             dtype=dtype,
             activation_checkpointing=activation_checkpointing,
         )
-    policy = parallelise(
-        load_model(folder, device="meta"), world, dtype=dtype, activation_checkpointing=activation_checkpointing
-    )
+    shell = load_model(folder, device="meta", adapters=adapters)
+    policy = parallelise(shell, world, dtype=dtype, activation_checkpointing=activation_checkpointing)
     hf: Any = policy.to_empty(device=world.device).hf
     hf.tie_weights()  # to_empty() allocates the head apart from its embedding
-    _broadcast_weights(load_model(folder, device="cpu") if world.rank == 0 else None, policy, world)
+    source = load_model(folder, device="cpu", adapters=adapters) if world.rank == 0 else None
+    _broadcast_weights(source, policy, world)
     return policy
 
 
@@ -216,18 +219,28 @@ def _ensure_process_group(world: World) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
-def full_weights(policy: nn.Module, *, dtype: Dtype | None = None) -> dict[str, Tensor]:
+def full_weights(policy: Policy, *, dtype: Dtype | None = None) -> dict[str, Tensor]:
     """Return the weights of `each_weight` on the CPU of rank 0, an empty dict on other ranks (collective call).
 
     In a single process on the CPU and without a cast, they share the policy's memory and are no copies.
     """
+    return _collect(each_weight(policy, dtype=dtype))
+
+
+def adapter_weights(policy: Policy) -> dict[str, Tensor]:
+    """Return the weights of the LoRA adapters on the CPU of rank 0, an empty dict on other ranks (collective call)."""
+    named = _distinct_weights(policy).items()
+    return _collect((name, _gather(weight)) for name, weight in named if is_adapter(name))
+
+
+def _collect(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     # All ranks take part in gathering, but only rank 0 keeps the results.
     is_wanted = not dist.is_initialized() or dist.get_rank() == 0
-    weights = {}
-    for name, weight in each_weight(policy, dtype=dtype):
+    kept = {}
+    for name, weight in weights:
         if is_wanted:
-            weights[name] = weight.cpu()
-    return weights
+            kept[name] = weight.cpu()
+    return kept
 
 
 def local_weights(policy: nn.Module) -> list[Tensor]:
@@ -241,21 +254,38 @@ def local_weights(policy: nn.Module) -> list[Tensor]:
     return copies
 
 
-def each_weight(policy: nn.Module, *, dtype: Dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight with its Hugging Face name, gathered in full on every rank's device.
+@torch.no_grad()
+def each_weight(policy: Policy, *, dtype: Dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight with its Hugging Face name, gathered in full on every rank's device, LoRA adapters merged.
 
     Collective: every rank must iterate to the end. A tied head is left out, because it is the embedding's tensor.
     """
-    from torch.distributed.tensor import DTensor
-
-    for name, weight in _distinct_weights(policy).items():
-        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        yield name, full.detach().to(full.dtype if dtype is None else DTYPES[dtype])
+    weights = _distinct_weights(policy)
+    for name, weight in weights.items():
+        if is_adapter(name):
+            continue
+        full = _gather(weight)
+        factors = factor_names(name)
+        if factors is not None:
+            assert policy.adapters is not None
+            a, b = factors
+            # In float32, before the cast: half precision would round each term by itself.
+            full = merge(full, (_gather(weights[a]), _gather(weights[b])), policy.adapters.scale)
+        yield base_name(name), full.to(full.dtype if dtype is None else DTYPES[dtype])
 
 
 def weight_shapes(policy: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of `each_weight`, in its order, without gathering."""
-    return {name: tuple(weight.shape) for name, weight in _distinct_weights(policy).items()}
+    named = _distinct_weights(policy).items()
+    return {base_name(name): tuple(weight.shape) for name, weight in named if not is_adapter(name)}
+
+
+def _gather(weight: Tensor) -> Tensor:
+    """Return the full weight, apart from its graph (collective call)."""
+    from torch.distributed.tensor import DTensor
+
+    full: Tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return full.detach()
 
 
 def _distinct_weights(policy: nn.Module) -> dict[str, Tensor]:

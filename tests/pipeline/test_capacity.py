@@ -75,6 +75,14 @@ def test_sft_of_an_8b_model_needs_three_checkpoints_and_the_model(tmp_path: Path
     )
 
 
+def test_checkpoints_of_adapters_are_small(tmp_path: Path) -> None:
+    """Rank 16 on all seven matrices of 36 layers: 43,646,976 weights, half a gigabyte a checkpoint."""
+    attention, mlp = 2 * (4096 + 4096) + 2 * (4096 + 1024), 3 * (4096 + 12_288)
+    assert 36 * 16 * (attention + mlp) == 43_646_976
+    work = work_of(large(tmp_path, "sft.lora={}"), "sft")
+    assert needed_gb(work) == pytest.approx(1 + MODEL_GB + 3 * 43_646_976 * 12 / 1e9)
+
+
 def test_checkpoints_go_with_their_stage_and_models_stay(tmp_path: Path) -> None:
     assert needed_gb(work_of(large(tmp_path), "sft", "rl", "rl_code")) == pytest.approx(
         1 + 3 * MODEL_GB + 3 * CHECKPOINT_GB

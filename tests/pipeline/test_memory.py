@@ -8,10 +8,11 @@ from klear_core.config.engine import SamplingConfig, VllmEngineConfig, VllmRunti
 from klear_core.config.hardware import HardwareConfig
 from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
 from klear_core.config.sft import SftConfig, SftRuntime
+from klear_core.config.train import LoraConfig
 from klear_core.pipeline.engines import engine_fit
 from klear_core.pipeline.fits import _remedy, with_margin_gb
 from klear_core.pipeline.known_models import known_size
-from klear_core.pipeline.memory import LearnerLoad, learner_load, learner_peak
+from klear_core.pipeline.memory import LearnerLoad, learner_load, learner_peak, state_bytes
 from klear_core.pipeline.model_size import ModelSize
 
 
@@ -64,6 +65,15 @@ def test_a_reference_model_adds_four_bytes_a_weight() -> None:
     size = _of("Qwen3-8B")
     more = learner_peak(size, with_reference).num_bytes - learner_peak(size, load).num_bytes
     assert more == pytest.approx(size.num_params)  # 4 bytes over 4 ranks
+
+
+def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
+    size = _of("Qwen3-8B")
+    full, lora = (
+        learner_load(SftConfig(lora=lora, runtime=SftRuntime(num_workers=2))) for lora in (None, LoraConfig(rank=16))
+    )
+    less = state_bytes(size, full) - state_bytes(size, lora)
+    assert less == pytest.approx((12 * size.num_params - 16 * 43_646_976) / 2)
 
 
 @pytest.mark.parametrize("gpu_gb", [24.0, 40.0, 80.0])

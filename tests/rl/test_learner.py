@@ -16,14 +16,17 @@ from torch import Tensor
 
 from klear_core.config.losses import LOSS_KINDS, ErcConfig
 from klear_core.config.rl import RlConfig, RlOptimConfig, RlRuntime
+from klear_core.config.train import LoraConfig
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.rl.groups import cut_minibatches
 from klear_core.rl.learner import Learner
+from klear_core.rl.losses import k3
 from klear_core.seeding import seed_for
 from klear_core.train.base import model_folder
 from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
+from klear_core.train.parallel import full_weights
 from klear_core.types import TrainSample
 
 
@@ -298,3 +301,55 @@ def test_a_later_stage_takes_over_the_moments_and_keeps_its_own_settings(base: P
 def test_continuing_from_a_stage_that_kept_nothing_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set keep_optimizer in the stage that made the model"):
         learner(base, tmp_path, rl_config(continue_optimizer=True))
+
+
+def logps_of(it: Learner, samples: Sequence[TrainSample]) -> Tensor:
+    return torch.cat([out.logp_N for out in it.logps(samples)])
+
+
+LORA = {"lora": LoraConfig(rank=4), "optim": constant_rate(1e-2)}
+
+
+def test_the_engines_get_the_model_with_its_adapters_merged(base: Path, tmp_path: Path) -> None:
+    plain = load_model(model_folder(base), device="cpu")
+    it = learner(base, tmp_path, rl_config(**LORA))
+    assert same(it.weights(), full_weights(plain))
+    it.step(random_samples(6))
+    it.export(tmp_path / "model")
+    engine, sent = it.weights(), dict(it.each_weight())
+    assert list(engine) == list(sent) == [spec.name for spec in it.weight_specs()] == list(full_weights(plain))
+    exported = full_weights(load_model(tmp_path / "model", device="cpu"))
+    assert same(engine, sent)
+    assert same(engine, exported)
+    samples = random_samples(3)
+    merged = learner(tmp_path, tmp_path / "merged", rl_config())  # its input is the model exported just now
+    torch.testing.assert_close(logps_of(it, samples), logps_of(merged, samples), atol=1e-4, rtol=0)
+    changed = {name for name in engine if not torch.equal(engine[name], full_weights(plain)[name])}
+    assert changed == {name for name in engine if "_proj" in name}
+
+
+def test_a_resumed_learner_with_adapters_goes_on_as_an_unbroken_one(base: Path, tmp_path: Path) -> None:
+    cfg = rl_config(minibatches_per_step=2, **LORA)
+    whole = learner(base, tmp_path / "a", cfg)
+    whole.step(random_samples(6))
+    whole.save({})
+    whole.step(random_samples(4))
+    resumed = learner(base, tmp_path / "a", cfg)
+    assert resumed.restore() == {}
+    resumed.step(random_samples(4))
+    assert same(whole.weights(), resumed.weights())
+
+
+def test_the_reference_of_a_policy_with_adapters_is_the_initial_model(base: Path, tmp_path: Path) -> None:
+    """The same step with and without a KL term differs by the KL against a copy of the initial model."""
+    samples, cfg = random_samples(6), rl_config(minibatches_per_step=1, **LORA)
+    before, plain = learner(base, tmp_path, cfg), learner(base, tmp_path, cfg)
+    before.step(samples)
+    before.save({})
+    plain.restore()
+    kl = k3(logps_of(learner(base, tmp_path / "other", cfg), samples) - logps_of(plain, samples)).mean().item()
+    assert kl > 1e-3
+    held = learner(base, tmp_path, cfg.model_copy(update={"kl_coef": 0.5}))
+    held.restore()
+    losses = [it.step(samples)["rl/loss/mean"] for it in (plain, held)]
+    assert losses[1] - losses[0] == pytest.approx(0.5 * kl, rel=1e-3)

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from sft_traces import config, inputs, trace
+from transformers import AutoModelForCausalLM
 
 from klear_core.artifacts.records import shard_name, write_shard
-from klear_core.config.sft import SftRuntime
+from klear_core.config.sft import SftOptimConfig, SftRuntime
+from klear_core.config.train import LoraConfig
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import CHAT_TEMPLATE, load_tokenizer
@@ -189,3 +192,34 @@ def test_two_ranks_train_as_one_process(given, tmp_path, context_parallel):
     assert two.column("sft/loss/train") == pytest.approx(one.column("sft/loss/train"), abs=1e-5)
     assert two.column("sft/loss/validation") == pytest.approx(one.column("sft/loss/validation"), abs=1e-5)
     assert two.column("sft/grad/norm") == pytest.approx(one.column("sft/grad/norm"), rel=1e-4)
+
+
+LORA = {"lora": LoraConfig(rank=4, dropout=0.1), "optim": SftOptimConfig(lr=3e-2, min_lr_ratio=0.05, warmup_steps=3)}
+
+
+def test_adapters_learn_and_a_killed_run_with_dropout_ends_as_an_unbroken_one(given, tmp_path):
+    """The killed one dies in a process whose random numbers were drawn from already."""
+    seen = Recorder()
+    summary = run(given, tmp_path / "a", seen, num_epochs=6, **LORA)
+    losses = seen.column("sft/loss/train")
+    assert losses[-1] < 0.92 * losses[0]
+    with pytest.raises(KilledError):
+        run(given, tmp_path / "b", Recorder(die_at=7), num_epochs=6, **LORA)
+    torch.rand(5)
+    assert run(given, tmp_path / "b", num_epochs=6, **LORA).counts == summary.counts
+    assert_same_weights(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "a" / "adapter" / name).read_bytes() == (tmp_path / "b" / "adapter" / name).read_bytes()
+
+
+def test_the_adapter_on_the_base_is_the_merged_model(given, tmp_path):
+    run(given, tmp_path, **LORA)
+    base = AutoModelForCausalLM.from_pretrained(given[0] / "model")
+    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    for name, weight in weights(tmp_path).items():
+        torch.testing.assert_close(merged[name], weight, atol=1e-6, rtol=1e-6)
+
+
+def test_full_training_writes_no_adapter(given, tmp_path):
+    run(given, tmp_path, max_steps=1)
+    assert not (tmp_path / "adapter").exists()

@@ -21,9 +21,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from klear_core.config.train import LoraConfig
 from klear_core.errors import ConfigError
 from klear_core.prompts import build_byte_tokenizer
 from klear_core.train.logps import token_logps
+from klear_core.train.lora import Adapters
 from klear_core.train.model import export_model, load_model
 from klear_core.train.parallel import full_weights
 
@@ -112,3 +114,19 @@ def test_capped_logits_are_refused(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
     with pytest.raises(ConfigError, match=r"final_logit_softcapping=30\.0"):
         load_model(tmp_path, device="cpu")
+
+
+def test_adapters_of_every_family_merge_to_the_trained_model(folder, tmp_path):
+    policy = load_model(folder, device="cpu", adapters=Adapters(cfg=LoraConfig(rank=4), seed=1))
+    names = list(full_weights(load_model(folder, device="cpu")))
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if ".lora_B." in name:
+                weight.normal_(0, 0.05, generator=torch.Generator().manual_seed(len(name)))
+    assert list(full_weights(policy)) == names
+    export_model(full_weights(policy), folder, tmp_path / "model")
+    rows = random_rows([9, 20])
+    merged, base = load_model(tmp_path / "model", device="cpu"), load_model(folder, device="cpu")
+    for got, want, before in zip(*(_logps(m, rows) for m in (policy, merged, base)), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+        assert (got - before).abs().max() > 1e-3

@@ -102,8 +102,11 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {Qwen3RMSNorm: _Norm, Qwen3MLP:
 def _project(x: Tensor, *projections: nn.Linear) -> Tensor:
     """Return the outputs of all projections of x side by side.
 
-    One wide product is faster than narrow ones, and its gradient for x needs no sum.
+    One wide product is faster than narrow ones, and its gradient for x needs no sum. A layer with a LoRA adapter is
+    more than its weight, so it is called.
     """
+    if any(type(p) is not nn.Linear for p in projections):
+        return torch.cat([p(x) for p in projections], dim=-1)
     return F.linear(x, torch.cat([p.weight for p in projections]))
 
 
