@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -61,12 +62,14 @@ def known_hardware(hardware: HardwareConfig) -> HardwareConfig:
 @cache
 def gpu_memory_here() -> float | None:
     """Return the memory of the smallest GPU here in gigabytes, as its driver tells; None without a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         return min(float(line) for line in listed.stdout.splitlines()) * (1 << 20) / 1e9
     except (OSError, ValueError, subprocess.SubprocessError):
-        return None  # no driver, no GPU, or none that tells
+        return None  # no GPU, or none that tells
 
 
 def _is_on_gpu(training: SftConfig | RlConfig) -> bool:
