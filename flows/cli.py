@@ -183,10 +183,20 @@ def plan(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    with_gpu: Annotated[
+        bool, typer.Option("--gpu", help="Compare the fast paths of GPU and CPU with plain operations; takes a minute.")
+    ] = False,
+) -> None:
     """Check Python, torch, C compiler, Ray, vLLM, firejail, GPU, memory and disk, and say how to fix what is wrong."""
     from flows.doctor import check_machine, show_checks
 
+    if with_gpu:
+        from flows.doctor_gpu import check_paths, show_paths
+
+        if not show_paths(check_paths()):
+            raise typer.Exit(1)
+        return
     checks = check_machine()
     show_checks(checks)
     if any(check.is_fatal for check in checks):

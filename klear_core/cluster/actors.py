@@ -74,6 +74,10 @@ class LearnerActor:
         """Restore the newest checkpoint; see `Learner.restore`."""
         return self._learner.restore()
 
+    def notes(self) -> tuple[str, ...]:
+        """Return notes for the stage's manifest, the same on each rank."""
+        return self._learner.notes
+
     def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Do one RL step; see `Learner.step`."""
         return self._learner.step(samples)

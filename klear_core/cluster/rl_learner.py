@@ -68,6 +68,11 @@ class RayLearner:
         found: Counters | None = results[0]
         return found
 
+    async def notes(self) -> tuple[str, ...]:
+        """Return notes for the stage's manifest; see `LearnerHandle.notes`."""
+        results: list[tuple[str, ...]] = await self._call_all(lambda rank: rank.notes.remote(), "send its notes")
+        return results[0]
+
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Do one RL step on all ranks; see `LearnerHandle.step`."""
         return await self._step(ray.put(samples))  # stored once for all ranks

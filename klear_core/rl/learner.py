@@ -63,13 +63,19 @@ class Learner:
     """Train the policy; `version` counts RL steps, and a step without samples changes only the version."""
 
     def __init__(self, cfg: RlConfig, model: Path, *, seed: int, workdir: Path, world: World) -> None:
+        from klear_core.train.proofs import prove_fast_paths  # imports a model of transformers, and what that uses
+
         self.cfg = cfg
         self.version = 0
         self._model = model
         self._seed = seed
         self._workdir = workdir
         self.world = world
-        cfg.runtime.check_attention_heads(read_hf_config(model_folder(model)).num_attention_heads, model_folder(model))
+        hf_config = read_hf_config(model_folder(model))
+        cfg.runtime.check_attention_heads(hf_config.num_attention_heads, model_folder(model))
+        # Before the model is loaded, because another process on the same GPU needs memory for it.
+        self.notes = prove_fast_paths(hf_config, world, cfg.dtype, context_parallel=cfg.runtime.context_parallel)
+        """Notes for the stage's manifest."""
         self._num_skipped = 0
         self._policy = self._load()
         # A second, frozen copy of the initial model; `restore` changes the policy and never this one. With LoRA none is

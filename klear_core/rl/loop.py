@@ -83,6 +83,7 @@ async def run_rl(
         while True:
             try:
                 progress = Progress.of(await learner.restore())
+                progress.learner_notes = await learner.notes()
                 # Stream and collector are rebuilt after a loss, so that prompts continue where the checkpoint left off.
                 stream = PromptStream(problems, seed=setup.seed, position=progress.position)
                 collector = Collector(

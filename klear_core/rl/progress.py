@@ -12,6 +12,7 @@ from klear_core.metrics import skipped_note
 from klear_core.rl.groups import SURPLUS, TRAINED, DropCounts
 
 _DROPS = "fate/"
+_NOT_COUNTERS = ("drops", "learner_notes")
 ONE_TOLERANCE = 1e-4
 """Ratios closer to 1 than this differ from it by rounding alone."""
 
@@ -33,6 +34,8 @@ class Progress:
     """Largest |ratio - 1| of any update; 0 before the first."""
     pass_rate: float = 0.0
     """Pass rate of the last step with a judged answer."""
+    learner_notes: tuple[str, ...] = ()
+    """Notes of the learner for the manifest; not saved, since a learner that resumes has its own."""
 
     def after(self, metrics: Mapping[str, float], drops: DropCounts, *, position: int, sampled_tokens: int) -> None:
         """Count one finished step."""
@@ -55,8 +58,8 @@ class Progress:
         return self.step > self.steps_without_update and self.largest_ratio_gap < ONE_TOLERANCE
 
     def counters(self) -> dict[str, int | float]:
-        """Return all fields as a flat dict of numbers."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "drops"}
+        """Return all fields with numbers as a flat dict."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_COUNTERS}
         return plain | {_DROPS + name: n for name, n in self.drops.counts.items()}
 
     @classmethod
@@ -78,7 +81,9 @@ class Progress:
 
     def summary(self, choice: LedgerStep, *, minibatches_per_step: int, seed: int) -> StageSummary:
         """Return counts, ledger and notes for the stage's manifest and report."""
-        notes = [ratios_one_note(minibatches_per_step)] if self.are_ratios_one() else []
+        notes = list(self.learner_notes)
+        if self.are_ratios_one():
+            notes.append(ratios_one_note(minibatches_per_step))
         if self.steps_without_update:
             notes.append(
                 f"{self.steps_without_update} of {self.step} steps changed nothing: "

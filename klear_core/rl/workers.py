@@ -44,6 +44,10 @@ class LearnerHandle(Protocol):
         """Load the newest checkpoint and return its counters; without one keep the initial model and return None."""
         ...
 
+    async def notes(self) -> tuple[str, ...]:
+        """Return notes for the stage's manifest, known once the learner has started."""
+        ...
+
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Do one RL step and return its metrics."""
         ...
@@ -130,6 +134,10 @@ class LocalLearner:
     async def restore(self) -> Counters | None:
         """Restore the newest checkpoint; see `Learner.restore`."""
         return await self._run(self._learner.restore)
+
+    async def notes(self) -> tuple[str, ...]:
+        """Return notes for the stage's manifest; see `Learner.notes`."""
+        return self._learner.notes
 
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Do one RL step; see `Learner.step`."""

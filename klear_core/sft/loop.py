@@ -69,6 +69,8 @@ def train_sft(
 
 
 def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
+    from klear_core.train.proofs import prove_fast_paths  # imports a model of transformers, and what that uses
+
     cfg, store = job.cfg, TokenStore(job.store)
     # Split and order are functions of rows and seed, so that all ranks and a resumed run agree on them.
     split = split_rows(store.problem_ids, frac=cfg.validation_frac, max_rows=cfg.max_validation_rows, seed=job.seed)
@@ -76,6 +78,10 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     num_steps = min(order.num_steps, cfg.max_steps or order.num_steps)
     validation = [store[r] for r in split.validation]
 
+    # Before the model is loaded, because another process on the same GPU needs memory for it.
+    path_notes = prove_fast_paths(
+        read_hf_config(model_folder(job.model)), world, cfg.dtype, context_parallel=cfg.runtime.context_parallel
+    )
     policy = _load(job, world)
     speed = _Speedometer(FlopCount.of(policy), world)
     updater = Updater(policy, cfg.optim, world, num_steps=num_steps)
@@ -127,7 +133,9 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     )
     ledger = (store.ledger, held_out, _weigh_step(order, num_steps=num_steps, num_rows=len(split.train)))
     notes = (skipped_note(int(counters["num_skipped"])),) if counters["num_skipped"] else ()
-    return StageSummary(counts=_counts(num_steps, counters), ledger=ledger, seeds={"sft": job.seed}, notes=notes)
+    return StageSummary(
+        counts=_counts(num_steps, counters), ledger=ledger, seeds={"sft": job.seed}, notes=(*path_notes, *notes)
+    )
 
 
 def _load(job: _Job, world: World) -> Policy:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from klear_core.train.kernels import paths
 from klear_core.train.kernels.compiled import Backend, compiler_errors
 
 log = logging.getLogger(__name__)
@@ -28,21 +29,30 @@ _LEAST = -1e30
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return half precision off CUDA as float32: only CUDA has products of half inputs with a float32 result."""
-    return x.float() if x.dtype in HALF and not x.is_cuda else x
+    """Return half precision as float32 where no product of half inputs has a float32 result: off CUDA."""
+    return x.float() if x.dtype in HALF and paths.on_device("products", x) is None else x
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b, in float32 if both are half precision (CUDA only, see `widened`)."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.dtype in HALF else torch.mm(a, b)
+    half = paths.on_device("products", a) if a.dtype in HALF else None
+    return torch.mm(a, b) if half is None else half(None, a, b)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to `total` in place; `total` may have a wider dtype than both."""
-    if total.dtype == a.dtype:
+    half = paths.on_device("products", a) if a.dtype in HALF else None
+    if total.dtype == a.dtype or half is None:
         torch.addmm(total, a, b, out=total)
     else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        half(total, a, b)
+
+
+def _product_of_halves(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in float32, or add it to the float32 `total` in place."""
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 class Normaliser(NamedTuple):
@@ -70,6 +80,8 @@ class Passes:
     """Runs the two passes over a chunk's logits: compiled if `backend` is given, until a compiler error."""
 
     def __init__(self, backend: Backend | None = None) -> None:
+        self.failure = ""
+        """The compiler error, once there was one."""
         self._read: Callable[..., Reading] | None = None
         self._grad: Callable[..., Tensor] | None = None
         if backend is not None:
@@ -124,17 +136,31 @@ class Passes:
 
     def _fall_back(self, error: Exception) -> None:
         self._read = self._grad = None
+        self.failure = f"{type(error).__name__}: {error}"
         log.warning(
-            "the fused head runs uncompiled, at more memory traffic: torch.compile failed with %s: %s",
-            type(error).__name__,
-            error,
+            "the fused head runs uncompiled, at more memory traffic: torch.compile failed with %s", self.failure
         )
 
 
-@cache
 def passes_on(device_type: str) -> Passes:
     """Return the passes for a kind of device; all heads of the process share them."""
-    return Passes("inductor" if device_type == "cuda" else None)
+    compiled = paths.in_use(f"head/{device_type}")
+    passes: Passes = _plain_passes() if compiled is None else compiled()
+    return passes
+
+
+@cache
+def _plain_passes() -> Passes:
+    return Passes()
+
+
+@cache
+def _compiled_passes() -> Passes:
+    return Passes("inductor")
+
+
+paths.provide("products/cuda", _product_of_halves)
+paths.provide("head/cuda", _compiled_passes)
 
 
 def _read(z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool, in_place: bool) -> Reading:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from klear_core.train.context import ALONE, Context
 from klear_core.train.lora import Adapters, base_name, factor_names, is_adapter, merge
 from klear_core.train.model import DTYPES, Dtype, Policy, load_model, pick_device
 from klear_core.train.packing import PackedBatch, TokenRow, pack
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,14 @@ class World:
         """Wait for all ranks (collective call)."""
         if self.size > 1:
             dist.barrier()
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, on every rank (collective call)."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank (collective call)."""

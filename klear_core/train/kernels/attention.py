@@ -9,14 +9,14 @@ from functools import cache
 from importlib.util import find_spec
 from inspect import signature
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from klear_core.errors import ConfigError
-from klear_core.train.kernels import attention_cpu
+from klear_core.train.kernels import attention_cpu, paths
 from klear_core.train.packing import MicroBatch
 
 NAME = "klear"
@@ -59,18 +59,34 @@ def attend(
     return micro.cp_group.gather_heads(out_TKD[None]), None
 
 
+class Rows(NamedTuple):
+    """Rows of a packed sequence, for the kernels; see `MicroBatch`."""
+
+    cu_seqlens: Tensor
+    group_bounds: Tensor
+    max_len: int
+    window: int | None = None
+    """Number of last tokens, its own included, that a token sees; None: all before it."""
+
+
 def _attend(
     q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, micro: MicroBatch, scaling: float, window: int | None
 ) -> Tensor:
     # No row is longer than the packed sequence, so that a window of that length leaves nothing out.
     if window is not None and window >= len(q_TKD):
         window = None
+    kernel = _pick_kernel(q_TKD, window)
+    if kernel is None:
+        return by_segment(q_TKD, k_TGD, v_TGD, micro.cu_seqlens, micro.group_bounds, scaling, window)
+    rows = Rows(micro.cu_seqlens, micro.group_bounds, micro.max_segment_len, window)
+    return kernel(q_TKD, k_TGD, v_TGD, rows, scaling)  # type: ignore[no-any-return]
+
+
+def _pick_kernel(q_TKD: Tensor, window: int | None) -> paths.Run | None:
     if q_TKD.is_cuda and q_TKD.dtype in (torch.bfloat16, torch.float16):
-        assert len(micro.group_bounds) == len(micro.cu_seqlens), "the kernels know no shared prompts"
-        return _varlen_kernel(q_TKD, k_TGD, v_TGD, micro.cu_seqlens, micro.max_segment_len, scaling, window)
-    if window is None and attention_cpu.supports(q_TKD):
-        return attention_cpu.attend(q_TKD, k_TGD, v_TGD, micro.cu_seqlens, micro.group_bounds, scaling)
-    return by_segment(q_TKD, k_TGD, v_TGD, micro.cu_seqlens, micro.group_bounds, scaling, window)
+        flash = paths.in_use(FLASH_ATTN) if has_flash_attn() else None
+        return flash or paths.in_use(VARLEN_ATTN)
+    return paths.in_use(COMPILED_C) if window is None and attention_cpu.supports(q_TKD) else None
 
 
 def by_segment(
@@ -116,40 +132,54 @@ def _attend_last(q_TKD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scaling: float, wi
     return out_1KTD[0].transpose(0, 1)
 
 
-def _varlen_kernel(
-    q_TKD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    cu_seqlens: Tensor,
-    max_len: int,
-    scaling: float,
-    window: int | None = None,
-) -> Tensor:
-    out: Tensor
-    # Tokens that are seen before and after a token; -1: all of them.
-    window_size = (-1 if window is None else window - 1, 0)
-    if _has_flash_attn():
-        from flash_attn import flash_attn_varlen_func
+def _compiled_c(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling: float) -> Tensor:
+    return attention_cpu.attend(q_TKD, k_TGD, v_TGD, rows.cu_seqlens, rows.group_bounds, scaling)
 
-        lengths = (cu_seqlens, cu_seqlens, max_len, max_len)
-        out = flash_attn_varlen_func(
-            q_TKD, k_TGD, v_TGD, *lengths, softmax_scale=scaling, causal=True, window_size=window_size
-        )
-        return out
-    from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"scale": scaling, "window_size": window_size}
-    if _varlen_attn_has_gqa_flag():
-        options["enable_gqa"] = True
-    out = varlen_attn(  # type: ignore[assignment]
-        q_TKD, k_TGD, v_TGD, cu_seqlens, cu_seqlens, max_len, max_len, **options
+def _flash_attn(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling: float) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    window_size = _window_size(rows)
+    lengths = (rows.cu_seqlens, rows.cu_seqlens, rows.max_len, rows.max_len)
+    out: Tensor = flash_attn_varlen_func(
+        q_TKD, k_TGD, v_TGD, *lengths, softmax_scale=scaling, causal=True, window_size=window_size
     )
     return out
 
 
+def _varlen_attn(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scaling, "window_size": _window_size(rows)}
+    if _varlen_attn_has_gqa_flag():
+        options["enable_gqa"] = True
+    lengths = (rows.cu_seqlens, rows.cu_seqlens, rows.max_len, rows.max_len)
+    out: Tensor = varlen_attn(q_TKD, k_TGD, v_TGD, *lengths, **options)  # type: ignore[assignment]
+    return out
+
+
+def _window_size(rows: Rows) -> tuple[int, int]:
+    """Return how many tokens are seen before and after a token; -1: all of them."""
+    assert len(rows.group_bounds) == len(rows.cu_seqlens), "the kernels know no shared prompts"
+    return (-1 if rows.window is None else rows.window - 1, 0)
+
+
+COMPILED_C, FLASH_ATTN, VARLEN_ATTN = "attention/cpu", "attention/cuda/flash_attn", "attention/cuda/varlen_attn"
+paths.provide(COMPILED_C, _compiled_c)
+paths.provide(FLASH_ATTN, _flash_attn)
+paths.provide(VARLEN_ATTN, _varlen_attn)
+
+
 @cache
-def _has_flash_attn() -> bool:
+def has_flash_attn() -> bool:
+    """Return whether the library flash_attn is installed."""
     return find_spec("flash_attn") is not None
+
+
+@cache
+def has_varlen_attn() -> bool:
+    """Return whether this torch has attention over rows of various lengths."""
+    return find_spec("torch.nn.attention.varlen") is not None
 
 
 @cache

@@ -25,8 +25,18 @@ _LANES = 16  # floats of a vector, as in the C source
 
 def supports(q_TKD: Tensor) -> bool:
     """Return whether `attend` supports such tensors on this machine."""
-    fits = q_TKD.device.type == "cpu" and q_TKD.dtype == torch.float32 and q_TKD.shape[2] % _LANES == 0
-    return fits and _library(q_TKD.shape[2]) is not None
+    is_plain = q_TKD.device.type == "cpu" and q_TKD.dtype == torch.float32
+    return is_plain and fits_head_dim(q_TKD.shape[2]) and has_library(q_TKD.shape[2])
+
+
+def fits_head_dim(head_dim: int) -> bool:
+    """Return whether heads of this size fill the C code's vectors."""
+    return head_dim % _LANES == 0
+
+
+def has_library(head_dim: int) -> bool:
+    """Return whether the C functions could be compiled on this machine."""
+    return _library(head_dim) is not None
 
 
 def attend(

@@ -20,6 +20,8 @@ class Compiled(Generic[R]):
 
     def __init__(self, function: Callable[..., R], backend: Backend) -> None:
         self._function = function
+        self.failure = ""
+        """The compiler error, once there was one."""
         self._kernel: Callable[..., R] | None = torch.compile(function, backend=backend)
 
     @property
@@ -35,7 +37,7 @@ class Compiled(Generic[R]):
             except compiler_errors() as e:
                 # Drop the kernel for good, because compiling again would fail again, seconds later, in every call.
                 self._kernel = None
-                what = f"{type(e).__name__}: {e}"
+                self.failure = what = f"{type(e).__name__}: {e}"
                 log.warning(
                     "%s runs uncompiled, at more memory traffic: torch.compile failed with %s",
                     self._function.__name__,

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 
 from klear_core.native import call, compile_c
-from klear_core.train.kernels import attention
+from klear_core.train.kernels import attention, paths
 from klear_core.train.kernels.fused_cuda import kernels
 
 _SOURCE = Path(__file__).with_name("fused.c")
@@ -40,20 +40,20 @@ def fuse(hf: nn.Module) -> None:
 
 class _Norm(Qwen3RMSNorm):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return kernels().norm(x, self.weight, self.variance_epsilon)
-        if not _fits(x, self.weight):
+        norm = paths.on_device("norm", x)
+        if norm is None or not (x.is_cuda or _fits(x, self.weight)):
             return super().forward(x)  # type: ignore[no-any-return]
-        return _NormPass.apply(x, self.weight, self.variance_epsilon)  # type: ignore[no-any-return,no-untyped-call]
+        return norm(x, self.weight, self.variance_epsilon)  # type: ignore[no-any-return]
 
 
 class _Mlp(Qwen3MLP):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
-        if self.config.hidden_act == "silu" and x.is_cuda:
-            return self.down_proj(kernels().gate(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
-        if self.config.hidden_act == "silu" and _fits(x, self.gate_proj.weight):
+        gate = paths.on_device("gate", x) if self.config.hidden_act == "silu" else None
+        if gate is not None and x.is_cuda:
+            return self.down_proj(gate(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        if gate is not None and _fits(x, self.gate_proj.weight):
             gate_up = _project(x, self.gate_proj, self.up_proj)
-            return self.down_proj(_GatePass.apply(gate_up))  # type: ignore[no-any-return,no-untyped-call]
+            return self.down_proj(gate(gate_up))  # type: ignore[no-any-return]
         return super().forward(x)  # type: ignore[no-any-return]
 
 
@@ -61,10 +61,13 @@ class _FusedAttention(Qwen3Attention):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
     ) -> tuple[Tensor, None]:
+        rotate = paths.on_device("rotate", hidden_states)
+        if rotate is None:
+            return super().forward(hidden_states, position_embeddings, **others)  # type: ignore[no-any-return]
         if hidden_states.is_cuda:
-            qkv = self._on_cuda(hidden_states, *position_embeddings)
+            qkv = self._on_cuda(rotate, hidden_states, *position_embeddings)
         elif _fits(hidden_states, self.q_norm.weight, self.head_dim) and self.q_proj.bias is None:
-            qkv = self._on_cpu(hidden_states, *position_embeddings)
+            qkv = self._on_cpu(rotate, hidden_states, *position_embeddings)
         else:
             return super().forward(hidden_states, position_embeddings, **others)  # type: ignore[no-any-return]
         # [B, T, H, D] -> [B, H, T, D], as transformers calls its attention functions.
@@ -75,25 +78,21 @@ class _FusedAttention(Qwen3Attention):  # type: ignore[misc]
         )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
-    def _on_cuda(self, x: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, ...]:
+    def _on_cuda(self, rotate: paths.Run, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q_BTHD, k_BTHD, v_BTHD = (p(x).view(*x.shape[:-1], -1, self.head_dim) for p in projections)
         eps = self.q_norm.variance_epsilon
-        return *kernels().rotate(q_BTHD, k_BTHD, self.q_norm.weight, self.k_norm.weight, cos_BTD, sin_BTD, eps), v_BTHD
+        return *rotate(q_BTHD, k_BTHD, self.q_norm.weight, self.k_norm.weight, *angles, eps), v_BTHD
 
-    def _on_cpu(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
+    def _on_cpu(self, rotate: paths.Run, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
         # transformers gives one table of angles for all rows; the C code reads one per token.
         angles = tuple(a.expand(*x.shape[:2], -1).contiguous() for a in angles)
         qkv_BTHD = _project(x, self.q_proj, self.k_proj, self.v_proj).view(*x.shape[:-1], -1, self.head_dim)
         num_kv_heads = self.k_proj.out_features // self.head_dim
         sizes = [qkv_BTHD.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
         q_BTHD, k_BTHD, v_BTHD = torch.split(qkv_BTHD, sizes, dim=2)
-        return _norm_rotate(q_BTHD, self.q_norm, angles), _norm_rotate(k_BTHD, self.k_norm, angles), v_BTHD
-
-
-def _norm_rotate(x_BTHD: Tensor, norm: Qwen3RMSNorm, angles: tuple[Tensor, ...]) -> Tensor:
-    arguments = (x_BTHD, norm.weight, *angles, norm.variance_epsilon)
-    return _RotatePass.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
+        eps = self.q_norm.variance_epsilon
+        return *rotate(q_BTHD, k_BTHD, self.q_norm.weight, self.k_norm.weight, *angles, eps), v_BTHD
 
 
 _FUSED: dict[type[nn.Module], type[nn.Module]] = {Qwen3RMSNorm: _Norm, Qwen3MLP: _Mlp, Qwen3Attention: _FusedAttention}
@@ -201,3 +200,47 @@ def _library(head_dim: int) -> ctypes.CDLL | None:
 
 def _call(name: str, *arguments: Tensor | float, head_dim: int = _ANY_HEAD_DIM) -> None:
     call(_library(head_dim), name, *arguments)
+
+
+def _norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _NormPass.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _gate_cpu(gate_up: Tensor) -> Tensor:
+    return _GatePass.apply(gate_up)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _rotate_cpu(
+    q_BTKD: Tensor, k_BTGD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    queries, keys = (q_BTKD, q_weight_D, cos_BTD, sin_BTD, eps), (k_BTGD, k_weight_D, cos_BTD, sin_BTD, eps)
+    return _RotatePass.apply(*queries), _RotatePass.apply(*keys)  # type: ignore[no-untyped-call]
+
+
+def _norm_cuda(*arguments: Any) -> Tensor:
+    return kernels().norm(*arguments)
+
+
+def _gate_cuda(*arguments: Any) -> Tensor:
+    return kernels().gate(*arguments)
+
+
+def _rotate_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return kernels().rotate(*arguments)
+
+
+PARTS = ("norm", "gate", "rotate")
+"""Parts of the model with fast paths here."""
+
+
+def has_library(head_dim: int = _ANY_HEAD_DIM) -> bool:
+    """Return whether the C functions could be compiled on this machine."""
+    return _library(head_dim) is not None
+
+
+paths.provide("norm/cpu", _norm_cpu)
+paths.provide("gate/cpu", _gate_cpu)
+paths.provide("rotate/cpu", _rotate_cpu)
+paths.provide("norm/cuda", _norm_cuda)
+paths.provide("gate/cuda", _gate_cuda)
+paths.provide("rotate/cuda", _rotate_cuda)

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.distributed.tensor import _sharding_prop
 
-from klear_core.train import logits, logps
-from klear_core.train.kernels import attention, fused
+from klear_core.train import logits
+from klear_core.train.kernels import attention, fused, paths
 
 
 def install(*, is_compiled: bool) -> None:
@@ -27,12 +27,14 @@ def install(*, is_compiled: bool) -> None:
     fake.__bool__ = lambda _: True
     # DTensor works out shapes of whole tensors in the active fake mode; in one of its own they are not counted.
     cast(Any, _sharding_prop).detect_fake_mode = lambda *_: None
-    cast(Any, attention)._varlen_kernel = lambda q, k, v, *_: _Attention.apply(q, k, v)  # type: ignore[no-untyped-call]
+    for kernel in (attention.FLASH_ATTN, attention.VARLEN_ATTN):
+        paths.provide(kernel, lambda q, k, v, *_, **__: _Attention.apply(q, k, v))  # type: ignore[no-untyped-call]
     if is_compiled:
         # Under a dispatch mode torch.compile does nothing without saying so, and passes would count as uncompiled.
         passes = _HeadPasses()
-        cast(Any, fused).kernels = lambda: _Kernels
-        cast(Any, logps).passes_on = lambda _: passes
+        for part in fused.PARTS:
+            paths.provide(f"{part}/cuda", getattr(_Kernels, part))
+        paths.provide("head/cpu", lambda: passes)  # the type of a fake tensor's device is still that of the CPU
 
 
 class _Attention(Function):

@@ -1,0 +1,83 @@
+"""Ways in which a kernel can be wrong; module-level, so that another process can be given them too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from klear_core.train.kernels import paths
+from klear_core.train.logits import Passes, Reading
+
+SHORT = 40
+"""Tokens up to which a kernel that is right for short inputs is right."""
+
+
+class _WrongGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 1.05 * grad
+
+
+def wrong_by_a_factor(out: Tensor) -> Tensor:
+    return 1.02 * out
+
+
+def not_a_number(out: Tensor) -> Tensor:
+    return torch.cat((out[..., :-1], out[..., -1:] * torch.nan), dim=-1)
+
+
+def wrong_gradient(out: Tensor) -> Tensor:
+    return _WrongGradient.apply(out)
+
+
+def raises(_out: Tensor) -> Tensor:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def right_for_short(out: Tensor) -> Tensor:
+    axis = 1 if out.dim() > 1 and len(out) == 1 else 0  # attention and the head have no axis of rows
+    position = torch.arange(out.shape[axis]).view(-1, *[1] * (out.dim() - axis - 1))
+    return torch.where(position < SHORT, out, 0.9 * out)
+
+
+def ends_the_process(_out: Tensor) -> Tensor:
+    os._exit(3)  # as after a signal, without a core dump
+
+
+FAULTS = [wrong_by_a_factor, not_a_number, wrong_gradient, raises, right_for_short]
+
+
+def with_fault(name: str, fault: Callable[[Tensor], Tensor]) -> dict[str, paths.Run]:
+    """The fast path of this name with a fault in its results."""
+    return {name: partial(_spoilt, paths.provided()[name], fault)}
+
+
+def _spoilt(run: paths.Run, fault: Callable[[Tensor], Tensor], *arguments: Any, **others: Any) -> Any:
+    found = run(*arguments, **others)
+    return tuple(map(fault, found)) if isinstance(found, tuple) else fault(found)
+
+
+class SpoiltPasses(Passes):
+    """The head's passes, with a fault in the log-probs, or in the gradient of the logits."""
+
+    def __init__(self, fault: Callable[[Tensor], Tensor], *, is_gradient: bool) -> None:
+        super().__init__()
+        self._fault, self._is_gradient = fault, is_gradient
+
+    def read(self, z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool) -> Reading:
+        reading = super().read(z_CV, target_C1, need_entropy=need_entropy)
+        return reading if self._is_gradient else reading._replace(logp_C=self._fault(reading.logp_C))
+
+    def grad(self, *arguments: Any, **others: Any) -> Tensor:
+        found = super().grad(*arguments, **others)
+        return self._fault(found) if self._is_gradient else found
