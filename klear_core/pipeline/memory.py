@@ -97,6 +97,10 @@ def _moments(size: ModelSize, load: LearnerLoad) -> Iterator[LearnerPeak]:
     if load.has_reference:
         always["reference model"] = 4 * size.num_params / load.num_ranks
     b, t, h = load.value_bytes, load.num_tokens, size.hidden_size
+    if load.adapter_rank is not None:
+        # Each of a layer's seven matrices keeps the states between A and B.
+        states = 7 * load.adapter_rank * (1 if load.has_checkpointing else size.num_layers)
+        always["adapters"] = b * (t * states + size.adapter_params(load.adapter_rank))
     embedding = size.vocab_size * h
     kept = b * t * size.num_layers * _kept_values(size, load)
     # The last layer's output, the final norm's output and the states of the loss tokens; uncompiled, also the norm's
