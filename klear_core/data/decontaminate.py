@@ -138,6 +138,8 @@ class Decontaminator:
 
     def _short_hit(self, tokens: Sequence[str]) -> Hit | None:
         """Return the first question without n-grams that occurs in full, token by token; None if there is none."""
+        if self._short_questions.keys().isdisjoint(tokens):
+            return None  # as most prompts do, found without a loop in Python
         for start, token in enumerate(tokens):
             for question, index in self._short_questions.get(token, ()):
                 if tokens[start : start + len(question)] == question:

@@ -83,9 +83,8 @@ class LeakFilter:
 
 def _hashes_of(texts: Sequence[Sequence[str]], length: int) -> Ragged:
     """Return the hashes of each text's runs of `length` tokens; a shorter text has none."""
-    nothing = np.empty(0, dtype=np.uint64)
-    codes = [token_codes(tokens) if len(tokens) >= length else nothing for tokens in texts]
-    return shingle_hashes(codes, length)
+    long_enough = [tokens if len(tokens) >= length else () for tokens in texts]
+    return shingle_hashes(token_codes(long_enough), length)
 
 
 def _is_in(values: Hashes, among: Hashes) -> Found:

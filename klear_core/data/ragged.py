@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,11 @@ class Ragged:
         return np.diff(self.ends, prepend=0)
 
 
-def ragged(lists: Sequence[Iterable[int]], dtype: npt.DTypeLike) -> Ragged:
+def ragged(lists: Sequence[Collection[int]], dtype: npt.DTypeLike) -> Ragged:
     """Return lists of numbers as flat arrays."""
-    parts = [np.fromiter(numbers, dtype=dtype) for numbers in lists]
-    return joined_parts(parts, dtype)
+    ends = np.cumsum([len(numbers) for numbers in lists], dtype=np.int64)
+    # One array for all: an array for each list costs more than its numbers.
+    return Ragged(np.fromiter(chain.from_iterable(lists), dtype=dtype), ends)
 
 
 def joined_parts(parts: Sequence[Numbers], dtype: npt.DTypeLike) -> Ragged:

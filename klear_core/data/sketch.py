@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from klear_core.config.data import NearConfig
-from klear_core.data.ragged import Ragged, joined_parts
+from klear_core.data.ragged import Ragged
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -39,7 +40,7 @@ class Sketches:
 
 def sketches_of(questions: Sequence[Sequence[str]], cfg: NearConfig) -> Sketches:
     """Return the sketches of questions, each with at least one token."""
-    hashes = shingle_hashes([token_codes(tokens) for tokens in questions], cfg.shingle)
+    hashes = shingle_hashes(token_codes(questions), cfg.shingle)
     return Sketches(_smallest(hashes), _band_keys(hashes, cfg))
 
 
@@ -72,17 +73,18 @@ def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
 
 
-def token_codes(tokens: Iterable[str]) -> Hashes:
-    """Return a hash of each token."""
-    return np.fromiter(map(_CODES.__getitem__, tokens), dtype=np.uint64)
+def token_codes(questions: Sequence[Sequence[str]]) -> Ragged:
+    """Return a hash of each token of each question."""
+    ends = np.cumsum([len(tokens) for tokens in questions], dtype=np.int64)
+    codes = map(_CODES.__getitem__, chain.from_iterable(questions))
+    return Ragged(np.fromiter(codes, dtype=np.uint64), ends)
 
 
-def shingle_hashes(questions: Sequence[Hashes], length: int) -> Ragged:
+def shingle_hashes(codes: Ragged, length: int) -> Ragged:
     """Return the hashes of all runs of `length` token codes of each question; of all its codes if it has fewer.
 
     A question without a code has no run.
     """
-    codes = joined_parts(questions, np.uint64)
     lengths = codes.lengths()
     run_lengths = np.minimum(length, lengths)
     num_runs = lengths - run_lengths + (lengths > 0)
