@@ -127,9 +127,10 @@ def shard_name(index: int, count: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shape:
-    """A record type's validator, and the fields that hold other records."""
+    """A record type's validator, its fields, and those that hold other records."""
 
     adapter: TypeAdapter[Any]
+    names: tuple[str, ...]
     nested: frozenset[str]
 
 
@@ -139,23 +140,24 @@ _SHAPES: dict[type[Any], _Shape] = {}
 def _shape(record_type: type[Any]) -> _Shape:
     if record_type not in _SHAPES:
         hints = typing.get_type_hints(record_type)
-        options = {f.name: typing.get_args(hints[f.name]) or (hints[f.name],) for f in dataclasses.fields(record_type)}
+        names = tuple(field.name for field in dataclasses.fields(record_type))
+        options = {name: typing.get_args(hints[name]) or (hints[name],) for name in names}
         nested = frozenset(name for name, types in options.items() if any(map(dataclasses.is_dataclass, types)))
-        _SHAPES[record_type] = _Shape(TypeAdapter(record_type), nested)
+        _SHAPES[record_type] = _Shape(TypeAdapter(record_type), names, nested)
     return _SHAPES[record_type]
 
 
 def _to_row(record: Any, tests: StoredTestsWriter) -> dict[str, object]:
-    nested = _shape(type(record)).nested
+    shape = _shape(type(record))
     row: dict[str, object] = {}
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
+    for name in shape.names:
+        value = getattr(record, name)
         if isinstance(value, CodeReference):
             value = tests.stored(value)
-        if field.name in nested:
-            row[field.name] = _shape(type(value)).adapter.dump_json(value).decode()
+        if name in shape.nested:
+            row[name] = _shape(type(value)).adapter.dump_json(value).decode()
         else:
-            row[field.name] = list(value) if isinstance(value, tuple) else value
+            row[name] = list(value) if isinstance(value, tuple) else value
     return row
 
 

@@ -85,7 +85,7 @@ class Decontaminator:
         """Return for each candidate, given with its tokens, the same as `leak_of`, faster for many at once."""
         if not self._protected:
             return [None] * len(candidates)
-        may_overlap = self._filter.may_overlap([_words(t) for t in tokens], tokens).tolist()
+        may_overlap = self._filter.may_overlap(tokens).tolist()
         leaks: list[Leak | None] = []
         for candidate, its_tokens, is_suspect in zip(candidates, tokens, may_overlap, strict=True):
             is_leak = is_suspect or candidate.contest_id in self._with_contest_id or self._short_hit(its_tokens)

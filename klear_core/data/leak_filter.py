@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from klear_core.data.gram_index import GramIndex
-from klear_core.data.ragged import Ragged
-from klear_core.data.sketch import Hashes, shingle_hashes, token_codes
+from klear_core.data.ragged import Ragged, distinct
+from klear_core.data.sketch import Hashes, shingle_hashes, token_and_word_codes, token_codes
 
 Found = npt.NDArray[np.bool_]
 
@@ -45,16 +45,17 @@ class LeakFilter:
         self._ends = np.append(self._starts[1:], len(self._questions))
         self._num_shingles = np.array(shingles.num_grams)
 
-    def may_overlap(self, words: Sequence[Sequence[str]], tokens: Sequence[Sequence[str]]) -> Found:
+    def may_overlap(self, tokens: Sequence[Sequence[str]]) -> Found:
         """Return for each prompt whether it may match a rule about n-grams; contests and short questions are others."""
-        grams = _hashes_of(words, self._ngram)
+        codes, words = token_and_word_codes(tokens)
+        grams = _full_runs(words, self._ngram)
         is_shared = _is_in(grams.values, self._word_grams)
         prompt = np.repeat(np.arange(len(words)), grams.lengths())
         found: Found = np.bincount(prompt[is_shared], minlength=len(words)) > 0
-        return found | self._may_be_near(tokens)
+        return found | self._may_be_near(codes)
 
-    def _may_be_near(self, tokens: Sequence[Sequence[str]]) -> Found:
-        hashes = _hashes_of(tokens, self._shingle)
+    def _may_be_near(self, tokens: Ragged) -> Found:
+        hashes = _full_runs(tokens, self._shingle)
         prompt = np.repeat(np.arange(len(tokens)), hashes.lengths())
         found: Found = np.zeros(len(tokens), dtype=np.bool_)
         if not len(self._shingles) or not len(prompt):
@@ -78,13 +79,18 @@ class LeakFilter:
         """Return the number of distinct runs of tokens of each prompt that are no common phrase, or a little fewer."""
         is_rare = ~_is_in(hashes.values, self._common)
         packed = (prompt[is_rare].astype(np.uint64) << np.uint64(40)) | (hashes.values[is_rare] >> np.uint64(24))
-        return np.bincount((np.unique(packed) >> np.uint64(40)).astype(np.int64), minlength=num_prompts)
+        return np.bincount((distinct(packed) >> np.uint64(40)).astype(np.int64), minlength=num_prompts)
 
 
 def _hashes_of(texts: Sequence[Sequence[str]], length: int) -> Ragged:
     """Return the hashes of each text's runs of `length` tokens; a shorter text has none."""
-    long_enough = [tokens if len(tokens) >= length else () for tokens in texts]
-    return shingle_hashes(token_codes(long_enough), length)
+    return _full_runs(token_codes(texts), length)
+
+
+def _full_runs(codes: Ragged, length: int) -> Ragged:
+    """Return the hashes of each list's runs of `length` codes; a shorter list has none."""
+    lengths = codes.lengths()
+    return shingle_hashes(codes.where(np.repeat(lengths >= length, lengths)), length)
 
 
 def _is_in(values: Hashes, among: Hashes) -> Found:

@@ -28,6 +28,11 @@ class Ragged:
         start = self.ends[index - 1] if index else 0
         return self.values[start : self.ends[index]]
 
+    def where(self, is_kept: npt.NDArray[np.bool_]) -> Ragged:
+        """Return the lists with those of their numbers that are marked."""
+        num_kept = np.concatenate([[0], np.cumsum(is_kept, dtype=np.int64)])
+        return Ragged(self.values[is_kept], num_kept[self.ends])
+
     def lengths(self) -> npt.NDArray[np.int64]:
         """Return the length of each list."""
         return np.diff(self.ends, prepend=0)
@@ -51,3 +56,9 @@ def joined(tables: Sequence[Ragged]) -> Ragged:
     values = np.concatenate([table.values for table in tables])
     starts = np.cumsum([0, *(len(table.values) for table in tables[:-1])])
     return Ragged(values, np.concatenate([table.ends + start for table, start in zip(tables, starts, strict=True)]))
+
+
+def distinct(values: Numbers) -> Numbers:
+    """Return the distinct numbers, ascending. Several times as fast as `np.unique`, which hashes since numpy 2.3."""
+    ordered = np.sort(values)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered

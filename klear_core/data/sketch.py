@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from klear_core.config.data import NearConfig
-from klear_core.data.ragged import Ragged
+from klear_core.data.normalise import is_word
+from klear_core.data.ragged import Ragged, distinct
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -75,6 +76,18 @@ def hash_of(text: str) -> int:
 
 def token_codes(questions: Sequence[Sequence[str]]) -> Ragged:
     """Return a hash of each token of each question."""
+    codes = _marked_codes(questions)
+    return Ragged(codes.values & _CODE, codes.ends)
+
+
+def token_and_word_codes(questions: Sequence[Sequence[str]]) -> tuple[Ragged, Ragged]:
+    """Return a hash of each token of each question, and the same of the tokens that are words or numbers."""
+    marked = _marked_codes(questions)
+    codes = Ragged(marked.values & _CODE, marked.ends)
+    return codes, codes.where(marked.values > _CODE)
+
+
+def _marked_codes(questions: Sequence[Sequence[str]]) -> Ragged:
     ends = np.cumsum([len(tokens) for tokens in questions], dtype=np.int64)
     codes = map(_CODES.__getitem__, chain.from_iterable(questions))
     return Ragged(np.fromiter(codes, dtype=np.uint64), ends)
@@ -105,7 +118,7 @@ def _smallest(hashes: Ragged) -> Ragged:
     """Return the `SKETCH_SIZE` smallest distinct upper halves of the hashes of each question."""
     lengths = hashes.lengths()
     numbers = np.repeat(np.arange(len(hashes), dtype=np.uint64), lengths)
-    packed = np.unique((numbers << np.uint64(32)) | (hashes.values >> np.uint64(32)))
+    packed = distinct((numbers << np.uint64(32)) | (hashes.values >> np.uint64(32)))
     question = (packed >> np.uint64(32)).astype(np.int64)
     starts = np.searchsorted(question, np.arange(len(hashes)))
     is_kept = np.arange(len(packed)) - starts[question] < SKETCH_SIZE
@@ -133,12 +146,16 @@ def _numbered(sets: Ragged) -> Hashes:
     return (numbers << np.uint64(32)) | sets.values.astype(np.uint64)
 
 
+_CODE = np.uint64(0xFFFFFFFF)
+"""The bits of a token's hash; the next one marks words and numbers."""
+
+
 class _Codes(dict[str, int]):
-    """Hashes of the tokens seen so far, up to a limit."""
+    """Hashes of the tokens seen so far, up to a limit, with the mark of words and numbers."""
 
     def __missing__(self, token: str) -> int:
         # surrogatepass: JSON escapes can produce lone surrogates, which plain UTF-8 refuses to encode.
-        code = zlib.crc32(token.encode(errors="surrogatepass"))
+        code = zlib.crc32(token.encode(errors="surrogatepass")) | (is_word(token) << 32)
         if len(self) < _MAX_CODES:
             self[token] = code
         return code
