@@ -78,8 +78,9 @@ def _engine_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator
         ranks, gpu_gb = use.engine.runtime.tensor_parallel, f"{hardware.gpu_memory_gb:.0f} GB"
         gpus = f"one GPU of {gpu_gb}" if ranks == 1 else f"{ranks} GPUs of {gpu_gb}"
         yield (
-            f"{key}: an engine on {gpus} holds {fit.weights_gb:.1f} GB of weights on each and {fit.cache_tokens:,} tokens "
-            f"of cache, {fit.sequences} answers of {fit.longest:,}; about {fit.tokens_per_s:,.0f} tokens/s when it is full"
+            f"{key}: an engine on {gpus} holds {fit.weights_gb:.1f} GB of weights on each and {fit.cache_tokens:,} "
+            f"tokens of cache, {fit.sequences} answers of {fit.longest:,}; about {fit.tokens_per_s:,.0f} tokens/s "
+            "when it is full"
         )
 
 

@@ -1,6 +1,6 @@
 """Write frozen dataclasses to Parquet shards, and read them back. A shard is renamed into place when complete.
 
-Large tests of programs are in a file beside their shard (`00000-of-00010.tests`). Both can be moved and copied together.
+Large tests of programs are in a file beside their shard (`00000-of-00010.tests`). Both can be moved together.
 """
 
 from __future__ import annotations

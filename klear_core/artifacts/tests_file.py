@@ -1,7 +1,7 @@
 """Keep large tests of programs in a file, so that a problem in memory holds a handle to its tests.
 
 The released KlearReasoner-CodeSub-15K has 278 KB of tests a problem, 4.2 GB in all. A stage that holds its problems
-(curation, RL, evaluation) needs the number of tests at most; a judging process reads the tests of one problem at a time.
+(curation, RL, evaluation) needs the number of tests at most; a judging process reads those of one problem at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StoredTestsWriter:
     """Appends large tests to a file, which is created for the first of them. Use as a context manager."""
 
     def __init__(self, file: Path, *, name: str = "") -> None:
-        """Write to `file`, and call it `name` in the handles; by default `file`, from which they can be read at once."""
+        """Write to `file`, and call it `name` in the handles; by default `file`, where they can be read at once."""
         self._file = file
         self._name = name or str(file.absolute())
         self._out: BinaryIO | None = None

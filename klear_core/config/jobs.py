@@ -226,7 +226,7 @@ class CurateJob(Job):
         return cls(seed=config.seed, curate=curate)
 
     def files(self) -> tuple[str, ...]:
-        """Return the files of the sources, of question sets only used for decontamination, and of an embedding model."""
+        """Return the files of the sources, of question sets for decontamination alone, and of an embedding model."""
         files = _paths_of((*self.curate.sources, *self.curate.decontaminate.also))
         model = self.curate.select.model_folder
         return files if model is None else (*files, model)

@@ -18,7 +18,7 @@ GPPO_PRESETS: dict[str, dict[str, float]] = {
     "ce_gppo": {"beta_low": 0.5, "beta_high": 1.0, "eps_low": 0.2, "eps_high": 0.2},
     "high_only": {"beta_low": 0.0, "beta_high": 1.0},
 }
-"""Settings by preset name: Klear-Reasoner equation 11, CE-GPPO section 5.1 (which has its own clip range), and gradients
+"""Settings by preset name: Klear-Reasoner equation 11, CE-GPPO section 5.1 (with its own clip range), and gradients
 kept for positive tokens only.
 """
 

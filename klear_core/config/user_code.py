@@ -34,7 +34,7 @@ def module_file(module: str) -> Path:
     found = _find(module)
     if found is None or found.file is None:
         raise ConfigError(
-            f"no Python file of module {module!r} in the working directory ({Path.cwd()}) or among the installed packages"
+            f"no Python file of module {module!r} in the working directory ({Path.cwd()}) or in an installed package"
         )
     return found.file
 

@@ -49,7 +49,7 @@ RunTasks = Callable[[str, Tasks, int], None]
 
 
 def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
-    """Write `problems/*.parquet` and `dropped/*.parquet`: read, limit length, dedup, decontaminate, select, tag, shuffle.
+    """Write `problems/*.parquet` and `dropped/*.parquet`: read, limit length, dedup, decontaminate, select and shuffle.
 
     `rows/*.parquet` names the source row of each problem, in the same order. `leaks/*.parquet` and `leaks.html` show
     every prompt that any decontamination rule would drop.

@@ -93,7 +93,7 @@ class Decontaminator:
         return leaks
 
     def leak_of(self, candidate: Candidate, tokens: Sequence[str]) -> Leak | None:
-        """Return the benchmark question that a prompt, given with its tokens, overlaps with most; None if no rule matches.
+        """Return the benchmark question that a prompt, given with its tokens, overlaps with most; None if no rule fits.
 
         Not all rules drop a prompt: see `Leak.is_dropped`.
         """

@@ -61,7 +61,7 @@ def check_embedding(cfg: EmbeddingConfig) -> None:
         raise ConfigError("select.embedding: sentence-transformers is not installed: pip install 'klear[embed]'")
     if cfg.revision is None and not Path(cfg.model).is_dir():
         raise ConfigError(
-            f"select.embedding.model: {cfg.model!r} is no folder; of a model on the Hub give the revision, too (a commit)"
+            f"select.embedding.model: {cfg.model!r} is no folder; for a model of the Hub, give a commit as revision"
         )
 
 

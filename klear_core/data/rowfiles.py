@@ -24,7 +24,7 @@ SUFFIXES = (*_JSON_KINDS, *(kind + packed for kind in _JSON_KINDS for packed in 
 """Names of data files end in one of these."""
 
 MAX_ROW_BYTES = 128 << 20
-"""Limit for one row of a JSON file, twice `verify.code.max_test_mb`. A longer row is dropped unparsed: reading one takes 5
+"""Limit for one row of a JSON file, twice `verify.code.max_test_mb`. A longer row is dropped unparsed: one takes 5
 times its size in memory, and 15 times if every text has a character of four bytes."""
 
 ALL_COLUMNS: frozenset[str] = frozenset()

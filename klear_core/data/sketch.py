@@ -53,7 +53,7 @@ def similarities(one: Ragged, other: Ragged) -> npt.NDArray[np.float64]:
     """
     if not len(one):
         return np.empty(0)
-    # The number of its pair goes before each shingle, so that one sort merges all pairs. A common shingle is there twice.
+    # The number of its pair goes before each shingle, so that one sort merges all pairs. A common one is there twice.
     merged = np.sort(np.concatenate([_numbered(one), _numbered(other)]))
     is_repeat = np.append(False, merged[1:] == merged[:-1])
     is_shared = np.append(is_repeat[1:], False)[~is_repeat]

@@ -230,7 +230,7 @@ def artifact_id(job: Job, inputs: Mapping[str, ArtifactId], workspace: Workspace
 
 
 def input_records(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> tuple[InputRecord, ...]:
-    """Return all inputs by role: the artifacts, sorted by role, and then the local files and repositories of the Hub that the job
+    """Return all inputs by role: the artifacts, sorted by role, then the local files and Hub repositories that the job
     names."""
     cache = workspace_root(workspace) / "file_hashes.json"
     artifacts = [InputRecord(kind=i.kind, fingerprint=i.fingerprint, role=role) for role, i in sorted(inputs.items())]

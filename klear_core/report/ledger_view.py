@@ -58,7 +58,7 @@ class StageLedger:
 
 
 def stage_ledgers(stages: tuple[StageFacts, ...], *, home: Path) -> list[StageLedger]:
-    """Return the ledgers of the stages that have one, in pipeline order, with links from a page in the folder `home`."""
+    """Return the ledgers of the stages that have one, in pipeline order, with links from a page in `home`."""
     ledgers = [
         stage_ledger(stage.name, stage.manifest.ledger, leaks=_link_to(stage.folder / LEAKS_PAGE, home))
         for stage in stages

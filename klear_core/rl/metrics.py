@@ -192,7 +192,7 @@ def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _custom_rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean of each of the user's rewards, without its weight, and the share of answers on which it failed."""
+    """Return the mean of each of the user's rewards, without its weight, and the share of answers where it failed."""
     values: dict[str, list[float | None]] = {}
     for rollout in rollouts:
         for name, value in rollout.custom_rewards.items():

@@ -159,7 +159,7 @@ def _dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _difference(logged: Mapping[str, float], replayed: Mapping[str, float]) -> float:
-    """Return the largest relative difference of two sets of metrics; infinite if one has a metric that the other lacks."""
+    """Return the largest relative difference of two sets of metrics; infinite if one lacks a metric of the other."""
     first, second = _untimed(logged), _untimed(replayed)
     if first.keys() != second.keys():
         return math.inf

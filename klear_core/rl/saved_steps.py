@@ -1,4 +1,4 @@
-"""Save RL steps in full (samples, weights and optimizer state before the step, metrics), so that they can be replayed."""
+"""Save RL steps in full (samples, weights and optimizer state before the step, metrics), to replay them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SavedSteps:
         return SavedStep(step=step, samples=tuple(samples), metrics=metrics)
 
     def restore(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load weights and optimizer state from before the step (collective call). ArtifactError if they are damaged."""
+        """Load weights and optimizer state from before the step (collective call). ArtifactError if damaged."""
         if self._state(step).load_latest(model, optimizer) is None:
             raise ArtifactError(f"{self._of(step) / _STATE}: no complete state; the files of step {step} are damaged")
 

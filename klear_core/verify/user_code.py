@@ -55,7 +55,7 @@ def compute(task: RewardTask) -> Verdict:
 
 
 def check(function: str) -> None:
-    """Import the function in a child process. Raise ConfigError if it cannot be imported or called with one argument."""
+    """Import the function in a child process. ConfigError if it cannot be imported or called with one argument."""
     module_file(function.partition(":")[0])
     command = [sys.executable, "-m", "klear_core.verify.user_code", function]
     try:

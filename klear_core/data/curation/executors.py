@@ -1,7 +1,7 @@
 """Run tasks by datatrove's executors: on this machine's cores, on Ray or on Slurm. The only module that imports it.
 
 datatrove divides the tasks among workers, skips those that it has marked as complete, and submits jobs. Two things are
-ours: a local pool that reports a worker that was killed (datatrove's waits for its result forever), and errors in files,
+ours: a local pool that reports a killed worker (datatrove's waits for its result forever), and errors in files,
 because datatrove only logs those of Ray and Slurm.
 """
 
@@ -85,8 +85,8 @@ class LocalExecutor(LocalPipelineExecutor):  # type: ignore[misc]
             except (ProcessExpired, BrokenProcessPool) as e:
                 pool.stop()
                 raise ResourceError(
-                    f"a process of the curation died ({e}); if memory ran out, set curate.runtime.executor.workers to a "
-                    "smaller number, and run it again: what is done is kept"
+                    f"a process of the curation died ({e}); if memory ran out, set curate.runtime.executor.workers to "
+                    "a smaller number, and run it again: what is done is kept"
                 ) from e
             except BaseException:
                 pool.stop()
