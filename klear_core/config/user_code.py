@@ -34,7 +34,8 @@ def module_file(module: str) -> Path:
     found = _find(module)
     if found is None or found.file is None:
         raise ConfigError(
-            f"no Python file of module {module!r} in the working directory ({Path.cwd()}) or in an installed package"
+            f"no Python file of module {module!r} in the working directory ({Path.cwd()}) or among the "
+            "installed packages"
         )
     return found.file
 
