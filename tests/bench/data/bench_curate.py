@@ -59,8 +59,8 @@ def measure() -> list[dict[str, object]]:
         ratio = others[kind]["cpu_s"] / ours[COMPARED[kind]]["cpu_s"]
         entries.append((f"curate/speed_over_{kind}", ratio, "times", f">= {needed:g}", ratio >= needed))
         entries.append((f"curate/survivors_{kind}", others[kind]["survivors"], "prompts", "-", True))
-    same = ours[COMPARED]["survivors"] == others["script"]["survivors"]
-    entries.append(("curate/survivors", ours[COMPARED]["survivors"], "prompts", "those of the script", same))
+    same = ours[COMPARED["script"]]["survivors"] == others["script"]["survivors"]
+    entries.append(("curate/survivors", ours[COMPARED["script"]]["survivors"], "prompts", "those of the script", same))
     versions = {"compared at": COMPARED, "questions": NUM_QUESTIONS}
     return [
         {"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries
