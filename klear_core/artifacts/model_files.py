@@ -155,7 +155,9 @@ def _published(repo: HubFiles) -> list[HubFile]:
 
 
 def _names_in(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else set()
+    if not folder.is_dir():
+        return set()
+    return {file.name for file in folder.iterdir() if file.is_file()}
 
 
 def _missing_shards(folder: Path, names: Iterable[str]) -> list[str]:

@@ -14,14 +14,14 @@ from klear_core.config.train import HfModelConfig, HubModelConfig, PublishedMode
 
 
 class GivenFacts(Settings):
-    """What the user knows about a given result; changes no result."""
+    """Facts that the user declares about a given result; they change no result."""
 
     licence: str = ""
     """Licence, for the manifest; empty: what the card (README.md) beside the files states."""
 
 
 class GivenModelFacts(GivenFacts):
-    """What the user knows about a given model."""
+    """Facts that the user declares about a given model."""
 
     decontaminated_against: Literal["unknown"] | tuple[str, ...] = "unknown"
     """Names of the benchmarks that its training data was compared with; scores on others carry a warning."""

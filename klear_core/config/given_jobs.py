@@ -28,7 +28,7 @@ _PLACE = {"kind", "path", "repo", "revision", "runtime", *GivenFacts.model_field
 
 
 class GivenRowsRuntime(Settings):
-    """Where the given rows are, and limits that change no result."""
+    """Places of the given rows, and limits that change no result."""
 
     sources: Rows
     read: Floor = Floor()

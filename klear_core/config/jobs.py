@@ -136,7 +136,7 @@ class Stage:
 
     @property
     def origin(self) -> str:
-        """Where a given result comes from; empty if the stage makes its result."""
+        """Origin of a given result; empty if the stage makes its result."""
         return self.job.origin()
 
     @property

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedShard:
-    """What an earlier run left in a shard, without the texts."""
+    """The record of an earlier run's finished shard, without the texts."""
 
     counts: TraceCounts
     num_failed: int

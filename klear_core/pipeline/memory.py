@@ -41,7 +41,7 @@ class LearnerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerPeak:
-    """What a learner rank holds when it holds most, in bytes."""
+    """The bytes of a learner rank when it holds most."""
 
     moment: str
     """`head`, `mlp backward`, `attention backward` or `embedding gradient`."""

@@ -83,4 +83,4 @@ class ReportInputs:
     differences: tuple[PairedDifference, ...] = ()
     """Differences between consecutive evaluated models and from first to last, per benchmark and decoding."""
     score_warnings: tuple[ScoreWarning, ...] = ()
-    """What is known against scores, from the lineage of the models."""
+    """Reservations about scores, from the lineage of the models."""

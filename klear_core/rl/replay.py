@@ -47,7 +47,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossEffect:
-    """What one step with one loss did."""
+    """The effect of one step with one loss."""
 
     metrics: dict[str, float]
     """The metrics of the step, as the learner logs them."""

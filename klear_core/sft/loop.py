@@ -23,7 +23,7 @@ from klear_core.prompts import check_template, load_tokenizer
 from klear_core.seeding import seed_for
 from klear_core.sft.examples import TokenStore, build_store, check_store
 from klear_core.sft.loss import sft_heads
-from klear_core.sft.order import RowOrder, split_rows
+from klear_core.sft.order import RowOrder, Split, split_rows
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.flops import FlopCount, peak_flops
@@ -94,9 +94,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         # Every rank reads all rows of the step; pack_share() then picks its micro-batches.
         rows = [store[r] for r in order.step(step)]
         batch = pack_share(rows, cfg.runtime, world)
-        if cfg.lora is not None and cfg.lora.dropout > 0:
-            # The masks are those of this step, so that a resumed run draws the same ones.
-            torch.manual_seed(seed_for(job.seed, "sft/lora/dropout", step, world.rank))
+        _seed_dropout(job, step, world)
         result = updater.step(batch, sft_heads(batch.micro_batches, rows, cfg.normalise), step=step)
         if result.is_applied:
             counters["num_tokens"] += batch.num_tokens
@@ -113,10 +111,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         metrics |= speed.metrics(rows)
         if validation and (done % cfg.eval_every_steps == 0 or done == num_steps):
             metrics["sft/loss/validation"] = held_out_loss = _validation_loss(policy, validation, cfg, world)
-            counters.pop("validation_loss", None)  # that of an earlier model must not be reported for this one
-            # Checkpoint counters are written as JSON, which has no NaN.
-            if math.isfinite(held_out_loss):
-                counters["validation_loss"] = held_out_loss
+            _count_validation(held_out_loss, counters)
         telemetry.log(metrics, step=done)
         telemetry.progress(done, num_steps, f"loss {result.loss:.3f}" if result.is_applied else "update skipped")
         if checkpoints.is_due(done) or done == num_steps:
@@ -124,17 +119,34 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     checkpoints.wait()
 
     _export(policy, job, world)
-    held_out = LedgerStep(
-        step="hold_out",
-        unit="row",
-        num_in=len(store),
-        num_out=len(split.train),
-        dropped={"validation": len(split.validation)},
-    )
-    ledger = (store.ledger, held_out, _weigh_step(order, num_steps=num_steps, num_rows=len(split.train)))
+    ledger = (store.ledger, _hold_out_step(split), _weigh_step(order, num_steps=num_steps, num_rows=len(split.train)))
     notes = (skipped_note(int(counters["num_skipped"])),) if counters["num_skipped"] else ()
     return StageSummary(
         counts=_counts(num_steps, counters), ledger=ledger, seeds={"sft": job.seed}, notes=(*path_notes, *notes)
+    )
+
+
+def _seed_dropout(job: _Job, step: int, world: World) -> None:
+    """Seed the masks of a step, so that a resumed run draws the same ones. Without dropout nothing is drawn."""
+    if job.cfg.lora is not None and job.cfg.lora.dropout > 0:
+        torch.manual_seed(seed_for(job.seed, "sft/lora/dropout", step, world.rank))
+
+
+def _count_validation(held_out_loss: float, counters: dict[str, float]) -> None:
+    counters.pop("validation_loss", None)  # that of an earlier model must not be reported for this one
+    # Checkpoint counters are written as JSON, which has no NaN.
+    if math.isfinite(held_out_loss):
+        counters["validation_loss"] = held_out_loss
+
+
+def _hold_out_step(split: Split) -> LedgerStep:
+    num_train, num_held_out = len(split.train), len(split.validation)
+    return LedgerStep(
+        step="hold_out",
+        unit="row",
+        num_in=num_train + num_held_out,
+        num_out=num_train,
+        dropped={"validation": num_held_out},
     )
 
 

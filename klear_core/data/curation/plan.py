@@ -49,7 +49,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcePlan:
-    """What is known of a source before its rows are read."""
+    """Facts about a source that are known before its rows are read."""
 
     source: Source
     name: str

@@ -114,7 +114,7 @@ def _rows_of(plan: Plan, block: Block) -> Iterator[Row]:
 
 @dataclass(slots=True)
 class _Found:
-    """What was found in the rows of a segment so far."""
+    """Results for the rows of a segment so far."""
 
     candidates: list[Candidate] = field(default_factory=list)
     columns: list[dict[str, Numbers | Ragged]] = field(default_factory=list)

@@ -79,7 +79,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """How the fast paths of one part are tried."""
+    """A trial of the fast paths of one part."""
 
     what: str
     trials: Callable[[Run, ModelSizes, torch.device, torch.dtype], Iterator[Trial]]

@@ -32,7 +32,7 @@ _MICRO_BATCHES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerCase:
-    """What a learner rank's memory depends on."""
+    """The settings that a learner rank's memory depends on."""
 
     model: dict[str, Any]
     """The content of a Hugging Face config.json."""
