@@ -139,7 +139,7 @@ class GivenConfig(Settings):
     """A model to score, beside the others in this section. Nothing is trained."""
     score_despite: tuple[str, ...] = ()
     """Benchmarks to score although the lineage of a given model shows that its training data was not compared with
-    them; the report says so. Without, such a run is refused."""
+    them; the report says so. Without, such a run is refused. A name that no benchmark has is refused too."""
 
     def rows(self) -> dict[str, tuple[GivenFiles | GivenDataset, ...]]:
         """Return the given problems and traces by the name of the stage that they replace, in the pipeline's order."""

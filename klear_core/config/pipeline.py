@@ -83,6 +83,17 @@ class PipelineConfig(Settings):
         return benchmarks
 
     @model_validator(mode="after")
+    def _scores_benchmarks_that_there_are(self) -> PipelineConfig:
+        names = [b.name for b in self.benchmarks]
+        unknown = [name for name in self.given.score_despite if name not in names]
+        if unknown:
+            there = ", ".join(names) or "none"
+            raise ValueError(
+                f"given.score_despite: {', '.join(map(repr, unknown))} is none of the benchmarks, which are: {there}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _optimizer_can_continue(self) -> PipelineConfig:
         if self.rl.continue_optimizer:
             raise ValueError(

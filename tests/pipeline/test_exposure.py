@@ -10,6 +10,7 @@ from klear_core.artifacts.ledger import GivenRecord
 from klear_core.artifacts.manifest import Manifest, write_manifest
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.errors import ConfigError
 from klear_core.pipeline.exposure import Exposure, exposures
 from klear_core.pipeline.graph import fingerprints_of, input_records, stages_of
 from klear_core.pipeline.preflight import problems_with
@@ -91,6 +92,13 @@ def test_a_model_of_a_run_without_this_benchmark_is_not_scored_unless_told(tmp_p
     told = config(tmp_path, other, f"given.sft={model}", "given.score_despite=['aime']")
     assert not [problem for problem in problems_with(told) if "score_despite" in problem]
     assert "was not compared with aime" in only(exposures(told)).warning
+
+
+@pytest.mark.parametrize("names", ["'AIME'", "'aime', 'aime24'", "''"])
+def test_permission_to_score_names_benchmarks_that_there_are(tmp_path: Path, questions: Path, names: str) -> None:
+    wrong = names.rpartition(" ")[2]
+    with pytest.raises(ConfigError, match=f"score_despite: {wrong} is none of the benchmarks, which are: aime"):
+        config(tmp_path, questions, f"given.score_despite=[{names}]")
 
 
 def test_generated_benchmarks_share_no_problem_with_training_whatever_their_seed(
