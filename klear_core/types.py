@@ -166,7 +166,7 @@ class UnverifiableReference:
 
     domain: Domain
     why: str
-    """What the source lacks, for people."""
+    """The thing that the source lacks, for people."""
 
 
 Reference = MathReference | CodeReference | UnverifiableReference

@@ -53,6 +53,8 @@ def stage_run(
     ConfigError if MLflow refuses the first stage of a pipeline run, so that wrong credentials show before work starts.
     """
     uri = tracking_uri(info.workspace)
+    origin = job.origin()
+    given = {"given": origin} if origin else {}
     record = _record_of(info).model_copy(
         update={
             "stage": info.stage,
@@ -61,7 +63,7 @@ def stage_run(
             "makes_model": job.makes_model,
             "scores_step": info.position if job.scores_model else None,
             "page": job.page,
-            "params": flat_params(result_settings(job)) | ({"given": job.origin()} if job.origin() else {}),
+            "params": flat_params(result_settings(job)) | given,
             "inputs": tuple(inputs),
             "metrics_file": str(metrics_file),
         }

@@ -49,7 +49,7 @@ class GivenRecord(Settings):
     origin: str
     """Folder, or `owner/name@0123456` on the Hub."""
     licence: str
-    """As declared or as its card states; `not stated` otherwise."""
+    """Licence that is declared or that its card states; `not stated` otherwise."""
     files: tuple[FileRecord, ...]
 
 
@@ -63,4 +63,4 @@ class StageSummary(Settings):
     notes: tuple[str, ...] = ()
     """Warnings for the reader of the report (less isolation than asked for, all ratios were 1)."""
     given: GivenRecord | None = None
-    """Where the result comes from, if the stage took one that exists."""
+    """Origin of the result, if the stage took one that exists."""

@@ -167,7 +167,7 @@ class HubSource(RowSource):
     files: str = ""
     """Pattern of the data files inside the repository (`data/train-*.parquet`); empty: all."""
     runtime: HubRuntime = HubRuntime()
-    """Where the files are kept and fetched from."""
+    """The folder that keeps downloaded files, and the address that they come from."""
 
 
 def _path_as_source(value: object) -> object:
@@ -394,7 +394,7 @@ class CurateRuntime(Settings):
     read: ReadFloor = ReadFloor()
     """Share of each source's rows that are readable and have a question and a reference."""
     executor: ExecutorConfig = LocalExecutorConfig()
-    """Where blocks of the sources are read and shards are written."""
+    """The machine or cluster that reads blocks of the sources and writes shards."""
 
 
 class CurateConfig(Settings):

@@ -52,7 +52,7 @@ class GivenRepo(GivenModelFacts):
     max_position_embeddings: int | None = Field(default=None, ge=16)
     """New value for the config of models trained from it; None keeps it."""
     runtime: HubRuntime = HubRuntime()
-    """Where the files are kept and fetched from."""
+    """The folder that keeps downloaded files, and the address that they come from."""
 
     def as_model(self) -> PublishedModel:
         """Return the settings of the model alone."""

@@ -56,7 +56,7 @@ class HubModelConfig(Settings):
     max_position_embeddings: int | None = Field(default=None, ge=16)
     """New value for the config of the trained model; None keeps it. The paper's RL needs 4096 + 32768 = 36864."""
     runtime: HubRuntime = HubRuntime()
-    """Where the files are kept and fetched from."""
+    """The folder that keeps downloaded files, and the address that they come from."""
 
 
 PublishedModel = HfModelConfig | HubModelConfig

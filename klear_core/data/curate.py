@@ -163,11 +163,12 @@ def _check_floors(plan: Plan, segments: Segments) -> Iterator[str]:
         parts = [part for part in segments.parts if part.source == number]
         for part in parts:
             lost.update(part.lost)
+        examples = (part.example for part in parts if part.example)
         share = Share(
             what=f"rows of source {source.name!r} can be used",
             num_in=sum(part.num_rows for part in parts),
             lost=lost,
-            example=next((part.example for part in parts if part.example), ""),
+            example=next(examples, ""),
         )
         remedy = "Repair the file, or name its row_schema"
         yield from check_floor(share, plan.cfg.runtime.read, key="curate.runtime.read", remedy=remedy)

@@ -46,7 +46,7 @@ class ReferenceMarks:
     """Hashes of a reference: two references disagree if they answer the same and have no answer in common."""
 
     asked: frozenset[int]
-    """What is answered: the question itself, a function's name, or inputs of a program."""
+    """Hashes of the things asked for: the question itself, a function's name, or inputs of a program."""
     told: frozenset[int]
     """The answers."""
 

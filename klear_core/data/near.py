@@ -26,7 +26,7 @@ _REASONS = (
     "similar_with_other_numbers_or_signs",
     "similar_without_a_common_answer",
 )
-"""Why two similar questions are different problems."""
+"""Reasons for which two similar questions are different problems."""
 SAME = len(_REASONS)
 """Code of two questions that are the same problem; lower codes are indices of `_REASONS`."""
 UNLIKE = SAME + 1

@@ -67,8 +67,8 @@ class QuestionTables:
         schema = next(schema for schema in CODE_SCHEMAS if schema.name == _FORMATS[name])
         questions: list[str] = []
         for file in data_files(self._source(name, split)):
-            rows = read_rows(file.path, label=file.label, columns=_COLUMNS)
-            questions += ["" if isinstance(row, BrokenRow) else _question_in(row.fields, schema) for row in rows]
+            for row in read_rows(file.path, label=file.label, columns=_COLUMNS):
+                questions.append("" if isinstance(row, BrokenRow) else _question_in(row.fields, schema))
         return questions
 
     def _source(self, name: str, split: str) -> FileSource:

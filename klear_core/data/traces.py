@@ -34,7 +34,7 @@ class Reply:
     answer: str
     finish_reason: TeacherFinish = "stop"
     published_verdict: str = ""
-    """What the row says about it: `right`, `wrong`, or nothing."""
+    """The row's own verdict on it: `right`, `wrong`, or nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

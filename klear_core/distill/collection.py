@@ -62,7 +62,7 @@ class Collection:
         self.num_shards_done = 0
         self.progress = Progress()
         self.usage = Usage()
-        """What this and earlier runs used, replies of unfinished shards included."""
+        """Tokens and money of this and earlier runs, replies of unfinished shards included."""
         self.is_over_budget = False
         self.failures: dict[Path, list[Dropped]] = {}
         """Failures in the shards in progress, by shard path."""

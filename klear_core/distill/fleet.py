@@ -54,7 +54,7 @@ class Endpoint:
         self.resume_at = now
         """No request is sent before this time."""
         self.removed_because = ""
-        """Why it gets no more requests in this run; empty if it does."""
+        """The reason for which it gets no more requests in this run; empty if it gets them."""
         self.takes_stream_options = True
         self._runtime = runtime
         self._times_left_out = 0

@@ -127,7 +127,7 @@ class _Taken:
         share = Share(
             what=what,
             num_in=num_in,
-            lost=Counter(drop.reason for drop in drops),
+            lost=self._reasons_at(step),
             example=drops[0].detail if drops else "",
         )
         key = "curate.runtime.read" if step == READ else "distill.runtime.complete"

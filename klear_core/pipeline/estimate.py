@@ -28,7 +28,7 @@ class StageEstimate:
     max_tokens: int | None
     """Tokens generated, or trained on (sft)."""
     memory_gb: float | None
-    """What a process or GPU allocates when it holds most, in gigabytes of 1e9 bytes, without a margin."""
+    """Highest allocation of a process or GPU, in gigabytes of 1e9 bytes, without a margin."""
     peak: LearnerPeak | None = None
     """The same of a learner, by its parts."""
     gpu_hours: float | None = None

@@ -80,7 +80,10 @@ def _by_lineage(
     if protected is None:
         return (), tuple(b.name for b in benchmarks)
     cache = workspace_root(config.workspace) / "file_hashes.json"
-    missed = [b.name for b in benchmarks if not all(_protects(manifest, b, cache) for manifest in protected)]
+    missed = []
+    for benchmark in benchmarks:
+        if not all(_protects(manifest, benchmark, cache) for manifest in protected):
+            missed.append(benchmark.name)
     return tuple(missed), ()
 
 

@@ -48,8 +48,9 @@ class FlopCount:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width = config.num_hidden_layers * config.num_attention_heads * head_dim
         # numel() of a sharded weight (DTensor) is its global size.
+        layer_params = sum(p.numel() for p in matrices)
         return cls(
-            layer_params=sum(p.numel() for p in matrices),
+            layer_params=layer_params,
             head_params=head.numel(),
             attention_width=width,
             frozen_layer_params=frozen_layer_params,

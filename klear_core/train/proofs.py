@@ -70,7 +70,7 @@ class Proof:
     error: float = math.nan
     """Largest error of a result or gradient, as a share of the tolerance: above 1 it disagrees."""
     reason: str = ""
-    """Why the path cannot be used, for a reader."""
+    """The cause for which the path cannot be used, for a reader."""
     time_ratio: float = math.nan
     """Time of the fast path over that of plain operations, forward and backward; NaN if it was not measured."""
 

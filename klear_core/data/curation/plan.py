@@ -90,7 +90,8 @@ def make_plan(cfg: CurateConfig, protected: Iterable[Protected], *, seed: int) -
     stats = [(file.label, *_stat(file.path)) for of_source in files.values() for file in of_source]
     stats += [(str(file), *_stat(file)) for source in sources for file in _looked_up(source)]
     parts = [_FORMAT, result_settings(cfg), cfg.runtime.rows_per_shard, seed, stats]
-    parts += [[asdict(p) for p in protected], [(asdict(p.templates), p.first and asdict(p.first)) for p in plans]]
+    parts.append([asdict(p) for p in protected])
+    parts.append([(asdict(p.templates), p.first and asdict(p.first)) for p in plans])
     return Plan(
         cfg=cfg,
         seed=seed,

@@ -210,6 +210,8 @@ class _Reader:
         leak_codes = [NOT_LEAKED if leak is None else LEAKED + leak.is_dropped for leak in leaks]
         places = [at for at, _ in chunk]
         numbers = [int(problem_id, 16) for problem_id in ids]
+        sorted_answers = [sorted(a or ()) for a in answers]
+        is_math = [a is not None for a in answers]
         columns: dict[str, Numbers | Ragged] = {
             "at": np.array(places, dtype=np.uint32),
             "key": keys_array(keys),
@@ -217,8 +219,8 @@ class _Reader:
             "order": np.array(order, dtype=np.uint64),
             "tag": np.array(tags, dtype=np.uint8),
             "leak": np.array(leak_codes, dtype=np.uint8),
-            "answers": ragged([sorted(a or ()) for a in answers], np.uint64),
-            "is_math": np.array([a is not None for a in answers], dtype=np.bool_),
+            "answers": ragged(sorted_answers, np.uint64),
+            "is_math": np.array(is_math, dtype=np.bool_),
         }
         if self._cfg.dedup.near.enabled:
             columns |= self._sketched(candidates, tokens)
@@ -246,9 +248,13 @@ def _all_rows(chunks: Sequence[dict[str, Numbers | Ragged]]) -> dict[str, Number
     """Return the columns of all chunks as one; band keys have their candidates on the second axis."""
     columns: dict[str, Numbers | Ragged] = {}
     for name in chunks[0]:
-        lists = [column for chunk in chunks if isinstance(column := chunk[name], Ragged)]
-        arrays = [column for chunk in chunks if not isinstance(column := chunk[name], Ragged)]
-        columns[name] = joined(lists) if lists else np.concatenate(arrays, axis=-1 if name == "bands" else 0)
+        parts = [chunk[name] for chunk in chunks]
+        lists = [part for part in parts if isinstance(part, Ragged)]
+        if lists:
+            columns[name] = joined(lists)
+            continue
+        arrays = [part for part in parts if not isinstance(part, Ragged)]
+        columns[name] = np.concatenate(arrays, axis=-1 if name == "bands" else 0)
     return columns
 
 

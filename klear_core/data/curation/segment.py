@@ -114,7 +114,7 @@ class Segment:
         """Rows that could not be read, by reason."""
         self.too_long = int(counts["too_long"])
         self.example: str = counts["example"]
-        """Why the first of the rows that could not be read was dropped."""
+        """The first of the rows that could not be read, with the reason."""
 
     def column(self, name: str) -> Numbers:
         """Return an array with one number or row for each candidate."""
@@ -217,10 +217,8 @@ def open_segments(blocks: Path) -> Segments:
 def _write_texts(file: Path, candidates: Sequence[Candidate]) -> None:
     import pyarrow as pa
 
-    columns = [
-        pa.array([candidate.question for candidate in candidates], pa.large_string()),
-        pa.array([candidate.row for candidate in candidates], pa.large_string()),
-    ]
-    batch = pa.record_batch(columns, names=["question", "row"])
+    questions = pa.array([candidate.question for candidate in candidates], pa.large_string())
+    rows = pa.array([candidate.row for candidate in candidates], pa.large_string())
+    batch = pa.record_batch([questions, rows], names=["question", "row"])
     with pa.ipc.new_file(str(file), batch.schema) as writer:
         writer.write_batch(batch)

@@ -84,7 +84,7 @@ class Part:
     what: str
     trials: Callable[[Run, ModelSizes, torch.device, torch.dtype], Iterator[Trial]]
     plain: str
-    """What is used where all fast paths are left out."""
+    """Name of the form that is used where all fast paths are left out."""
 
 
 def is_used(name: str, sizes: ModelSizes, device: torch.device, dtype: torch.dtype) -> bool:

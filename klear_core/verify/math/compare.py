@@ -36,7 +36,7 @@ _WITHOUT_UNITS = NormalizationConfig(
 )
 _BOXED_EXTRACTION = (LatexExtractionConfig(normalization_config=_WITHOUT_UNITS), ExprExtractionConfig())
 Parsed = tuple[object, ...]
-"""What math-verify reads in a text: sympy's form and the text itself; empty if it can read nothing."""
+"""Result of math-verify's reading of a text: sympy's form and the text itself; empty if it can read nothing."""
 # CPU seconds after which a comparison is killed that its alarm could not stop, because it was inside one long C call.
 _BACKSTOP_CPU_S = 2
 
