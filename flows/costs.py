@@ -11,6 +11,7 @@ from rich.table import Table
 from klear_core.config.engine import VllmEngineConfig
 from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.pipeline.busy import ENOUGH, MEDIAN_SHARE, SIGMA, BusyEstimate, estimate_busy
 from klear_core.pipeline.estimate import StageEstimate, estimate
 from klear_core.pipeline.fits import known_hardware, with_margin_gb
 from klear_core.pipeline.graph import stages_of
@@ -25,7 +26,7 @@ def show_costs(
     rows = estimate(config, chosen)
     console.print(_table(rows, price=config.hardware.price_per_gpu_hour))
     stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
-    for line in _engine_lines(config, stages):
+    for line in (*_engine_lines(config, stages), *_busy_lines(config, stages)):
         console.print(line)
     if any(row.gpu_hours is not None for row in rows):
         console.print(_assumptions(config))
@@ -82,6 +83,38 @@ def _engine_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator
             f"tokens of cache, {fit.sequences} answers of {fit.longest:,}; about {fit.tokens_per_s:,.0f} tokens/s "
             "when it is full"
         )
+
+
+def _busy_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
+    """Yield a line for each training on several data ranks: how long they wait for one another, and what would help."""
+    size = planned_size(config.start_model)
+    if size is None:
+        return
+    is_any = False
+    for stage in stages:
+        training = stage.job.training()
+        if training is not None and training.runtime.num_workers > training.runtime.context_parallel:
+            is_any = True
+            yield f"{stage.section}.runtime: {_busy_line(estimate_busy(training, size))}"
+    if is_any:
+        yield (
+            f"Busy shares are simulated, without communication: row lengths are log-normal, with a median of "
+            f"{MEDIAN_SHARE:.2f} of the longest and a sigma of {SIGMA:g}"
+        )
+
+
+def _busy_line(busy: BusyEstimate) -> str:
+    line = f"{busy.num_ranks} data ranks are busy {busy.share:.2f} of an update of {busy.num_rows} rows"
+    if busy.share >= ENOUGH:
+        return line
+    line += f": too few rows, with which no packing reaches more than {busy.bound:.2f}"
+    if busy.better is None:
+        return line
+    settings = (
+        f"context_parallel = {busy.better.context_parallel}, "
+        f"tokens_per_microbatch = {busy.better.tokens_per_microbatch}"
+    )
+    return f"{line}. {settings} reaches {busy.better_share:.2f}"
 
 
 def _assumptions(config: PipelineConfig) -> str:

@@ -113,7 +113,7 @@ class Learner:
     @torch.no_grad()
     def logps(self, samples: Sequence[TrainSample]) -> list[TokenLogps]:
         """Return log-probs and entropies of this rank's share of the tokens, one micro-batch each (collective call)."""
-        packed = pack_share(samples, self.cfg.runtime, self.world)
+        packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
         outputs = []
         for micro in packed.micro_batches:
             outputs.append(self._policy(micro, self._logp_head(micro)))
@@ -232,7 +232,7 @@ class Learner:
             group.update(saved)
 
     def _prepare(self, samples: Sequence[TrainSample]) -> _MiniBatch:
-        packed = pack_share(samples, self.cfg.runtime, self.world)
+        packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
         # Count the samples of all ranks, because gradients are summed over ranks, not averaged.
         denominators = Denominators.of(samples)
         targets = []
@@ -296,6 +296,7 @@ class Learner:
         norms = [r.grad_norm for _, r in applied]
         sizes = [m.packed.num_tokens for m, _ in applied]
         fills = [m.packed.fill for m, _ in applied]
+        busy = [m.packed.busy for m, _ in applied]
         metrics |= {
             "rl/loss/mean": sum(losses) / len(losses),
             "rl/grad/norm": sum(norms) / len(norms),
@@ -303,6 +304,7 @@ class Learner:
             "rl/optim/lr": applied[0][1].lr,
             "rl/batch/tokens": float(sum(sizes)),
             "rl/batch/fill": sum(fills) / len(fills),
+            "rl/batch/busy": sum(busy) / len(busy),
         }
         return metrics | token_metrics | self._mismatch(*applied[0])
 

@@ -83,7 +83,8 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         read_hf_config(model_folder(job.model)), world, cfg.dtype, context_parallel=cfg.runtime.context_parallel
     )
     policy = _load(job, world)
-    speed = _Speedometer(FlopCount.of(policy), world)
+    flops = FlopCount.of(policy)
+    speed = _Speedometer(flops, world)
     updater = Updater(policy, cfg.optim, world, num_steps=num_steps)
     checkpoints = Checkpoints(job.workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
     # Weights and moments are loaded in place, counters say where to go on.
@@ -93,7 +94,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         speed.start()
         # Every rank reads all rows of the step; pack_share() then picks its micro-batches.
         rows = [store[r] for r in order.step(step)]
-        batch = pack_share(rows, cfg.runtime, world)
+        batch = pack_share(rows, cfg.runtime, world, flops)
         _seed_dropout(job, step, world)
         result = updater.step(batch, sft_heads(batch.micro_batches, rows, cfg.normalise), step=step)
         if result.is_applied:
@@ -110,7 +111,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         }
         metrics |= speed.metrics(rows)
         if validation and (done % cfg.eval_every_steps == 0 or done == num_steps):
-            metrics["sft/loss/validation"] = held_out_loss = _validation_loss(policy, validation, cfg, world)
+            metrics["sft/loss/validation"] = held_out_loss = _validation_loss(policy, validation, cfg, world, flops)
             _count_validation(held_out_loss, counters)
         telemetry.log(metrics, step=done)
         telemetry.progress(done, num_steps, f"loss {result.loss:.3f}" if result.is_applied else "update skipped")
@@ -191,6 +192,7 @@ def _of_update(result: StepResult, batch: PackedBatch) -> dict[str, float]:
         "sft/grad/norm": result.grad_norm,
         "sft/batch/tokens": batch.num_tokens,
         "sft/batch/fill": batch.fill,
+        "sft/batch/busy": batch.busy,
     }
 
 
@@ -242,9 +244,11 @@ def _save_bad_batch(rows: Sequence[SftExample], job: _Job, *, step: int, num_ski
 
 
 @torch.no_grad()
-def _validation_loss(policy: Policy, rows: Sequence[SftExample], cfg: SftConfig, world: World) -> float:
+def _validation_loss(
+    policy: Policy, rows: Sequence[SftExample], cfg: SftConfig, world: World, flops: FlopCount
+) -> float:
     """Return the cross-entropy over all held-out rows in nats, normalised as in training (collective call)."""
-    micro_batches = pack_share(rows, cfg.runtime, world).micro_batches
+    micro_batches = pack_share(rows, cfg.runtime, world, flops).micro_batches
     heads = sft_heads(micro_batches, rows, cfg.normalise)
     policy.eval()  # without the adapters' dropout
     losses = [policy(micro, head).loss for micro, head in zip(micro_batches, heads, strict=True)]

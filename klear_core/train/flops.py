@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from klear_core.train.balance import RowWork
 from klear_core.train.model import Policy
 from klear_core.train.packing import TokenRow
 
@@ -72,6 +73,18 @@ class FlopCount:
             self.layer_params * num_tokens + self.head_params * num_loss_tokens + 2 * self.attention_width * num_pairs
         )
         return all_trained - 2.0 * (self.frozen_layer_params * num_tokens + self.frozen_head_params * num_loss_tokens)
+
+    def row_work(self, *, recomputes: bool) -> RowWork:
+        """Return the work of a row by its length, to balance ranks; with `recomputes` layers run forward twice.
+
+        Other than in `step` recomputation counts, because it takes time. All tokens pass through the head here: the
+        share that carries loss differs little between rows.
+        """
+        per_layer_weight = 8 if recomputes else 6
+        all_trained = per_layer_weight * self.layer_params + 6 * self.head_params
+        # A frozen weight has no gradient of its own.
+        product_flops = all_trained - 2 * (self.frozen_layer_params + self.frozen_head_params)
+        return RowWork.of(product_flops=product_flops, attention_width=self.attention_width, recomputes=recomputes)
 
 
 def peak_flops(device: torch.device) -> float | None:

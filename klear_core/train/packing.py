@@ -17,7 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from klear_core.train.balance import Item, RowWork, busy_share, distribute
 from klear_core.train.context import ALONE, Context
+
+TOKENS_ALONE = RowWork()
+"""Work by the number of tokens, for callers that do not know the model."""
 
 
 class TokenRow(Protocol):
@@ -106,6 +110,8 @@ class PackedBatch:
 
     It is below 1 because of padding, above 1 if shared prompts save more.
     """
+    busy: float
+    """Mean share of the update in which a rank computes, by the work of its rows; the rest it waits for others."""
 
 
 def pack(
@@ -116,30 +122,35 @@ def pack(
     device: torch.device | str = "cpu",
     rank: int = 0,
     num_ranks: int = 1,
+    row_work: RowWork = TOKENS_ALONE,
     cp_group: Context = ALONE,
 ) -> PackedBatch:
     """Pack rows into micro-batches of about `tokens_per_microbatch` and return this rank's share.
 
-    A row longer than that gets a micro-batch of its own. Every rank gets the same number of micro-batches, filled up
-    with empty ones (one token, no loss), because sharded models make collective calls in every pass. A context-parallel
-    group counts as one rank; each member gets its contiguous slice of the sequence.
+    A row longer than that gets a micro-batch of its own. Several ranks get micro-batches of about the same work, by
+    `row_work`, in each pass. Every rank gets the same number, some of them empty (one token, no loss), because sharded
+    models make collective calls in every pass. A context-parallel group counts as one rank; each member gets its
+    contiguous slice of the sequence.
     """
-    # Every rank computes the same plan from the same rows, without communication.
     groups = _prompt_groups(rows, tokens_per_microbatch) if shares_prompts else _single_rows(len(rows))
-    sequences = _pack_groups(groups, rows, tokens_per_microbatch)
-    lengths = [_tokens_computed(sequence, rows, cp_group.size) for sequence in sequences]
-    sequences_of_ranks = _balance(lengths, num_ranks)
-    micro_batches = [_micro_batch(sequences[i], rows, device, cp_group.size) for i in sequences_of_ranks[rank]]
-    num_micro_batches = max(len(indices) for indices in sequences_of_ranks)
-    micro_batches += [_empty_micro_batch(device, cp_group.size)] * (num_micro_batches - len(micro_batches))
+    items = [_item(group, rows, row_work) for group in groups]
+    # Every rank computes the same plan from the same rows, without communication.
+    plan = distribute(items, capacity=tokens_per_microbatch, num_ranks=num_ranks)
+    micro_batches, lengths = [], []
+    for bins in plan:
+        for chosen in bins:
+            lengths.append(_round_up(sum(items[i].num_tokens for i in chosen), cp_group.size))
+        micro = _micro_batch([groups[i] for i in bins[rank]], rows, device, cp_group.size)
+        micro_batches.append(_slice_sequence(micro, cp_group))
     num_tokens = sum(len(r.token_ids) for r in rows)
     num_loss_tokens = sum(sum(r.loss_mask) for r in rows)
     return PackedBatch(
-        micro_batches=tuple(_slice_sequence(micro, cp_group) for micro in micro_batches),
+        micro_batches=tuple(micro_batches),
         num_rows=len(rows),
         num_tokens=num_tokens,
         num_loss_tokens=num_loss_tokens,
         fill=num_tokens / max(1, sum(lengths)),
+        busy=busy_share(plan, items, num_ranks),
     )
 
 
@@ -173,13 +184,13 @@ def _single_rows(count: int) -> list[_PromptGroup]:
     return [_PromptGroup(rows=(i,), prompt_len=0) for i in range(count)]
 
 
-def _pack_groups(groups: Sequence[_PromptGroup], rows: Sequence[TokenRow], capacity: int) -> list[list[_PromptGroup]]:
-    """Distribute prompt groups over packed sequences of about `capacity` tokens."""
-    sizes = [_packed_len(g.rows, g.prompt_len, rows) for g in groups]
-    sequences = []
-    for chosen in _best_fit(sizes, capacity):
-        sequences.append([groups[i] for i in chosen])
-    return sequences
+def _item(group: _PromptGroup, rows: Sequence[TokenRow], row_work: RowWork) -> Item:
+    """Return the tokens and the work of a group: those of its prompt, and of each row beyond its prompt."""
+    work_of_prompt = row_work(group.prompt_len)
+    work = work_of_prompt
+    for i in group.rows:
+        work += row_work(len(rows[i].token_ids)) - work_of_prompt
+    return Item(num_tokens=_packed_len(group.rows, group.prompt_len, rows), work=work)
 
 
 def _prompt(row: TokenRow) -> tuple[int, ...]:
@@ -193,49 +204,17 @@ def _packed_len(members: Sequence[int], prompt_len: int, rows: Sequence[TokenRow
     return prompt_len + sum(len(rows[i].token_ids) - prompt_len for i in members)
 
 
-def _tokens_computed(groups: Sequence[_PromptGroup], rows: Sequence[TokenRow], multiple: int) -> int:
-    """Return the tokens of a packed sequence with its padding, to make the slices of context-parallel ranks equal."""
-    return _round_up(sum(_packed_len(g.rows, g.prompt_len, rows) for g in groups), multiple)
-
-
-def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put items into bins, longest first, each into the fullest bin with room; return the items of each bin.
-
-    Ties go to the earlier item and bin, so that every rank finds the same bins.
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fitting = [b for b in range(len(bins)) if room[b] >= lengths[item]]
-        if fitting:
-            best = min(fitting, key=lambda b: (room[b], b))
-            bins[best].append(item)
-            room[best] -= lengths[item]
-        else:
-            bins.append([item])
-            room.append(capacity - lengths[item])
-    return bins
-
-
 def _round_up(count: int, multiple: int) -> int:
+    # Padding makes the slices of context-parallel ranks equal.
     return -(-count // multiple) * multiple
-
-
-def _balance(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Assign packed sequences to ranks, longest first, each to the rank with the fewest tokens; return each rank's."""
-    loads = [0] * num_ranks
-    sequences_of_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min(range(num_ranks), key=lambda r: (loads[r], r))
-        sequences_of_ranks[rank].append(sequence)
-        loads[rank] += lengths[sequence]
-    return sequences_of_ranks
 
 
 def _micro_batch(
     groups: Sequence[_PromptGroup], rows: Sequence[TokenRow], device: torch.device | str, multiple: int
 ) -> MicroBatch:
-    """Build one micro-batch whose T is a multiple of `multiple`."""
+    """Build one micro-batch whose T is a multiple of `multiple`; without groups it has one token and no loss."""
+    if not groups:
+        return _empty_micro_batch(device, multiple)
     builder = _SequenceBuilder()
     for group in groups:
         builder.add(group, rows)

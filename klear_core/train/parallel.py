@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
 from klear_core.train.context import ALONE, Context
+from klear_core.train.flops import FlopCount
 from klear_core.train.lora import Adapters, base_name, factor_names, is_adapter, merge
 from klear_core.train.model import DTYPES, Dtype, Policy, load_model, pick_device
 from klear_core.train.packing import PackedBatch, TokenRow, pack
@@ -132,8 +133,11 @@ def _device_of_rank(runtime: TrainRuntime, index: int, num_visible: int) -> torc
     return torch.device("cuda", index)
 
 
-def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World) -> PackedBatch:
-    """Return this rank's micro-batches of a step's rows. Prompts are shared on CPU only: no CUDA kernel supports it."""
+def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World, flops: FlopCount) -> PackedBatch:
+    """Return this rank's micro-batches of a step's rows, with the work of a row as `flops` counts it.
+
+    Prompts are shared on CPU only: no CUDA kernel supports it.
+    """
     return pack(
         rows,
         tokens_per_microbatch=runtime.tokens_per_microbatch,
@@ -141,6 +145,7 @@ def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World) ->
         device=world.device,
         rank=world.data_rank,
         num_ranks=world.num_data_ranks,
+        row_work=flops.row_work(recomputes=runtime.activation_checkpointing),
         cp_group=world.cp_group,
     )
 

@@ -179,7 +179,7 @@ def test_a_stage_whose_updates_are_all_skipped_has_no_losses_and_says_why(tmp_pa
     summary = run((model, traces), tmp_path / "out", seen, runtime=runtime)
     assert summary.counts == {"steps": 9, "tokens": 0, "skipped": 9}
     assert "9 updates were skipped" in summary.notes[0]
-    per_update = {"sft/loss/train", "sft/grad/norm", "sft/batch/tokens", "sft/batch/fill"}
+    per_update = {"sft/loss/train", "sft/grad/norm", "sft/batch/tokens", "sft/batch/fill", "sft/batch/busy"}
     assert not any(per_update & row.keys() for row in seen.rows.values())
 
 

@@ -23,3 +23,14 @@ def test_a_step_counts_tokens_loss_tokens_and_pairs():
 
 def test_a_cpu_has_no_peak():
     assert peak_flops(torch.device("cpu")) is None
+
+
+def test_the_work_of_a_row_counts_recomputation_and_leaves_out_gradients_of_frozen_weights():
+    """100 weights in layers and 10 in the head, attention 3 wide: FLOPs a token over 9 (7) * 3 a squared token."""
+    count = FlopCount(layer_params=100, head_params=10, attention_width=3)
+    assert count.row_work(recomputes=True).attention_len == (8 * 100 + 6 * 10) / (9 * 3)
+    assert count.row_work(recomputes=False).attention_len == (6 * 100 + 6 * 10) / (7 * 3)
+    frozen = FlopCount(
+        layer_params=100, head_params=10, attention_width=3, frozen_layer_params=90, frozen_head_params=10
+    )
+    assert frozen.row_work(recomputes=False).attention_len == (660 - 2 * 100) / (7 * 3)
