@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 
 class Domain(StrEnum):
@@ -169,7 +169,17 @@ class UnverifiableReference:
     """The thing that the source lacks, for people."""
 
 
-Reference = MathReference | CodeReference | UnverifiableReference
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomReference:
+    """The reference of a problem for a judge of the user's own; `verify.judges` binds the name to a function."""
+
+    judge: str
+    domain: Domain
+    value_json: str
+    """JSON text of the value that the judge compares answers with; only the judge knows its form."""
+
+
+Reference = MathReference | CodeReference | CustomReference | UnverifiableReference
 
 
 def domain_of(reference: Reference) -> Domain:
@@ -179,7 +189,7 @@ def domain_of(reference: Reference) -> Domain:
             return Domain.MATH
         case CodeReference():
             return Domain.CODE
-        case UnverifiableReference(domain=domain):
+        case CustomReference(domain=domain) | UnverifiableReference(domain=domain):
             return domain
         case _:
             assert_never(reference)
@@ -263,13 +273,32 @@ class JudgedAnswer:
     source: str
     question: str
     answers: tuple[str, ...]
-    """The accepted answers of a math problem; empty for a code problem."""
+    """The accepted answers of a math problem; empty for others."""
     text: str
     """The complete model output, think tags included."""
     score: float
     """The verdict's score: 1 for a right answer, 0 for a wrong or missing one."""
     num_tokens: int
     finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerToJudge:
+    """One sampled answer with its reference: the argument of a judge of the user's own."""
+
+    problem_id: str
+    source: str
+    question: str
+    """Empty for the rows of `klear judge`, which have none."""
+    reference: Any
+    """The `value` of the problem's reference, as JSON holds it."""
+    answer: str
+    """The part of the response in which an answer may be: what follows the last `</think>`, unless `verify.window` is
+    `whole`."""
+    box: str | None
+    r"""Content of the last `\boxed{}` of `answer`; None if there is none, or it is not closed."""
+    response: str
+    """The complete model output, think tags included."""
 
 
 Judge = Callable[[Problem, str], Awaitable[Verdict]]

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from klear_core.config.settings import Floor, Settings
+from klear_core.config.verify import JUDGE_NAME_PATTERN
 
 RowSchema = Literal[
     "auto",
@@ -73,6 +74,9 @@ class FieldMap(Settings):
     """Place of the question: a text, or a list of messages with one user turn."""
     answer: str = ""
     """Place of the math answer: a text, a number, or a list of accepted answers."""
+    judge: str = Field(default="", pattern=f"^$|{JUDGE_NAME_PATTERN}")
+    """Name of a judge of one's own (`verify.judges`) to judge these problems; `answer` is then the place of the value
+    that it gets, which may be any JSON."""
     tests: str = ""
     """Place of the tests of a code problem, in a format that klear_core/data/references.py reads."""
     fn_name: str = ""
@@ -88,6 +92,8 @@ class FieldMap(Settings):
     def _one_reference(self) -> Self:
         if self.answer and self.tests:
             raise ValueError("a row has an answer or tests, not both: split the source by domain")
+        if self.judge and not self.answer:
+            raise ValueError(f"judge = {self.judge!r} needs `answer`, the place of the value that it compares with")
         return self
 
 

@@ -286,6 +286,10 @@ class TagJob(Job):
         settings = tag.model_copy(update={"model": None})
         return cls(seed=config.seed, tag=settings, verify=config.verify, runtime=TagRuntime(model=tag.model))
 
+    def files(self) -> tuple[str, ...]:
+        """Return the sources of the user's judges."""
+        return self.verify.files()
+
     def engine_in(self, section: str) -> EngineUse:
         """Return the engine of the tagger."""
         model = self.runtime.model.as_model() if self.runtime.model else None
@@ -306,6 +310,10 @@ class DistillJob(Job):
     def of(cls, config: PipelineConfig) -> Self:
         """Return the job with the settings of a pipeline config that determine the traces."""
         return cls(seed=config.seed, distill=config.distill, verify=config.verify)
+
+    def files(self) -> tuple[str, ...]:
+        """Return the sources of the user's judges."""
+        return self.verify.files()
 
 
 class SftJob(Job):
@@ -353,9 +361,9 @@ class RlJob(Job):
         return cls(seed=config.seed, rl=rl, verify=config.verify)
 
     def files(self) -> tuple[str, ...]:
-        """Return the sources of the user's rewards. Raise ConfigError if one is missing or no valid Python."""
+        """Return the sources of the user's rewards and judges. Raise ConfigError if one is missing or broken."""
         files = [path for reward in self.rl.reward.custom for path in reward.all_files()]
-        return tuple(dict.fromkeys(files))
+        return tuple(dict.fromkeys([*files, *self.verify.files()]))
 
     def engine_in(self, section: str) -> EngineUse:
         """Return the engine of the rollouts."""
@@ -395,6 +403,10 @@ class EvaluateJob(Job):
         """Return the job with the settings of a pipeline config that determine the scores of a model."""
         benchmarks = tuple(b.model_copy(update={"expected_rows": None}) for b in config.benchmarks)
         return cls(seed=config.seed, evaluate=config.evaluate, verify=config.verify, benchmarks=benchmarks)
+
+    def files(self) -> tuple[str, ...]:
+        """Return the sources of the user's judges."""
+        return self.verify.files()
 
     def engine_in(self, section: str) -> EngineUse:
         """Return the engine that samples the answers, the same for all models."""

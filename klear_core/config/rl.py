@@ -14,7 +14,7 @@ from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEng
 from klear_core.config.losses import ErcConfig, GppoConfig, LossConfig
 from klear_core.config.settings import RareFloor, Settings
 from klear_core.config.train import CheckpointConfig, LoraConfig, OptimConfig, TrainRuntime
-from klear_core.config.user_code import FUNCTION_PATTERN, source_files
+from klear_core.config.user_code import UserFunction
 
 
 class MismatchConfig(Settings):
@@ -50,12 +50,12 @@ class BatchAdvantage(Settings):
 AdvantageConfig = Annotated[GrpoAdvantage | RlooAdvantage | BatchAdvantage, Field(discriminator="kind")]
 
 
-class CustomReward(Settings):
-    """A reward function of the user's own, added to the reward of the verdict."""
+class CustomReward(UserFunction):
+    """A reward of the user's own, added to that of the verdict: a function of a `JudgedAnswer` that returns a number.
 
-    function: str = Field(pattern=FUNCTION_PATTERN)
-    """`package.module:function`, in the working directory or an installed package. Takes a `JudgedAnswer`, returns a
-    number. Its source is hashed."""
+    An answer on which it fails leaves its group and is counted.
+    """
+
     name: str = Field(default="", pattern=r"^([A-Za-z][A-Za-z0-9_]*)?$")
     """Name in metrics and counts; empty: the function's."""
     weight: float = Field(default=1.0, ge=-100, le=100)
@@ -64,26 +64,11 @@ class CustomReward(Settings):
     """Smallest value that is accepted; an answer with a smaller one leaves its group and is counted."""
     max_value: float = Field(default=100, ge=-1e6, le=1e6)
     """Largest value that is accepted; an answer with a larger one leaves its group and is counted."""
-    timeout_s: float = Field(default=30, gt=0, le=600)
-    """Seconds of wall clock for one answer, after which the worker is killed; the answer leaves its group and is
-    counted."""
-    files: tuple[str, ...] = ()
-    """Further files and folders whose content changes the values: data, or modules imported by computed names. Imports
-    from the function's own package or the working directory are found by themselves."""
 
     @property
     def label(self) -> str:
         """Name in metrics and counts."""
         return self.name or self.function.partition(":")[2]
-
-    @property
-    def module(self) -> str:
-        """Dotted name of the function's module."""
-        return self.function.partition(":")[0]
-
-    def all_files(self) -> tuple[str, ...]:
-        """Return all files that its values depend on. Raise ConfigError if the module is missing or no valid Python."""
-        return (*source_files(self.module), *self.files)
 
     @model_validator(mode="after")
     def _in_order(self) -> CustomReward:

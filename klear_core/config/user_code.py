@@ -1,4 +1,4 @@
-"""Find the source files of a user's function without importing them, so that they can be hashed and checked."""
+"""Define the settings of a user's function, and find its source files without importing them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import Field
+
+from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError
 
 FUNCTION_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
@@ -16,6 +19,30 @@ FUNCTION_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_
 
 _OURS = "klear_core"
 """Never followed: a stage's code version already stands for our code."""
+
+
+class UserFunction(Settings):
+    """A function of the user's own, which is called in worker processes."""
+
+    function: str = Field(pattern=FUNCTION_PATTERN)
+    """`package.module:function`, in the working directory or an installed package. Its source is hashed."""
+    timeout_s: float = Field(default=30, gt=0, le=600)
+    """Seconds of wall clock for one answer, after which the worker is killed and the call has failed."""
+    memory_mb: int = Field(default=4096, ge=64)
+    """Memory in MB that a worker may allocate for the function, imports included; a call that needs more has failed,
+    and its worker is replaced. The default is that of a math worker. Files mapped read-only do not count."""
+    files: tuple[str, ...] = ()
+    """Further files and folders whose content changes the values: data, or modules imported by computed names. Imports
+    from the function's own package or the working directory are found by themselves."""
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the function's module."""
+        return self.function.partition(":")[0]
+
+    def all_files(self) -> tuple[str, ...]:
+        """Return all files that its values depend on. Raise ConfigError if the module is missing or no valid Python."""
+        return (*source_files(self.module), *self.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

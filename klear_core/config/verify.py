@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from klear_core.config.settings import Settings
+from klear_core.config.user_code import UserFunction
+
+JUDGE_NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"
 
 
 class MathConfig(Settings):
@@ -112,6 +115,23 @@ class SandboxConfig(Settings):
     A jail is also replaced after any test that hit a limit or was killed by a signal."""
 
 
+class CustomJudge(UserFunction):
+    """A judge of the user's own: a function of an `AnswerToJudge` that returns a score between 0 and 1.
+
+    An answer on which it fails has no verdict, as if a judge of ours had failed.
+    """
+
+    name: str = Field(pattern=JUDGE_NAME_PATTERN)
+    """Name by which references choose it: `{"kind": "custom", "judge": NAME, "value": ...}`."""
+    min_value: ClassVar[float] = 0.0
+    max_value: ClassVar[float] = 1.0
+
+    @property
+    def key(self) -> str:
+        """Its place in the config, for messages."""
+        return f"verify.judges, name = {self.name!r}, function = {self.function!r}"
+
+
 class VerifyRuntime(Settings):
     """Processes for judging; changes no verdict."""
 
@@ -120,7 +140,7 @@ class VerifyRuntime(Settings):
     code_workers: int = Field(default=0, ge=0)
     """Processes that control one jail each; 0: two per core, because half of a jail's start-up time is waiting."""
     reward_workers: int = Field(default=0, ge=0)
-    """Processes that compute rewards of the user's own; 0: one per core."""
+    """Processes for each reward or judge of the user's own; 0: one per core."""
     tasks_per_worker: int = Field(default=2000, ge=1)
     """Tasks after which a worker process is replaced, so that sympy's caches do not grow without limit."""
 
@@ -146,4 +166,19 @@ class VerifyConfig(Settings):
     timed_out)."""
     min_failed_count: int = Field(default=20, ge=1)
     """Failures before `max_failed_frac` is checked, so that a small sample does not stop the stage."""
+    judges: tuple[CustomJudge, ...] = ()
+    """Judges of the user's own, for problems whose reference names one of them."""
     runtime: VerifyRuntime = VerifyRuntime()
+
+    @model_validator(mode="after")
+    def _judges_have_different_names(self) -> VerifyConfig:
+        names = [judge.name for judge in self.judges]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"judges: two have the name {name!r}, by which references choose one")
+        return self
+
+    def files(self) -> tuple[str, ...]:
+        """Return the sources of the user's judges. Raise ConfigError if one is missing or no valid Python."""
+        files = [path for judge in self.judges for path in judge.all_files()]
+        return tuple(dict.fromkeys(files))

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from klear_core.config.data import FieldMap
 from klear_core.data.code_schemas import reference_in, with_instructions
 from klear_core.data.fields import Fields, RowError, Schema, answers_at, grade_at, rating_at, text_at, user_message
-from klear_core.types import MathReference, Reference
+from klear_core.data.references import custom_reference
+from klear_core.errors import DataError
+from klear_core.types import CustomReference, Domain, MathReference, Reference
 
 _HELD = "value"
 """Key under which a value that was found is given to the readers of single fields."""
@@ -75,6 +77,8 @@ def _question(fields: Fields, places: FieldMap) -> str:
 
 
 def _reference_reader(places: FieldMap) -> Callable[[Fields], Reference] | None:
+    if places.judge:
+        return lambda fields: _custom_reference(fields, places)
     if places.answer:
         return lambda fields: _math_reference(fields, places.answer)
     if places.tests:
@@ -87,6 +91,13 @@ def _math_reference(fields: Fields, place: str) -> MathReference:
         return MathReference(answers=answers_at(_at(fields, place), _HELD))
     except RowError as e:
         raise _named(place, e) from e
+
+
+def _custom_reference(fields: Fields, places: FieldMap) -> CustomReference:
+    try:
+        return custom_reference(places.judge, value_at_place(fields, places.answer), domain=Domain.MATH)
+    except DataError as e:
+        raise RowError("bad_reference", places.answer, str(e)) from e
 
 
 def _code_reference(fields: Fields, places: FieldMap) -> Reference:

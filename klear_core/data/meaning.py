@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from klear_core.artifacts.tests_file import load_tests
 from klear_core.data.normalise import is_word, tokens_of
 from klear_core.data.sketch import hash_of
-from klear_core.types import AssertTests, CallTests, MathReference, Reference, UnverifiableReference
+from klear_core.types import AssertTests, CallTests, CustomReference, MathReference, Reference, UnverifiableReference
 
 _OPERATOR_NAMES = """
 sqrt frac binom sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln exp lim det gcd lcm max min sum
@@ -74,6 +74,8 @@ def marks_of(question: str, reference: Reference) -> ReferenceMarks:
     if isinstance(reference, MathReference):
         answers = frozenset(hash_of(_plain_answer(answer)) for answer in reference.answers)
         return ReferenceMarks(asked=frozenset({_ANSWER}), told=answers)
+    if isinstance(reference, CustomReference):
+        return ReferenceMarks(asked=frozenset({_ANSWER}), told=frozenset({hash_of(reference.value_json)}))
     if isinstance(reference, UnverifiableReference):
         return ReferenceMarks(asked=frozenset(), told=frozenset())
     tests = load_tests(reference)

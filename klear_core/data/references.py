@@ -10,6 +10,8 @@
 | CodeContests | `public_tests`, `private_tests`, `generated_tests`: `{"input": [...], "output": [...]}`, `time_limit` |
 | MBPP, HumanEval, LeetCodeDataset | `test_list`; `prompt`, `test`, `entry_point` |
 | Klear | `{"kind": "code", "tests": {"type": "stdin" or "call" or "asserts", ...}}` |
+
+A problem for a judge of the user's own has `{"kind": "custom", "judge": NAME, "value": any JSON, "domain"?}`.
 """
 
 from __future__ import annotations
@@ -20,17 +22,20 @@ import binascii
 import io
 import json
 import pickle
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
+from klear_core.config.verify import JUDGE_NAME_PATTERN
 from klear_core.errors import DataError
 from klear_core.types import (
     AssertTests,
     CallCase,
     CallTests,
     CodeReference,
+    CustomReference,
     Domain,
     MathReference,
     Reference,
@@ -54,7 +59,7 @@ _CONTEST_COLUMNS = ("public_tests", "private_tests", "generated_tests")
 
 
 def reference_from_json(value: object) -> Reference:
-    """Parse Klear's own format: `{"kind": "math", "answers": [...]}` or `{"kind": "code", "tests": {...}}`."""
+    """Parse Klear's own format: `{"kind": "math", "answers": [...]}`, `{"kind": "code", "tests": {...}}` and so on."""
     if isinstance(value, Mapping) and value.get("kind") == "code":
         return _klear_code(value)
     match value:
@@ -64,12 +69,28 @@ def reference_from_json(value: object) -> Reference:
             if not answers or not all(isinstance(a, str) for a in answers):
                 raise DataError(f"reference.answers must be a non-empty list of strings, not {answers!r:.200}")
             return MathReference(answers=tuple(answers))
+        case {"kind": "custom", "judge": str(judge), "value": held, **more} if set(more) <= {"domain"}:
+            return custom_reference(judge, held, domain=more.get("domain", Domain.MATH))
         case _:
             raise DataError(
-                'reference must be {"kind": "math", "answers": [...]}, {"kind": "code", "tests": ...} or '
+                'reference must be {"kind": "math", "answers": [...]}, {"kind": "code", "tests": ...}, '
+                '{"kind": "custom", "judge": NAME, "value": ...} or '
                 '{"kind": "unverifiable", "domain": "math" or "code", "why": ...}, '
                 f"not {value!r:.200}"
             )
+
+
+def custom_reference(judge: str, value: object, *, domain: object) -> CustomReference:
+    """Return the reference for a judge of the user's own; DataError if it has another form."""
+    if not re.fullmatch(JUDGE_NAME_PATTERN, judge):
+        raise DataError(f"reference.judge must be the name of one of verify.judges, not {judge!r:.100}")
+    if domain not in ("math", "code"):
+        raise DataError(f"reference.domain must be math or code, not {domain!r:.100}")
+    try:
+        text = json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError) as e:  # a date of a Parquet file
+        raise DataError(f"reference.value must be JSON, not {value!r:.200}: {e}") from e
+    return CustomReference(judge=judge, domain=Domain(domain), value_json=text)
 
 
 def code_reference_from_row(row: Mapping[str, object]) -> CodeReference:

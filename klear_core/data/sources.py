@@ -20,7 +20,7 @@ from klear_core.data.references import has_half_character
 from klear_core.data.rowfiles import BrokenRow, FileRow, Span, read_rows
 from klear_core.data.schemas import schema_for
 from klear_core.errors import ConfigError, DataError
-from klear_core.types import Domain, Dropped, domain_of
+from klear_core.types import CustomReference, Domain, Dropped, domain_of
 
 T = TypeVar("T")
 
@@ -167,6 +167,14 @@ def domains_of(source: Source) -> frozenset[Domain]:
             return frozenset(row.domain for row in _first_rows(source) if isinstance(row, Candidate))
         case _:
             assert_never(source)
+
+
+def judges_of(source: Source) -> frozenset[str]:
+    """Return the judges of the user's own that the first rows of a source name; none if it is not yet downloaded."""
+    if isinstance(source, ProceduralSource) or not files_here(source):
+        return frozenset()
+    references = [row.reference for row in _first_rows(source) if isinstance(row, Candidate)]
+    return frozenset(reference.judge for reference in references if isinstance(reference, CustomReference))
 
 
 def source_name(source: Source) -> str:

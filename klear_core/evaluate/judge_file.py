@@ -14,7 +14,8 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.data.references import reference_from_json
 from klear_core.data.rowfiles import parquet_batches
 from klear_core.errors import DataError
-from klear_core.types import CodeReference, Difficulty, Domain, MathReference, Outcome, Problem, Reference, Verdict
+from klear_core.types import CodeReference, Difficulty, Outcome, Problem, Reference, Verdict, domain_of
+from klear_core.verify import user_code
 from klear_core.verify.pool import JudgePool, build_judge_pool
 
 _IN_FLIGHT = 512  # answers submitted at a time: bounds how many responses are in memory
@@ -69,9 +70,10 @@ def judge_file(
     """Judge the rows of a JSONL or Parquet file (`id`, `response`, `reference`); with `out`, write a row per answer.
 
     `bare_code`: a code row's `response` is the program itself. `progress(judged, read)` is called after each verdict.
-    Raise DataError if the file cannot be read (invalid rows are only counted); JudgeError and SandboxError as
-    `JudgePool.judge` does.
+    Raise DataError if the file cannot be read (invalid rows are only counted), ConfigError if a judge of the user's own
+    cannot be used; JudgeError and SandboxError as `JudgePool.judge` does.
     """
+    user_code.check_judges(cfg.judges)
     bad_rows: list[BadRow] = []
     verdicts: list[tuple[str, Verdict]] = []
     waiting: deque[_Waiting] = deque()
@@ -122,11 +124,10 @@ def _num_chars(answer: _AnswerRow) -> int:
 def _submit(pool: JudgePool, answer: _AnswerRow, *, bare_code: bool) -> Future[Verdict]:
     if bare_code and isinstance(answer.reference, CodeReference):
         return pool.submit_program(answer.answer_id, answer.reference, answer.response)
-    domain = Domain.MATH if isinstance(answer.reference, MathReference) else Domain.CODE
     problem = Problem(
         problem_id=answer.answer_id,
         source="file",
-        domain=domain,
+        domain=domain_of(answer.reference),
         question="",
         reference=answer.reference,
         difficulty=Difficulty.UNKNOWN,

@@ -36,6 +36,7 @@ from klear_core.config.jobs import (
 )
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import HfModelConfig, HubModelConfig, ModelConfig, TinyModelConfig
+from klear_core.config.user_code import UserFunction
 from klear_core.distill.keys import MAKE_BLOCK, NO_KEYS, BlockKeys
 from klear_core.errors import ArtifactError, ConfigError, KlearError, ResourceError
 from klear_core.hf_config import HfConfig, read_hf_config
@@ -49,6 +50,8 @@ T = TypeVar("T")
 
 _LONG_ANSWER = 8192
 """Answers longer than this many tokens need an engine with a paged cache, which the torch engine lacks."""
+_JUDGING = (BenchmarksJob, TagJob, DistillJob, RlJob, EvaluateJob)
+"""Jobs of stages that judge answers; benchmarks are judged to check their references."""
 
 
 def require_ready(
@@ -204,15 +207,37 @@ def _prompt_filter_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _reward_problems(work: PendingWork) -> Iterator[str]:
-    """Import the user's rewards in child processes: what their modules do when imported must not happen to us."""
-    from klear_core.verify.user_code import check
-
     for stage, job in work.pending(RlJob):
         for reward in job.rl.reward.custom:
-            key = f"{stage.section}.reward.custom, function = {reward.function!r}"
-            missing = [path for path in reward.files if not Path(path).exists()]
-            yield from (f"{key}: files: {path}: no such file" for path in missing)
-            yield from _complaints(key, check, reward.function)
+            yield from _function_problems(f"{stage.section}.reward.custom, function = {reward.function!r}", reward)
+
+
+def _function_problems(key: str, cfg: UserFunction) -> Iterator[str]:
+    """Import a user's function in a child process: what its module does when imported must not happen to us."""
+    from klear_core.verify.user_code import check
+
+    missing = [path for path in cfg.files if not Path(path).exists()]
+    yield from (f"{key}: files: {path}: no such file" for path in missing)
+    yield from _complaints(key, check, cfg)
+
+
+def _judge_problems(work: PendingWork) -> Iterator[str]:
+    """Find judges of the user's own that cannot be called, and references whose judge is none of them."""
+    from klear_core.data.sources import judges_of
+
+    if not any(isinstance(stage.job, _JUDGING) for stage in work.stages):
+        return
+    judges = work.config.verify.judges
+    for judge in judges:
+        yield from _function_problems(judge.key, judge)
+    names = [judge.name for judge in judges]
+    for use in _sources_of(work.needed):
+        unknown = _or_nothing(judges_of, use.source).difference(names) if _is_there(use.source) else ()
+        for name in sorted(unknown):
+            yield (
+                f"{use.key}: its references name the judge {name!r}, and verify.judges has "
+                f"{', '.join(names) or 'none'}; bind it with [[verify.judges]], name and function"
+            )
 
 
 def _model_problems(work: PendingWork) -> Iterator[str]:
@@ -395,10 +420,15 @@ def _sources_of(stages: Sequence[Stage]) -> Iterator[SourceUse]:
 def _has_code(source: Source) -> bool:
     from klear_core.data.sources import domains_of
 
+    return Domain.CODE in _or_nothing(domains_of, source)
+
+
+def _or_nothing(read: Callable[[Source], frozenset[T]], source: Source) -> frozenset[T]:
+    """Return what is read from a source; nothing from a bad one, which `_source_problems` reports."""
     try:
-        return Domain.CODE in domains_of(source)
+        return read(source)
     except KlearError:
-        return False  # a bad source is reported by `_source_problems`
+        return frozenset()
 
 
 def _complaints(where: str, check: Callable[[T], object], subject: T) -> Iterator[str]:
@@ -460,6 +490,7 @@ _CHECKS = (
     _weight_problems,
     _prompt_filter_problems,
     _reward_problems,
+    _judge_problems,
     _cuda_problems,
     device_problems,
     memory_problems,

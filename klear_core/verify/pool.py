@@ -1,9 +1,10 @@
-"""Judge a response to a math or code problem, from any thread or event loop."""
+"""Judge a response to a problem, from any thread or event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -12,10 +13,13 @@ from types import TracebackType
 from typing import Self, assert_never
 
 from klear_core.config.rl import CustomReward
+from klear_core.config.user_code import source_digest
 from klear_core.config.verify import VerifyConfig
-from klear_core.errors import JudgeError, SandboxError
+from klear_core.errors import ConfigError, JudgeError, SandboxError
 from klear_core.types import (
+    AnswerToJudge,
     CodeReference,
+    CustomReference,
     JudgedAnswer,
     MathReference,
     Outcome,
@@ -27,9 +31,10 @@ from klear_core.types import (
 from klear_core.verify.client import JudgeClient
 from klear_core.verify.code.text import check_size, chosen_tests, find_program, num_chosen, reference_fault
 from klear_core.verify.math.rules import decide, unboxed_verdict, usable_references
-from klear_core.verify.math.text import find_answer
+from klear_core.verify.math.text import boxed_texts, find_answer
+from klear_core.verify.user_code import memory_message
 from klear_core.verify.window import NoAnswer, find_answer_text
-from klear_core.verify.work import CheckSandbox, CodeTask, Fault, MathTask, RewardTask, Task
+from klear_core.verify.work import CheckSandbox, CodeTask, Fault, MathTask, Task, UserTask
 
 _RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="equal text")
 _WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="different text")
@@ -82,7 +87,9 @@ class JudgePool:
     """Judges answers. Thread-safe; worker processes start with the first answer that needs one and end at `close`."""
 
     def __init__(self, cfg: VerifyConfig) -> None:
+        """Hash the sources of the user's judges. Raise ConfigError if one is missing."""
         self.cfg = cfg
+        self._judges = {judge.name: (judge, source_digest(judge.module)) for judge in cfg.judges}
         self.health = JudgeHealth(max_failed_frac=cfg.max_failed_frac, min_failed_count=cfg.min_failed_count)
         self._client = JudgeClient(cfg)
 
@@ -115,9 +122,16 @@ class JudgePool:
     def prepare(self, problems: Iterable[Problem]) -> tuple[str, ...]:
         """Check the sandbox, if there is a code problem, before compute is spent; return `notes`.
 
-        Raise SandboxError, which says what is missing.
+        Raise SandboxError, which says what is missing, and ConfigError for a reference whose judge is unknown.
         """
-        if not any(isinstance(p.reference, CodeReference) for p in problems):
+        has_code = False
+        for problem in problems:
+            if isinstance(problem.reference, CustomReference) and problem.reference.judge not in self._judges:
+                raise ConfigError(
+                    f"problem {problem.problem_id} of {problem.source}: {self._unknown(problem.reference)}"
+                )
+            has_code |= isinstance(problem.reference, CodeReference)
+        if not has_code:
             return ()
         self.check_sandbox()
         return self.notes
@@ -153,6 +167,8 @@ class JudgePool:
             case CodeReference():
                 program = find_program(answer_text, self.cfg.code)
                 return self._submit(self._prepare_code(problem.problem_id, problem.reference, program))
+            case CustomReference():
+                return self._submit(self._prepare_custom(problem, problem.reference, response, answer_text))
             case _:
                 assert_never(problem.reference)
 
@@ -165,7 +181,7 @@ class JudgePool:
 
         `digest` is the `source_digest` that its module must have.
         """
-        return self._submit(RewardTask(reward=reward, digest=digest, answer=answer))
+        return self._submit(UserTask(function=reward, digest=digest, answer=answer))
 
     def _prepare_math(self, reference: MathReference, answer_text: str) -> Verdict | MathTask:
         cfg = self.cfg.math
@@ -203,6 +219,28 @@ class JudgePool:
             num_tests=num_chosen(reference.num_tests, self.cfg.code),
         )
 
+    def _prepare_custom(
+        self, problem: Problem, reference: CustomReference, response: str, answer_text: str
+    ) -> Verdict | UserTask:
+        if reference.judge not in self._judges:
+            detail = f"problem {problem.problem_id}: {self._unknown(reference)}"
+            return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
+        judge, digest = self._judges[reference.judge]
+        boxes = boxed_texts(answer_text)
+        answer = AnswerToJudge(
+            problem_id=problem.problem_id,
+            source=problem.source,
+            question=problem.question,
+            reference=json.loads(reference.value_json),
+            answer=answer_text,
+            box=boxes[-1] if boxes else None,
+            response=response,
+        )
+        return UserTask(function=judge, digest=digest, answer=answer)
+
+    def _unknown(self, reference: CustomReference) -> str:
+        return f"verify.judges has no judge {reference.judge!r}; it has {', '.join(self._judges) or 'none'}"
+
     def _submit(self, prepared: Verdict | Task) -> Future[Verdict]:
         if isinstance(prepared, Verdict):
             return _done(prepared)
@@ -222,6 +260,9 @@ class JudgePool:
                     verdict.set_exception(SandboxError(result.detail))
                 case Fault(kind="timed_out"):
                     verdict.set_result(Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=result.detail))
+                case Fault(kind="out_of_memory") if isinstance(task, UserTask):
+                    detail = memory_message(task.function)
+                    verdict.set_result(Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail=detail))
                 case _:
                     verdict.set_result(Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail=result.detail))
 

@@ -13,6 +13,7 @@ from klear_core.types import (
     AssertTests,
     CallTests,
     CodeReference,
+    CustomReference,
     MathReference,
     Outcome,
     Problem,
@@ -38,6 +39,8 @@ def faulty_references(
 ) -> list[tuple[Problem, Verdict]]:
     """Return the problems whose answers cannot be judged, each with a verdict that says why.
 
+    These include problems on which a judge of the user's own fails.
+
     An answer that reads nothing of the reference (no box, no program) is scored all the same, so ours makes the judge
     read it. `run_tests` also runs the references' own programs once, in the sandbox, which must isolate.
 
@@ -47,7 +50,8 @@ def faulty_references(
     faults: dict[str, tuple[Problem, Verdict]] = {}
     for problem, future in pending:
         verdict = future.result()
-        if verdict.outcome in (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED):
+        is_ours = not isinstance(problem.reference, CustomReference)
+        if is_ours and verdict.outcome in (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED):
             raise JudgeError(f"problem {problem.problem_id}: {verdict.outcome}: {verdict.detail}")
         if not verdict.outcome.counts_for_model:
             faults.setdefault(problem.problem_id, (problem, verdict))
@@ -57,7 +61,7 @@ def faulty_references(
 def _verdicts(problem: Problem, judges: JudgePool, *, run_tests: bool) -> Iterator[Future[Verdict]]:
     reference = problem.reference
     match reference:
-        case MathReference() | UnverifiableReference():
+        case MathReference() | CustomReference() | UnverifiableReference():
             yield judges.submit(problem, _RESPONSE.format(answer=_MATH_ANSWER))
         case CodeReference():
             yield judges.submit(problem, _RESPONSE.format(answer="no program"))  # the tests' number and size are read

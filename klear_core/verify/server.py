@@ -18,11 +18,13 @@ import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
+from pathlib import Path
 from queue import SimpleQueue
 from typing import assert_never
 
 import pebble
 
+from klear_core.config.user_code import UserFunction
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome, Verdict
@@ -33,7 +35,7 @@ from klear_core.verify.sandbox import selftest
 from klear_core.verify.sandbox.jail import STARVED_FACTOR
 from klear_core.verify.sandbox.jail_command import Backend
 from klear_core.verify.sandbox.orphans import adopt_orphans, end_orphans, forget_dead_jails
-from klear_core.verify.work import CheckSandbox, CodeTask, Fault, MathTask, RewardTask, Task
+from klear_core.verify.work import CheckSandbox, CodeTask, Fault, MathTask, Task, UserTask
 
 _PR_SET_PDEATHSIG = 1
 _MATH_BACKSTOP_S = 10.0  # added to the wall-clock limit; the worker enforces its limit of CPU time itself
@@ -57,6 +59,8 @@ class Server:
         self._cfg = cfg
         self._replies: SimpleQueue[tuple[int, Verdict | Fault]] = SimpleQueue()
         self._pools: list[pebble.ProcessPool] = []
+        self._user_pools: dict[tuple[str, int], pebble.ProcessPool] = {}
+        """Workers of a user's function, by its name and limit of memory."""
         self._backend: Backend | None = None
 
     def serve(self) -> None:
@@ -92,10 +96,12 @@ class Server:
                     _judge_code, (task,), timeout=_code_timeout_s(task, self._cfg)
                 )
                 return judged
-            case RewardTask():
+            case UserTask():
                 # The worker has the wall clock of the call; this one is for an import that hangs.
-                wall_s = task.reward.timeout_s + user_code.IMPORT_TIMEOUT_S
-                computed: Future[Verdict] = self._reward_pool.schedule(user_code.compute, (task,), timeout=wall_s)
+                wall_s = task.function.timeout_s + user_code.IMPORT_TIMEOUT_S
+                computed: Future[Verdict] = self._user_pool(task.function).schedule(
+                    user_code.compute, (task,), timeout=wall_s
+                )
                 return computed
             case CheckSandbox():
                 done: Future[Verdict] = Future()
@@ -133,16 +139,20 @@ class Server:
             )
         )
 
-    @functools.cached_property
-    def _reward_pool(self) -> pebble.ProcessPool:
-        runtime = self._cfg.runtime
-        return self._keep(
-            pebble.ProcessPool(
-                max_workers=runtime.reward_workers or os.cpu_count() or 1,
-                max_tasks=runtime.tasks_per_worker,
-                initializer=_die_with_parent,
+    def _user_pool(self, cfg: UserFunction) -> pebble.ProcessPool:
+        """Return the workers of one function: what another one keeps in memory does not count against its limit."""
+        key = cfg.function, cfg.memory_mb
+        if key not in self._user_pools:
+            runtime = self._cfg.runtime
+            self._user_pools[key] = self._keep(
+                pebble.ProcessPool(
+                    max_workers=runtime.reward_workers or os.cpu_count() or 1,
+                    max_tasks=runtime.tasks_per_worker,
+                    initializer=_start_user_worker,
+                    initargs=(cfg.memory_mb,),
+                )
             )
-        )
+        return self._user_pools[key]
 
     def _keep(self, pool: pebble.ProcessPool) -> pebble.ProcessPool:
         self._pools.append(pool)
@@ -177,6 +187,10 @@ def outcome_of(future: Future[Verdict]) -> Verdict | Fault:
             return Fault(kind="timed_out", detail="the function ran out of time, and its worker was killed")
         case pebble.ProcessExpired() if error.exitcode == -signal.SIGXCPU:
             return Fault(kind="timed_out", detail="a worker was killed at its limit of CPU time")
+        case pebble.ProcessExpired() if error.exitcode == user_code.OUT_OF_MEMORY:
+            return Fault(kind="out_of_memory", detail="the function ran out of memory, and its worker ended")
+        case pebble.ProcessExpired() if error.exitcode == -signal.SIGKILL:
+            return Fault(kind="died", detail="a worker was killed: perhaps this machine has too little memory")
         case pebble.ProcessExpired():
             return Fault(kind="died", detail=f"a worker died ({error})")
         case _:
@@ -192,6 +206,13 @@ def _start_math_worker(memory_mb: int) -> None:
     _die_with_parent()
     limit = memory_mb << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _start_user_worker(memory_mb: int) -> None:
+    _die_with_parent()
+    user_code.limit_memory(memory_mb)
+    # If the machine's memory runs out, the kernel kills this process, and not the stage.
+    Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 _JUDGES: list[code_judge.CodeJudge] = []

@@ -1,67 +1,105 @@
 """Load, check and call functions of the user's own. They are imported in child processes only.
 
-python -m klear_core.verify.user_code MODULE:FUNCTION        imports it and prints what is wrong with it as JSON
+python -m klear_core.verify.user_code MODULE:FUNCTION MEMORY_MB    imports it and prints what is wrong with it as JSON
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import json
 import math
 import numbers
 import os
+import resource
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from klear_core.config.rl import CustomReward
-from klear_core.config.user_code import module_file, source_digest
+from klear_core.config.user_code import UserFunction, module_file, source_digest
+from klear_core.config.verify import CustomJudge
 from klear_core.errors import ConfigError
-from klear_core.types import JudgedAnswer, Outcome, Verdict
-from klear_core.verify.work import RewardTask
+from klear_core.types import Outcome, Verdict
+from klear_core.verify.work import UserTask
 
 IMPORT_TIMEOUT_S = 120.0
 """Seconds for the import of a user's module, which may load large libraries."""
 
-Reward = Callable[[JudgedAnswer], float]
+OUT_OF_MEMORY = 77
+"""Exit status of a worker whose function needed more memory than it may have."""
 
-_LOADED: dict[str, Reward] = {}
+Function = Callable[[Any], float]
+
+
+_LOADED: dict[str, Function] = {}
 """Functions of this process by `module:function`; a worker imports each once."""
 
 
-def compute(task: RewardTask) -> Verdict:
-    """Return a reward's value as the score of a verdict, JUDGE_FAILED if there is none. Runs in a worker's main thread.
+def compute(task: UserTask) -> Verdict:
+    """Return a function's value as the score of a verdict, JUDGE_FAILED if there is none.
 
-    Beyond the reward's `timeout_s` the kernel kills the process, whatever the function does.
+    Runs in a worker's main thread. Beyond the function's `timeout_s` the kernel kills the process, whatever it does.
+    A process that has no memory left ends, because what filled it may still be there at the next call.
     """
-    reward = task.reward
+    cfg = task.function
     try:
-        if reward.function not in _LOADED:
-            _LOADED[reward.function] = _load_unchanged(reward, task.digest)
+        if cfg.function not in _LOADED:
+            _LOADED[cfg.function] = _load_unchanged(cfg, task.digest)
         # The default action ends the process; a Python handler could not interrupt code that is not Python.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, reward.timeout_s)
+        signal.setitimer(signal.ITIMER_REAL, cfg.timeout_s)
         try:
-            value = _LOADED[reward.function](task.answer)
+            value = _LOADED[cfg.function](task.answer)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        return Verdict(outcome=Outcome.SCORED, score=_number(value, reward))
+        return Verdict(outcome=Outcome.SCORED, score=_number(value, cfg))
     except Exception as e:  # noqa: BLE001  the user's code may raise anything
+        if _is_out_of_memory(e):
+            os._exit(OUT_OF_MEMORY)
         return Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail=_described(e))
 
 
-def check(function: str) -> None:
+def limit_memory(memory_mb: int) -> None:
+    """Limit what this process may allocate from now on; each process that it starts has the same limit.
+
+    Only private writable memory counts: libraries such as torch map gigabytes that take no memory.
+    """
+    status = Path("/proc/self/status").read_text()
+    (allocated,) = (line for line in status.splitlines() if line.startswith("VmData:"))
+    limit = (int(allocated.split()[1]) << 10) + (memory_mb << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def memory_message(cfg: UserFunction) -> str:
+    """Say that a function exceeded its limit of memory."""
+    return f"{cfg.function} needs more memory than its memory_mb = {cfg.memory_mb}"
+
+
+def check_judges(judges: Iterable[CustomJudge]) -> None:
+    """Run `check` for each judge; its ConfigError names the judge."""
+    for judge in judges:
+        try:
+            check(judge)
+        except ConfigError as e:
+            raise ConfigError(f"{judge.key}: {e}") from e
+
+
+def check(cfg: UserFunction) -> None:
     """Import the function in a child process. ConfigError if it cannot be imported or called with one argument."""
-    module_file(function.partition(":")[0])
-    command = [sys.executable, "-m", "klear_core.verify.user_code", function]
+    module_file(cfg.module)
+    command = [sys.executable, "-m", "klear_core.verify.user_code", cfg.function, str(cfg.memory_mb)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"its import does not end within {IMPORT_TIMEOUT_S:g} s") from None
+    if ended.returncode == OUT_OF_MEMORY:
+        raise ConfigError(f"its import failed: {memory_message(cfg)}")
     lines = ended.stdout.splitlines()
     if ended.returncode != 0 or not lines:
         raise ConfigError(f"its import ended the process (exit status {ended.returncode}): {ended.stderr[-300:]}")
@@ -74,16 +112,19 @@ def main() -> None:
     """Print what is wrong with the function named on the command line, as JSON; null if nothing is."""
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the module may print while it is imported
+    limit_memory(int(sys.argv[2]))
     try:
         load(sys.argv[1])
         problem = None
     except Exception as e:  # noqa: BLE001  the user's code may raise anything
+        if _is_out_of_memory(e):
+            os._exit(OUT_OF_MEMORY)
         problem = str(e) if isinstance(e, ConfigError) else f"its import failed: {_described(e)}"
     report.write(f"{json.dumps(problem)}\n")
     report.close()
 
 
-def load(name: str) -> Reward:
+def load(name: str) -> Function:
     """Import `module:function` and return the function. Raise ConfigError if it cannot take one answer."""
     module_name, _, function_name = name.partition(":")
     file = module_file(module_name)
@@ -104,19 +145,24 @@ def load(name: str) -> Reward:
     return function  # type: ignore[no-any-return]
 
 
-def _load_unchanged(reward: CustomReward, digest: str) -> Reward:
-    function = load(reward.function)
-    if source_digest(reward.module) != digest:
-        raise ConfigError(f"the source of {reward.function} changed while the stage ran")
+def _load_unchanged(cfg: UserFunction, digest: str) -> Function:
+    function = load(cfg.function)
+    if source_digest(cfg.module) != digest:
+        raise ConfigError(f"the source of {cfg.function} changed while the stage ran")
     return function
 
 
-def _number(value: object, reward: CustomReward) -> float:
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether an allocation failed, which some libraries (torch) tell only in the text of a RuntimeError."""
+    return isinstance(error, MemoryError) or os.strerror(errno.ENOMEM).lower() in str(error).lower()
+
+
+def _number(value: object, cfg: CustomReward | CustomJudge) -> float:
     if not isinstance(value, numbers.Real):
         raise TypeError(f"it returned {type(value).__name__}, and not a number")
     number = float(value)
-    if not math.isfinite(number) or not reward.min_value <= number <= reward.max_value:
-        raise ValueError(f"it returned {number:g}, which is not between {reward.min_value:g} and {reward.max_value:g}")
+    if not math.isfinite(number) or not cfg.min_value <= number <= cfg.max_value:
+        raise ValueError(f"it returned {number:g}, which is not between {cfg.min_value:g} and {cfg.max_value:g}")
     return number
 
 

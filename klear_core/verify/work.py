@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from klear_core.config.rl import CustomReward
-from klear_core.config.verify import MathConfig
-from klear_core.types import CodeReference, JudgedAnswer
+from klear_core.config.verify import CustomJudge, MathConfig
+from klear_core.types import AnswerToJudge, CodeReference, JudgedAnswer
 from klear_core.verify.math.values import Comparison
 
 
@@ -41,24 +41,25 @@ class CheckSandbox:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardTask:
-    """Request to compute a reward of the user's own; the score of the verdict is its value."""
+class UserTask:
+    """Request to call a reward or a judge of the user's own; the score of the verdict is the number that it returns."""
 
-    reward: CustomReward
+    function: CustomReward | CustomJudge
     digest: str
     """`source_digest` of the function's module when the stage began."""
-    answer: JudgedAnswer
+    answer: JudgedAnswer | AnswerToJudge
+    """The only argument: what a reward gets, or what a judge gets."""
 
 
-Task = MathTask | CodeTask | CheckSandbox | RewardTask
+Task = MathTask | CodeTask | CheckSandbox | UserTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """The reason why a judging process gave no verdict.
 
-    It exceeded its time limit, died, raised, was closed, or has no sandbox that isolates.
+    It exceeded its limit of time or memory, died, raised, was closed, or has no sandbox that isolates.
     """
 
-    kind: Literal["timed_out", "died", "raised", "closed", "no_sandbox"]
+    kind: Literal["timed_out", "out_of_memory", "died", "raised", "closed", "no_sandbox"]
     detail: str

@@ -6,21 +6,23 @@ from klear_core.types import (
     CallCase,
     CallTests,
     CodeReference,
+    CustomReference,
     Difficulty,
     Domain,
     MathReference,
     Problem,
+    Reference,
     SftExample,
+    domain_of,
     problem_id_of,
 )
 
 
-def problem(question: str, reference: MathReference | CodeReference) -> Problem:
-    domain = Domain.MATH if isinstance(reference, MathReference) else Domain.CODE
+def problem(question: str, reference: Reference) -> Problem:
     return Problem(
-        problem_id=problem_id_of(question, domain),
+        problem_id=problem_id_of(question, domain_of(reference)),
         source="s",
-        domain=domain,
+        domain=domain_of(reference),
         question=question,
         reference=reference,
         difficulty=Difficulty.HARD,
@@ -34,7 +36,9 @@ def test_records_come_back_as_they_went(tmp_path):
             "add", CodeReference(tests=CallTests(fn_name="f", cases=(CallCase(args_json="[1]", expected_json="2"),)))
         ),
     ]
-    assert write_shard(tmp_path / "a.parquet", problems) == 2
+    custom = CustomReference(judge="countdown", domain=Domain.MATH, value_json='{"target": 24}')
+    problems.append(problem("24?", custom))
+    assert write_shard(tmp_path / "a.parquet", problems) == 3
     assert read_shard(tmp_path / "a.parquet", Problem) == problems
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from klear_core.config.data import FileSource
 from klear_core.data.candidates import Candidate
@@ -434,6 +435,15 @@ def test_a_declared_mapping_reads_tests_and_starter_code(tmp_path):
 def test_a_row_that_a_mapping_does_not_fit_is_dropped_with_its_place(row, reason, place, tmp_path):
     found = mapped(row | {"stars": row.get("stars")}, tmp_path)
     assert (found.reason, f": {place}: " in found.detail) == (reason, True)
+
+
+def test_a_mapped_answer_can_be_any_value_for_a_judge_of_ones_own(tmp_path):
+    row = {"q": "Reach 24.", "truth": {"numbers": [2, 6, 6], "target": 24}}
+    places = {"question": "q", "answer": "truth", "judge": "countdown"}
+    found = read_one(row, tmp_path, row_schema="mapped", fields=places).reference
+    assert (found.judge, json.loads(found.value_json), found.domain) == ("countdown", row["truth"], "math")
+    with pytest.raises(ValidationError, match="judge = 'countdown' needs `answer`"):
+        read_one(row, tmp_path, row_schema="mapped", fields={"question": "q", "judge": "countdown"})
 
 
 @pytest.mark.parametrize("settings", [{"row_schema": "mapped"}, {"fields": {"question": "q"}}])

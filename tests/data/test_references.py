@@ -11,7 +11,18 @@ import pytest
 
 from klear_core.data.references import code_reference_from_row, code_reference_from_tests, reference_from_json
 from klear_core.errors import DataError
-from klear_core.types import AssertTests, CallCase, CallTests, CodeReference, MathReference, StdinCase, StdinTests
+from klear_core.types import (
+    AssertTests,
+    CallCase,
+    CallTests,
+    CodeReference,
+    CustomReference,
+    Domain,
+    MathReference,
+    StdinCase,
+    StdinTests,
+    domain_of,
+)
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 ONE_STDIN = StdinTests(cases=(StdinCase(input="1 2\n", output="3\n"),))
@@ -206,3 +217,29 @@ def test_tests_given_as_a_list_are_refused_as_a_list() -> None:
     value = {"kind": "code", "tests": [{"type": "stdin", "inputs": ["1"], "outputs": ["2"]}]}
     with pytest.raises(DataError, match="must be one object with a type, not list"):
         reference_from_json(value)
+
+
+def test_a_reference_for_a_judge_of_ones_own_holds_any_json_value() -> None:
+    value = {"target": 24, "numbers": [2, 6, 6.5], "note": "π"}
+    found = reference_from_json({"kind": "custom", "judge": "countdown", "value": value})
+    assert isinstance(found, CustomReference)
+    assert (found.judge, found.domain, json.loads(found.value_json)) == ("countdown", Domain.MATH, value)
+    assert domain_of(reference_from_json({"kind": "custom", "judge": "x", "value": None, "domain": "code"})) == "code"
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        ({"kind": "custom", "value": 1}, "reference must be"),
+        ({"kind": "custom", "judge": "countdown"}, "reference must be"),
+        ({"kind": "custom", "judge": "countdown", "value": 1, "weight": 2}, "reference must be"),
+        ({"kind": "custom", "judge": "a b", "value": 1}, "must be the name of one of verify.judges, not 'a b'"),
+        ({"kind": "custom", "judge": "a\n", "value": 1}, "must be the name of one of verify.judges"),
+        ({"kind": "custom", "judge": "a", "value": 1, "domain": "art"}, "must be math or code, not 'art'"),
+        ({"kind": "custom", "judge": "a", "value": {1, 2}}, "reference.value must be JSON"),
+        ({"kind": "countdown", "value": 1}, "reference must be"),
+    ],
+)
+def test_a_reference_for_a_judge_of_ones_own_in_another_form_is_refused(reference: object, why: str) -> None:
+    with pytest.raises(DataError, match=why):
+        reference_from_json(reference)

@@ -412,3 +412,35 @@ def test_a_users_reward_that_cannot_be_called_is_found_at_once_and_only_where_rl
         "installed packages",
     ]
     assert not any("reward" in problem for problem in problems_with(config, chosen(config, until="sft")))
+
+
+def test_judges_of_ones_own_that_cannot_be_called_or_are_not_bound_are_found_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def near(answer): return 1")
+    for name in ("near", "far"):
+        reference = {"kind": "custom", "judge": name, "value": 24}
+        Path(f"{name}.jsonl").write_text(json.dumps({"question": f"How {name}?", "reference": reference}))
+    judges = '[{name = "near", function = "mine:near"}, {name = "off", function = "mine:off"}]'
+    config = profile(tmp_path, f"verify.judges={judges}", "benchmarks=[{name='n', source='near.jsonl'}]")
+    key = "verify.judges, name = 'off', function = 'mine:off'"
+    missing = f"{key}: {Path.cwd() / 'mine.py'} has no function 'off'"
+    assert [problem for problem in problems_with(config) if "judge" in problem] == [missing]
+    unbound = profile(tmp_path, "curate.sources=['far.jsonl']", "verify.judges=[{name='near', function='mine:near'}]")
+    (found,) = (problem for problem in problems_with(unbound) if "judge" in problem)
+    assert found.startswith("curate.sources: its references name the judge 'far', and verify.judges has near")
+
+
+def test_the_source_of_a_judge_is_part_of_what_its_verdicts_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def near(answer): return 1")
+    config = profile(tmp_path, "verify.judges=[{name='near', function='mine:near'}]")
+    before = fingerprints_of(stages_of(config), config.workspace)
+    Path("mine.py").write_text("def near(answer): return 0")
+    after = fingerprints_of(stages_of(config), config.workspace)
+    changed = {name for name in before if before[name] != after[name]}
+    assert {"distill", "rl", "evaluate_rl"} <= changed
+    assert not {"benchmarks", "curate", "base"} & changed

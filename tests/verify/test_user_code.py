@@ -70,8 +70,10 @@ def pool(folder: Path) -> Iterator[JudgePool]:
         yield made
 
 
-def value(pool: JudgePool, function: str, text: str = "", *, digest: str = "", **settings: object) -> Verdict:
-    reward = CustomReward.model_validate({"function": f"my_rewards:{function}"} | settings)
+def value(
+    pool: JudgePool, function: str, text: str = "", *, module: str = "my_rewards", digest: str = "", **settings: object
+) -> Verdict:
+    reward = CustomReward.model_validate({"function": f"{module}:{function}"} | settings)
     answer = JudgedAnswer(
         problem_id="p",
         source="s",
@@ -82,7 +84,7 @@ def value(pool: JudgePool, function: str, text: str = "", *, digest: str = "", *
         num_tokens=6,
         finish_reason="stop",
     )
-    return pool.submit_reward(reward, digest or source_digest("my_rewards"), answer).result()
+    return pool.submit_reward(reward, digest or source_digest(module), answer).result()
 
 
 def test_a_number_is_the_value_whatever_its_type(pool: JudgePool) -> None:
@@ -117,15 +119,75 @@ def test_a_function_that_hangs_is_killed_at_its_wall_clock(pool: JudgePool, text
     assert value(pool, "by_text").score == 0.5
 
 
+EATERS = """
+import subprocess, sys
+import numpy as np
+
+KEPT = []
+
+def bytes_at_once(answer): return float(len(bytearray(int(answer.text) << 20)) > 0)
+
+def small_pieces(answer):
+    held = [bytearray(1 << 20) for _ in range(int(answer.text))]
+    return 0.5
+
+def array(answer): return float(np.ones(int(answer.text) << 17).sum() > 0)
+
+def keeps(answer):
+    KEPT.append(bytearray(int(answer.text) << 20))
+    return 0.5
+
+def in_a_thread_pool_of_c(answer): raise RuntimeError("DefaultCPUAllocator: error code 12 (Cannot allocate memory)")
+
+def in_a_child(answer):
+    code = f"x = bytearray({answer.text} << 20)"
+    return float(subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode)
+"""
+
+
+@pytest.fixture(scope="module")
+def eaters(folder: Path) -> None:
+    (folder / "eaters.py").write_text(EATERS)
+
+
+@pytest.mark.parametrize("function", ["bytes_at_once", "small_pieces", "array", "in_a_thread_pool_of_c"])
+@pytest.mark.usefixtures("eaters")
+def test_a_function_that_eats_memory_has_failed_with_the_limit_and_the_next_one_has_a_value(
+    pool: JudgePool, function: str
+) -> None:
+    failed = value(pool, function, "400", module="eaters", memory_mb=256)
+    assert failed.outcome is Outcome.JUDGE_FAILED
+    assert failed.detail == f"eaters:{function} needs more memory than its memory_mb = 256"
+    assert value(pool, "bytes_at_once", "100", module="eaters", memory_mb=256).score == 1
+
+
+@pytest.mark.usefixtures("eaters")
+def test_memory_that_a_function_keeps_counts_until_its_worker_is_replaced(pool: JudgePool) -> None:
+    outcomes = [value(pool, "keeps", "100", module="eaters", memory_mb=256).outcome for _ in range(4)]
+    # its imports take some, and the third call finds too little left
+    assert outcomes == [Outcome.SCORED, Outcome.SCORED, Outcome.JUDGE_FAILED, Outcome.SCORED]
+
+
+@pytest.mark.usefixtures("eaters")
+def test_what_one_function_keeps_does_not_fail_another_with_a_smaller_limit(pool: JudgePool) -> None:
+    assert value(pool, "keeps", "100", module="eaters", memory_mb=300).score == 0.5
+    assert value(pool, "by_text", memory_mb=64).score == 0.5
+
+
+@pytest.mark.usefixtures("eaters")
+def test_a_process_that_a_function_starts_has_its_limit_too(pool: JudgePool) -> None:
+    assert value(pool, "in_a_child", "3000", module="eaters", memory_mb=256).score == 1
+    assert value(pool, "in_a_child", "100", module="eaters", memory_mb=256).score == 0
+
+
 def test_a_source_that_changes_while_the_stage_runs_gives_no_value(pool: JudgePool) -> None:
-    value(pool, "by_text", "die")  # so that the next worker imports the module anew
-    changed = value(pool, "length", digest="that of another source")
+    changed = value(pool, "length", digest="that of another source", memory_mb=300)  # a worker that has not imported it
     assert changed.outcome is Outcome.JUDGE_FAILED
     assert "the source of my_rewards:length changed while the stage ran" in changed.detail
 
 
 def test_a_fit_function_passes_without_being_imported_here(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    check("my_rewards:by_text")
+    check(CustomReward(function="my_rewards:by_text"))
     assert folder == Path.cwd()
     assert capfd.readouterr() == ("", "")
     assert "my_rewards" not in sys.modules
@@ -136,13 +198,14 @@ def test_a_fit_function_passes_without_being_imported_here(folder: Path, capfd: 
     [
         ("import no_such_library", "its import failed: ModuleNotFoundError: No module named 'no_such_library'"),
         ("import os\nos._exit(4)", "its import ended the process .exit status 4"),
+        ("x = bytearray(10**9)", "its import failed: unfit:f needs more memory than its memory_mb = 256"),
         ("raise SystemExit(0)", "its import ended the process .exit status 0"),
     ],
 )
 def test_an_import_that_fails_does_so_in_the_child(folder: Path, source: str, why: str) -> None:
     (folder / "unfit.py").write_text(source)
     with pytest.raises(ConfigError, match=why):
-        check("unfit:f")
+        check(CustomReward(function="unfit:f", memory_mb=256))
 
 
 @pytest.mark.parametrize(

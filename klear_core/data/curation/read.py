@@ -29,7 +29,7 @@ from klear_core.data.question_tables import QuestionTables
 from klear_core.data.ragged import Numbers, Ragged, joined, ragged
 from klear_core.data.sources import READ, read_pieces
 from klear_core.seeding import seed_for
-from klear_core.types import CodeReference, Difficulty, Dropped, MathReference, Reference, StoredTests
+from klear_core.types import CodeReference, CustomReference, Difficulty, Dropped, MathReference, Reference, StoredTests
 
 TAGS = tuple(Difficulty)
 """Difficulty tags by their code in the column `tag`."""
@@ -265,5 +265,7 @@ def _num_chars(reference: Reference) -> int:
             return sum(map(len, answers))
         case CodeReference(tests=tests) if not isinstance(tests, StoredTests):
             return sum(sizes_of_tests(tests))
+        case CustomReference(value_json=text):
+            return len(text)
         case _:
             return 0

@@ -1,0 +1,164 @@
+"""A judge of the user's own gives verdicts; where it fails there is none, and never a wrong answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from verify_builders import boxed, math_problem, problem
+
+from klear_core.config.verify import VerifyConfig
+from klear_core.data.reference_check import check_references
+from klear_core.errors import ConfigError, DataError
+from klear_core.evaluate.judge_file import judge_file
+from klear_core.types import CustomReference, Domain, Outcome, Problem, Verdict
+from klear_core.verify import JudgePool
+
+SOURCE = """
+import os, time
+
+def near(answer):
+    if answer.box is None: return 0
+    if answer.box == "raise": raise KeyError("no such word")
+    if answer.box == "die": os._exit(3)
+    if answer.box == "sleep": time.sleep(1000)
+    if answer.box == "eat": return len(bytearray(10**10))
+    odd = {"none": None, "word": "1", "two": 2, "minus": -0.1, "nan": float("nan"), "list": [1]}
+    if answer.box in odd: return odd[answer.box]
+    return abs(float(answer.box) - answer.reference["target"]) <= answer.reference.get("within", 0)
+
+def part(answer):
+    return answer.reference.index(answer.answer.strip()) / 4
+
+def shown(answer):
+    parts = answer.problem_id, answer.source, answer.question, answer.reference, answer.answer, answer.box
+    assert parts == ("p0", "test", "?", {"a": [1, None, "\u00e9"]}, " so \\\\boxed{ 5 }", " 5 "), parts
+    assert answer.response == "<think>x</think> so \\\\boxed{ 5 }"
+    return True
+"""
+JUDGES = [
+    {"name": "near", "function": "my_judges:near", "timeout_s": 0.3, "memory_mb": 256},
+    {"name": "part-of", "function": "my_judges:part", "memory_mb": 256},
+    {"name": "shown", "function": "my_judges:shown", "memory_mb": 256},
+]
+
+
+def settings(*judges: dict[str, object], **more: object) -> VerifyConfig:
+    return VerifyConfig.model_validate({"judges": judges, "runtime": {"reward_workers": 1}} | more)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made, before = tmp_path_factory.mktemp("user"), Path.cwd()
+    (made / "my_judges.py").write_text(SOURCE)
+    os.chdir(made)  # judging processes start in the working directory
+    yield made
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path) -> Iterator[JudgePool]:
+    assert folder == Path.cwd()
+    with JudgePool(settings(*JUDGES)) as made:
+        yield made
+
+
+def to_judge(judge: str, value: object) -> Problem:
+    return problem(CustomReference(judge=judge, domain=Domain.MATH, value_json=json.dumps(value)))
+
+
+def verdict(pool: JudgePool, answer: str, value: object = None, *, judge: str = "near") -> Verdict:
+    return pool.submit(to_judge(judge, value or {"target": 24}), boxed(answer)).result()
+
+
+def test_what_the_function_returns_is_the_score(pool: JudgePool) -> None:
+    assert verdict(pool, "24") == Verdict(outcome=Outcome.SCORED, score=1.0)
+    assert verdict(pool, "25") == Verdict(outcome=Outcome.SCORED, score=0.0)
+    assert verdict(pool, "25", {"target": 24, "within": 1}).is_correct
+    partial = pool.submit(to_judge("part-of", ["a", "b", "c"]), "</think> c").result()
+    assert (partial.score, partial.is_correct) == (0.5, False)
+
+
+def test_the_judge_sees_the_value_of_the_reference_and_the_parts_of_the_answer(pool: JudgePool) -> None:
+    seen = pool.submit(to_judge("shown", {"a": [1, None, "é"]}), "<think>x</think> so \\boxed{ 5 }").result()
+    assert seen == Verdict(outcome=Outcome.SCORED, score=1.0)
+
+
+def test_an_answer_without_the_required_tags_is_no_answer_and_the_judge_is_not_asked(pool: JudgePool) -> None:
+    assert pool.submit(to_judge("near", 3), "\\boxed{die}").result().outcome is Outcome.NO_ANSWER
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome", "why"),
+    [
+        ("raise", Outcome.JUDGE_FAILED, r"KeyError: 'no such word' \(my_judges.py, line 6\)"),
+        ("die", Outcome.JUDGE_FAILED, "a worker died"),
+        ("sleep", Outcome.TIMED_OUT, "ran out of time"),
+        ("eat", Outcome.JUDGE_FAILED, "my_judges:near needs more memory than its memory_mb = 256"),
+        ("none", Outcome.JUDGE_FAILED, "returned NoneType, and not a number"),
+        ("word", Outcome.JUDGE_FAILED, "returned str, and not a number"),
+        ("list", Outcome.JUDGE_FAILED, "returned list, and not a number"),
+        ("two", Outcome.JUDGE_FAILED, "returned 2, which is not between 0 and 1"),
+        ("minus", Outcome.JUDGE_FAILED, "returned -0.1, which is not between 0 and 1"),
+        ("nan", Outcome.JUDGE_FAILED, "returned nan"),
+        ("seven", Outcome.JUDGE_FAILED, "ValueError: could not convert string"),
+    ],
+)
+def test_a_judge_that_fails_gives_no_verdict_and_the_next_one_does(
+    pool: JudgePool, answer: str, outcome: Outcome, why: str
+) -> None:
+    failed = verdict(pool, answer)
+    assert failed.outcome is outcome
+    assert not failed.outcome.counts_for_model
+    assert re.search(why, failed.detail), failed.detail
+    assert verdict(pool, "24").is_correct
+
+
+def test_a_reference_that_names_no_judge_of_the_settings_is_told_before_anything_is_spent(pool: JudgePool) -> None:
+    unknown = to_judge("nearer", 1)
+    with pytest.raises(
+        ConfigError, match=r"problem p0 of test: verify.judges has no judge 'nearer'; it has near, part"
+    ):
+        pool.prepare([math_problem("7"), unknown])
+    assert pool.submit(unknown, boxed("1")).result().outcome is Outcome.BAD_REFERENCE
+    assert pool.prepare([math_problem("7"), to_judge("near", 1)]) == ()
+
+
+def test_references_on_which_the_judge_fails_are_found_before_training(pool: JudgePool) -> None:
+    good, bad = to_judge("near", {"target": 1}), to_judge("near", {"goal": 1})
+    assert check_references([good], pool, 0.0, benchmark="b").counts == {}
+    with pytest.raises(DataError, match="judge_failed: KeyError: 'target'"):
+        check_references([good, bad], pool, 0.0, benchmark="b")
+
+
+def test_a_module_that_is_not_there_or_two_judges_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no Python file of module 'nowhere'"):
+        JudgePool(settings({"name": "a", "function": "nowhere:f"}))
+    with pytest.raises(ValidationError, match="two have the name 'a'"):
+        settings({"name": "a", "function": "x:f"}, {"name": "a", "function": "y:f"})
+    with pytest.raises(ValidationError, match="should match pattern"):
+        settings({"name": "a b", "function": "x:f"})
+
+
+def test_a_file_of_answers_is_judged_by_the_judge_that_each_row_names(tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    custom = {"kind": "custom", "judge": "near", "value": {"target": 24}}
+    rows = [
+        ("a", "24", custom),
+        ("b", "25", custom),
+        ("c", "raise", custom),
+        ("d", "7", {"kind": "math", "answers": ["7"]}),
+    ]
+    lines = [json.dumps({"id": i, "response": boxed(answer), "reference": r}) for i, answer, r in rows]
+    answers.write_text("\n".join(lines))
+    summary = judge_file(answers, settings(*JUDGES), out=tmp_path / "out.jsonl")
+    assert (summary.outcomes, summary.mean_score) == ({Outcome.SCORED: 3, Outcome.JUDGE_FAILED: 1}, 2 / 3)
+    with pytest.raises(
+        ConfigError, match=r"verify.judges, name = 'near', function = 'my_judges:nearer': .* has no function"
+    ):
+        judge_file(answers, settings({"name": "near", "function": "my_judges:nearer"}))
