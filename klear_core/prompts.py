@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klear_core.errors import ConfigError
+from klear_core.types import Completion
 
 if TYPE_CHECKING:
     Tokenizer = Any  # transformers ships no types for its fast tokenizers
 
+_QUESTION = "1+1 = ?"
+"""A question to try a template with."""
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
 TURN_END = "<|im_end|>"
@@ -54,6 +57,30 @@ def prompt_text(tokenizer: Tokenizer, question: str) -> str:
     messages = [{"role": "user", "content": question}]
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return text
+
+
+def opening_of(tokenizer: Tokenizer) -> str:
+    """Return the start of every response that the chat template puts into the prompt; empty for most templates.
+
+    Templates of models that always think end the prompt with `<think>` and a line break (DeepSeek-R1-Distill).
+    """
+    _, tag, rest = prompt_text(tokenizer, _QUESTION).partition(_QUESTION)[2].rpartition(THINK_OPEN)
+    return "" if rest.strip() else tag + rest
+
+
+def continuation(response: str, opening: str) -> str:
+    """Return what is left of a response after the opening that the prompt holds: the text that the model writes."""
+    if not opening:
+        return response
+    if response.startswith(opening):
+        return response.removeprefix(opening)
+    # The template puts other white space behind the tag than `render_response`.
+    return response.removeprefix(THINK_OPEN).lstrip()
+
+
+def completed(completion: Completion, opening: str) -> Completion:
+    """Return the completion with the opening of its prompt in its text, as judges and people read responses."""
+    return replace(completion, text=opening + completion.text) if opening else completion
 
 
 def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[int, ...]]:
@@ -145,18 +172,21 @@ def padded_vocab_size(tokenizer: Tokenizer) -> int:
 
 def check_template(tokenizer: Tokenizer) -> None:
     """Check what SFT and sampling assume about a tokenizer; ConfigError says which part does not hold."""
-    question, text = "1+1 = ?", render_response("1+1=2", "\\boxed{2}")
-    prompt_ids, response_ids = render_prompt(tokenizer, question), encode_response(tokenizer, text)
+    text = continuation(render_response("1+1=2", "\\boxed{2}"), opening_of(tokenizer))
+    prompt_ids, response_ids = render_prompt(tokenizer, _QUESTION), encode_response(tokenizer, text)
     if decode_response(tokenizer, response_ids) != text:
         raise ConfigError(
             f"template: {text!r} comes back from the tokenizer as {decode_response(tokenizer, response_ids)!r}"
         )
     prompt = tokenizer.decode(prompt_ids, skip_special_tokens=False)
-    if question not in prompt:
-        raise ConfigError(f"template: the question {question!r} is not in the prompt {prompt!r}")
-    if prompt.rstrip().endswith(THINK_OPEN):
+    _, asked, turn = prompt.partition(_QUESTION)
+    if not asked:
+        raise ConfigError(f"template: the question {_QUESTION!r} is not in the prompt {prompt!r}")
+    _, opened, begun = turn.rpartition(THINK_OPEN)
+    if opened and begun.strip() and THINK_CLOSE not in begun:
         raise ConfigError(
-            f"template: the prompt already opens the thinking ({prompt!r}); remove {THINK_OPEN} from the chat template"
+            f"template: the prompt opens the thinking and goes on with {begun.strip()!r}, with which no trace begins; "
+            f"let it end with {THINK_OPEN}, or without"
         )
     joined = tuple(tokenizer.encode(prompt + text, add_special_tokens=False)) + response_ids[-1:]
     if joined != prompt_ids + response_ids:

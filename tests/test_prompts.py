@@ -9,14 +9,18 @@ from klear_core.prompts import (
     CHAT_TEMPLATE,
     build_byte_tokenizer,
     check_template,
+    completed,
+    continuation,
     decode_response,
     encode_response,
     load_tokenizer,
+    opening_of,
     padded_vocab_size,
     render_prompt,
     render_response,
     split_response,
 )
+from klear_core.types import Completion
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +112,66 @@ def test_the_end_token_is_what_ends_a_turn_even_if_the_folder_names_the_end_of_a
     assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
+R1_TEMPLATE = (
+    "{{ '<|endoftext|>' }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '<|im_start|>' + message['content'] }}{% else %}"
+    "{{ '\\n\\n' + message['content'].split('</think>')[-1] + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\n\\n<think>\\n' }}{% endif %}"
+)
+"""As DeepSeek-R1-Distill has it: a token at the start, turns without names, thoughts left out, and thinking opened."""
+
+
+def opened(template: str):
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [
+        (CHAT_TEMPLATE, ""),
+        (CHAT_TEMPLATE.replace("assistant\\n", "assistant\\n<think>\\n"), "<think>\n"),
+        (CHAT_TEMPLATE.replace("assistant\\n", "assistant\\n<think>"), "<think>"),
+        (CHAT_TEMPLATE.replace("assistant\\n", "assistant\\n<think>\\n\\n"), "<think>\n\n"),
+        (R1_TEMPLATE, "<think>\n"),
+    ],
+)
+def test_prompt_and_continuation_are_one_response_whatever_the_template_opens(template, opening):
+    tokenizer = opened(template)
+    check_template(tokenizer)
+    assert opening_of(tokenizer) == opening
+    rest = continuation(render_response("1+1=2", "\\boxed{2}"), opening)
+    whole = tokenizer.decode(render_prompt(tokenizer, "1+1 = ?")) + rest
+    assert whole.count("<think>") == 1
+    assert split_response(opening + rest) == split_response(render_response("1+1=2", "\\boxed{2}"))
+
+
+def test_what_the_prompt_opened_is_part_of_the_completions_text():
+    sampled = Completion(
+        text="a</think>b", token_ids=(1, 2), logps=(0.0, 0.0), finish_reason="stop", policy_versions=(0, 0)
+    )
+    assert completed(sampled, "<think>\n").text == "<think>\na</think>b"
+    assert completed(sampled, "<think>\n").token_ids == (1, 2)
+    assert completed(sampled, "") is sampled
+
+
+def test_a_template_that_ends_the_thinking_opens_none():
+    without = CHAT_TEMPLATE.replace("assistant\\n", "assistant\\n<think>\\n\\n</think>\\n\\n")
+    assert opening_of(opened(without)) == ""
+
+
+def test_a_question_about_tags_opens_nothing():
+    tokenizer = build_byte_tokenizer()
+    assert opening_of(tokenizer) == ""
+    assert render_prompt(tokenizer, "What is <think>\n")[-1] == ord("\n")
+
+
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [
         (CHAT_TEMPLATE.replace("message['content']", "'Hi'"), "not in the prompt"),
-        (CHAT_TEMPLATE.replace("assistant\\n", "assistant\\n<think>\\n"), "already opens the thinking"),
+        (CHAT_TEMPLATE.replace("assistant\\n", "assistant\\n<think>\\nOkay,"), "thinking and goes on with 'Okay,'"),
         (CHAT_TEMPLATE.replace(" + '<|im_end|>'", ""), "ends in '', which is not one token"),
     ],
 )

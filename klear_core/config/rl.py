@@ -91,7 +91,7 @@ class RewardConfig(Settings):
     """Reward of an answer without `</think>`, whatever its content; None judges it like any other. A value above
     `wrong` favours truncated answers."""
     missing_open: float | None = Field(default=-2.0, ge=-100, le=100)
-    """Reward of an answer without `<think>` (checked second); use None if the prompt already opens it."""
+    """Reward of an answer without `<think>` (checked second); a chat template that opens it in the prompt counts."""
     custom: tuple[CustomReward, ...] = ()
     """Functions of the user's own, whose weighted values are added for every answer, well-formed or not."""
 

@@ -153,7 +153,8 @@ class VerifyConfig(Settings):
     RL judge); `whole`: all of it (its benchmark judge)."""
     tags: Literal["close", "both", "none"] = "close"
     """Think tags that a response must have. `close`: `</think>`; `both`: also `<think>` (Klear-Reasoner's code). The
-    default is `close` because a template that opens `<think>` in the prompt leaves it out of the response."""
+    default is `close` because responses from elsewhere often lack the other. Where the chat template opens `<think>` in
+    the prompt, responses have it."""
     math: MathConfig = MathConfig()
     code: CodeConfig = CodeConfig()
     sandbox: Literal["auto", "firejail", "bubblewrap", "rlimits-only"] = "auto"

@@ -28,6 +28,7 @@ from klear_core.evaluate.suite import Benchmark, PlannedAnswer, plan_answers, re
 from klear_core.evaluate.summarise import ledger_step, make_report, metrics_of, tally, warning_lines
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.metrics import Telemetry
+from klear_core.prompts import completed
 from klear_core.scores import EvalReport, write_reports
 from klear_core.seeding import seed_for
 from klear_core.types import EvalSample, Judge, Outcome, Problem
@@ -45,6 +46,8 @@ class EvalSetup:
     judge: Judge
     section: str = "evaluate"
     """Section of the settings, for messages."""
+    opening: str = ""
+    """Start of every response that its prompt holds; see `opening_of`."""
 
 
 def evaluate(
@@ -85,14 +88,15 @@ def answer_suite(
     Return warnings about the judges.
     """
     from klear_core.generate.factory import build_engine
-    from klear_core.prompts import load_tokenizer, render_prompt
+    from klear_core.prompts import load_tokenizer, opening_of, render_prompt
     from klear_core.train.base import model_folder, wanted_window
     from klear_core.verify import build_judge_pool
 
     is_hf_folder = (model / "config.json").is_file()
     folder = model if is_hf_folder else model_folder(model)
     window = None if is_hf_folder else wanted_window(model)
-    render = partial(render_prompt, load_tokenizer(folder))
+    tokenizer = load_tokenizer(folder)
+    render = partial(render_prompt, tokenizer)
 
     async def run(judge: Judge) -> None:
         engine = await build_engine(
@@ -103,7 +107,7 @@ def answer_suite(
             window=window,
         )
         try:
-            setup = EvalSetup(engine=engine, render=render, judge=judge, section=section)
+            setup = EvalSetup(engine=engine, render=render, judge=judge, section=section, opening=opening_of(tokenizer))
             await answer_benchmarks(cfg, suite, setup, seed=seed, workdir=workdir, telemetry=telemetry)
         finally:
             await engine.close()
@@ -174,7 +178,8 @@ class _AnswerWorker:
         problem = planned.problem
         params = sampling_params(self.cfg.sampling, planned, seed=self.seed)
         try:
-            (completion,) = await self.setup.engine.generate(self.setup.render(problem.question), params)
+            (sampled,) = await self.setup.engine.generate(self.setup.render(problem.question), params)
+            completion = completed(sampled, self.setup.opening)
         except KlearError:  # DataError and ConfigError are ValueErrors too; their messages already name the cause
             raise
         except ValueError as e:

@@ -11,7 +11,7 @@ from klear_core.errors import DataError
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.generate.factory import build_engine
 from klear_core.hf_config import read_hf_config
-from klear_core.prompts import load_tokenizer, render_prompt
+from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
 from klear_core.types import Completion
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ class ChatModel:
             max_new_tokens=min(room, chat_params.max_tokens or room),
             seed=chat_params.seed,
         )
-        return await self.engine.generate(prompt_ids, params)
+        opening = opening_of(self.tokenizer)
+        return [completed(completion, opening) for completion in await self.engine.generate(prompt_ids, params)]
 
     async def close(self) -> None:
         """Release the engine."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import InferenceEngine, SamplingParams
-from klear_core.prompts import render_prompt
+from klear_core.prompts import completed, opening_of, render_prompt
 from klear_core.rl.groups import SURPLUS, DropCounts, keep_informative
 from klear_core.rl.rewards import custom_reward, is_positive, overlong_penalty, reward_of
 from klear_core.seeding import seed_for
@@ -100,6 +100,7 @@ class Collector:
         self._custom_rewards = custom_rewards
         self._stream = stream
         self._tokenizer = tokenizer
+        self._opening = opening_of(tokenizer)
         self._cfg = cfg
         self._seed = seed
         self._engine_status = engine_status
@@ -172,7 +173,8 @@ class Collector:
             seed=seed_for(self._seed, "rl/rollout", item.position, sample_idx),
         )
         self._num_sampling += 1
-        (completion,) = await self._engine.generate(prompt_ids, params)
+        (sampled,) = await self._engine.generate(prompt_ids, params)
+        completion = completed(sampled, self._opening)
         self._num_sampling -= 1
         self._num_judging += 1
         self._num_finished_requests += 1

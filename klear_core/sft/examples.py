@@ -17,7 +17,7 @@ import numpy as np
 from klear_core.artifacts.floors import Share, check_floor
 from klear_core.artifacts.ledger import LedgerStep
 from klear_core.config.settings import Floor
-from klear_core.prompts import THINK_OPEN, encode_all, prompt_text, render_response
+from klear_core.prompts import THINK_OPEN, continuation, encode_all, opening_of, prompt_text, render_response
 from klear_core.types import SftExample, TeacherTrace
 
 if TYPE_CHECKING:
@@ -39,10 +39,11 @@ def make_examples(
     """Render prompt and response as sampling will see them, one result per trace.
 
     The loss is on thinking, answer and the end of the turn, not on the prompt. A trace that ran out of tokens is learnt
-    as far as it goes, without an end of the turn.
+    as far as it goes, without an end of the turn. What the template's prompt opens is part of the prompt.
     """
+    opening = opening_of(tokenizer)
     prompts = encode_all(tokenizer, [prompt_text(tokenizer, t.question) for t in traces])
-    responses = encode_all(tokenizer, [_response_text(t) for t in traces])
+    responses = encode_all(tokenizer, [continuation(_response_text(t), opening) for t in traces])
     examples: list[SftExample | Unusable] = []
     for trace, prompt_ids, response_ids in zip(traces, prompts, responses, strict=True):
         end = (tokenizer.eos_token_id,) if trace.finish_reason == "stop" else ()

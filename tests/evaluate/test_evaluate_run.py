@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,12 @@ def run(
 
 def samples(workdir: Path) -> list[EvalSample]:
     return list(read_shards(workdir / "samples", EvalSample))
+
+
+def test_a_response_begins_with_what_its_prompt_opened(tmp_path: Path) -> None:
+    exam = make_exam()
+    run(tmp_path, dataclasses.replace(exam, opening="<think>\n"))
+    assert {s.response.startswith("<think>\nanswer ") for s in samples(tmp_path)} == {True}
 
 
 def test_every_problem_is_answered_n_times_and_once_greedily(tmp_path: Path) -> None:

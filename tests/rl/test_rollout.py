@@ -16,7 +16,7 @@ from klear_core.config.rl import OverlongConfig, RewardConfig, RlConfig, RlRunti
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams
 from klear_core.generate.fake_engine import FakeAnswer, FakeEngine, Script
-from klear_core.prompts import load_tokenizer
+from klear_core.prompts import build_byte_tokenizer, load_tokenizer
 from klear_core.rl.rollout import Collector, PromptStream, StepRollouts
 from klear_core.train.base import model_folder
 from klear_core.types import Judge, Outcome, Problem, Verdict
@@ -82,6 +82,26 @@ def test_every_answer_is_a_request_of_its_own_with_a_seed_of_its_own(tokenizer: 
     assert all(len(g.rollouts) == 4 for g in collected.groups)
     assert [p.num_samples for _, p in engine.requests] == [1] * 16
     assert len({p.seed for _, p in engine.requests}) == 16
+
+
+def test_an_answer_whose_thinking_the_prompt_opened_is_judged_and_rewarded_as_a_whole() -> None:
+    """The model writes `\\n7</think>7`: judge, format reward and record see the tag, the tokens to train do not have it."""
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant\\n", "assistant\\n<think>\\n")
+    judged: list[str] = []
+
+    async def judge(_problem: Problem, response: str) -> Verdict:
+        judged.append(response)
+        return Verdict(outcome=Outcome.SCORED, score=1.0)
+
+    cfg = config(groups_per_step=1, sampling=SamplingConfig(max_new_tokens=20))
+    cfg = cfg.model_copy(update={"reward": RewardConfig()})  # requires both tags
+    collected, _ = collect(lambda *_: FakeAnswer(text="7</think>7"), tokenizer, cfg, judge)
+    (group,) = collected.groups
+    assert {r.completion.text for r in group.rollouts} == set(judged) == {"<think>\n7</think>7"}
+    assert {r.reward for r in group.rollouts} == {1.0}
+    assert all(r.is_positive for r in group.rollouts)
+    assert bytes(group.rollouts[0].completion.token_ids[:-1]) == b"7</think>7"
 
 
 def test_the_same_seed_asks_the_same(tokenizer: object) -> None:

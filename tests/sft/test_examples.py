@@ -32,6 +32,21 @@ def test_loss_is_on_thinking_answer_and_end_of_turn_and_not_on_the_prompt(tokeni
     assert learnt(tokenizer, example) == "<think>\n1+1=2\n</think>\n\n\\boxed{2}<|im_end|>"
 
 
+@pytest.mark.parametrize("opening", ["<think>\\n", "<think>"])
+def test_thinking_that_the_prompt_opens_is_not_learnt_twice(opening):
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant\\n", f"assistant\\n{opening}")
+    whole = (
+        "<|im_start|>user\n1+1 = ?<|im_end|>\n<|im_start|>assistant\n<think>\n1+1=2\n</think>\n\n\\boxed{2}<|im_end|>"
+    )
+    begun = opening.replace("\\n", "\n")
+    example = make(tokenizer, trace("1+1 = ?"))
+    assert given(tokenizer, example) == whole.partition("<think>")[0] + begun
+    assert given(tokenizer, example) + learnt(tokenizer, example) == whole
+    cut = make(tokenizer, trace("1+1 = ?", "so far", "", finish_reason="length"))
+    assert begun + learnt(tokenizer, cut) == "<think>\nso far"
+
+
 def test_a_row_as_long_as_allowed_is_kept_whole(tokenizer):
     whole = make(tokenizer, trace("1+1 = ?"))
     assert make(tokenizer, trace("1+1 = ?"), max_tokens=len(whole.token_ids)) == whole

@@ -158,8 +158,8 @@ def test_the_result_loads_with_its_tokenizer(given, tmp_path):
 def test_a_bad_template_stops_before_the_first_step(tmp_path):
     model, traces = inputs(tmp_path / "in")
     template = model / "model" / "chat_template.jinja"
-    template.write_text(template.read_text().replace("assistant\\n", "assistant\\n<think>\\n"))
-    with pytest.raises(ConfigError, match="already opens the thinking"):
+    template.write_text(template.read_text().replace("assistant\\n", "assistant\\n<think>\\nOkay,"))
+    with pytest.raises(ConfigError, match="goes on with 'Okay,'"):
         run((model, traces), tmp_path / "out")
 
 
