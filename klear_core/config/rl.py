@@ -276,8 +276,8 @@ class RlConfig(Settings):
     """Weight versions that a sample may lag behind the learner: 0 is synchronous, 1 is one step off-policy, more is
     asynchronous."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of forward and backward pass and of the saved model; weights and optimizer are always float32. Scripts:
-    bfloat16."""
+    """Data type of forward and backward pass and of the saved model; weights that train and the optimizer are always
+    float32. Scripts: bfloat16."""
     runtime: RlRuntime = RlRuntime()
 
     @model_validator(mode="after")

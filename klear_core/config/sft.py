@@ -55,6 +55,6 @@ class SftConfig(Settings):
     eval_every_steps: int = Field(default=100, ge=1)
     """Optimizer steps between two validation losses; one is always computed at the end."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of forward and backward pass and of the saved model; weights and optimizer are always float32.
-    Undisclosed in the paper."""
+    """Data type of forward and backward pass and of the saved model; weights that train and the optimizer are always
+    float32. Undisclosed in the paper."""
     runtime: SftRuntime = SftRuntime()

@@ -4,7 +4,8 @@ It is the sum of what our learner allocates, moment by moment; `klear_core.train
 running the learner on fake tensors, and a test compares the two. Letters: P weights of the model, R ranks, p weights
 of a layer, E weights of embedding and head, L layers, T tokens of a rank in a micro-batch, V vocabulary, H hidden,
 A width of all query heads, G width of all key heads, I width of the MLP. Activations and gathered weights take `b`
-bytes: 2 in bfloat16.
+bytes: 2 in bfloat16. With LoRA the frozen weights take `b` bytes, have no gradients, and a single rank uses them as
+they are.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class LearnerLoad:
     has_reference: bool = False
     """A frozen copy of the model is kept for a KL term."""
     adapter_rank: int | None = None
-    """Rank of LoRA adapters on frozen weights. The sum is then an upper bound: the passing gradients stay in it."""
+    """Rank of LoRA adapters on frozen weights. All linear layers are counted as having one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,86 +81,115 @@ def learner_peak(size: ModelSize, load: LearnerLoad) -> LearnerPeak:
 
 
 def state_bytes(size: ModelSize, load: LearnerLoad) -> float:
-    """Return the bytes of a rank's weights, gradients and moments of Adam: 16 a weight, 4 if frozen, all float32."""
-    if load.adapter_rank is None:
-        return _STATE_BYTES * size.num_params / load.num_ranks
-    return (4 * size.num_params + _STATE_BYTES * size.adapter_params(load.adapter_rank)) / load.num_ranks
+    """Return the bytes of a rank's weights, gradients and moments of Adam: 16 for a weight that trains, else `b`."""
+    frozen = 0 if load.adapter_rank is None else load.value_bytes * size.num_params
+    return (frozen + _STATE_BYTES * _trained(size, load)) / load.num_ranks
 
 
 def resident_bytes(size: ModelSize, load: LearnerLoad) -> float:
     """Return what is left of `state_bytes` between updates, when there are no gradients."""
-    trained = size.num_params if load.adapter_rank is None else size.adapter_params(load.adapter_rank)
-    return state_bytes(size, load) - 4 * trained / load.num_ranks
+    return state_bytes(size, load) - 4 * _trained(size, load) / load.num_ranks
+
+
+def _trained(size: ModelSize, load: LearnerLoad) -> int:
+    """Return the number of weights that train."""
+    return size.num_params if load.adapter_rank is None else size.adapter_params(load.adapter_rank)
 
 
 def _moments(size: ModelSize, load: LearnerLoad) -> Iterator[LearnerPeak]:
     always = {"weights, gradients, optimizer": state_bytes(size, load)}
     if load.has_reference:
         always["reference model"] = 4 * size.num_params / load.num_ranks
-    b, t, h = load.value_bytes, load.num_tokens, size.hidden_size
-    if load.adapter_rank is not None:
-        # Each of a layer's seven matrices keeps the states between A and B.
-        states = 7 * load.adapter_rank * (1 if load.has_checkpointing else size.num_layers)
-        always["adapters"] = b * (t * states + size.adapter_params(load.adapter_rank))
-    embedding = size.vocab_size * h
+    b, t, is_lora = load.value_bytes, load.num_tokens, load.adapter_rank is not None
     kept = b * t * size.num_layers * _kept_values(size, load)
-    # The last layer's output, the final norm's output and the states of the loss tokens; uncompiled, also the norm's
-    # input in float32.
-    last = b * t * (3 * h) + (0 if size.is_fused else 4 * t * h)
-    chunk = _chunk_tokens(t, size.vocab_size) * size.vocab_size
-    # 4 bytes a weight for the head's gradient; a chunk's logits in float32 and their gradient; the states' gradient.
-    # After the last chunk the head's gradient is cast, while its float32 sum is still there.
-    head = 4 * embedding + max((4 + b) * chunk, b * (embedding + t * h)) + b * t * h
     yield LearnerPeak(
         moment="head",
         by_kind=always
         | {
             "gathered weights": _gathered(size, load, num_layers=1),
-            "activations": kept + last,
-            "head": head,
+            "activations": kept + _last_values(size, load) * b * t,
+            "head": _head_bytes(size, load),
         },
     )
     # In the backward pass two layers are gathered, and the gradient of a third is summed over ranks in float32. Without
     # checkpointing most is held in the topmost layer, before there is such a gradient.
+    passing = _layer_sum(size, load) if load.has_checkpointing else 0
     backward = {
         "gathered weights": _gathered(size, load, num_layers=2),
-        "gradients on their way": b * embedding + (_layer_sum(size, load) if load.has_checkpointing else 0),
+        "gradients on their way": passing + (0 if is_lora else b * size.vocab_size * size.hidden_size),
     }
-    for moment, values, matrix in _layer_backward(size):
+    for moment, values, matrix in _layer_backward(size, load):
         layers_kept = size.num_layers - 1
         activations = b * t * (layers_kept * _kept_values(size, load) + values) + b * matrix
         yield LearnerPeak(moment=moment, by_kind=always | backward | {"activations": activations})
-    yield LearnerPeak(moment="embedding gradient", by_kind=always | _embedding_gradient(size, load))
+    if not is_lora:
+        yield LearnerPeak(moment="embedding gradient", by_kind=always | _embedding_gradient(size, load))
+
+
+def _last_values(size: ModelSize, load: LearnerLoad) -> float:
+    """Return the values a token that lie between the last layer and the logits.
+
+    The last layer's output, the final norm's output and the states of the loss tokens; uncompiled, also the norm's
+    input in float32. A norm that is frozen keeps one tensor less. With adapters, torch frees the first layer's input
+    and output of the micro-batch before only later: nothing below that layer needs a gradient.
+    """
+    values = 3 * size.hidden_size
+    if not size.is_fused:
+        values += (4 // load.value_bytes) * size.hidden_size - _norm_less(size, load)
+    if load.adapter_rank is not None and load.has_checkpointing:
+        values += 2 * size.hidden_size
+    return values
+
+
+def _head_bytes(size: ModelSize, load: LearnerLoad) -> float:
+    """Return the bytes that the head holds: a chunk's logits in float32 and their gradient; the states' gradient."""
+    b, t, h = load.value_bytes, load.num_tokens, size.hidden_size
+    chunk = (4 + b) * _chunk_tokens(t, size.vocab_size) * size.vocab_size
+    if load.adapter_rank is not None:
+        return chunk + b * t * h
+    # 4 bytes a weight for the head's gradient. After the last chunk it is cast, while its float32 sum is still there.
+    embedding = size.vocab_size * h
+    return 4 * embedding + max(chunk, b * (embedding + t * h)) + b * t * h
 
 
 def _kept_values(size: ModelSize, load: LearnerLoad) -> float:
     """Return the values a token and layer that the forward pass keeps for the backward pass."""
-    return size.hidden_size if load.has_checkpointing else _layer_values(size)
+    return size.hidden_size if load.has_checkpointing else _layer_values(size, load)
 
 
-def _layer_values(size: ModelSize) -> float:
+def _layer_values(size: ModelSize, load: LearnerLoad) -> float:
     """Return the values a token that one layer keeps without checkpointing.
 
     Fused: inputs and outputs of both norms (4H), queries and keys before and after their rotation with the values
     and the output (3A + 3G), gate, up and their product (3I). Uncompiled each norm keeps its input in float32, the
     normalised input and its output (8H); a rotation keeps nothing, the activation its result (2A + 2G + 4I).
-    Attention adds a float32 number a head.
+    Attention adds a float32 number a head. Each of seven adapters keeps what lies between A and B.
     """
     h, a, g, i = size.hidden_size, size.query_size, size.kv_size, size.mlp_size
-    log_sums = 2 * size.num_heads
-    return (4 * h + 3 * a + 3 * g + 3 * i if size.is_fused else 8 * h + 2 * a + 2 * g + 4 * i) + log_sums
+    beside = 2 * size.num_heads + 7 * (load.adapter_rank or 0)
+    if size.is_fused:
+        return 4 * h + 3 * a + 3 * g + 3 * i + beside
+    return 8 * h + 2 * a + 2 * g + 4 * i + beside - 2 * _norm_less(size, load)
 
 
-def _layer_backward(size: ModelSize) -> Iterator[tuple[str, float, float]]:
+def _norm_less(size: ModelSize, load: LearnerLoad) -> int:
+    """Return the values a token that an uncompiled norm need not keep if its weight is frozen."""
+    return 0 if load.adapter_rank is None else size.hidden_size
+
+
+def _layer_backward(size: ModelSize, load: LearnerLoad) -> Iterator[tuple[str, float, float]]:
     """Yield moments of one layer's backward pass: its name, values a token, and weights of a gradient being formed."""
     h, a, g, i = size.hidden_size, size.query_size, size.kv_size, size.mlp_size
-    layer = _layer_values(size)
+    # A frozen matrix has no gradient. Before an adapter's B the gradient is scaled, which is a copy of it.
+    layer, matrix = _layer_values(size, load) + (0 if load.adapter_rank is None else h), h * i
+    if load.adapter_rank is not None:
+        matrix = 0
     if size.is_fused:
         # The product of gate and up is used up, and so is the sum before the second norm: gradients of gate, up and
         # of their product are there, and the gradient of the layer's output.
-        yield "mlp backward", layer - h - i + h + 3 * i, h * i
+        yield "mlp backward", layer - h - i + h + 3 * i, matrix
     else:
-        yield "mlp backward", layer + h + 2 * i, h * i
+        yield "mlp backward", layer + h + 2 * i, matrix
     # FlashAttention-2: a float32 gradient of the queries, those of keys and values for every query head, and all
     # three gradients in `b` bytes, beside the gradient of its output and that of the layer.
     after_mlp = layer - 3 * i - h if size.is_fused else layer - 4 * i - 4 * h
@@ -169,17 +199,22 @@ def _layer_backward(size: ModelSize) -> Iterator[tuple[str, float, float]]:
 def _gathered(size: ModelSize, load: LearnerLoad, *, num_layers: int) -> float:
     """Return the bytes of the weights that FSDP holds in full: embedding and head, and `num_layers` layers."""
     b = load.value_bytes
+    adapters = size.adapter_params(load.adapter_rank or 0)
     if load.num_ranks == 1:
+        if load.adapter_rank is not None:
+            return b * adapters  # frozen weights are used as they are
         if b == 4:
             return 0.0  # the weights themselves
         # One rank keeps all layers from forward to backward; the backward pass has released one by its first peak.
         return b * (size.num_params - (num_layers - 1) * size.layer_params)
-    return b * (size.embedding_params + num_layers * size.layer_params)
+    return b * (size.embedding_params + num_layers * (size.layer_params + adapters / size.num_layers))
 
 
 def _layer_sum(size: ModelSize, load: LearnerLoad) -> float:
     """Return the bytes of a layer's gradient in float32, as it is given to the sum over ranks."""
-    return 0.0 if load.num_ranks == 1 and load.value_bytes == 4 else 4.0 * size.layer_params
+    if load.num_ranks == 1 and load.value_bytes == 4:
+        return 0.0
+    return 4.0 * (size.layer_params if load.adapter_rank is None else _trained(size, load) / size.num_layers)
 
 
 def _embedding_gradient(size: ModelSize, load: LearnerLoad) -> dict[str, float]:

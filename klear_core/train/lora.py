@@ -44,7 +44,7 @@ class Adapters:
 
 
 def add_adapters(hf: nn.Module, adapters: Adapters) -> None:
-    """Wrap the target layers in place and freeze all other weights.
+    """Wrap the target layers in place and freeze all other weights, which keep their dtype; adapters are float32.
 
     Raise ConfigError if a target names no linear layer of the blocks.
     """
@@ -56,6 +56,9 @@ def add_adapters(hf: nn.Module, adapters: Adapters) -> None:
         inject_adapter_in_model(cfg, hf, _NAME)
     generator = torch.Generator().manual_seed(adapters.seed)
     for name, weight in hf.named_parameters():
+        if is_adapter(name):
+            # peft gives adapters the dtype of their layer: in bfloat16 small updates would be lost.
+            weight.data = weight.data.float()
         # With B = 0 the first step sees the base model. The range of A is that of torch's linear layers and of peft.
         if _B in name:
             nn.init.zeros_(weight)
@@ -83,7 +86,7 @@ def factor_names(name: str) -> tuple[str, str] | None:
 
 
 def merge(weight_OI: Tensor, factors: tuple[Tensor, Tensor], scale: float) -> Tensor:
-    """Return the weight with its adapter added."""
+    """Return the weight with its adapter added, in float32 whatever the weight's own dtype is."""
     a_RI, b_OR = factors
     return weight_OI + (b_OR @ a_RI) * scale
 

@@ -61,8 +61,8 @@ def load_model(
     """Load a Hugging Face folder in training mode. Raise ConfigError if its forward pass is not one that we compute.
 
     On the device `meta` the model has no weights, and none are read.
-    `dtype` is that of the weights. Training keeps float32 weights whatever it computes in: at a learning rate of 1e-6,
-    bf16 would lose the updates. With `adapters` only they are trainable.
+    `dtype` is that of the weights. Those that train are kept in float32 whatever is computed in: at a learning rate of
+    1e-6, bf16 would lose the updates. With `adapters` only they are trainable, and `dtype` is that of the others.
     """
     from klear_core.train.kernels.fused import fuse
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,18 +159,15 @@ def load_policy(
     With several ranks only rank 0 reads the weights, into main memory. The others never hold more than their shards and
     one full weight.
     """
+    # Weights that no update changes need no more digits than they are computed with.
+    read = partial(load_model, folder, dtype="float32" if adapters is None else dtype, adapters=adapters)
     if world.size == 1:
-        return parallelise(
-            load_model(folder, device=world.device, adapters=adapters),
-            world,
-            dtype=dtype,
-            activation_checkpointing=activation_checkpointing,
-        )
-    shell = load_model(folder, device="meta", adapters=adapters)
-    policy = parallelise(shell, world, dtype=dtype, activation_checkpointing=activation_checkpointing)
+        whole = read(device=world.device)
+        return parallelise(whole, world, dtype=dtype, activation_checkpointing=activation_checkpointing)
+    policy = parallelise(read(device="meta"), world, dtype=dtype, activation_checkpointing=activation_checkpointing)
     hf: Any = policy.to_empty(device=world.device).hf
     hf.tie_weights()  # to_empty() allocates the head apart from its embedding
-    source = load_model(folder, device="cpu", adapters=adapters) if world.rank == 0 else None
+    source = read(device="cpu") if world.rank == 0 else None
     _broadcast_weights(source, policy, world)
     return policy
 
@@ -199,10 +197,10 @@ def _weights_and_buffers(policy: Policy) -> dict[str, Tensor]:
 
 
 def parallelise(policy: Policy, world: World, *, dtype: Dtype, activation_checkpointing: bool) -> Policy:
-    """Shard the policy over the ranks by layer, and make it compute in `dtype` over float32 weights.
+    """Shard the policy over the ranks by layer, and make it compute in `dtype`.
 
-    One rank in float32 stays as it is. Gradients are summed over ranks, not averaged, so a loss must divide by global
-    counts.
+    One rank in float32 stays as it is, and so do the frozen weights of one rank. Gradients are summed over ranks, not
+    averaged, so a loss must divide by global counts.
     """
     hf: Any = policy.hf
     if activation_checkpointing:
@@ -215,11 +213,14 @@ def parallelise(policy: Policy, world: World, *, dtype: Dtype, activation_checkp
     mesh = init_device_mesh(world.device.type, (world.size,))
     # Gradients are summed over ranks in float32: a sum in bf16 would drop small contributions.
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+    # One rank would hold a second copy of frozen weights that are in `dtype` already.
+    kept = {p for p in policy.parameters() if not p.requires_grad and p.dtype == DTYPES[dtype] and world.size == 1}
+    shard = partial(fully_shard, mesh=mesh, mp_policy=precision, ignored_params=kept)
     # Shard the layers first, so that the call for the policy takes the remaining weights (embedding, final norm, head).
     for layer in hf.base_model.layers:
         # With one rank, resharding frees nothing and only repeats the cast.
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        shard(layer, reshard_after_forward=world.size > 1)
+    shard(policy)
     for module in (policy, *hf.base_model.layers):
         module.set_gradient_divide_factor(1.0)  # a sum over ranks; the default is the mean
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor

@@ -19,11 +19,17 @@ _DEEP = ModelSize(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "num_ranks", "cp_size", "checkpointing"),
-    [(_WIDE, 8, 1, True), (_WIDE, 1, 1, False), (_DEEP, 4, 1, True), (_DEEP, 4, 2, False)],
+    ("size", "num_ranks", "cp_size", "checkpointing", "adapter_rank"),
+    [
+        (_WIDE, 8, 1, True, None),
+        (_WIDE, 1, 1, False, None),
+        (_DEEP, 4, 2, False, None),
+        (_WIDE, 1, 1, True, 16),
+        (_DEEP, 4, 1, True, 64),
+    ],
 )
 def test_the_closed_form_agrees_with_the_learner_on_fake_tensors(
-    size: ModelSize, num_ranks: int, cp_size: int, checkpointing: bool
+    size: ModelSize, num_ranks: int, cp_size: int, checkpointing: bool, adapter_rank: int | None
 ) -> None:
     case = LearnerCase(
         model=hf_config_of(size),
@@ -31,6 +37,13 @@ def test_the_closed_form_agrees_with_the_learner_on_fake_tensors(
         cp_size=cp_size,
         num_tokens=8192,
         activation_checkpointing=checkpointing,
+        adapter_rank=adapter_rank,
     )
-    load = LearnerLoad(num_ranks=num_ranks, num_tokens=8192 // cp_size, value_bytes=2, has_checkpointing=checkpointing)
+    load = LearnerLoad(
+        num_ranks=num_ranks,
+        num_tokens=8192 // cp_size,
+        value_bytes=2,
+        has_checkpointing=checkpointing,
+        adapter_rank=adapter_rank,
+    )
     assert learner_peak(size, load).num_bytes == pytest.approx(measure(case)[0].num_bytes, rel=0.02)

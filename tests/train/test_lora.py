@@ -168,6 +168,59 @@ def test_a_checkpoint_holds_adapters_only_and_resumes_bit_for_bit(folder, tmp_pa
     assert all(torch.equal(p, raw(resumed)[name]) for name, p in raw(whole).items())
 
 
+@pytest.fixture
+def one_rank():
+    """One rank in bf16 makes a process group of its own."""
+    yield ONE
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def load_half(folder, cfg=ALL):
+    return load_policy(
+        folder, ONE, dtype="bfloat16", activation_checkpointing=False, adapters=Adapters(cfg=cfg, seed=1)
+    )
+
+
+def test_in_bfloat16_a_frozen_weight_takes_two_bytes_and_no_copy_is_made(folder, one_rank):
+    policy, plain = load_half(folder), load_model(folder, device="cpu")
+    held = {name: p.untyped_storage() for name, p in policy.named_parameters() if not p.requires_grad}
+    updater = train(policy)
+    frozen = {name: p for name, p in policy.named_parameters() if not p.requires_grad}
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    assert {p.dtype for p in frozen.values()} == {torch.bfloat16}
+    assert {name: p.untyped_storage().data_ptr() for name, p in frozen.items()} == {
+        n: s.data_ptr() for n, s in held.items()
+    }
+    assert sum(s.nbytes() for s in held.values()) == 2 * sum(p.numel() for p in plain.parameters())
+    assert {p.dtype for p in trained} == {torch.float32}
+    assert {m.dtype for s in updater.optimizer.state.values() for m in s.values()} == {torch.float32}
+    assert len(updater.optimizer.state) == len(trained) == 2 * 14  # A and B of seven layers in two blocks
+
+
+def test_in_bfloat16_the_weights_are_merged_before_they_are_rounded(folder, one_rank):
+    policy, base = load_half(folder), full_weights(load_model(folder, device="cpu"), dtype="bfloat16")
+    train(policy)
+    parts = adapter_weights(policy)
+    for name, weight in full_weights(policy, dtype="bfloat16").items():
+        stem, want = name.removesuffix(".weight"), base[name].float()
+        if f"{stem}.lora_A.default.weight" in parts:
+            want = want + 2 * parts[f"{stem}.lora_B.default.weight"] @ parts[f"{stem}.lora_A.default.weight"]
+        assert torch.equal(weight, want.bfloat16())
+
+
+def test_in_bfloat16_a_resumed_run_ends_with_the_same_adapters(folder, tmp_path, one_rank):
+    whole, kept = load_half(folder), Checkpoints(tmp_path, CheckpointConfig(), ONE)
+    updater = train(whole, 0, 2)
+    kept.save(2, whole, updater.optimizer, {})
+    train(whole, 2, 4, updater)
+    resumed = load_half(folder)
+    updater = Updater(resumed, OptimConfig(lr=1e-2, weight_decay=0.1), ONE, num_steps=4)
+    assert kept.load_latest(resumed, updater.optimizer) == (2, {})
+    train(resumed, 2, 4, updater)
+    assert all(torch.equal(p, adapter_weights(resumed)[name]) for name, p in adapter_weights(whole).items())
+
+
 def test_frozen_weights_cost_no_gradient_product(folder):
     policy = load(folder)
     plain, frozen = FlopCount.of(load_model(folder, device="cpu")), FlopCount.of(policy)

@@ -50,6 +50,8 @@ class LearnerCase:
     """The loss needs all tokens of a row at once (`token_logps`)."""
     has_reference: bool = False
     """A frozen copy for the KL term."""
+    adapter_rank: int | None = None
+    """Rank of LoRA adapters on all linear layers; the weights under them are frozen, in `dtype`."""
     is_compiled: bool = True
     """False: torch.compile has failed on the GPU."""
 
@@ -100,16 +102,20 @@ def _measure_here(case: LearnerCase) -> list[Peak]:
     batch = _batch(case, cp_group)
     attention.register()
     stand_ins.install(is_compiled=case.is_compiled)
+    shell, reference_shell = _shell(case), _shell(case)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         policy = parallel.parallelise(
-            _policy(case).train(), world, dtype=case.dtype, activation_checkpointing=case.activation_checkpointing
+            _allocated(shell), world, dtype=case.dtype, activation_checkpointing=case.activation_checkpointing
         )
         updater = Updater(policy, OptimConfig(lr=1e-5), world, num_steps=10)
         tracker = MemoryTracker()
         _label_states(tracker, policy, updater)
         if case.has_reference:
             reference = parallel.parallelise(
-                _policy(case).requires_grad_(False), world, dtype=case.dtype, activation_checkpointing=False
+                _allocated(reference_shell).requires_grad_(False),
+                world,
+                dtype=case.dtype,
+                activation_checkpointing=False,
             )
             _label_weights(tracker, reference, "reference model")
         batch = _faked(batch, mode)
@@ -135,18 +141,46 @@ def _batch(case: LearnerCase, cp_group: Any) -> PackedBatch:
     return pack(rows, tokens_per_microbatch=case.num_tokens, cp_group=cp_group)
 
 
-def _policy(case: LearnerCase) -> Any:
+def _shell(case: LearnerCase) -> Any:
+    """Return the policy without memory; of a LoRA case with its adapters. peft cannot make them of fake tensors."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from klear_core.config.train import LoraConfig
     from klear_core.train.kernels import attention, fused
-    from klear_core.train.model import Policy
+    from klear_core.train.lora import Adapters, add_adapters
+    from klear_core.train.model import DTYPES, Policy
 
     given = dict(case.model)
     config = AutoConfig.for_model(given.pop("model_type"), **given)
-    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+    dtype = torch.float32 if case.adapter_rank is None else DTYPES[case.dtype]
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     fused.fuse(hf)
-    return Policy(hf)
+    if case.adapter_rank is None:
+        return Policy(hf)
+    adapters = Adapters(cfg=LoraConfig(rank=case.adapter_rank), seed=0)
+    add_adapters(hf, adapters)
+    return Policy(hf, adapters)
+
+
+def _allocated(shell: Any) -> Any:
+    """Give a shell its weights and buffers, which are fake inside a fake mode; tied ones stay tied."""
+    import torch
+    from torch import nn
+
+    made: dict[int, Any] = {}
+    for module in shell.modules():
+        for held in (module._parameters, module._buffers):
+            for name, empty in held.items():
+                if empty is None:
+                    continue
+                if id(empty) not in made:
+                    made[id(empty)] = torch.empty_like(empty, device="cpu")
+                    if isinstance(empty, nn.Parameter):
+                        made[id(empty)] = nn.Parameter(made[id(empty)], requires_grad=empty.requires_grad)
+                held[name] = made[id(empty)]
+    return shell.train()
 
 
 def _faked(batch: PackedBatch, mode: Any) -> PackedBatch:
@@ -197,9 +231,9 @@ def _label_weights(tracker: MemoryTracker, policy: Any, kind: str) -> None:
 
 def _label_states(tracker: MemoryTracker, policy: Any, updater: Any) -> None:
     _label_weights(tracker, policy, "weights")
-    for weight in policy.parameters():
+    for state in updater.optimizer.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
-            tracker.label(updater.optimizer.state[weight][name], "optimizer")
+            tracker.label(state[name], "optimizer")
 
 
 @contextmanager
