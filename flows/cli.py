@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
+from flows.evaluation_commands import evaluations
 from flows.interrupts import exit_at_once_when_interrupted, heeded_interrupts
 from flows.proxies import spare_own_machine
 from klear_core.errors import ConfigError, KlearError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
 rl_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Look into the steps of an RL stage.")
 app.add_typer(rl_app, name="rl")
+app.add_typer(evaluations)
 
 Profile = Annotated[
     str,

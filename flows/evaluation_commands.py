@@ -1,0 +1,68 @@
+"""The commands of `klear` about evaluations that exist: judge again, look at answers, compare, publish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+evaluations = typer.Typer(rich_markup_mode="rich")
+
+Root = Annotated[Path, typer.Option(help="Workspace to look in.")]
+LayoutOption = Annotated[
+    Literal["klear", "lm-eval", "lighteval", "matharena", "qwen-math", "rows"] | None,
+    typer.Option(help="Layout of another program's files; by default it is told by the first row."),
+]
+
+
+@evaluations.command()
+def rejudge(
+    which: Annotated[
+        str,
+        typer.Argument(
+            metavar="ANSWERS",
+            help="A stage (its newest evaluation), a fingerprint, a folder, or a file of another program.",
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="verify.KEY=VALUE", help="Override a judge setting.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the result; by default below rejudged/ in the workspace.")
+    ] = None,
+    layout: LayoutOption = None,
+    root: Root = Path("runs"),
+) -> None:
+    """Judge stored answers again with another judge or setting, and show what changed, answer by answer.
+
+    klear rejudge rl --set verify.math.box=required
+
+    klear rejudge samples_gsm8k_2026-01-31.jsonl --set verify.tags=none     (lm-evaluation-harness)
+    """
+    from flows.stored_answers import rejudge_answers
+
+    rejudge_answers(which, overrides or [], root=root, layout=layout, out=out)
+
+
+@evaluations.command()
+def answers(
+    which: Annotated[
+        list[str],
+        typer.Argument(metavar="ANSWERS...", help="Stages, fingerprints, folders, or files of another program."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the page; by default below answers/ in the workspace.")
+    ] = None,
+    layout: LayoutOption = None,
+    root: Root = Path("runs"),
+) -> None:
+    """Write a page with every answer of one or several evaluations: filter by flipped, truncated, disagreed, unparsed.
+
+    klear answers sft rl
+
+    klear answers evaluate_rl samples_aime24.jsonl --root /data/klear
+    """
+    from flows.stored_answers import view_answers
+
+    view_answers(which, root=root, layout=layout, out=out)

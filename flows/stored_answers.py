@@ -1,0 +1,208 @@
+"""Find stored answers by a name that the user typed, and run `klear rejudge` and `klear answers` on them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from flows.find import find_artifact
+from klear_core.artifacts.manifest import ArtifactId, read_manifest
+from klear_core.artifacts.store import LocalStore
+from klear_core.config.load import apply_override, validate
+from klear_core.config.settings import config_digest
+from klear_core.config.verify import VerifyConfig
+from klear_core.errors import ArtifactError, ConfigError, DataError
+from klear_core.evaluate.counts import Estimate, Shares
+from klear_core.evaluate.generations import (
+    AnswerSource,
+    evaluation_answers,
+    is_evaluation,
+    is_rejudged,
+    rejudged_answers,
+)
+from klear_core.evaluate.layout_rows import Layout
+from klear_core.evaluate.layouts import foreign_answers
+from klear_core.evaluate.rejudge import CHANGES_FILE, check_folder, rejudge
+from klear_core.evaluate.rejudged import RejudgeSummary, Rescored
+from klear_core.report.answers import shown_shares, write_viewer
+from klear_core.report.text import points
+from klear_core.verify.window import NO_CLOSE_TAG
+
+_SHOWN_CHANGES = 8
+_MAX_DETAIL = 60
+
+
+def find_answers(which: str, root: Path, layout: Layout | None = None) -> AnswerSource:
+    """Return the stored answers that `which` names.
+
+    It is a stage that scored a model or made one (its newest evaluation), a fingerprint, the folder of an evaluation or
+    of `klear rejudge`, or a file or folder of answers that another program wrote.
+    """
+    path = Path(which)
+    if is_rejudged(path):
+        return rejudged_answers(path)
+    if is_evaluation(path):
+        return evaluation_answers(path)
+    if layout is not None or path.is_file():
+        return foreign_answers(path, layout=layout)
+    try:
+        folder = find_artifact(which, root)
+    except ArtifactError:
+        if path.is_dir():
+            return foreign_answers(path, layout=layout)
+        raise
+    return evaluation_answers(folder if is_evaluation(folder) else newest_evaluation(folder))
+
+
+def newest_evaluation(model: Path) -> Path:
+    """Return the newest evaluation of a model's artifact; ArtifactError if there is none."""
+    own = read_manifest(model)
+    wanted = ArtifactId(kind=own.kind, fingerprint=own.fingerprint)
+    found = []
+    for folder in LocalStore(model.absolute().parents[1]).folders():
+        if not is_evaluation(folder):
+            continue
+        manifest = read_manifest(folder)
+        models = [ArtifactId(kind=i.kind, fingerprint=i.fingerprint) for i in manifest.inputs if i.role == "model"]
+        if wanted in models:
+            found.append((manifest.created_at, folder))
+    if not found:
+        raise ArtifactError(f"{model}: no evaluation of it is in this workspace, so that there are no answers")
+    return max(found)[1]
+
+
+def rejudge_answers(
+    which: str, overrides: Sequence[str], *, root: Path, layout: Layout | None, out: Path | None
+) -> None:
+    """Judge stored answers again, print what changed, and write the answers with both verdicts and their page."""
+    source = find_answers(which, root, layout)
+    verify = _judge_settings(source, overrides)
+    if source.verify is not None and config_digest(source.verify) == config_digest(verify):
+        same = (
+            "the settings are those that these answers were judged with; verdicts change only if the judge's code did"
+        )
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[yellow]note[/] {same}")
+    folder = out or root / "rejudged" / f"{_as_file_name(source)}-{config_digest(verify)[:8]}"
+    check_folder(folder)
+    console = Console(highlight=False, soft_wrap=True)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("judging", total=None)
+        summary = rejudge(source, verify, folder, progress=lambda done: progress.update(task, completed=done))
+    before = "judged before" if source.verify else "stated by the file"
+    pair = [rejudged_answers(folder, which="before", name=before), rejudged_answers(folder, name="judged again")]
+    has_before = any(b.before.num_without_verdict < b.before.num_answers for b in summary.benchmarks)
+    viewer = write_viewer(
+        pair if has_before else pair[1:], folder, title=f"{source.name}, judged again", is_one_text=True
+    )
+    show_rejudged(console, summary)
+    console.print(f"\nanswers  {viewer.page}#show=flipped" if has_before else f"\nanswers  {viewer.page}")
+    console.print(f"changes  {folder / CHANGES_FILE}")
+    if summary.num_unread:
+        raise DataError(f"{source.origin}: {summary.num_unread:,} rows could not be read, and are in no count")
+
+
+def show_rejudged(console: Console, summary: RejudgeSummary) -> None:
+    """Print the scores under both judgements with their shares, and the first answers that changed."""
+    for part in summary.benchmarks:
+        console.print(_scores(part, summary))
+        for change, count in part.changes.items():
+            console.print(f"  {change}: {count:,}")
+        if not part.changes and part.before.num_without_verdict < part.before.num_answers:
+            console.print("  no verdict changed")
+    if summary.first_changes:
+        console.print(_changes(summary))
+    missing_tag = sum(NO_CLOSE_TAG in c.detail_after for c in summary.first_changes)
+    has_few_answers = any(2 * b.after.num_no_answer > b.after.num_answers for b in summary.benchmarks)
+    if missing_tag or (has_few_answers and summary.verify_after.tags != "none"):
+        console.print(
+            "[yellow]note[/] many answers lack </think>: for models that write no think tags, "
+            "add --set verify.tags=none"
+        )
+    for line in (*summary.notes, *summary.unread[:5]):
+        console.print(f"[yellow]note[/] {escape(line)}")
+
+
+def view_answers(which: Sequence[str], *, root: Path, layout: Layout | None, out: Path | None) -> None:
+    """Write the page with all answers of the sources that `which` names, and print where it is."""
+    sources = _distinct([find_answers(name, root, layout) for name in which])
+    title = ", ".join(source.name for source in sources)
+    folder = out or root / "answers" / "-".join(_as_file_name(source) for source in sources)
+    viewer = write_viewer(sources, folder, title=title)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{viewer.num_answers:,} answers to {viewer.num_problems:,} problems\nanswers  {viewer.page}")
+    if viewer.num_unread:
+        raise DataError(f"{viewer.num_unread:,} rows could not be read, and are not on the page")
+
+
+def _judge_settings(source: AnswerSource, overrides: Sequence[str]) -> VerifyConfig:
+    """Return the settings that the stored verdicts were made with, or the defaults, with the overrides."""
+    stored = source.verify or VerifyConfig()
+    settings: dict[str, object] = {"verify": stored.model_dump(mode="json")}
+    for override in overrides:
+        if not override.startswith("verify."):
+            raise ConfigError(f"--set {override!r}: only verify.* settings matter to the judge")
+        settings = apply_override(settings, override)
+    return validate(settings, origin="--set").verify
+
+
+def _as_file_name(source: AnswerSource) -> str:
+    path = Path(source.origin)
+    name = f"{source.name}-{path.name[:8]}" if source.layout == "klear" and is_evaluation(path) else source.name
+    return re.sub(r"[^\w.=-]+", "_", name)
+
+
+def _distinct(sources: Sequence[AnswerSource]) -> list[AnswerSource]:
+    """Return the sources with names that differ: those of one name also have the start of their fingerprint."""
+    num_of = Counter(source.name for source in sources)
+    named = []
+    for i, source in enumerate(sources):
+        is_unique = num_of[source.name] == 1
+        folder = Path(source.origin).name[:8]
+        named.append(source if is_unique else replace(source, name=f"{source.name} {folder or i}"))
+    return named
+
+
+def _scores(part: Rescored, summary: RejudgeSummary) -> Table:
+    title = f"{part.benchmark}, {part.decoding}: {part.before.num_problems:,} problems"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("judged")
+    for name in ("answers", "score", "cut off", "no answer", "not judged", "change, points"):
+        table.add_column(name, justify="right")
+    if part.before.num_without_verdict < part.before.num_answers:
+        table.add_row("before" if summary.verify_before else "by the file", *_cells(part.before), "")
+    change = _change(part.difference) if part.changes else ""
+    table.add_row("again", *_cells(part.after), change)
+    return table
+
+
+def _cells(shares: Shares) -> list[str]:
+    _, num_answers, score, interval, *others = shown_shares(shares)
+    return [num_answers, f"{score}\n[dim]{interval}[/]", *others]
+
+
+def _change(difference: Estimate | None) -> str:
+    if difference is None:
+        return ""
+    return f"{points(difference.value)}\n[dim]{points(difference.low)} to {points(difference.high)}[/]"
+
+
+def _changes(summary: RejudgeSummary) -> Table:
+    num_changed = sum(part.num_changed for part in summary.benchmarks)
+    shown = summary.first_changes[:_SHOWN_CHANGES]
+    title = f"{num_changed:,} verdicts changed; the first {len(shown)}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
+    for name in ("problem", "answer", "before", "again", "why"):
+        table.add_column(name)
+    for change in shown:
+        answer = "greedy" if change.decoding == "greedy" else f"sample {change.sample_idx}"
+        detail = change.detail_after[:_MAX_DETAIL]
+        table.add_row(change.problem_id[:8], answer, change.before, change.after, escape(detail))
+    return table

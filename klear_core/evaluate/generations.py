@@ -1,0 +1,191 @@
+"""Read stored answers, whoever sampled them: one record for Klear's evaluations and for files of other tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import JsonValue, ValidationError
+
+from klear_core.artifacts.manifest import MANIFEST, Manifest, read_manifest
+from klear_core.artifacts.records import read_shards
+from klear_core.config.load import explained
+from klear_core.config.verify import VerifyConfig
+from klear_core.errors import ArtifactError, ConfigError
+from klear_core.scores import REPORT_FILE
+from klear_core.types import EvalSample, FinishReason, Outcome, Problem, Reference, Verdict
+
+REJUDGE_FILE = "rejudge.json"
+"""Summary in a folder of answers that were judged again; it also marks such a folder."""
+ANSWERS_FOLDER = "answers"
+"""Shards of `RejudgedAnswer` in such a folder."""
+PROBLEMS_FOLDER = "problems"
+"""Shards of the `Problem`s of these answers, whose `source` is the benchmark; each is stored once."""
+
+Decoding = Literal["sampled", "greedy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One stored answer with the problem's reference, and the verdict that is stored with it."""
+
+    benchmark: str
+    problem_id: str
+    question: str
+    reference: Reference
+    decoding: Decoding
+    sample_idx: int
+    response: str
+    """The complete model output, think tags included."""
+    num_tokens: int | None
+    """None if the file does not say."""
+    finish_reason: FinishReason | None
+    """None if the file does not say."""
+    verdict: Verdict | None
+    """None if the file has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejudgedAnswer:
+    """An answer with a new verdict, as it is stored; the earlier verdict is flat because it may be missing."""
+
+    benchmark: str
+    problem_id: str
+    decoding: Decoding
+    sample_idx: int
+    response: str
+    num_tokens: int | None
+    finish_reason: FinishReason | None
+    verdict: Verdict
+    before_outcome: Outcome | None
+    before_score: float | None
+    before_detail: str | None
+
+    @property
+    def before(self) -> Verdict | None:
+        """Return the earlier verdict; None if there was none."""
+        if self.before_outcome is None or self.before_score is None:
+            return None
+        return Verdict(outcome=self.before_outcome, score=self.before_score, detail=self.before_detail or "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadRow:
+    """A row of a file that could not be read as an answer."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSource:
+    """A set of stored answers that can be read from the beginning any number of times, without being held in memory."""
+
+    name: str
+    origin: str
+    """Folder or file, for people."""
+    layout: str
+    """Layout of the files, such as `lm-eval`; `klear` for an evaluation of ours."""
+    verify: VerifyConfig | None
+    """Settings of the judge that made the stored verdicts; None if another program made them."""
+    read: Callable[[], Iterator[Generation | UnreadRow]]
+
+
+def is_evaluation(folder: Path) -> bool:
+    """Return whether a folder is an evaluation's artifact."""
+    return (folder / MANIFEST).is_file() and (folder / REPORT_FILE).is_file()
+
+
+def is_rejudged(folder: Path) -> bool:
+    """Return whether a folder holds answers that `klear rejudge` judged again."""
+    return (folder / REJUDGE_FILE).is_file()
+
+
+def evaluation_answers(folder: Path, *, name: str = "") -> AnswerSource:
+    """Return the answers of an evaluation's artifact folder, with the references of its benchmarks' artifact."""
+    manifest = read_manifest(folder)
+    if not is_evaluation(folder):
+        raise ArtifactError(f"{folder}: a {manifest.kind} artifact holds no judged answers; name an evaluation")
+    benchmarks = _benchmarks_of(folder, manifest)
+    return AnswerSource(
+        name=name or manifest.stage,
+        origin=str(folder),
+        layout="klear",
+        verify=_verify_of(manifest.config.get("verify", {}), folder / MANIFEST),
+        read=lambda: _evaluation_rows(folder, benchmarks),
+    )
+
+
+def rejudged_answers(folder: Path, *, which: Literal["before", "after"] = "after", name: str = "") -> AnswerSource:
+    """Return answers that were judged again, with their new verdicts, or with those that they had before."""
+    stored = json.loads((folder / REJUDGE_FILE).read_text())
+    settings = stored["verify_after" if which == "after" else "verify_before"]
+    return AnswerSource(
+        name=name or stored["name"],
+        origin=str(folder),
+        layout="klear",
+        verify=None if settings is None else _verify_of(settings, folder / REJUDGE_FILE),
+        read=lambda: _rejudged_rows(folder, which),
+    )
+
+
+def _benchmarks_of(folder: Path, manifest: Manifest) -> Path:
+    """Return the artifact folder of the benchmarks that an evaluation was made of."""
+    for record in manifest.inputs:
+        if record.role == "benchmarks":
+            found = folder.absolute().parents[1] / record.kind / record.fingerprint
+            if found.is_dir():
+                return found
+            raise ArtifactError(f"{folder}: its benchmarks {found} are gone; without them there is no reference")
+    raise ArtifactError(f"{folder}: its manifest names no benchmarks, so that there is no reference to judge by")
+
+
+def _verify_of(settings: JsonValue, where: Path) -> VerifyConfig:
+    try:
+        return VerifyConfig.model_validate(settings)
+    except ValidationError as e:
+        raise ConfigError(f"{where}: settings of another version: {explained(e, VerifyConfig)}") from e
+
+
+def _evaluation_rows(folder: Path, benchmarks: Path) -> Iterator[Generation]:
+    problems: dict[str, Mapping[str, Problem]] = {}
+    for sample in read_shards(folder / "samples", EvalSample):
+        if sample.benchmark not in problems:
+            found = read_shards(benchmarks / sample.benchmark, Problem)
+            problems[sample.benchmark] = {problem.problem_id: problem for problem in found}
+        problem = problems[sample.benchmark].get(sample.problem_id)
+        if problem is None:
+            raise ArtifactError(f"{folder}: problem {sample.problem_id} is not in benchmark {sample.benchmark!r}")
+        yield Generation(
+            benchmark=sample.benchmark,
+            problem_id=sample.problem_id,
+            question=sample.question,
+            reference=problem.reference,
+            decoding=sample.decoding,
+            sample_idx=sample.sample_idx,
+            response=sample.response,
+            num_tokens=sample.num_tokens,
+            finish_reason=sample.finish_reason,
+            verdict=sample.verdict,
+        )
+
+
+def _rejudged_rows(folder: Path, which: Literal["before", "after"]) -> Iterator[Generation]:
+    problems = {(p.source, p.problem_id): p for p in read_shards(folder / PROBLEMS_FOLDER, Problem)}
+    for row in read_shards(folder / ANSWERS_FOLDER, RejudgedAnswer):
+        problem = problems[row.benchmark, row.problem_id]
+        yield Generation(
+            benchmark=row.benchmark,
+            problem_id=row.problem_id,
+            question=problem.question,
+            reference=problem.reference,
+            decoding=row.decoding,
+            sample_idx=row.sample_idx,
+            response=row.response,
+            num_tokens=row.num_tokens,
+            finish_reason=row.finish_reason,
+            verdict=row.verdict if which == "after" else row.before,
+        )

@@ -1,0 +1,265 @@
+"""Read one row of another program's file of answers as a problem with its answers; one function for each layout."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from klear_core.data.fields import Fields, RowError, answer_at, bare_answer, text_at, user_message, value_at
+from klear_core.data.references import reference_from_json
+from klear_core.types import MathReference, Reference
+from klear_core.verify.math.text import boxed_texts
+
+Layout = Literal["klear", "lm-eval", "lighteval", "matharena", "qwen-math", "rows"]
+
+_AFTER_HASHES = re.compile(r"####\s*(\S.*)$", re.MULTILINE)
+_QUESTION_KEYS = ("question", "problem", "prompt", "query", "input")
+_METRIC_KEYS = ("exact_match", "math_verify", "extractive_match", "pass@1", "acc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedAnswer:
+    """The part of a generation that is an answer's own, not its problem's."""
+
+    text: str
+    num_tokens: int | None = None
+    score: float | None = None
+    """Score that the file states; None if it states none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRow:
+    """A problem and its answers, as one row of a file holds them."""
+
+    question: str
+    reference: Reference
+    answers: tuple[StatedAnswer, ...]
+    problem: str
+    """Name of the problem in the file, for files without questions."""
+    model: str = ""
+    """Name of the model in files with answers of several."""
+
+
+def _math_reference(value: object, where: str) -> MathReference:
+    """Return the reference that a target states: the answer itself, or at the end of a worked solution."""
+    if isinstance(value, list | tuple) and value and not any(isinstance(v, list | tuple | Mapping) for v in value):
+        answers = [_math_reference(v, where).answers[0] for v in value]
+        return MathReference(answers=tuple(dict.fromkeys(answers)))
+    text = answer_at({where: value}, where)
+    after_hashes = _AFTER_HASHES.findall(text)
+    if after_hashes:
+        return MathReference(answers=(after_hashes[-1].strip().replace(",", ""),))
+    boxes = [box for box in boxed_texts(text) if box]
+    return MathReference(answers=(bare_answer(boxes[-1] if boxes else text),))
+
+
+def _score(value: object) -> float | None:
+    """Return a stated score of one answer: 0 or 1, also as true or false; None for anything else."""
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return float(value.strip().lower() == "true")
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return float(value)
+    return None
+
+
+def _count(value: object) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    return None
+
+
+def _texts(value: object, where: str) -> tuple[str, ...]:
+    """Return the answers in a field: a text, or lists of texts at any depth. Parquet may hold a list as its text."""
+    if isinstance(value, str):
+        if value.startswith("[") and value.endswith("]"):
+            try:
+                return _texts(ast.literal_eval(value), where)
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                return (value,)
+        return (value,)
+    if not isinstance(value, list | tuple):
+        raise RowError("no_text", where, "holds no generated text: a task that only scores given choices")
+    found: list[str] = []
+    for part in value:
+        found += (part,) if isinstance(part, str) else _texts(part, where)
+    return tuple(found)
+
+
+def _response(fields: Fields, key: str) -> str:
+    """Return an answer's text, which may be empty: a model can answer nothing."""
+    value = value_at(fields, key)
+    if not isinstance(value, str):
+        raise RowError("wrong_type", key, f"an answer must be text, not {type(value).__name__}")
+    return value
+
+
+def _named(fields: Fields, *names: str) -> str:
+    for name in names:
+        if isinstance(fields.get(name), str | int):
+            return str(fields[name])
+    return ""
+
+
+def _klear(fields: Fields) -> AnswerRow:
+    messages = value_at(fields, "messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        raise RowError("no_answer", "messages", "do not end with the assistant's")
+    meta = fields.get("meta")
+    stated = meta if isinstance(meta, Mapping) else fields
+    # AIME 2024 has it in meta.answer, AIME 2025 the bare answer in meta.solution, HMMT in answer
+    key = "answer" if "answer" in stated else "solution"
+    return AnswerRow(
+        question=user_message(fields, "messages"),
+        reference=_math_reference(stated.get(key), key),
+        answers=(StatedAnswer(text=_response(last, "content")),),
+        problem=_named(fields, "id"),
+    )
+
+
+def _lm_eval(fields: Fields) -> AnswerRow:
+    doc = value_at(fields, "doc")
+    known = doc if isinstance(doc, Mapping) else {}
+    texts = _texts(value_at(fields, "resps"), "resps")
+    metrics = fields.get("metrics")
+    names = [*metrics, *_METRIC_KEYS] if isinstance(metrics, list) else list(_METRIC_KEYS)
+    score = None
+    if len(texts) == 1:  # a metric of several answers together says nothing about each
+        score = _score(next((fields[name] for name in names if name in fields), None))
+    return AnswerRow(
+        question=_named(known, *_QUESTION_KEYS).strip(),
+        reference=_math_reference(value_at(fields, "target"), "target"),
+        answers=tuple(StatedAnswer(text=text, score=score) for text in texts),
+        problem=_named(fields, "doc_id"),
+    )
+
+
+def _lighteval(fields: Fields) -> AnswerRow:
+    if "model_response" not in fields:
+        texts = _texts(value_at(fields, "predictions"), "predictions")
+        gold = _literal(value_at(fields, "gold"))
+        question = _named(fields, "example", "full_prompt")
+        return _lighteval_row(fields, question, gold, texts, tokens=[])
+    doc, response = value_at(fields, "doc"), value_at(fields, "model_response")
+    if not isinstance(doc, Mapping) or not isinstance(response, Mapping):
+        raise RowError("wrong_type", "doc", "doc and model_response must be objects")
+    choices, index = doc.get("choices"), doc.get("gold_index")
+    indices = index if isinstance(index, list) else [index]
+    wanted = [i for i in indices if isinstance(i, int)]
+    if not isinstance(choices, list) or not wanted or max(wanted) >= len(choices):
+        raise RowError("no_reference", "doc.gold_index", f"{index!r:.60} does not point into doc.choices")
+    texts = _texts(response.get("text"), "model_response.text")
+    tokens = response.get("output_tokens")
+    question = _named(doc, "query")
+    return _lighteval_row(fields, question, [choices[i] for i in wanted], texts, tokens=tokens or [])
+
+
+def _lighteval_row(fields: Fields, question: str, gold: object, texts: tuple[str, ...], *, tokens: object) -> AnswerRow:
+    metrics = fields.get("metric") or fields.get("metrics")
+    stated = _stated_metric(metrics) if isinstance(metrics, Mapping) and len(texts) == 1 else None
+    lists = tokens if isinstance(tokens, list) and len(tokens) == len(texts) else [None] * len(texts)
+    answers = []
+    for text, ids in zip(texts, lists, strict=True):
+        num_tokens = len(ids) if isinstance(ids, list) else None
+        answers.append(StatedAnswer(text=text, num_tokens=num_tokens, score=stated))
+    return AnswerRow(
+        question=question.strip(), reference=_math_reference(gold, "gold"), answers=tuple(answers), problem=question
+    )
+
+
+def _stated_metric(metrics: Mapping[str, object]) -> float | None:
+    """Return a metric of 0 or 1: a known one if there is one, else the only one."""
+    named = [metrics[key] for key in _METRIC_KEYS if key in metrics]
+    values = named or list(metrics.values())
+    return _score(values[0]) if named or len(values) == 1 else None
+
+
+def _literal(value: object) -> object:
+    """Return a list that a column holds as its text; other values unchanged."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            return ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return value
+    return value
+
+
+def _matharena(fields: Fields) -> AnswerRow:
+    answers: list[StatedAnswer] = []
+    conversations = fields.get("messages")
+    if isinstance(conversations, list):
+        scores, costs = fields.get("correct"), fields.get("detailed_costs")
+        for i, messages in enumerate(conversations):
+            last = messages[-1] if isinstance(messages, list) and messages else None
+            if not isinstance(last, Mapping):
+                raise RowError("no_answer", f"messages.{i}", "holds no message")
+            cost = costs[i] if isinstance(costs, list) and i < len(costs) else {}
+            score = scores[i] if isinstance(scores, list) and i < len(scores) else None
+            tokens = _count(cost.get("output_tokens")) if isinstance(cost, Mapping) else None
+            answers.append(StatedAnswer(text=_response(last, "content"), num_tokens=tokens, score=_score(score)))
+    else:
+        answers.append(
+            StatedAnswer(
+                text=_response(fields, "answer"),
+                num_tokens=_count(fields.get("output_tokens")),
+                score=_score(fields.get("correct")),
+            )
+        )
+    return AnswerRow(
+        question=text_at(fields, "problem") if fields.get("problem") else "",
+        reference=_math_reference(value_at(fields, "gold_answer"), "gold_answer"),
+        answers=tuple(answers),
+        problem=_named(fields, "problem_idx", "idx"),
+        model=_named(fields, "model_name"),
+    )
+
+
+def _qwen_math(fields: Fields) -> AnswerRow:
+    texts = _texts(value_at(fields, "code"), "code")
+    stated = fields.get("score")
+    scores = stated if isinstance(stated, list) and len(stated) == len(texts) else [None] * len(texts)
+    answers = [StatedAnswer(text=text, score=_score(score)) for text, score in zip(texts, scores, strict=True)]
+    key = "answer" if fields.get("answer") not in (None, "") else "gt"
+    return AnswerRow(
+        question=text_at(fields, "question"),
+        reference=_math_reference(value_at(fields, key), key),
+        answers=tuple(answers),
+        problem=_named(fields, "idx"),
+    )
+
+
+def _plain_rows(fields: Fields) -> AnswerRow:
+    reference = value_at(fields, "reference")
+    if isinstance(reference, str):
+        try:
+            reference = json.loads(reference)
+        except ValueError as e:
+            raise RowError("bad_reference", "reference", f"not JSON: {e}") from e
+    return AnswerRow(
+        question=_named(fields, "question"),
+        reference=reference_from_json(reference),
+        answers=(StatedAnswer(text=_response(fields, "response")),),
+        problem=_named(fields, "id"),
+    )
+
+
+SIGNATURES: dict[Layout, tuple[frozenset[str], ...]] = {
+    "rows": (frozenset({"id", "response", "reference"}),),
+    "lm-eval": (frozenset({"doc", "target", "resps"}),),
+    "lighteval": (frozenset({"doc", "model_response"}), frozenset({"predictions", "gold"})),
+    "matharena": (frozenset({"problem", "gold_answer", "answer"}), frozenset({"gold_answer", "messages"})),
+    "qwen-math": (frozenset({"question", "code", "answer"}), frozenset({"question", "code", "gt"})),
+    "klear": (frozenset({"messages", "meta"}), frozenset({"messages", "answer"})),
+}
+READERS: dict[Layout, Callable[[Fields], AnswerRow]] = {
+    "klear": _klear,
+    "lm-eval": _lm_eval,
+    "lighteval": _lighteval,
+    "matharena": _matharena,
+    "qwen-math": _qwen_math,
+    "rows": _plain_rows,
+}

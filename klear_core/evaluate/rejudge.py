@@ -1,0 +1,270 @@
+"""Judge stored answers again with other settings, and tell which verdicts changed, answer by answer."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+from klear_core.artifacts.records import write_shard
+from klear_core.config.verify import VerifyConfig
+from klear_core.errors import ConfigError, DataError
+from klear_core.evaluate.counts import AnswerCounts, paired_estimate
+from klear_core.evaluate.generations import (
+    ANSWERS_FOLDER,
+    PROBLEMS_FOLDER,
+    REJUDGE_FILE,
+    AnswerSource,
+    Decoding,
+    Generation,
+    RejudgedAnswer,
+    UnreadRow,
+)
+from klear_core.evaluate.rejudged import Change, RejudgeSummary, Rescored, mark_of
+from klear_core.types import CodeReference, Difficulty, Problem, StoredTests, Verdict, domain_of
+from klear_core.verify.pool import JudgePool, build_judge_pool
+
+CHANGES_FILE = "changes.jsonl"
+"""A line for each answer whose verdict changed."""
+
+_IN_FLIGHT = 512
+_IN_FLIGHT_CHARS = 64 << 20
+"""Characters of answers and tests being judged at a time: they bound the memory."""
+_SHARD_ANSWERS = 2000
+_SHARD_CHARS = 16 << 20
+_MAX_TOLD = 20
+"""Unreadable rows and changed answers that are kept for the terminal; the files have all."""
+
+
+@dataclass(slots=True)
+class _Unread:
+    """Number of rows that could not be read, and the first of them."""
+
+    num: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, row: UnreadRow) -> None:
+        self.num += 1
+        if self.num <= _MAX_TOLD:
+            self.first.append(f"{row.where}: {row.reason}")
+
+
+@dataclass(slots=True)
+class _Pair:
+    """Counts of one benchmark and decoding under both judgements."""
+
+    before: AnswerCounts = field(default_factory=AnswerCounts)
+    after: AnswerCounts = field(default_factory=AnswerCounts)
+    changes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    generation: Generation
+    verdict: Future[Verdict]
+    num_chars: int
+
+
+def rejudge(
+    source: AnswerSource,
+    verify: VerifyConfig,
+    out: Path,
+    *,
+    confidence: float = 0.95,
+    progress: Callable[[int], None] | None = None,
+) -> RejudgeSummary:
+    """Judge all answers of `source` again; write them with both verdicts, the changes, and `rejudge.json` to `out`.
+
+    The folder must be new, empty or of an earlier such command, and appears when it is whole. Answers stream: memory
+    does not grow with their number. Raise DataError if no answer can be read, JudgeError and SandboxError as
+    `JudgePool.judge` does.
+    """
+    check_folder(out)
+    beside = out.with_name(out.name + ".tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    unread = _Unread()
+    with build_judge_pool(verify) as pool, (beside / CHANGES_FILE).open("w", encoding="utf-8") as changes:
+        writer = _Writer(beside, changes)
+        for row, verdict in _judged(source.read(), pool, unread):
+            writer.add(row, verdict)
+            if progress is not None:
+                progress(writer.num_answers)
+        writer.flush()
+        notes = pool.notes
+    if not writer.num_answers:
+        shutil.rmtree(beside)
+        raise DataError(
+            f"{source.origin}: none of its {unread.num:,} rows could be read: {'; '.join(unread.first[:3])}"
+        )
+    summary = RejudgeSummary(
+        name=source.name,
+        origin=source.origin,
+        layout=source.layout,
+        verify_before=source.verify,
+        verify_after=verify,
+        confidence=confidence,
+        benchmarks=tuple(_rescored(key, pair, confidence) for key, pair in writer.tallies.items()),
+        num_unread=unread.num,
+        unread=tuple(unread.first),
+        first_changes=tuple(writer.first_changes),
+        notes=notes,
+    )
+    (beside / REJUDGE_FILE).write_text(summary.model_dump_json(indent=2))
+    shutil.rmtree(out, ignore_errors=True)
+    beside.rename(out)
+    return summary
+
+
+def check_folder(out: Path) -> None:
+    """Raise ConfigError if `out` holds anything that an earlier such command did not write."""
+    if out.exists() and not (out / REJUDGE_FILE).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: exists and is not of an earlier `klear rejudge`; name a new folder")
+
+
+def _judged(
+    rows: Iterable[Generation | UnreadRow], pool: JudgePool, unread: _Unread
+) -> Iterator[tuple[Generation, Verdict]]:
+    """Yield every answer with its new verdict, in the order of the rows, a bounded number of them at a time."""
+    waiting: deque[_Waiting] = deque()
+    chars_in_flight = 0
+    for row in rows:
+        if isinstance(row, UnreadRow):
+            unread.add(row)
+            continue
+        item = _Waiting(generation=row, verdict=pool.submit(_problem(row), row.response), num_chars=_num_chars(row))
+        waiting.append(item)
+        chars_in_flight += item.num_chars
+        # from the front only, so that the order is kept
+        while waiting and (
+            len(waiting) >= _IN_FLIGHT or chars_in_flight > _IN_FLIGHT_CHARS or waiting[0].verdict.done()
+        ):
+            oldest = waiting.popleft()
+            chars_in_flight -= oldest.num_chars
+            yield _counted(oldest, pool)
+    while waiting:
+        yield _counted(waiting.popleft(), pool)
+
+
+def _counted(item: _Waiting, pool: JudgePool) -> tuple[Generation, Verdict]:
+    verdict = item.verdict.result()
+    pool.health.record(verdict)
+    return item.generation, verdict
+
+
+def _problem(row: Generation) -> Problem:
+    return Problem(
+        problem_id=row.problem_id,
+        source=row.benchmark,
+        domain=domain_of(row.reference),
+        question=row.question,
+        reference=row.reference,
+        difficulty=Difficulty.UNKNOWN,  # no judge reads it
+    )
+
+
+def _num_chars(row: Generation) -> int:
+    """Return about how much memory judging an answer takes; small tests, which are in memory anyway, count nothing."""
+    tests = row.reference.tests if isinstance(row.reference, CodeReference) else None
+    return len(row.response) + (tests.num_chars if isinstance(tests, StoredTests) else 0)
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Writes judged answers and their problems in shards, counts them, and lists the changes of verdicts."""
+
+    folder: Path
+    changes: IO[str]
+    tallies: dict[tuple[str, Decoding], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
+    first_changes: list[Change] = field(default_factory=list)
+    num_answers: int = 0
+    _answers: list[RejudgedAnswer] = field(default_factory=list)
+    _problems: list[Problem] = field(default_factory=list)
+    _seen: set[tuple[str, str]] = field(default_factory=set)
+    _num_shards: int = 0
+    _num_chars: int = 0
+
+    def add(self, row: Generation, verdict: Verdict) -> None:
+        """Take one answer; write a shard if enough have come."""
+        self.num_answers += 1
+        change = _count(self.tallies[row.benchmark, row.decoding], row, verdict)
+        if change is not None:
+            self.changes.write(change.model_dump_json() + "\n")
+            if len(self.first_changes) < _MAX_TOLD:
+                self.first_changes.append(change)
+        if (row.benchmark, row.problem_id) not in self._seen:
+            self._seen.add((row.benchmark, row.problem_id))
+            self._problems.append(_problem(row))
+        self._answers.append(_stored(row, verdict))
+        self._num_chars += len(row.response)
+        if len(self._answers) >= _SHARD_ANSWERS or self._num_chars >= _SHARD_CHARS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has come since the last shard."""
+        if not self._answers:
+            return
+        # numbered without a total, which is known only at the end; the names sort in the order of the answers
+        name = f"{self._num_shards:06d}.parquet"
+        write_shard(self.folder / ANSWERS_FOLDER / name, self._answers)
+        if self._problems:
+            write_shard(self.folder / PROBLEMS_FOLDER / name, self._problems)
+        self._num_shards, self._num_chars = self._num_shards + 1, 0
+        self._answers.clear()
+        self._problems.clear()
+
+
+def _count(pair: _Pair, row: Generation, verdict: Verdict) -> Change | None:
+    """Count an answer under both judgements; return its change if there was a verdict before, and another mark."""
+    pair.before.add(row.problem_id, row.finish_reason, row.verdict)
+    pair.after.add(row.problem_id, row.finish_reason, verdict)
+    before, after = mark_of(row.verdict), mark_of(verdict)
+    if row.verdict is None or before == after:
+        return None
+    pair.changes[f"{before} to {after}"] += 1
+    return Change(
+        benchmark=row.benchmark,
+        problem_id=row.problem_id,
+        decoding=row.decoding,
+        sample_idx=row.sample_idx,
+        before=before,
+        after=after,
+        detail_before=row.verdict.detail,
+        detail_after=verdict.detail,
+    )
+
+
+def _stored(row: Generation, verdict: Verdict) -> RejudgedAnswer:
+    answer = RejudgedAnswer(
+        benchmark=row.benchmark,
+        problem_id=row.problem_id,
+        decoding=row.decoding,
+        sample_idx=row.sample_idx,
+        response=row.response,
+        num_tokens=row.num_tokens,
+        finish_reason=row.finish_reason,
+        verdict=verdict,
+        before_outcome=None,
+        before_score=None,
+        before_detail=None,
+    )
+    if row.verdict is None:
+        return answer
+    before = row.verdict
+    return replace(answer, before_outcome=before.outcome, before_score=before.score, before_detail=before.detail)
+
+
+def _rescored(key: tuple[str, Decoding], pair: _Pair, confidence: float) -> Rescored:
+    benchmark, decoding = key
+    return Rescored(
+        benchmark=benchmark,
+        decoding=decoding,
+        before=pair.before.shares(confidence=confidence),
+        after=pair.after.shares(confidence=confidence),
+        difference=paired_estimate(pair.before, pair.after, confidence=confidence),
+        changes=dict(pair.changes.most_common()),
+    )

@@ -1,0 +1,280 @@
+"""Write the answer viewer: one page with every answer of one or several sets, whose texts load from files beside it.
+
+The page works from a folder, without a server: browsers let a page opened from disk load scripts that lie beside it,
+but not read other files, so that each chunk of texts is a script of one call. The page itself holds no text: 100,000
+answers of 32,000 tokens are gigabytes. `index.js` has a few bytes an answer; a chunk is loaded when it is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from klear_core.errors import ConfigError, DataError
+from klear_core.evaluate.counts import AnswerCounts, Shares
+from klear_core.evaluate.generations import AnswerSource, Generation, UnreadRow
+from klear_core.evaluate.rejudged import mark_of
+from klear_core.report.build import HERE, page_template, stylesheet
+from klear_core.report.text import NONE, percent
+from klear_core.types import CodeReference, MathReference, Reference
+
+PAGE = "answers.html"
+DATA_FOLDER = "answers-data"
+
+_CHUNK_CHARS = 400_000
+_TITLE_CHARS = 90
+_CONFIDENCE = 0.95
+_COMMIT_EVERY = 2_000
+_LETTERS = {"right": "R", "wrong": "W", "no answer": "N", "not judged": "J", "no verdict": "-"}
+_ENDS = {"length": "1", "stop": "0", "abort": "0", None: "?"}
+
+_TABLES = """
+CREATE TABLE answers (problem INTEGER, decoding TEXT, sample INTEGER, source INTEGER, mark TEXT, cut TEXT,
+                      tokens INTEGER, text TEXT, detail TEXT);
+CREATE TABLE problems (number INTEGER PRIMARY KEY, question TEXT, reference TEXT);
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Viewer:
+    """The page that was written, and what it holds."""
+
+    page: Path
+    num_answers: int
+    num_problems: int
+    num_unread: int
+    """Rows that could not be read as answers; they are not on the page."""
+
+
+@dataclass(slots=True)
+class _Stored:
+    """What stays in memory while answers are put in order: names and counts of problems, no text."""
+
+    problems: dict[tuple[str, str], int] = field(default_factory=dict)
+    titles: list[str] = field(default_factory=list)
+    counts: dict[tuple[int, str, str], AnswerCounts] = field(default_factory=lambda: defaultdict(AnswerCounts))
+    """By source, benchmark and decoding."""
+    num_answers: int = 0
+    num_unread: int = 0
+
+
+def write_viewer(
+    sources: Sequence[AnswerSource], folder: Path, *, title: str = "Answers", is_one_text: bool = False
+) -> Viewer:
+    """Write `answers.html` and its data to `folder`. `is_one_text`: the sources are judgements of the same answers.
+
+    An earlier viewer there is replaced. Texts go through a database on disk, which brings the answers to one problem
+    together; memory grows with the number of problems and by a few bytes an answer. Raise DataError if there is none.
+    """
+    data, beside = folder / DATA_FOLDER, folder / (DATA_FOLDER + ".tmp")
+    if data.exists() and not (data / "index.js").is_file():
+        raise ConfigError(f"{data}: exists and is not of an answer viewer; name another folder")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    database = beside / "order.sqlite"
+    with closing(sqlite3.connect(database)) as db:
+        stored = _store(sources, db)
+        if not stored.num_answers:
+            shutil.rmtree(beside)
+            raise DataError(f"{', '.join(s.origin for s in sources)}: no answer could be read")
+        index = _write_chunks(db, beside)
+    database.unlink()
+    index |= _described(sources, stored, title=title, is_one_text=is_one_text)
+    (beside / "index.js").write_text(f"klearIndex({json.dumps(index, separators=(',', ':'))});\n")
+    shutil.copy(HERE / "answers.js", beside / "viewer.js")
+    shutil.rmtree(data, ignore_errors=True)
+    beside.rename(data)
+    page = folder / PAGE
+    page.write_text(page_template("answers.html.j2").render(title=title, css=stylesheet(), data=DATA_FOLDER))
+    return Viewer(
+        page=page, num_answers=stored.num_answers, num_problems=len(stored.problems), num_unread=stored.num_unread
+    )
+
+
+def link_to(benchmark: str, problem_id: str) -> str:
+    """Return the part of the page's address that opens a problem."""
+    from urllib.parse import quote
+
+    return f"#problem={quote(f'{benchmark}/{problem_id}', safe='')}"
+
+
+def _store(sources: Sequence[AnswerSource], db: sqlite3.Connection) -> _Stored:
+    """Put all answers into the database, and count them."""
+    db.executescript("PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF;" + _TABLES)
+    stored = _Stored()
+    for number, source in enumerate(sources):
+        for row in source.read():
+            if isinstance(row, UnreadRow):
+                stored.num_unread += 1
+                continue
+            _store_one(row, number, db, stored)
+            if stored.num_answers % _COMMIT_EVERY == 0:
+                db.commit()  # a transaction's pages would stay in memory
+    db.commit()
+    db.execute("CREATE INDEX in_order ON answers (problem, decoding, sample, source)")
+    return stored
+
+
+def _store_one(row: Generation, source: int, db: sqlite3.Connection, stored: _Stored) -> None:
+    key = (row.benchmark, row.problem_id)
+    number = stored.problems.get(key)
+    if number is None:
+        number = stored.problems[key] = len(stored.problems)
+        stored.titles.append(" ".join(row.question[: 4 * _TITLE_CHARS].split())[:_TITLE_CHARS])
+        db.execute("INSERT INTO problems VALUES (?, ?, ?)", (number, _sqlite(row.question), _expected(row.reference)))
+    verdict = row.verdict
+    detail = ""
+    if verdict is not None:
+        is_partial = verdict.outcome == "scored" and verdict.score not in (0.0, 1.0)
+        score = f"score {verdict.score:g}. " if is_partial else ""
+        detail = score + verdict.detail
+    values = (number, row.decoding, row.sample_idx, source, _LETTERS[mark_of(verdict)], _ENDS[row.finish_reason])
+    db.execute(
+        "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (*values, row.num_tokens, _sqlite(row.response), _sqlite(detail)),
+    )
+    stored.counts[source, row.benchmark, row.decoding].add(row.problem_id, row.finish_reason, verdict)
+    stored.num_answers += 1
+
+
+def _sqlite(text: str) -> str:
+    """Return a text that SQLite takes: half of a surrogate pair, which bytes that are not UTF-8 leave, is replaced."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _expected(reference: Reference) -> str:
+    match reference:
+        case MathReference():
+            return " or ".join(reference.answers)
+        case CodeReference():
+            return f"{reference.num_tests:,} tests ({reference.test_kind})"
+        case _:
+            return f"none: {reference.why}"
+
+
+def _write_chunks(db: sqlite3.Connection, folder: Path) -> dict[str, object]:
+    """Write the texts in chunks, problem by problem, and return the index of all answers in the same order."""
+    starts: list[int] = []
+    """Number of the first answer of each problem."""
+    chunk_starts: list[int] = []
+    columns: dict[str, list[object]] = {name: [] for name in ("mark", "cut", "source", "decoding", "sample", "tokens")}
+    chunk = _Chunk()
+    problem, group, last_text = -1, None, ""
+    for number, row in enumerate(_in_order(db)):
+        is_new_problem, is_new_group = row.problem != problem, row.group != group
+        # a chunk ends between groups only: an equal text of the next source refers to the one before it
+        if chunk.num_chars >= _CHUNK_CHARS and is_new_group:
+            chunk.write(folder, len(chunk_starts) - 1)
+            chunk = _Chunk()
+        if not chunk.texts:
+            chunk_starts.append(number)
+        if is_new_problem:
+            starts.append(number)
+            question, expected = db.execute(
+                "SELECT question, reference FROM problems WHERE number = ?", (row.problem,)
+            ).fetchone()
+            chunk.add_problem(row.problem, question, expected)
+        is_same_text = not is_new_group and row.text == last_text
+        chunk.add(None if is_same_text else row.text, row.detail)
+        problem, group, last_text = row.problem, row.group, row.text
+        for name, column in columns.items():
+            column.append(getattr(row, name))
+    chunk.write(folder, len(chunk_starts) - 1)
+    packed: dict[str, object] = {name: "".join(map(str, columns[name])) for name in ("mark", "cut", "decoding")}
+    return packed | {
+        "source": columns["source"],
+        "sample": columns["sample"],
+        "tokens": columns["tokens"],
+        "starts": starts,
+        "chunkStarts": chunk_starts,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _AnswerRow:
+    """An answer as the database holds it."""
+
+    problem: int
+    decoding: str
+    sample: int
+    source: int
+    mark: str
+    cut: str
+    tokens: int | None
+    text: str
+    detail: str
+
+    @property
+    def group(self) -> tuple[int, str, int]:
+        """The problem, decoding and number that answers of several sources share."""
+        return (self.problem, self.decoding, self.sample)
+
+
+def _in_order(db: sqlite3.Connection) -> Iterator[_AnswerRow]:
+    for row in db.execute(
+        "SELECT problem, substr(decoding, 1, 1), sample, source, mark, cut, tokens, text, detail FROM answers "
+        "ORDER BY problem, decoding, sample, source"
+    ):
+        yield _AnswerRow(*row)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Texts that one file will hold."""
+
+    texts: list[list[str | None]] = field(default_factory=list)
+    problems: dict[int, list[str]] = field(default_factory=dict)
+    num_chars: int = 0
+
+    def add(self, text: str | None, detail: str) -> None:
+        """Add an answer; None stands for the text of the answer before it."""
+        self.texts.append([text, detail])
+        self.num_chars += len(text or "") + len(detail)
+
+    def add_problem(self, number: int, question: str, expected: str) -> None:
+        """Add a problem; it is in the chunk of its first answer."""
+        self.problems[number] = [question, expected]
+        self.num_chars += len(question) + len(expected)
+
+    def write(self, folder: Path, number: int) -> None:
+        """Write the chunk as a script of one call; all but ASCII is escaped, so that no text can end the script."""
+        content = json.dumps({"texts": self.texts, "problems": self.problems}, separators=(",", ":"))
+        (folder / f"{number:06d}.js").write_text(f"klearChunk({number},{content});\n")
+
+
+def _described(sources: Sequence[AnswerSource], stored: _Stored, *, title: str, is_one_text: bool) -> dict[str, object]:
+    benchmarks = list(dict.fromkeys(benchmark for benchmark, _ in stored.problems))
+    numbers = {name: i for i, name in enumerate(benchmarks)}
+    rows = []
+    for (source, benchmark, decoding), counts in stored.counts.items():
+        shares = counts.shares(confidence=_CONFIDENCE)
+        rows.append([benchmark, sources[source].name, decoding, *shown_shares(shares)])
+    return {
+        "title": title,
+        "sources": [{"name": source.name, "origin": source.origin} for source in sources],
+        "isOneText": is_one_text,
+        "benchmarks": benchmarks,
+        "ids": [problem_id for _, problem_id in stored.problems],
+        "of": [numbers[benchmark] for benchmark, _ in stored.problems],
+        "titles": stored.titles,
+        "shares": rows,
+    }
+
+
+def shown_shares(shares: Shares) -> list[str]:
+    """Return the cells of a row: problems, answers, score, interval, cut off, no answer, not judged."""
+    num, score = shares.num_answers, shares.score
+    value, interval = NONE, ""
+    if score is not None:
+        value, interval = percent(score.value), f"{100 * score.low:.1f} to {100 * score.high:.1f}"
+    cut = "not recorded" if shares.num_truncated is None else percent(shares.num_truncated / num)
+    is_judged = shares.num_without_verdict < num
+    no_answer = percent(shares.num_no_answer / num) if is_judged else NONE
+    not_judged = percent((shares.num_unscored + shares.num_without_verdict) / num)
+    return [f"{shares.num_problems:,}", f"{num:,}", value, interval, cut, no_answer, not_judged]

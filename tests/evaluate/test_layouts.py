@@ -1,0 +1,174 @@
+"""Files of answers that other programs wrote."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from klear_core.errors import ConfigError, DataError
+from klear_core.evaluate.generations import Generation, UnreadRow
+from klear_core.evaluate.layouts import foreign_answers
+from klear_core.types import problem_id_of
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+def read(path: Path, **options: object) -> tuple[str, list[Generation], list[UnreadRow]]:
+    source = foreign_answers(path, **options)  # type: ignore[arg-type]
+    rows = list(source.read())
+    answers = [row for row in rows if isinstance(row, Generation)]
+    return source.layout, answers, [row for row in rows if isinstance(row, UnreadRow)]
+
+
+def jsonl(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lm_eval_row(**changes: object) -> dict[str, object]:
+    row = {
+        "doc_id": 3,
+        "doc": {"question": "2+3?", "answer": "2+3=5\n#### 5"},
+        "target": "2+3=5\n#### 5",
+        "arguments": {"gen_args_0": {"arg_0": "Q: 2+3?\nA:", "arg_1": {"until": ["Q:"]}}},
+        "resps": [["It is 5. #### 5"]],
+        "filtered_resps": ["5"],
+        "filter": "strict-match",
+        "metrics": ["exact_match"],
+        "exact_match": 1.0,
+    }
+    return row | changes
+
+
+def test_lm_eval_samples_are_read_once_though_each_filter_repeats_them(tmp_path: Path) -> None:
+    file = jsonl(
+        tmp_path / "samples_gsm8k_2026-01-31T10-00-00.123456.jsonl",
+        lm_eval_row(),
+        lm_eval_row(filter="flexible-extract", exact_match=0.0),
+    )
+    layout, (answer,), unread = read(file)
+    assert (layout, unread) == ("lm-eval", [])
+    assert (answer.benchmark, answer.question, answer.response) == ("gsm8k", "2+3?", "It is 5. #### 5")
+    assert answer.reference.answers == ("5",)  # type: ignore[union-attr]
+    assert answer.verdict is not None
+    assert answer.verdict.is_correct
+    assert (answer.num_tokens, answer.finish_reason) == (None, None)
+
+
+def test_lm_eval_repeats_are_several_answers_whose_common_metric_says_nothing_of_each(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "samples_aime24.jsonl", lm_eval_row(resps=[["a", "b", "c"]], exact_match=1.0))
+    _, answers, _ = read(file)
+    assert [(a.sample_idx, a.response, a.verdict) for a in answers] == [(0, "a", None), (1, "b", None), (2, "c", None)]
+
+
+def test_tasks_that_score_given_choices_have_no_answers_and_are_counted(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "samples_mmlu.jsonl", lm_eval_row(resps=[[[-1.5, False]], [[-0.1, True]]]))
+    _, answers, (row,) = read(file)
+    assert answers == []
+    assert "no generated text" in row.reason
+
+
+def test_lighteval_details_of_both_versions_give_the_same_answers(tmp_path: Path) -> None:
+    new = {
+        "doc": {"query": "1+1?", "choices": ["2", "3"], "gold_index": [0], "task_name": "lighteval|toy|0"},
+        "model_response": {"text": ["\\boxed{2}", "\\boxed{3}"], "output_tokens": [[1, 2], [3]]},
+        "metric": {"pass@1": 0.5},
+    }
+    old = {"example": "1+1?", "predictions": ["\\boxed{2}", "\\boxed{3}"], "gold": ["2"], "metrics": {"em": 0.5}}
+    seen = []
+    for name, row in (("details_toy_2026-01-31T10-00-00.1.parquet", new), ("details_toy.parquet", old)):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / name)
+        layout, answers, unread = read(tmp_path / name)
+        assert (layout, unread) == ("lighteval", [])
+        seen.append([(a.benchmark, a.problem_id, a.sample_idx, a.response, a.reference, a.verdict) for a in answers])
+    assert seen[0] == seen[1]
+    assert [part[3] for part in seen[0]] == ["\\boxed{2}", "\\boxed{3}"]
+
+
+def test_lighteval_before_0_10_wrote_lists_as_text(tmp_path: Path) -> None:
+    row = {
+        "full_prompt": "1+1?",
+        "predictions": "['\\\\boxed{2}']",
+        "gold": "['2']",
+        "metrics": {"extractive_match": 1},
+    }
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "details_x.parquet")
+    _, (answer,), _ = read(tmp_path / "details_x.parquet")
+    assert (answer.response, answer.verdict and answer.verdict.score) == ("\\boxed{2}", 1.0)
+
+
+def test_matharena_is_read_from_its_table_and_from_a_file_a_problem(tmp_path: Path) -> None:
+    table = [
+        {
+            "problem_idx": "1", "problem": "Find x.", "model_name": "m", "idx_answer": i, "answer": f"\\boxed{{{i}}}",
+            "gold_answer": "1", "parsed_answer": str(i), "correct": i == 1, "output_tokens": 10 + i,
+        }
+        for i in range(2)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "aime_2026_outputs.parquet")
+    folder = tmp_path / "aime_2026"
+    folder.mkdir()
+    conversations = [
+        [{"role": "user", "content": "Find x."}, {"role": "assistant", "content": r["answer"]}] for r in table
+    ]
+    single = {
+        "idx": 1, "problem": "Find x.", "gold_answer": "1", "N": 2, "answers": ["0", "1"], "correct": [False, True],
+        "messages": conversations, "detailed_costs": [{"output_tokens": 10}, {"output_tokens": 11}],
+    }  # fmt: skip
+    (folder / "1.json").write_text(json.dumps(single, indent=4))
+    facts = []
+    for path, benchmark in ((tmp_path / "aime_2026_outputs.parquet", "aime_2026_outputs, m"), (folder, "aime_2026")):
+        layout, answers, unread = read(path)
+        assert (layout, unread) == ("matharena", [])
+        assert {a.benchmark for a in answers} == {benchmark}
+        facts.append([(a.problem_id, a.response, a.num_tokens, a.verdict) for a in answers])
+    assert facts[0] == facts[1]
+    assert [verdict and verdict.is_correct for *_, verdict in facts[0]] == [False, True]
+
+
+def test_klear_generations_of_one_problem_are_rows_apart_and_are_numbered(tmp_path: Path) -> None:
+    def row(question: str, answer: str) -> dict[str, object]:
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": f"<think></think>{answer}"}]
+        return {"id": "x", "meta": {"answer": "7"}, "messages": chat}
+
+    file = jsonl(tmp_path / "aime24_inference_avg64.jsonl", row("p", "1"), row("q", "2"), row("p", "3"))
+    layout, answers, _ = read(file)
+    assert layout == "klear"
+    assert [(a.question, a.sample_idx, a.response[-1]) for a in answers] == [
+        ("p", 0, "1"),
+        ("q", 0, "2"),
+        ("p", 1, "3"),
+    ]
+    assert answers[0].problem_id == problem_id_of("p", "math")  # type: ignore[arg-type]
+
+
+def test_bad_rows_are_counted_with_their_place_and_the_others_are_read(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "samples_x.jsonl", lm_eval_row(), {"doc_id": 1}, lm_eval_row(target=None))
+    with file.open("a") as f:
+        f.write("{broken\n")
+    _, answers, unread = read(file)
+    assert len(answers) == 1
+    assert [row.where.rpartition(":")[2] for row in unread] == ["2", "3", "4"]
+
+
+def test_an_unknown_layout_and_an_empty_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="fits none of the layouts klear, lm-eval"):
+        foreign_answers(jsonl(tmp_path / "a.jsonl", {"x": 1}))
+    with pytest.raises(ConfigError, match="without data files"):
+        foreign_answers(tmp_path / "nothing")
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not beside the checkout")
+def test_published_verdicts_of_real_harness_files_are_read() -> None:
+    file = SHARED / "graded-math-8x" / "math_cot_100.jsonl.gz"
+    layout, answers, unread = read(file)
+    with gzip.open(file, "rt") as lines:
+        rows = [json.loads(line) for line in lines]
+    assert (layout, len(answers), unread) == ("qwen-math", 8 * len(rows), [])
+    stated = [bool(score) for row in rows for score in row["score"]]
+    assert [a.verdict is not None and a.verdict.is_correct for a in answers] == stated

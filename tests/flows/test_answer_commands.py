@@ -1,0 +1,42 @@
+"""`klear rejudge` and `klear answers`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from conftest import Klear
+from stored_evaluations import RIGHT, WRONG, evaluation, said, sample
+
+BARE = "<think>\nsteps\n</think>\nThe answer is 2."
+
+
+def test_rejudge_shows_what_changed_and_writes_a_page(klear: Klear, tmp_path: Path) -> None:
+    evaluation(tmp_path, [sample(1, 0, said(1), RIGHT), sample(2, 0, BARE, RIGHT)])
+    ended = klear("rejudge", "rl", "--set", "verify.math.box=required", "--root", tmp_path, "--out", tmp_path / "again")
+    assert ended.status == 0, ended.err
+    assert "right to no answer: 1" in ended.out
+    assert "100.0" in ended.out
+    assert "50.0" in ended.out
+    assert (tmp_path / "again" / "answers.html").is_file()
+    # the result is a set of answers as any other
+    assert klear("answers", tmp_path / "again", "rl", "--root", tmp_path, "--out", tmp_path / "page").status == 0
+    assert (tmp_path / "page" / "answers-data" / "index.js").is_file()
+
+
+def test_rows_of_a_foreign_file_that_cannot_be_read_end_in_an_error_after_the_result(
+    klear: Klear, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    row = {"id": "a", "response": "The answer is 7.", "reference": {"kind": "math", "answers": ["7"]}}
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"reference": 3}) + "\n")
+    ended = klear("rejudge", file, "--set", "verify.tags=none", "--root", tmp_path)
+    assert ended.status == 2
+    assert "1 rows could not be read" in ended.err
+    assert list(tmp_path.glob("rejudged/mine-*/answers.html"))
+
+
+def test_other_settings_and_other_artifacts_are_refused_by_name(klear: Klear, tmp_path: Path) -> None:
+    evaluation(tmp_path, [sample(1, 0, said(1), WRONG)])
+    assert "only verify.* settings" in klear("rejudge", "rl", "--set", "seed=1", "--root", tmp_path).err
+    assert "no evaluation of it" in klear("answers", "benchmarks", "--root", tmp_path).err

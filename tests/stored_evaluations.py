@@ -1,0 +1,122 @@
+"""A store with benchmarks, a model and judged answers to them, as a run leaves it; nobody sampled them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest
+from klear_core.artifacts.records import write_shard
+from klear_core.artifacts.store import LocalStore
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.jobs import EvaluateJob
+from klear_core.config.verify import VerifyConfig
+from klear_core.evaluate.summarise import make_report, tally
+from klear_core.scores import write_reports
+from klear_core.types import Difficulty, Domain, EvalSample, MathReference, Outcome, Problem, Verdict
+
+RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="equal text")
+WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="different text")
+SILENT = Verdict(outcome=Outcome.NO_ANSWER, score=0.0, detail="no </think>")
+UNJUDGED = Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail="worker died")
+
+
+def problem(number: int) -> Problem:
+    """The problem whose answer is its number."""
+    return Problem(
+        problem_id=f"{number:016x}",
+        source="toy",
+        domain=Domain.MATH,
+        question=f"What is {number}?",
+        reference=MathReference(answers=(str(number),)),
+        difficulty=Difficulty.EASY,
+    )
+
+
+def sample(number: int, idx: int, response: str, verdict: Verdict, *, finish: str = "stop") -> EvalSample:
+    return EvalSample(
+        benchmark="toy",
+        problem_id=f"{number:016x}",
+        question=f"What is {number}?",
+        difficulty=Difficulty.EASY,
+        decoding="sampled",
+        sample_idx=idx,
+        response=response,
+        num_tokens=len(response),
+        finish_reason=finish,  # type: ignore[arg-type]
+        verdict=verdict,
+    )
+
+
+def said(number: int | str) -> str:
+    return f"<think>\nsteps\n</think>\n\\boxed{{{number}}}"
+
+
+def evaluation(
+    root: Path, samples: Sequence[EvalSample], *, stage: str = "evaluate_rl", model: str = "rl", seed: int = 0
+) -> ArtifactRef:
+    """Publish benchmarks, a model without weights and the evaluation with these samples; return the evaluation."""
+    store = LocalStore(root / "artifacts")
+    numbers = sorted({int(s.problem_id, 16) for s in samples})
+    problems = [problem(number) for number in numbers]
+    num_samples = max(s.sample_idx for s in samples) + 1
+    source = ProceduralSource(split="heldout", num_problems=len(problems))
+    bench = BenchmarkConfig(name="toy", source=source, num_samples=num_samples)
+    job = EvaluateJob(seed=seed, evaluate=EvaluateConfig(), verify=VerifyConfig(), benchmarks=(bench,))
+    benchmarks = _publish(store, "benchmarks", "benchmarks", "b" * 20, (), problems=problems)
+    made = _publish(store, model, "rl", f"{model}{seed}".ljust(20, "0"), ())
+    inputs = [("model", made), ("benchmarks", benchmarks)]
+    fingerprint = f"e{model}{seed}".ljust(20, "0")
+    with store.create("evaluate", fingerprint) as slot:
+        if slot.ref is not None:
+            return slot.ref
+        write_shard(slot.workdir / "samples" / "toy-00000-of-00001.parquet", samples)
+        report = make_report(
+            tally(samples, problems), EvaluateConfig(), benchmark="toy", num_samples=num_samples, seed=seed
+        )
+        write_reports(slot.workdir, (report,))
+        return slot.publish(_manifest(stage, "evaluate", fingerprint, inputs, config=job.model_dump(mode="json")))
+
+
+def _publish(
+    store: LocalStore,
+    stage: str,
+    kind: str,
+    fingerprint: str,
+    inputs: Sequence[tuple[str, ArtifactRef]],
+    *,
+    problems: Sequence[Problem] = (),
+) -> ArtifactRef:
+    with store.create(kind, fingerprint) as slot:
+        if slot.ref is not None:
+            return slot.ref
+        if problems:
+            write_shard(slot.workdir / "toy" / "00000-of-00001.parquet", problems)
+        return slot.publish(_manifest(stage, kind, fingerprint, inputs))
+
+
+def _manifest(
+    stage: str, kind: str, fingerprint: str, inputs: Sequence[tuple[str, ArtifactRef]], config: dict | None = None
+) -> Manifest:
+    return Manifest(
+        kind=kind,
+        fingerprint=fingerprint,
+        stage=stage,
+        code_version=1,
+        config=config or {},
+        result_config={},
+        inputs=tuple(InputRecord(kind=ref.kind, fingerprint=ref.fingerprint, role=role) for role, ref in inputs),
+        git_commit=None,
+        git_dirty=False,
+        versions={},
+        seeds={},
+        counts={},
+        ledger=(),
+        notes=(),
+        mlflow_run_id=None,
+        created_at=datetime(2026, 3, 14, tzinfo=UTC),
+        attempts=1,
+        wall_s=1.0,
+    )
