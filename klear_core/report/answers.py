@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import assert_never
 
 from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.counts import AnswerCounts, Shares
@@ -22,7 +23,7 @@ from klear_core.evaluate.generations import AnswerSource, Generation, UnreadRow
 from klear_core.evaluate.rejudged import mark_of
 from klear_core.report.build import HERE, page_template, stylesheet
 from klear_core.report.text import NONE, percent
-from klear_core.types import CodeReference, MathReference, Reference
+from klear_core.types import CodeReference, CustomReference, MathReference, Reference, UnverifiableReference
 
 PAGE = "answers.html"
 DATA_FOLDER = "answers-data"
@@ -154,8 +155,12 @@ def _expected(reference: Reference) -> str:
             return " or ".join(reference.answers)
         case CodeReference():
             return f"{reference.num_tests:,} tests ({reference.test_kind})"
-        case _:
+        case CustomReference():
+            return f"judge {reference.judge}: {reference.value_json}"
+        case UnverifiableReference():
             return f"none: {reference.why}"
+        case _:
+            assert_never(reference)
 
 
 def _write_chunks(db: sqlite3.Connection, folder: Path) -> dict[str, object]:
