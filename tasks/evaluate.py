@@ -8,6 +8,7 @@ from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import EvaluateJob
 from klear_core.metrics import Telemetry
+from tasks.engines import open_samplers
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
@@ -19,16 +20,18 @@ def evaluate(info: RunInfo, job: EvaluateJob, inputs: Inputs) -> ArtifactRef:
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.evaluate.run import evaluate as evaluate_model
+        from klear_core.evaluate.suite import read_suite
 
-        return evaluate_model(
-            job.evaluate,
-            job.verify,
-            job.benchmarks,
-            model=inputs["model"].path,
-            benchmarks=inputs["benchmarks"].path,
-            seed=job.seed,
-            workdir=workdir,
-            telemetry=telemetry,
-        )
+        with open_samplers(job.evaluate.engine, job.evaluate.runtime, section="evaluate") as samplers:
+            return evaluate_model(
+                job.evaluate,
+                job.verify,
+                read_suite(inputs["benchmarks"].path, job.benchmarks),
+                model=inputs["model"].path,
+                seed=job.seed,
+                workdir=workdir,
+                telemetry=telemetry,
+                samplers=samplers,
+            )
 
     return run_stage(info, job, inputs, body)

@@ -125,7 +125,8 @@ def _check_cpus(resources: dict[str, float], needs: Needs, *, where: str) -> Non
     if num_cpus < needs.num_cpus:
         raise ResourceError(
             f"{where} has {num_cpus:g} CPUs, the stage needs {needs.num_cpus:g}: use fewer actors or threads "
-            f"(rl.runtime.num_rollout_actors, rollout_threads), or set RAY_ADDRESS to a bigger cluster"
+            f"(num_rollout_actors and rollout_threads of rl.runtime, num_engines and num_threads of evaluate.runtime), "
+            f"or set RAY_ADDRESS to a bigger cluster"
         )
 
 

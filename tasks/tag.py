@@ -8,6 +8,7 @@ from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import TagJob
 from klear_core.metrics import Telemetry
+from tasks.engines import open_samplers
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
@@ -20,14 +21,16 @@ def tag(info: RunInfo, job: TagJob, inputs: Inputs) -> ArtifactRef:
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.evaluate.tag import tag_problems
 
-        return tag_problems(
-            job.tag,
-            job.verify,
-            model=inputs["model"].path,
-            problems=inputs["problems"].path,
-            seed=job.seed,
-            workdir=workdir,
-            telemetry=telemetry,
-        )
+        with open_samplers(job.tag.engine, job.tag.runtime, section="tag") as samplers:
+            return tag_problems(
+                job.tag,
+                job.verify,
+                model=inputs["model"].path,
+                problems=inputs["problems"].path,
+                seed=job.seed,
+                workdir=workdir,
+                telemetry=telemetry,
+                samplers=samplers,
+            )
 
     return run_stage(info, job, inputs, body)

@@ -1,11 +1,9 @@
-"""Define the code that runs inside Ray actors (thin wrappers around plain classes) and its messages; imports no Ray."""
+"""Define the code that runs inside the learner's Ray actors, a thin wrapper around a plain class; imports no Ray."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -13,9 +11,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from klear_core.cluster.placement import num_engine_ranks
-from klear_core.generate.engine import SamplingParams, SleepingEngine, WeightOffer
+from klear_core.generate.engine import WeightOffer
 from klear_core.rl.workers import RlSetup
-from klear_core.types import Completion, TrainSample
+from klear_core.types import TrainSample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +25,6 @@ Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
 """Weights as (torch dtype, numpy array) by name. Ray shares numpy arrays between processes and pickles tensors."""
 
 _TRANSFER_TIMEOUT_S = 300.0  # longest wait of learner and engine for each other at a weight transfer
-_POLL_S = 0.1  # longest wait of a rollout actor for a first reply before it returns none
-_GATHER_S = 0.04  # longest wait for more replies to return with the first: each message costs a millisecond
 
 
 def to_arrays(weights: Mapping[str, Tensor]) -> Arrays:
@@ -119,89 +115,3 @@ class LearnerActor:
     def export(self, target: Path) -> None:
         """Write the model folder; see `Learner.export`."""
         self._learner.export(target)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One call of `generate`, sent to an actor."""
-
-    request_id: int
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """Result of a request: its completions, or the reason why there are none."""
-
-    request_id: int
-    completions: tuple[Completion, ...]
-    error: str = ""
-    """Message of the ValueError that `generate` raised; empty if there are completions."""
-
-
-class RolloutActor:
-    """Run one sampling engine."""
-
-    async def start(self, setup: RlSetup, arrays: Arrays | None, version: int) -> None:
-        """Build the engine with the initial weights (version 0), then load `arrays`, if given, as `version`."""
-        from klear_core.generate.factory import build_trainable_engine
-        from klear_core.train.base import model_folder
-
-        cfg, folder = setup.cfg, model_folder(setup.model)
-        threads = cfg.runtime.rollout_threads
-        self._engine = await build_trainable_engine(cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed)
-        self._running: dict[asyncio.Task[Reply], int] = {}
-        if arrays is not None:
-            await self.load_weights(arrays, version)
-
-    async def load_weights(self, arrays: Arrays, version: int) -> None:
-        """Load weights from the object store; see `TrainableEngine.load_weights`."""
-        await self._engine.load_weights(to_tensors(arrays), version=version)
-
-    async def fetch_weights(self, offer: WeightOffer) -> None:
-        """Load the weights that the learner offers. After an error old and new ones are mixed: discard the engine."""
-        await self._engine.load_weights(offer, version=offer.version)
-
-    async def sleep(self) -> None:
-        """Free the engine's GPU memory; see `SleepingEngine.sleep`."""
-        await self._sleeper().sleep()
-
-    async def wake(self) -> None:
-        """Allocate the engine's GPU memory again; see `SleepingEngine.wake`."""
-        await self._sleeper().wake()
-
-    async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Reply]:
-        """Start these requests, cancel others, and return finished replies after a short wait for the first."""
-        for request in requests:
-            # The dict also keeps the task alive: asyncio itself holds only a weak reference.
-            self._running[asyncio.create_task(self._answer(request))] = request.request_id
-        unwanted = [task for task, request_id in self._running.items() if request_id in cancelled]
-        for task in unwanted:
-            task.cancel()
-            del self._running[task]
-        await self._wait(_POLL_S, asyncio.FIRST_COMPLETED)
-        await self._wait(_GATHER_S, asyncio.ALL_COMPLETED)
-        finished = [task for task in self._running if task.done()]
-        for task in finished:
-            del self._running[task]
-        return [task.result() for task in finished]
-
-    async def close(self) -> None:
-        """Close the engine with everything that it started."""
-        await self._engine.close()
-
-    def _sleeper(self) -> SleepingEngine:
-        assert isinstance(self._engine, SleepingEngine), type(self._engine)
-        return self._engine
-
-    async def _wait(self, timeout_s: float, until: str) -> None:
-        if self._running:
-            await asyncio.wait(self._running, timeout=timeout_s, return_when=until)
-
-    async def _answer(self, request: Request) -> Reply:
-        try:
-            completions = await self._engine.generate(request.prompt_ids, request.params)
-        except ValueError as e:  # an invalid request: the caller of `generate` gets the error
-            return Reply(request_id=request.request_id, completions=(), error=str(e))
-        return Reply(request_id=request.request_id, completions=tuple(completions))

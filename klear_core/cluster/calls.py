@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+RemoteCall = Callable[[Any], Awaitable[Any]]
+"""Function of an actor's handle that starts a call, such as `lambda actor: actor.sleep.remote()`."""
 
 LOST = (RayActorError, OutOfMemoryError)
 """Errors of a call whose actor is gone. OutOfMemoryError, no RayActorError, means Ray killed it to free memory."""
@@ -39,10 +41,6 @@ class StoredWeights(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(ray.get(self.ref))
-
-
-class WeightsNotReceived(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
-    """An engine received none or only some of the learner's weights."""
 
 
 class Restarts:

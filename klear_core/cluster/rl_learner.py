@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from klear_core.cluster.actors import LearnerActor
-from klear_core.cluster.calls import LOST, START_S, Restarts, StoredWeights, rollout_name, within
+from klear_core.cluster.calls import LOST, START_S, RemoteCall, Restarts, StoredWeights, rollout_name, within
 from klear_core.generate.engine import WeightOffer, WeightSource
 from klear_core.rl.workers import LearnerLost, RlSetup
 from klear_core.types import TrainSample
 
 if TYPE_CHECKING:
     from klear_core.train.checkpoint import Counters
-
-RemoteCall = Callable[[Any], Awaitable[Any]]
-"""Function of an actor's handle that starts a call, such as `lambda rank: rank.restore.remote()`."""
 
 
 class RayLearner:

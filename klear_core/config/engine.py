@@ -29,6 +29,10 @@ class SamplingConfig(Settings):
     (section 4.1), 64K with YaRN."""
 
 
+MAX_BATCH_SIZE = {"cpu": 128, "cuda": 512}
+"""Samples that decode together in the torch engine, by device, unless set."""
+
+
 class TorchEngineRuntime(Settings):
     """Device and batch size of the torch engine."""
 

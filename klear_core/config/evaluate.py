@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig
@@ -14,7 +16,14 @@ class EvaluateRuntime(Settings):
     answers_per_shard: int = Field(default=256, ge=1)
     """Answers per shard, the unit of resume: a killed evaluation loses its unfinished shards."""
     max_in_flight: int = Field(default=1024, ge=1)
-    """Answers sampled or judged at a time; with more than the engine's batch, engine and judge are both kept busy."""
+    """Answers sampled or judged at a time for each engine; with more than the engine's batch, engine and judge are both
+    kept busy."""
+    num_engines: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Engines that sample. `auto`: as many as the GPUs of this machine, or of the Ray cluster at RAY_ADDRESS, have room
+    for, at `tensor_parallel` GPUs each; one on CPU. One engine runs in the process of the stage, several as Ray
+    actors."""
+    max_restarts: int = Field(default=10, ge=0)
+    """Engines that may die and be replaced within an hour; with one more the stage stops."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the sampler."""
 

@@ -19,14 +19,15 @@ from pathlib import Path
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard, write_shard
 from klear_core.artifacts.shards import Shard, work_shards
-from klear_core.config.data import BenchmarkConfig
 from klear_core.config.engine import SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
-from klear_core.evaluate.suite import Benchmark, PlannedAnswer, plan_answers, read_benchmark
+from klear_core.evaluate.suite import Benchmark, PlannedAnswer, plan_answers
 from klear_core.evaluate.summarise import ledger_step, make_report, metrics_of, tally, warning_lines
 from klear_core.generate.engine import InferenceEngine, SamplingParams
+from klear_core.generate.factory import EngineSpec, SamplerSource
+from klear_core.generate.longest_first import LongestFirst
 from klear_core.metrics import Telemetry
 from klear_core.prompts import completed
 from klear_core.scores import EvalReport, write_reports
@@ -34,6 +35,8 @@ from klear_core.seeding import seed_for
 from klear_core.types import EvalSample, Judge, Outcome, Problem
 
 log = logging.getLogger(__name__)
+
+_HERE = SamplerSource(section="evaluate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,26 +51,29 @@ class EvalSetup:
     """Section of the settings, for messages."""
     opening: str = ""
     """Start of every response that its prompt holds; see `opening_of`."""
+    max_sampling: int = 1024
+    """Answers that are sampled at a time."""
+    num_engines: int = 1
+    """Engines behind `engine`."""
 
 
 def evaluate(
     cfg: EvaluateConfig,
     verify: VerifyConfig,
-    benchmark_configs: Sequence[BenchmarkConfig],
+    suite: Sequence[Benchmark],
     *,
     model: Path,
-    benchmarks: Path,
     seed: int,
     workdir: Path,
     telemetry: Telemetry,
+    samplers: SamplerSource = _HERE,
 ) -> StageSummary:
     """Evaluate the model in the artifact folder `model`, and write `workdir/samples` and `workdir/report.json`.
 
     Raise JudgeError if more than `cfg.max_unscored_rate` of a benchmark's answers cannot be judged, DataError if a
     problem does not fit the model. Finished shards are kept for a rerun.
     """
-    suite = [read_benchmark(benchmarks, b) for b in benchmark_configs]
-    notes = answer_suite(model, cfg, suite, verify, section="evaluate", seed=seed, workdir=workdir, telemetry=telemetry)
+    notes = answer_suite(model, cfg, suite, verify, samplers=samplers, seed=seed, workdir=workdir, telemetry=telemetry)
     summary = report_scores(cfg, suite, seed=seed, workdir=workdir, telemetry=telemetry)
     return summary.model_copy(update={"notes": (*summary.notes, *notes)})
 
@@ -78,7 +84,7 @@ def answer_suite(
     suite: Sequence[Benchmark],
     verify: VerifyConfig,
     *,
-    section: str,
+    samplers: SamplerSource,
     seed: int,
     workdir: Path,
     telemetry: Telemetry,
@@ -87,7 +93,6 @@ def answer_suite(
 
     Return warnings about the judges.
     """
-    from klear_core.generate.factory import build_engine
     from klear_core.prompts import load_tokenizer, opening_of, render_prompt
     from klear_core.train.base import model_folder, wanted_window
     from klear_core.verify import build_judge_pool
@@ -98,19 +103,29 @@ def answer_suite(
     tokenizer = load_tokenizer(folder)
     render = partial(render_prompt, tokenizer)
 
+    spec = EngineSpec(
+        cfg=cfg.engine,
+        model_folder=folder,
+        num_threads=cfg.runtime.num_threads,
+        seed=seed_for(seed, "evaluate/engine"),
+        window=window,
+    )
+
     async def run(judge: Judge) -> None:
-        engine = await build_engine(
-            cfg.engine,
-            folder,
-            num_threads=cfg.runtime.num_threads,
-            seed=seed_for(seed, "evaluate/engine"),
-            window=window,
-        )
+        sampler = await samplers.start(spec)
         try:
-            setup = EvalSetup(engine=engine, render=render, judge=judge, section=section, opening=opening_of(tokenizer))
+            setup = EvalSetup(
+                engine=sampler.engine,
+                render=render,
+                judge=judge,
+                section=samplers.section,
+                opening=opening_of(tokenizer),
+                max_sampling=sampler.limit,
+                num_engines=sampler.num_engines,
+            )
             await answer_benchmarks(cfg, suite, setup, seed=seed, workdir=workdir, telemetry=telemetry)
         finally:
-            await engine.close()
+            await sampler.engine.close()
 
     with build_judge_pool(verify) as judges:
         # tests the sandbox, if there are code problems, before the model is loaded
@@ -129,16 +144,18 @@ async def answer_benchmarks(
     telemetry: Telemetry,
 ) -> None:
     """Sample and judge every answer whose shard is missing, and write each shard when it is complete."""
-    run = _AnswerWorker(cfg, suite, setup, seed=seed, telemetry=telemetry)
     shards = [shard for benchmark in suite for shard in plan_answers(cfg, benchmark, workdir)]
     todo = [shard for shard in shards if not shard.is_done]
     if len(todo) < len(shards):
         log.info("evaluate: %d of %d shards were finished by an earlier run", len(shards) - len(todo), len(shards))
+    gate = LongestFirst(setup.max_sampling, num_requests=sum(len(shard.items) for shard in todo))
+    run = _AnswerWorker(cfg, suite, setup, gate, seed=seed, telemetry=telemetry)
     for shard in shards:
         if shard.is_done:
             await run.count_finished(shard)
+    limit = cfg.runtime.max_in_flight * setup.num_engines
     # aclosing: an error in this loop also cancels the requests in flight
-    async with aclosing(work_shards(todo, run.work, limit=cfg.runtime.max_in_flight)) as finished:
+    async with aclosing(work_shards(todo, run.work, limit=limit)) as finished:
         async for shard, samples in finished:
             write_shard(shard.path, samples)
 
@@ -147,10 +164,18 @@ class _AnswerWorker:
     """Samples and judges single answers in one run of the stage, and counts those that could not be judged."""
 
     def __init__(
-        self, cfg: EvaluateConfig, suite: Sequence[Benchmark], setup: EvalSetup, *, seed: int, telemetry: Telemetry
+        self,
+        cfg: EvaluateConfig,
+        suite: Sequence[Benchmark],
+        setup: EvalSetup,
+        gate: LongestFirst,
+        *,
+        seed: int,
+        telemetry: Telemetry,
     ) -> None:
         self.cfg = cfg
         self.setup = setup
+        self.gate = gate
         self.seed = seed
         self.telemetry = telemetry
         self.num_asked = {b.name: len(b.problems) * (b.num_samples + cfg.greedy) for b in suite}
@@ -177,8 +202,11 @@ class _AnswerWorker:
         """Sample one answer and judge it."""
         problem = planned.problem
         params = sampling_params(self.cfg.sampling, planned, seed=self.seed)
+        # All benchmarks are one queue, so that the engine is idle at the end of the last alone.
+        key = (planned.benchmark, problem.problem_id)
         try:
-            (sampled,) = await self.setup.engine.generate(self.setup.render(problem.question), params)
+            async with self.gate.slot(key):
+                (sampled,) = await self.setup.engine.generate(self.setup.render(problem.question), params)
             completion = completed(sampled, self.setup.opening)
         except KlearError:  # DataError and ConfigError are ValueErrors too; their messages already name the cause
             raise
@@ -190,6 +218,7 @@ class _AnswerWorker:
             raise ResourceError(
                 f"benchmark {planned.benchmark!r}, problem {problem.problem_id}: the engine aborted the request"
             )
+        self.gate.record(key, len(completion.token_ids))
         sample = EvalSample(
             benchmark=planned.benchmark,
             problem_id=problem.problem_id,

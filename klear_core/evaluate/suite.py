@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,11 @@ class PlannedAnswer:
     problem: Problem
     decoding: Literal["sampled", "greedy"]
     sample_idx: int
+
+
+def read_suite(folder: Path, configs: Sequence[BenchmarkConfig]) -> list[Benchmark]:
+    """Read these benchmarks from the benchmarks' artifact folder."""
+    return [read_benchmark(folder, cfg) for cfg in configs]
 
 
 def read_benchmark(folder: Path, cfg: BenchmarkConfig) -> Benchmark:

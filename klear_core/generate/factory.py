@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
 from klear_core.config.engine import (
+    MAX_BATCH_SIZE,
     EngineConfig,
     HttpEngineConfig,
     LocalEngineConfig,
@@ -14,6 +18,68 @@ from klear_core.config.engine import (
     VllmEngineConfig,
 )
 from klear_core.generate.engine import InferenceEngine, TrainableEngine
+
+_QUEUE_MARGIN = 1.25
+"""Requests sent to an engine for each that it decodes, so that its batch is filled again without a wait for us."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Inputs of `build_engine`, for a process that builds the engine elsewhere."""
+
+    cfg: LocalEngineConfig
+    model_folder: Path
+    num_threads: int
+    seed: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """An engine, or a pool of them as one."""
+
+    engine: InferenceEngine
+    limit: int
+    """Requests to send it at a time."""
+    num_engines: int = 1
+
+
+StartSampler = Callable[[EngineSpec], Awaitable[Sampler]]
+"""Starts what a stage samples with: an engine in this process, or a pool of several in others."""
+
+
+def num_slots(cfg: LocalEngineConfig, *, is_on_gpu: bool) -> int:
+    """Return the number of requests to send an engine at a time: a full batch, and some that wait for room in it."""
+    match cfg:
+        case TorchEngineConfig():
+            batch_size = cfg.runtime.max_batch_size or MAX_BATCH_SIZE["cuda" if is_on_gpu else "cpu"]
+        case VllmEngineConfig():
+            batch_size = cfg.runtime.max_num_seqs
+        case _:
+            assert_never(cfg)
+    return math.ceil(batch_size * _QUEUE_MARGIN)
+
+
+async def start_here(spec: EngineSpec) -> Sampler:
+    """Build one engine in this process; see `build_engine`."""
+    engine = await build_spec(spec)
+    return Sampler(engine=engine, limit=num_slots(spec.cfg, is_on_gpu=_has_gpu(spec.cfg)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSource:
+    """Where a stage's engines run: by default in this process."""
+
+    section: str
+    """Section of the stage's settings, for messages."""
+    start: StartSampler = start_here
+
+
+async def build_spec(spec: EngineSpec) -> InferenceEngine:
+    """Build the engine in this process; see `build_engine`."""
+    return await build_engine(
+        spec.cfg, spec.model_folder, num_threads=spec.num_threads, seed=spec.seed, window=spec.window
+    )
 
 
 async def build_engine(
@@ -61,3 +127,12 @@ async def build_trainable_engine(
             )
         case _:
             assert_never(cfg)
+
+
+def _has_gpu(cfg: LocalEngineConfig) -> bool:
+    """Return whether an engine in this process samples on a GPU."""
+    if isinstance(cfg, TorchEngineConfig):
+        from klear_core.generate.qwen3.engine import device_name
+
+        return device_name(cfg) == "cuda"
+    return True

@@ -39,8 +39,8 @@ class DiskPart:
 def device_problems(work: PendingWork) -> Iterator[str]:
     """Yield a problem for each `auto` device that would be a CPU, for a model too large to train or sample on one.
 
-    The devices of a Ray cluster at RAY_ADDRESS are known only after joining it: then RL checks them itself, before it
-    loads a model.
+    The devices of a Ray cluster at RAY_ADDRESS are known only after joining it: then RL and the stages that sample
+    check them, before they load a model.
     """
     size = model_size(work.config.start_model)
     if size is None or not is_too_large_for_cpu(size.num_params):
@@ -54,7 +54,10 @@ def device_problems(work: PendingWork) -> Iterator[str]:
 
 
 def devices_of_this_process(work: PendingWork) -> dict[str, Device]:
-    """Return the devices that stages use without Ray, by their place in the config: all but those of RL."""
+    """Return the devices that stages use without Ray, by their place in the config: all but those of RL.
+
+    With RAY_ADDRESS, engines are on the cluster.
+    """
     devices: dict[str, Device] = {}
     for stage in work.stages:
         if isinstance(stage.job, RlJob):
@@ -62,7 +65,8 @@ def devices_of_this_process(work: PendingWork) -> dict[str, Device]:
         training, use = stage.job.training(), stage.engine()
         if training is not None:
             devices[f"{stage.section}.runtime"] = training.runtime.device
-        if use is not None and isinstance(use.engine, TorchEngineConfig):
+        is_here = use is not None and not os.environ.get("RAY_ADDRESS")
+        if use is not None and is_here and isinstance(use.engine, TorchEngineConfig):
             devices[f"{use.key}.engine.runtime"] = use.engine.runtime.device
     return devices
 

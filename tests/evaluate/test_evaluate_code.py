@@ -6,6 +6,7 @@ from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.run import evaluate
+from klear_core.evaluate.suite import read_suite
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base import prepare_base
 from klear_core.types import CodeReference, Difficulty, Domain, Problem, StdinCase, StdinTests
@@ -26,9 +27,8 @@ def test_code_judged_with_less_isolation_marks_the_artifact(tmp_path: Path) -> N
     summary = evaluate(
         EvaluateConfig(sampling=EvaluateSamplingConfig(temperature=1.0, max_new_tokens=4), greedy=False),
         VerifyConfig(sandbox="rlimits-only"),
-        (BenchmarkConfig(name="sums", source=ProceduralSource(), num_samples=1),),
+        read_suite(tmp_path / "benchmarks", (BenchmarkConfig(name="sums", source=ProceduralSource(), num_samples=1),)),
         model=tmp_path / "base",
-        benchmarks=tmp_path / "benchmarks",
         seed=0,
         workdir=tmp_path / "out",
         telemetry=NullTelemetry(),

@@ -12,6 +12,7 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.errors import DataError
 from klear_core.evaluate.run import evaluate
+from klear_core.evaluate.suite import read_suite
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base import model_folder, prepare_base
 
@@ -36,9 +37,8 @@ def answers_of_base(root: Path, *, window: int | None) -> int:
     summary = evaluate(
         EvaluateConfig(sampling=EvaluateSamplingConfig(max_new_tokens=4), greedy=False),
         VerifyConfig(),
-        [CHAINS],
+        read_suite(root / "benchmarks", [CHAINS]),
         model=root / "base",
-        benchmarks=root / "benchmarks",
         seed=0,
         workdir=root / "out",
         telemetry=NullTelemetry(),

@@ -147,8 +147,8 @@ def test_auto_is_no_cpu_for_an_8b_model_unless_it_is_named(tmp_path: Path, monke
     assert "8.19 billion parameters, and above 0.2 billion" in problem
     assert problem.endswith('sft.runtime.device = "cpu"')
     assert refusals(large(tmp_path, "sft.runtime.device=cpu"), "sft") == []
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # RL's GPUs may be there; SFT's are not
-    assert refusals(config, "sft", "rl") == ["sft.runtime.device"]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # GPUs of RL and of evaluation may be there; SFT's are not
+    assert refusals(config, "sft", "rl", "evaluate_rl") == ["sft.runtime.device"]
 
 
 @pytest.mark.skipif(gpus_here() > 0, reason="there is a GPU")

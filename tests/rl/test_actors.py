@@ -337,21 +337,27 @@ def test_a_frozen_actor_is_a_stall_that_names_it(session: None, base: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_broken_engine_ends_the_step_with_its_own_error(session: None, base: Path, tmp_path: Path) -> None:
+def test_a_broken_engine_in_a_living_actor_is_replaced_and_a_wrong_request_is_the_callers(
+    session: None, base: Path, tmp_path: Path
+) -> None:
+    """As when the process of vLLM dies below its actor."""
+
     async def drive() -> None:
         workers = RayWorkers()
-        _, engines = await workers.start(RlSetup(cfg=config(), model=base, seed=0, workdir=tmp_path))
+        cfg = config(max_restarts=1)
+        _, engines = await workers.start(RlSetup(cfg=cfg, model=base, seed=0, workdir=tmp_path))
         params = SamplingParams(
             num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0
         )
         try:
             with pytest.raises(ValueError, match="vocabulary"):
                 await engines.generate([10**6], params)
+            before = await engines.generate([1], params)
             assert isinstance(engines, RayRolloutEngines)
-            await engines._slots[0].actor.close.remote()
-            with pytest.raises(ResourceError, match="engine"):
-                await engines.generate([1], params)
-            with pytest.raises(ResourceError, match="engine"):
+            await engines.engines[0].actor.close.remote()
+            assert await engines.generate([1], params) == before
+            await engines.engines[0].actor.close.remote()
+            with pytest.raises(TrainingError, match="max_restarts = 1 allows no more"):
                 await engines.generate([1], params)
         finally:
             await workers.close()

@@ -13,7 +13,8 @@ from ray_builders import Saboteur, actors_of, config, kill, run
 from rl_builders import Recorder
 from safetensors.torch import load_file
 
-from klear_core.cluster.actors import Arrays, Reply, Request, RolloutActor, to_arrays
+from klear_core.cluster.actors import Arrays, to_arrays
+from klear_core.cluster.engine_actors import Reply, Request, RolloutActor
 from klear_core.config.rl import RlCheckpointConfig
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.generate.engine import SamplingParams
@@ -25,8 +26,9 @@ ray = pytest.importorskip("ray")
 from ray.exceptions import OutOfMemoryError  # noqa: E402
 
 from klear_core.cluster.calls import Restarts, within  # noqa: E402
+from klear_core.cluster.ray_engine import RayEngine  # noqa: E402
 from klear_core.cluster.rl_learner import RayLearner  # noqa: E402
-from klear_core.cluster.rollout_engines import ActorSlot, RayRolloutEngines  # noqa: E402
+from klear_core.cluster.rollout_engines import RayRolloutEngines  # noqa: E402
 
 PARAMS = SamplingParams(
     num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0
@@ -73,11 +75,15 @@ class SlowCall:
         return "done"
 
 
-def engines_over(actor: object, base: Path) -> tuple[RayRolloutEngines, ActorSlot]:
-    engines = RayRolloutEngines(RlSetup(cfg=config(), model=base, seed=0, workdir=base), Restarts(0), 0, None)  # type: ignore[arg-type]
-    slot = ActorSlot(index=0, actor=actor)
-    engines._slots = [slot]
-    return engines, slot
+async def engine_over(actor: object) -> RayEngine:
+    """An engine whose actor has started."""
+
+    async def load(_actor: object) -> None:
+        pass
+
+    engine = RayEngine("rollout actor 0", lambda: actor, load, limit=8)
+    await engine.start()
+    return engine
 
 
 async def settle() -> None:
@@ -85,20 +91,17 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_an_actor_is_asked_nothing_while_it_starts_or_takes_weights(base: Path) -> None:
+def test_an_actor_is_asked_nothing_while_it_starts_or_takes_weights() -> None:
     """An actor that has not started cannot answer, and one that waits for its weights would answer with others."""
     calls: list[str] = []
 
     async def drive() -> list[Completion]:
-        engines, slot = engines_over(FakeActor(calls), base)
-        serving = asyncio.create_task(engines._serve(slot))
-        async with slot.lock:
-            asked = asyncio.create_task(engines.generate([1], PARAMS))
+        engine = await engine_over(FakeActor(calls))
+        async with engine.lock:
+            asked = asyncio.create_task(engine.generate([1], PARAMS))
             await settle()
             assert calls == []
-        answers = await asked
-        serving.cancel()
-        return answers
+        return await asked
 
     assert asyncio.run(drive()) == [ANSWER]
     assert set(calls) == {"exchange"}
@@ -131,15 +134,15 @@ def test_who_does_not_do_what_in_time_is_named() -> None:
 
 
 @pytest.mark.parametrize("method", ["load_weights", "sleep", "wake"])
-def test_an_actor_is_told_nothing_while_it_changes(base: Path, method: str) -> None:
+def test_an_actor_is_told_nothing_while_it_changes(method: str) -> None:
     calls: list[str] = []
     actor = FakeActor(calls)
     setattr(actor, method, Method(method, calls))
 
     async def drive() -> None:
-        engines, slot = engines_over(actor, base)
-        async with slot.lock:
-            told = asyncio.create_task(engines._call(slot, lambda a: getattr(a, method).remote(), "change"))
+        engine = await engine_over(actor)
+        async with engine.lock:
+            told = asyncio.create_task(engine.call(lambda a: getattr(a, method).remote(), "change", timeout_s=9))
             await settle()
             assert calls == []
         assert await told is None

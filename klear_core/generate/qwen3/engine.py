@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from klear_core.config.engine import TorchEngineConfig
+from klear_core.config.engine import MAX_BATCH_SIZE, TorchEngineConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import SamplingParams, WeightSource
 from klear_core.generate.qwen3.batch import Batch, BatchRow, EndedRow
@@ -30,8 +30,6 @@ from klear_core.generate.qwen3.shape import read_shape
 from klear_core.generate.text import FolderTokenizer
 from klear_core.seeding import seed_for
 from klear_core.types import Completion
-
-_MAX_BATCH_SIZE = {"cpu": 128, "cuda": 512}
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -77,7 +75,7 @@ class TorchEngine:
         `num_threads` is set for all of torch in this process; `window` raises the positions of the folder's config.
         """
         shape = read_shape(model_folder, window=window)
-        device = torch.device(_device_name(cfg))
+        device = torch.device(device_name(cfg))
         self.version = version
         self._model = Qwen3(shape, dtype=getattr(torch, cfg.dtype), device=device)
         self._model.load(model_folder)
@@ -86,7 +84,7 @@ class TorchEngine:
             self._model,
             NativeStep.of(self._model),
             stop_ids=self._tokenizer.stop_ids,
-            max_rows=cfg.runtime.max_batch_size or _MAX_BATCH_SIZE[device.type],
+            max_rows=cfg.runtime.max_batch_size or MAX_BATCH_SIZE[device.type],
             version=version,
         )
         self._waiting: deque[BatchRow[_Sample]] = deque()
@@ -250,7 +248,8 @@ class TorchEngine:
         reply.set_result(value)
 
 
-def _device_name(cfg: TorchEngineConfig) -> str:
+def device_name(cfg: TorchEngineConfig) -> str:
+    """Return the device that these settings mean in this process."""
     if cfg.runtime.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return cfg.runtime.device

@@ -1,0 +1,132 @@
+"""Define the Ray actors that run sampling engines, and their messages; imports no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from klear_core.cluster.actors import Arrays, to_tensors
+from klear_core.generate.engine import InferenceEngine, SamplingParams, SleepingEngine, TrainableEngine, WeightOffer
+from klear_core.generate.factory import EngineSpec, build_spec, build_trainable_engine
+from klear_core.rl.workers import RlSetup
+from klear_core.types import Completion
+
+_POLL_S = 0.1  # longest wait of an engine's actor for a first reply before it returns none
+_GATHER_S = 0.04  # longest wait for more replies to return with the first: each message costs a millisecond
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One call of `generate`, sent to an actor."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Result of a request: its completions, or the reason why there are none."""
+
+    request_id: int
+    completions: tuple[Completion, ...]
+    error: str = ""
+    """Message of the ValueError that `generate` raised; empty if there are completions."""
+
+
+class RequestServer:
+    """Answer requests with an engine, many at a time, in few messages."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self._running: dict[asyncio.Task[Reply], int] = {}
+
+    async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Reply]:
+        """Start these requests, cancel others, and return finished replies after a short wait for the first."""
+        for request in requests:
+            # The dict also keeps the task alive: asyncio itself holds only a weak reference.
+            self._running[asyncio.create_task(self._answer(request))] = request.request_id
+        unwanted = [task for task, request_id in self._running.items() if request_id in cancelled]
+        for task in unwanted:
+            task.cancel()
+            del self._running[task]
+        await self._wait(_POLL_S, asyncio.FIRST_COMPLETED)
+        await self._wait(_GATHER_S, asyncio.ALL_COMPLETED)
+        finished = [task for task in self._running if task.done()]
+        for task in finished:
+            del self._running[task]
+        return [task.result() for task in finished]
+
+    async def _wait(self, timeout_s: float, until: str) -> None:
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout_s, return_when=until)
+
+    async def _answer(self, request: Request) -> Reply:
+        try:
+            completions = await self._engine.generate(request.prompt_ids, request.params)
+        except ValueError as e:  # an invalid request: the caller of `generate` gets the error
+            return Reply(request_id=request.request_id, completions=(), error=str(e))
+        return Reply(request_id=request.request_id, completions=tuple(completions))
+
+
+class EngineActor:
+    """Run one sampling engine with fixed weights."""
+
+    async def start(self, spec: EngineSpec) -> None:
+        """Build the engine."""
+        self._engine = await build_spec(spec)
+        self._server = RequestServer(self._engine)
+
+    async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Reply]:
+        """Start and cancel requests and return finished ones; see `RequestServer.exchange`."""
+        return await self._server.exchange(requests, cancelled)
+
+    async def close(self) -> None:
+        """Close the engine with everything that it started."""
+        await self._engine.close()
+
+
+class RolloutActor:
+    """Run one sampling engine of an RL run, whose weights follow the learner's."""
+
+    async def start(self, setup: RlSetup, arrays: Arrays | None, version: int) -> None:
+        """Build the engine with the initial weights (version 0), then load `arrays`, if given, as `version`."""
+        from klear_core.train.base import model_folder
+
+        cfg, folder = setup.cfg, model_folder(setup.model)
+        threads = cfg.runtime.rollout_threads
+        self._engine: TrainableEngine = await build_trainable_engine(
+            cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed
+        )
+        self._server = RequestServer(self._engine)
+        if arrays is not None:
+            await self.load_weights(arrays, version)
+
+    async def load_weights(self, arrays: Arrays, version: int) -> None:
+        """Load weights from the object store; see `TrainableEngine.load_weights`."""
+        await self._engine.load_weights(to_tensors(arrays), version=version)
+
+    async def fetch_weights(self, offer: WeightOffer) -> None:
+        """Load the weights that the learner offers. After an error old and new ones are mixed: discard the engine."""
+        await self._engine.load_weights(offer, version=offer.version)
+
+    async def sleep(self) -> None:
+        """Free the engine's GPU memory; see `SleepingEngine.sleep`."""
+        await self._sleeper().sleep()
+
+    async def wake(self) -> None:
+        """Allocate the engine's GPU memory again; see `SleepingEngine.wake`."""
+        await self._sleeper().wake()
+
+    async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Reply]:
+        """Start and cancel requests and return finished ones; see `RequestServer.exchange`."""
+        return await self._server.exchange(requests, cancelled)
+
+    async def close(self) -> None:
+        """Close the engine with everything that it started."""
+        await self._engine.close()
+
+    def _sleeper(self) -> SleepingEngine:
+        assert isinstance(self._engine, SleepingEngine), type(self._engine)
+        return self._engine

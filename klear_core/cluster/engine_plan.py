@@ -1,0 +1,45 @@
+"""Decide how many engines a stage samples with, and on what. Imports neither Ray nor torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from klear_core.cluster.placement import cpu_refusal, is_too_large_for_cpu, num_engine_ranks
+from klear_core.config.engine import LocalEngineConfig, TorchEngineConfig
+from klear_core.errors import ResourceError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """The engines of a stage."""
+
+    num_engines: int
+    gpus_per_engine: int
+    """Whole GPUs of one engine; 0 on CPU."""
+
+
+def plan_engines(
+    num_engines: Literal["auto"] | int, engine: LocalEngineConfig, num_gpus: float, *, key: str
+) -> EnginePlan:
+    """Return the engines for so many GPUs. Raise ResourceError if they are too few; `key` is the stage's section."""
+    is_on_cpu = num_gpus == 0 or (isinstance(engine, TorchEngineConfig) and engine.runtime.device == "cpu")
+    if is_on_cpu:
+        return EnginePlan(num_engines=1 if num_engines == "auto" else num_engines, gpus_per_engine=0)
+    gpus_per_engine = num_engine_ranks(engine)
+    most = int(num_gpus) // gpus_per_engine
+    wanted = max(1, most) if num_engines == "auto" else num_engines
+    if wanted > most:
+        raise ResourceError(
+            f"{key}.runtime.num_engines = {num_engines!r}: {wanted} engines with {gpus_per_engine} GPUs each need "
+            f"{wanted * gpus_per_engine} GPUs, and there are {num_gpus:g}. Lower num_engines or "
+            f"{key}.engine.runtime.tensor_parallel"
+        )
+    return EnginePlan(num_engines=wanted, gpus_per_engine=gpus_per_engine)
+
+
+def check_engines_have_gpus(plan: EnginePlan, engine: LocalEngineConfig, num_params: int, *, key: str) -> None:
+    """Raise ResourceError if `device = "auto"` would sample on a CPU from a model too large for it."""
+    is_auto = isinstance(engine, TorchEngineConfig) and engine.runtime.device == "auto"
+    if is_auto and plan.gpus_per_engine == 0 and is_too_large_for_cpu(num_params):
+        raise ResourceError(cpu_refusal(f"{key}.engine.runtime", num_params))

@@ -1,0 +1,59 @@
+"""Start a pool of sampling engines as Ray actors, for stages whose weights do not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from klear_core.cluster.calls import within
+from klear_core.cluster.engine_actors import EngineActor
+from klear_core.cluster.engine_plan import EnginePlan, check_engines_have_gpus, plan_engines
+from klear_core.cluster.ray_engine import RayEngine
+from klear_core.config.evaluate import EvaluateRuntime
+from klear_core.errors import ResourceError, TrainingError
+from klear_core.generate.factory import EngineSpec, Sampler, num_slots, start_here
+from klear_core.generate.pool import EnginePool, RestartLimit
+from klear_core.hf_config import read_hf_config
+
+_START_S = 1800.0  # longest wait for an actor's GPUs and for its model: 64 GB from a shared disk take minutes
+_WINDOW_S = 3600.0
+"""Window of `max_restarts`."""
+
+
+async def start_pool(spec: EngineSpec, *, runtime: EvaluateRuntime, key: str) -> Sampler:
+    """Start the engines that fit the Ray cluster which this process is connected to.
+
+    One engine on CPU stays in this process. Raise ResourceError if there are too few GPUs, or for a model too large for
+    a CPU; `key` is the stage's section.
+    """
+    plan = plan_engines(runtime.num_engines, spec.cfg, ray.cluster_resources().get("GPU", 0.0), key=key)
+    check_engines_have_gpus(plan, spec.cfg, read_hf_config(spec.model_folder).num_params, key=key)
+    if plan == EnginePlan(num_engines=1, gpus_per_engine=0):
+        return await start_here(spec)
+    limit = num_slots(spec.cfg, is_on_gpu=plan.gpus_per_engine > 0)
+    engines = [_engine(index, spec, plan, limit) for index in range(plan.num_engines)]
+    restarts = RestartLimit(runtime.max_restarts, window_s=_WINDOW_S, key=f"{key}.runtime.max_restarts")
+    pool = EnginePool(engines, restarts.count)
+    try:
+        await pool.start()
+    except BaseException:
+        await pool.close()
+        raise
+    return Sampler(engine=pool, limit=pool.limit, num_engines=plan.num_engines)
+
+
+def _engine(index: int, spec: EngineSpec, plan: EnginePlan, limit: int) -> RayEngine:
+    # No CPUs are reserved, because the number of threads is a setting. SPREAD: on CPU, nothing else would keep Ray from
+    # putting all engines on one node. An actor of several GPUs is always on one node.
+    actor_type = ray.remote(num_cpus=0, num_gpus=plan.gpus_per_engine, max_restarts=0, scheduling_strategy="SPREAD")(
+        EngineActor
+    )
+
+    async def load(actor: Any) -> None:
+        try:
+            await within(actor.start.remote(spec), _START_S, f"engine {index}", "start")
+        except TrainingError as error:  # a timeout
+            raise ResourceError(str(error)) from error
+
+    return RayEngine(f"engine {index}", actor_type.remote, load, limit=limit)

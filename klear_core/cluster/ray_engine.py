@@ -1,0 +1,171 @@
+"""Run one sampling engine of a pool as a Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from klear_core.cluster.calls import LOST, RemoteCall, cause_of, within
+from klear_core.cluster.engine_actors import Reply, Request
+from klear_core.errors import ResourceError
+from klear_core.generate.engine import SamplingParams
+from klear_core.generate.pool import EngineLost
+from klear_core.types import Completion
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadActor:
+    """An actor that died during a call, with the error raised."""
+
+    actor: Any
+    error: BaseException
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Link:
+    """The requests of one actor; its successor has others."""
+
+    actor: Any
+    waiting: dict[int, asyncio.Future[list[Completion]]] = field(default_factory=dict)
+    unsent: list[Request] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    has_work: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: BaseException | None = None
+    """Error after which the actor is sent nothing more."""
+
+
+class RayEngine:
+    """A `PooledEngine` in an actor; `start` replaces the actor of before."""
+
+    def __init__(
+        self, name: str, create: Callable[[], Any], load: Callable[[Any], Awaitable[None]], *, limit: int
+    ) -> None:
+        """`create` makes an actor, and `load` builds the engine in it, with the weights of the moment."""
+        self.name = name
+        self.limit = limit
+        self.lock = asyncio.Lock()
+        """Held while the actor starts or loads weights, so that no request is sampled with old weights."""
+        self._create, self._load = create, load
+        self._link: _Link | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._request_ids = itertools.count()
+
+    @property
+    def actor(self) -> Any:
+        """Return the handle of the present actor."""
+        assert self._link is not None, "the engine has not been started"
+        return self._link.actor
+
+    async def start(self) -> None:
+        """Start an actor with an engine, in place of an earlier one; see `PooledEngine.start`."""
+        async with self.lock:
+            if self._link is not None:
+                ray.kill(self._link.actor, no_restart=True)  # it may still run, with old and new weights mixed
+            if self._serving is not None:
+                self._serving.cancel()
+            link = self._link = _Link(actor=self._create())
+            try:
+                await self._load(link.actor)
+            except LOST as error:
+                raise EngineLost(f"its actor died while it started ({type(error).__name__})") from error
+            self._serving = asyncio.create_task(self._serve(link))
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """Sample; see `PooledEngine.generate`."""
+        link = self._link
+        assert link is not None, "the engine has not been started"
+        if link.failure is not None:
+            raise link.failure
+        request = Request(request_id=next(self._request_ids), prompt_ids=tuple(prompt_ids), params=params)
+        answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        link.waiting[request.request_id] = answer
+        link.unsent.append(request)
+        link.has_work.set()
+        try:
+            return await answer
+        finally:
+            if link.waiting.pop(request.request_id, None) is not None:  # no reply yet: the caller was cancelled
+                link.cancelled.append(request.request_id)
+                link.unsent = [r for r in link.unsent if r.request_id != request.request_id]
+
+    async def call(self, call: RemoteCall, what: str, *, timeout_s: float) -> DeadActor | None:
+        """Call the actor and wait for the result; return the actor and the error if it died, else None.
+
+        If the actor was replaced while this waited for the lock, the new one is not called: it starts awake, with the
+        current weights.
+        """
+        actor = self.actor
+        try:
+            async with self.lock:
+                if self.actor is actor:
+                    await within(call(actor), timeout_s, self.name, what)
+        except LOST as error:
+            return DeadActor(actor=actor, error=error)
+        return None
+
+    async def close(self) -> None:
+        """Stop the actor and its engine."""
+        if self._serving is not None:
+            self._serving.cancel()
+        if self._link is None:
+            return
+        # Close the engine first, because killing the actor would leave the engine's child processes running.
+        closing = asyncio.wrap_future(self._link.actor.close.remote().future())
+        await asyncio.wait([closing], timeout=_CLOSE_S)
+        if closing.done() and not closing.cancelled():
+            closing.exception()  # an actor that is dead already has no more to close
+        ray.kill(self._link.actor, no_restart=True)
+
+    async def _serve(self, link: _Link) -> None:
+        """Send requests to the actor and deliver the replies, until it dies or this is cancelled."""
+        while True:
+            await link.has_work.wait()
+            async with self.lock:  # an actor that loads weights gets no requests
+                requests, link.unsent = link.unsent, []
+                cancelled, link.cancelled = link.cancelled, []
+                exchange = link.actor.exchange.remote(requests, cancelled)
+            # Await the replies without the lock, because new weights must not wait for answers.
+            try:
+                replies = await exchange
+            except LOST as error:
+                _fail(link, EngineLost(f"its actor died ({type(error).__name__})"), error)
+                return
+            except RayTaskError as error:
+                _fail(link, cause_of(error), error)
+                return
+            for reply in replies:
+                _deliver(link, reply)
+            if not link.waiting and not link.cancelled:
+                link.has_work.clear()
+
+
+def _fail(link: _Link, failure: BaseException, error: BaseException) -> None:
+    """Fail all requests of an actor. Its engine may be broken while it lives: then `failure` is a ResourceError."""
+    link.failure = failure
+    if isinstance(failure, ResourceError):
+        failure.__cause__ = error
+    for answer in link.waiting.values():
+        if not answer.done():
+            answer.set_exception(failure)
+
+
+def _deliver(link: _Link, reply: Reply) -> None:
+    """Set the result or the error of a reply's request; drop the reply if nobody waits for it any more."""
+    answer = link.waiting.pop(reply.request_id, None)
+    if answer is None or answer.done():
+        return
+    if reply.error:
+        answer.set_exception(ValueError(reply.error))
+    else:
+        answer.set_result(list(reply.completions))
