@@ -66,3 +66,27 @@ def answers(
     from flows.stored_answers import view_answers
 
     view_answers(which, root=root, layout=layout, out=out)
+
+
+@evaluations.command()
+def compare(
+    which: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN RUN...", help="The fingerprint or folder of a run's report, or a workspace (its newest run)."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the page; by default below compared/ in the workspace.")
+    ] = None,
+    root: Root = Path("runs"),
+) -> None:
+    """Put runs side by side on one page: scores, paired differences, flipped answers, curves, cost and settings.
+
+    klear compare 06a1a551 9cd23e10
+
+    klear compare runs /data/other_runs
+    """
+    from flows.compare import compare as compare_runs
+
+    compare_runs(which, root=root, out=out)

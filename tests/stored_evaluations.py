@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest
+from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest, read_manifest
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
@@ -78,6 +78,23 @@ def evaluation(
         )
         write_reports(slot.workdir, (report,))
         return slot.publish(_manifest(stage, "evaluate", fingerprint, inputs, config=job.model_dump(mode="json")))
+
+
+def published_report(root: Path, stages: Mapping[str, ArtifactRef], config: Mapping[str, object]) -> Path:
+    """Publish the report of a run with these stages and their models, and return its folder."""
+    store = LocalStore(root / "artifacts")
+    refs = dict(stages)
+    for name, ref in stages.items():
+        for record in read_manifest(ref.path).inputs:
+            if record.role == "model":
+                found = store.find(record.kind, record.fingerprint)
+                assert found is not None
+                refs[name.removeprefix("evaluate_")] = found
+    fingerprint = f"f{config.get('seed', 0)}".ljust(20, "0")
+    with store.create("report", fingerprint) as slot:
+        return slot.publish(
+            _manifest("report", "report", fingerprint, list(refs.items()), {"config": dict(config)})
+        ).path
 
 
 def _publish(

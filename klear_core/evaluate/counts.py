@@ -20,6 +20,19 @@ class Estimate(Settings):
     num_problems: int
 
 
+class Difference(Estimate):
+    """A paired difference of two scores, after minus before."""
+
+    num_fixed: int
+    """Problems whose answers are mostly right after, and were not before."""
+    num_broken: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+
 class Shares(Settings):
     """Counts of one set of answers that stand beside its score, and the score; None if nothing could be scored."""
 
@@ -99,7 +112,7 @@ class AnswerCounts:
         )
 
 
-def paired_estimate(before: AnswerCounts, after: AnswerCounts, *, confidence: float) -> Estimate | None:
+def paired_estimate(before: AnswerCounts, after: AnswerCounts, *, confidence: float) -> Difference | None:
     """Return the mean difference over the problems scored in both, after minus before; None if there is none."""
     means_before, means_after = before.means, after.means
     shared = sorted(means_before.keys() & means_after.keys())  # sorted: sums must not depend on the order of a set
@@ -108,4 +121,12 @@ def paired_estimate(before: AnswerCounts, after: AnswerCounts, *, confidence: fl
     values_before = [means_before[i] for i in shared]
     values_after = [means_after[i] for i in shared]
     interval = paired_interval(values_before, values_after, confidence=confidence)
-    return Estimate(value=interval.value, low=interval.low, high=interval.high, num_problems=len(shared))
+    majorities = [(a >= 0.5, b >= 0.5) for a, b in zip(values_before, values_after, strict=True)]
+    return Difference(
+        value=interval.value,
+        low=interval.low,
+        high=interval.high,
+        num_problems=len(shared),
+        num_fixed=majorities.count((False, True)),
+        num_broken=majorities.count((True, False)),
+    )

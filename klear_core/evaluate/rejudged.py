@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from klear_core.config.settings import Settings
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.counts import Estimate, Shares
+from klear_core.evaluate.counts import Difference, Shares
 from klear_core.evaluate.generations import REJUDGE_FILE, Decoding
 from klear_core.types import Outcome, Verdict
 
@@ -37,7 +37,7 @@ class Rescored(Settings):
     decoding: Decoding
     before: Shares
     after: Shares
-    difference: Estimate | None
+    difference: Difference | None
     """After minus before over the problems scored in both; None if there is none."""
     changes: dict[str, int]
     """Answers by change of their verdict, such as `wrong to right`."""

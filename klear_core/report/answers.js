@@ -327,6 +327,8 @@ function remember() { // the address names what is shown, so that a link opens i
   const parts = new URLSearchParams();
   if (state.problem >= 0) parts.set("problem", `${data.benchmarks[data.of[state.problem]]}/${data.ids[state.problem]}`);
   if (state.show !== "all") parts.set("show", state.show);
+  if (state.benchmark >= 0) parts.set("benchmark", data.benchmarks[state.benchmark]);
+  if (state.decoding) parts.set("decoding", state.decoding);
   if (data.sources.length > 1) { parts.set("a", state.a); parts.set("b", state.b); }
   history.replaceState(null, "", `#${parts}`);
 }
@@ -338,6 +340,7 @@ function recall() {
   state.a = Math.min(Number(parts.get("a") ?? 0) || 0, last);
   state.b = Math.min(Number(parts.get("b") ?? last) || 0, last);
   state.benchmark = data.benchmarks.indexOf(parts.get("benchmark") ?? "");
+  state.decoding = ["s", "g"].includes(parts.get("decoding")) ? parts.get("decoding") : "";
   state.problem = data.ids.findIndex((id, p) => `${data.benchmarks[data.of[p]]}/${id}` === wanted);
 }
 

@@ -51,16 +51,16 @@ def _stage(stage: StageFolder, folder: Path) -> StageFacts:
         folder=folder,
         manifest=read_manifest(folder),
         was_reused=stage.was_reused,
-        metrics=_series(folder / METRICS_FILE),
+        metrics=read_series(folder / METRICS_FILE),
     )
 
 
 def _missing(stage: StageFolder) -> MissingStage:
-    metrics = _series(stage.workdir / METRICS_FILE) if stage.workdir is not None else ()
+    metrics = read_series(stage.workdir / METRICS_FILE) if stage.workdir is not None else ()
     return MissingStage(stage=stage.stage, trouble=visible(stage.trouble), metrics=metrics)
 
 
-def _series(path: Path) -> tuple[Series, ...]:
+def read_series(path: Path) -> tuple[Series, ...]:
     """Read a metrics file and turn its rows into one series per metric, in order of first appearance."""
     columns: dict[str, dict[int, float | None]] = {}
     for row in read_metrics(path):

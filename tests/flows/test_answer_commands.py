@@ -1,4 +1,4 @@
-"""`klear rejudge` and `klear answers`."""
+"""`klear rejudge`, `klear answers` and `klear compare`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from conftest import Klear
-from stored_evaluations import RIGHT, WRONG, evaluation, said, sample
+from stored_evaluations import RIGHT, WRONG, evaluation, published_report, said, sample
 
 BARE = "<think>\nsteps\n</think>\nThe answer is 2."
 
@@ -40,3 +40,16 @@ def test_other_settings_and_other_artifacts_are_refused_by_name(klear: Klear, tm
     evaluation(tmp_path, [sample(1, 0, said(1), WRONG)])
     assert "only verify.* settings" in klear("rejudge", "rl", "--set", "seed=1", "--root", tmp_path).err
     assert "no evaluation of it" in klear("answers", "benchmarks", "--root", tmp_path).err
+
+
+def test_compare_takes_fingerprints_and_workspaces(klear: Klear, tmp_path: Path) -> None:
+    for seed, verdict in ((0, WRONG), (1, RIGHT)):
+        root = tmp_path / f"w{seed}"
+        ref = evaluation(root, [sample(i, 0, said(i), verdict) for i in range(40)], seed=seed)
+        published_report(root, {"evaluate_rl": ref}, {"name": "toy", "seed": seed})
+    ended = klear("compare", "f00", tmp_path / "w1", "--root", tmp_path / "w0", "--out", tmp_path / "out")
+    assert ended.status == 0, ended.err
+    assert "+100.0" in ended.out
+    assert "seed 0 | 1" in ended.out
+    assert (tmp_path / "out" / "comparison.html").is_file()
+    assert "two of these are one run" in klear("compare", "f00", "f0", "--root", tmp_path / "w0").err

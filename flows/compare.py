@@ -1,0 +1,85 @@
+"""`klear compare`: find the reports of runs, compare the runs, and print the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flows.find import find_artifact
+from klear_core.errors import ConfigError
+from klear_core.report.compared_runs import read_run
+from klear_core.report.comparison import (
+    COMPARISON_PAGE,
+    Comparison,
+    DifferenceCell,
+    ScoreRow,
+    compare_runs,
+)
+
+_STYLES = {"better": "green", "worse": "red"}
+_MAX_SETTINGS = 12
+
+
+def compare(which: Sequence[str], *, root: Path, out: Path | None) -> None:
+    """Compare runs, each named by the fingerprint or folder of its report, or by its workspace (the newest run)."""
+    if len(which) < 2:
+        raise ConfigError(f"klear compare {' '.join(which)}: name at least two runs")
+    folders = [_find_report(name, root) for name in which]
+    if len(set(folders)) < len(folders):
+        raise ConfigError(f"klear compare {' '.join(which)}: two of these are one run, {folders[0].name}")
+    names = "-".join(folder.name[:8] for folder in folders)
+    folder = out or root / "compared" / names
+    comparison = compare_runs([read_run(report) for report in folders], folder)
+    console = Console(highlight=False, soft_wrap=True)
+    show_comparison(console, comparison)
+    console.print(f"\npage     {folder / COMPARISON_PAGE}")
+    if comparison.viewer is not None:
+        console.print(f"answers  {comparison.viewer.page}#show=flipped")
+
+
+def show_comparison(console: Console, comparison: Comparison) -> None:
+    """Print scores of sampled answers with their differences, and the settings that differ; the page has all."""
+    for row in comparison.rows:
+        if row.decoding == "sampled":
+            console.print(_table(row, comparison))
+    for setting in comparison.settings[:_MAX_SETTINGS]:
+        console.print(f"[dim]{setting.key}[/] {escape(' | '.join(setting.values))}")
+    if len(comparison.settings) > _MAX_SETTINGS:
+        console.print(f"and {len(comparison.settings) - _MAX_SETTINGS} more settings that differ; the page has all")
+
+
+def _find_report(which: str, root: Path) -> Path:
+    """Return the folder of the report's artifact that `which` names."""
+    workspace = Path(which)
+    if (workspace / "artifacts").is_dir():
+        return find_artifact("report", workspace).absolute()
+    return find_artifact(which, root).absolute()
+
+
+def _table(row: ScoreRow, comparison: Comparison) -> Table:
+    title = f"{row.benchmark}, {row.maker}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("run")
+    for name in ("score", "cut off", "no answer", "not judged", "change, points"):
+        table.add_column(name, justify="right")
+    differences = {d.run: d for d in row.differences}
+    for i, (run, cell) in enumerate(zip(comparison.runs, row.cells, strict=True)):
+        if cell is not None:
+            score = f"{cell.value}\n[dim]{cell.interval}[/]"
+            change = _change(differences.get(i))
+            table.add_row(escape(run.label), score, cell.cut_off, cell.no_answer, cell.not_judged, change)
+    return table
+
+
+def _change(difference: DifferenceCell | None) -> str:
+    if difference is None:
+        return ""
+    if not difference.is_paired:
+        return f"[dim]{difference.standing}[/]"
+    style = _STYLES.get(difference.standing, "yellow")
+    note = ", not shown" if difference.standing == "not_shown" else ""
+    return f"[{style}]{difference.value}[/]\n[dim]{difference.interval}{note}[/]"

@@ -1,0 +1,157 @@
+"""Read finished runs for a comparison, from the artifacts of their reports."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from klear_core.artifacts.manifest import Manifest, read_manifest
+from klear_core.artifacts.records import read_shards
+from klear_core.errors import ArtifactError
+from klear_core.evaluate.counts import AnswerCounts
+from klear_core.evaluate.generations import Decoding, is_evaluation
+from klear_core.metrics import METRICS_FILE
+from klear_core.report.charts import Series
+from klear_core.report.read import SAMPLES_FOLDER, read_series
+from klear_core.types import EvalSample
+
+CountsBy = Mapping[tuple[str, Decoding], AnswerCounts]
+"""Counts of answers by benchmark and decoding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStage:
+    """One stage of a run and its artifact."""
+
+    name: str
+    folder: Path
+    manifest: Manifest
+    metrics: tuple[Series, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredModel:
+    """A model of a run, by the stage that made it, and its evaluation."""
+
+    maker: str
+    evaluation: Path
+
+    @cached_property
+    def counts(self) -> CountsBy:
+        """Counts of all its answers, which are read once, in a stream."""
+        found: dict[tuple[str, Decoding], AnswerCounts] = defaultdict(AnswerCounts)
+        for sample in read_shards(self.evaluation / SAMPLES_FOLDER, EvalSample):
+            found[sample.benchmark, sample.decoding].add(sample.problem_id, sample.finish_reason, sample.verdict)
+        return dict(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    """A run, as its report's artifact names it."""
+
+    label: str
+    fingerprint: str
+    """Fingerprint of the report."""
+    made: str
+    config: Mapping[str, JsonValue]
+    stages: tuple[RunStage, ...]
+    models: tuple[ScoredModel, ...]
+    """The evaluated models, in pipeline order."""
+
+    def model(self, maker: str) -> ScoredModel | None:
+        """Return the evaluated model that a stage made; None if there is none."""
+        return next((model for model in self.models if model.maker == maker), None)
+
+    def stage(self, name: str) -> RunStage | None:
+        """Return a stage; None if the run has none of that name."""
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+
+def read_run(report: Path) -> ComparedRun:
+    """Return the run whose report is in this artifact folder; ArtifactError names an artifact that is gone."""
+    manifest = read_manifest(report)
+    config = manifest.config.get("config")
+    if not isinstance(config, dict):
+        raise ArtifactError(f"{report}: a {manifest.kind} artifact is not the report of a run")
+    store = report.absolute().parents[1]
+    stages = []
+    for record in manifest.inputs:
+        folder = store / record.kind / record.fingerprint
+        if not folder.is_dir():
+            raise ArtifactError(f"{report}: the run's {record.role} ({folder}) is gone")
+        stages.append(_stage(record.role, folder))
+    return ComparedRun(
+        label=f"{config.get('name', 'run')}, seed {config.get('seed')}",
+        fingerprint=manifest.fingerprint,
+        made=f"{manifest.created_at:%Y-%m-%d %H:%M}",
+        config=config,
+        stages=tuple(_in_order(stages)),
+        models=tuple(_models(_in_order(stages))),
+    )
+
+
+def _stage(name: str, folder: Path) -> RunStage:
+    return RunStage(
+        name=name, folder=folder, manifest=read_manifest(folder), metrics=read_series(folder / METRICS_FILE)
+    )
+
+
+def _in_order(stages: Sequence[RunStage]) -> list[RunStage]:
+    """Return the stages, each after those that it is made from; a manifest lists its inputs by name."""
+    inputs = {stage.manifest.fingerprint: {i.fingerprint for i in stage.manifest.inputs} for stage in stages}
+
+    def depth(fingerprint: str) -> int:
+        return 1 + max((depth(other) for other in inputs[fingerprint] & inputs.keys()), default=0)
+
+    return sorted(stages, key=lambda stage: depth(stage.manifest.fingerprint))
+
+
+def _models(stages: Sequence[RunStage]) -> list[ScoredModel]:
+    makers = {stage.manifest.fingerprint: stage.name for stage in stages}
+    models = []
+    for stage in stages:
+        if not is_evaluation(stage.folder):
+            continue
+        scored = [i.fingerprint for i in stage.manifest.inputs if i.role == "model"]
+        maker = makers.get(scored[0], stage.name) if scored else stage.name
+        models.append(ScoredModel(maker=maker, evaluation=stage.folder))
+    return models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferentSetting:
+    """A setting that is not the same in all runs, with each run's value as JSON."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+def different_settings(configs: Sequence[Mapping[str, JsonValue]], *, absent: str) -> list[DifferentSetting]:
+    """Return every leaf setting whose value differs between the configs, by dotted key; workspaces are left out."""
+    flat = [dict(_leaves({key: value for key, value in c.items() if key != "workspace"}, "")) for c in configs]
+    keys = dict.fromkeys(key for leaves in flat for key in leaves)
+    found = []
+    for key in keys:
+        values = tuple(leaves.get(key, absent) for leaves in flat)
+        if len(set(values)) > 1:
+            found.append(DifferentSetting(key=key, values=values))
+    return found
+
+
+def _leaves(value: JsonValue, key: str) -> list[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        children = [(f"{key}.{name}" if key else name, child) for name, child in value.items()]
+    elif isinstance(value, list) and any(isinstance(child, dict) for child in value):
+        children = [(f"{key}.{i}", child) for i, child in enumerate(value)]
+    else:
+        return [(key, json.dumps(value, ensure_ascii=False))]
+    found: list[tuple[str, str]] = []
+    for name, child in children:
+        found += _leaves(child, name)
+    return found

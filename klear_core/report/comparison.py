@@ -1,0 +1,272 @@
+"""Write the comparison of runs: one page with scores, paired differences, flips, curves, cost and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from klear_core.errors import DataError
+from klear_core.evaluate.counts import Difference, Shares, paired_estimate
+from klear_core.evaluate.generations import Decoding, evaluation_answers
+from klear_core.report import charts
+from klear_core.report.answers import PAGE as ANSWERS_PAGE
+from klear_core.report.answers import Viewer, write_viewer
+from klear_core.report.build import page_template, stylesheet
+from klear_core.report.charts import LineChart, Series, line_chart
+from klear_core.report.compared_runs import ComparedRun, DifferentSetting, RunStage, different_settings
+from klear_core.report.curves import RL_CHARTS, SFT_CHARTS, ChartSpec
+from klear_core.report.text import NONE, duration, percent, points
+
+COMPARISON_PAGE = "comparison.html"
+CONFIDENCE = 0.95
+
+_CHARTS: dict[str, tuple[ChartSpec, ...]] = {"sft": SFT_CHARTS, "rl": RL_CHARTS}
+"""Charts by the kind of the stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreCell:
+    """One run's score on one benchmark, with the shares that stand beside it."""
+
+    value: str
+    interval: str
+    cut_off: str
+    no_answer: str
+    not_judged: str
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferenceCell:
+    """A later run's paired difference to the first."""
+
+    run: int
+    value: str
+    interval: str
+    standing: str
+    """`better`, `worse`, `not_shown`, or why the two cannot be paired."""
+    num_problems: int
+    num_fixed: int
+    num_broken: int
+    is_paired: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRow:
+    """One model's scores in all runs, on one benchmark and in one decoding."""
+
+    benchmark: str
+    maker: str
+    decoding: Decoding
+    cells: tuple[ScoreCell | None, ...]
+    differences: tuple[DifferenceCell, ...]
+
+    @property
+    def range(self) -> str:
+        """Lowest and highest score over the runs, in percent; empty if fewer than two have one."""
+        values = [100 * cell.score for cell in self.cells if cell and cell.score is not None]
+        return f"{min(values):.1f} to {max(values):.1f}" if len(values) > 1 else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostRow:
+    """One stage's time in all runs."""
+
+    stage: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCharts:
+    """Curves of one training stage, a line a run."""
+
+    stage: str
+    charts: tuple[LineChart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All data of the page."""
+
+    runs: tuple[ComparedRun, ...]
+    rows: tuple[ScoreRow, ...]
+    curves: tuple[StageCharts, ...]
+    costs: tuple[CostRow, ...]
+    settings: tuple[DifferentSetting, ...]
+    viewer: Viewer | None
+    """Page with the answers of the runs' last models; None if they have none."""
+    last: str
+    """The model whose answers the viewer shows."""
+
+
+def compare_runs(runs: Sequence[ComparedRun], folder: Path) -> Comparison:
+    """Compare runs, the first being the reference; write `comparison.html` and an answer viewer to `folder`.
+
+    Raise DataError for fewer than two runs.
+    """
+    if len(runs) < 2:
+        raise DataError(f"a comparison needs at least two runs, not {len(runs)}")
+    named = _named(runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    last = _last_common(named)
+    comparison = Comparison(
+        runs=tuple(named),
+        rows=tuple(_rows(named)),
+        curves=tuple(_curves(named)),
+        costs=tuple(_costs(named)),
+        settings=tuple(different_settings([run.config for run in named], absent=NONE)),
+        viewer=_viewer(named, last, folder),
+        last=last,
+    )
+    page = page_template("comparison.html.j2").render(
+        page=comparison, css=stylesheet(), charts=charts, answers=ANSWERS_PAGE, confidence=percent(CONFIDENCE, 0)
+    )
+    beside = folder / (COMPARISON_PAGE + ".tmp")
+    beside.write_text(page, encoding="utf-8")
+    beside.replace(folder / COMPARISON_PAGE)
+    return comparison
+
+
+def _named(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Return the runs with labels that differ: those of one label also have their number."""
+    labels = [run.label for run in runs]
+    named = []
+    for number, run in enumerate(runs, start=1):
+        is_unique = labels.count(run.label) == 1
+        named.append(run if is_unique else replace(run, label=f"{number}: {run.label}"))
+    return named
+
+
+def _last_common(runs: Sequence[ComparedRun]) -> str:
+    """Return the last model that every run has; empty if there is none."""
+    first, *others = runs
+    common = [m.maker for m in first.models if all(run.model(m.maker) for run in others)]
+    return common[-1] if common else ""
+
+
+def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
+    """Return a row for each benchmark, model and decoding that at least one run has, last model first."""
+    makers = dict.fromkeys(model.maker for run in runs for model in reversed(run.models))
+    keys: dict[tuple[str, str, Decoding], None] = {}
+    for maker in makers:
+        for run in runs:
+            model = run.model(maker)
+            for benchmark, decoding in model.counts if model else ():
+                keys[benchmark, maker, decoding] = None
+    order = {benchmark: i for i, benchmark in enumerate(dict.fromkeys(benchmark for benchmark, _, _ in keys))}
+    by_benchmark = sorted(keys, key=lambda key: order[key[0]])
+    return [_row(runs, benchmark, maker, decoding) for benchmark, maker, decoding in by_benchmark]
+
+
+def _row(runs: Sequence[ComparedRun], benchmark: str, maker: str, decoding: Decoding) -> ScoreRow:
+    models = [run.model(maker) for run in runs]
+    counts = [model.counts.get((benchmark, decoding)) if model else None for model in models]
+    cells = [_cell(own.shares(confidence=CONFIDENCE)) if own else None for own in counts]
+    differences = []
+    first = counts[0]
+    for i, own in enumerate(counts[1:], start=1):
+        if first is not None and own is not None:
+            differences.append(_difference(i, paired_estimate(first, own, confidence=CONFIDENCE)))
+    return ScoreRow(
+        benchmark=benchmark, maker=maker, decoding=decoding, cells=tuple(cells), differences=tuple(differences)
+    )
+
+
+def _cell(shares: Shares) -> ScoreCell:
+    score, num = shares.score, shares.num_answers
+    value, interval = NONE, ""
+    if score is not None:
+        value, interval = percent(score.value), f"{100 * score.low:.1f} to {100 * score.high:.1f}"
+    return ScoreCell(
+        value=value,
+        interval=interval,
+        cut_off=NONE if shares.num_truncated is None else percent(shares.num_truncated / num),
+        no_answer=percent(shares.num_no_answer / num),
+        not_judged=percent(shares.num_unscored / num),
+        score=score.value if score else None,
+    )
+
+
+def _difference(run: int, found: Difference | None) -> DifferenceCell:
+    if found is None:
+        return DifferenceCell(
+            run=run,
+            value=NONE,
+            interval="",
+            standing="no problem in common",
+            num_problems=0,
+            num_fixed=0,
+            num_broken=0,
+            is_paired=False,
+        )
+    standing = "not_shown"
+    if found.is_clear:
+        standing = "better" if found.value > 0 else "worse"
+    return DifferenceCell(
+        run=run,
+        value=points(found.value),
+        interval=f"{points(found.low)} to {points(found.high)}",
+        standing=standing,
+        num_problems=found.num_problems,
+        num_fixed=found.num_fixed,
+        num_broken=found.num_broken,
+        is_paired=True,
+    )
+
+
+def _curves(runs: Sequence[ComparedRun]) -> list[StageCharts]:
+    names = dict.fromkeys(stage.name for run in runs for stage in run.stages)
+    found = []
+    for name in names:
+        stages = [(run.label, run.stage(name)) for run in runs]
+        trained = [(label, stage) for label, stage in stages if stage and stage.manifest.kind in _CHARTS]
+        if trained:
+            found.append(StageCharts(stage=name, charts=tuple(_charts(trained))))
+    return found
+
+
+def _charts(stages: Sequence[tuple[str, RunStage]]) -> list[LineChart]:
+    """Return the stage's charts with a line for each run: of charts with several metrics, the first."""
+    drawn = []
+    for spec in _CHARTS[stages[0][1].manifest.kind]:
+        metric, label = spec.metrics[0]
+        lines: list[tuple[str, Series]] = []
+        for run, stage in stages:
+            lines += [(run, s) for s in stage.metrics if s.name.partition("/")[2] == metric]
+        title = f"{spec.title}: {label}" if label else spec.title
+        chart = line_chart(title, lines, note=spec.note, is_share=spec.is_share)
+        if chart is not None:
+            drawn.append(chart)
+    return drawn
+
+
+def _costs(runs: Sequence[ComparedRun]) -> list[CostRow]:
+    """Return each stage's seconds in each run; an artifact that the first run has too was made once."""
+    names = dict.fromkeys(stage.name for run in runs for stage in run.stages)
+    rows = []
+    for name in names:
+        stages = [run.stage(name) for run in runs]
+        cells = [_cost(stage, stages[0], is_first=i == 0) for i, stage in enumerate(stages)]
+        rows.append(CostRow(stage=name, cells=tuple(cells)))
+    totals = [duration(sum(stage.manifest.wall_s for stage in run.stages)) for run in runs]
+    return [*rows, CostRow(stage="all stages", cells=tuple(totals))]
+
+
+def _cost(stage: RunStage | None, first: RunStage | None, *, is_first: bool) -> str:
+    if stage is None:
+        return NONE
+    is_shared = not is_first and first is not None and first.manifest.fingerprint == stage.manifest.fingerprint
+    if is_shared:
+        return "the same artifact"
+    tries = f", attempt {stage.manifest.attempts}" if stage.manifest.attempts > 1 else ""
+    return duration(stage.manifest.wall_s) + tries
+
+
+def _viewer(runs: Sequence[ComparedRun], maker: str, folder: Path) -> Viewer | None:
+    sources = []
+    for run in runs:
+        model = run.model(maker)
+        if model is not None:
+            sources.append(evaluation_answers(model.evaluation, name=run.label))
+    return write_viewer(sources, folder, title=f"Answers of {maker}") if sources else None

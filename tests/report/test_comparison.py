@@ -1,0 +1,78 @@
+"""The comparison of runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, published_report, said, sample
+
+from klear_core.errors import ArtifactError, DataError
+from klear_core.report.compared_runs import different_settings, read_run
+from klear_core.report.comparison import COMPARISON_PAGE, compare_runs
+
+
+def run(root: Path, marks: str, *, seed: int = 0, first: int = 1, **config: object) -> Path:
+    """A run whose RL model answers problem after problem as `marks` say, and the folder of its report."""
+    verdicts = {"R": RIGHT, "W": WRONG, "N": SILENT}
+    samples = [sample(first + i, 0, said(i), verdicts[mark]) for i, mark in enumerate(marks)]
+    ref = evaluation(root, samples, seed=seed)
+    return published_report(root, {"evaluate_rl": ref}, {"name": "toy", "seed": seed, **config})
+
+
+def test_differences_are_paired_and_flips_counted_against_the_first_run(tmp_path: Path) -> None:
+    reports = [run(tmp_path / "a", "RRWWNR" * 5, lr=1), run(tmp_path / "b", "RWWRNR" * 5, seed=1, lr=2)]
+    comparison = compare_runs([read_run(report) for report in reports], tmp_path / "out")
+    (row,) = comparison.rows
+    assert [cell and cell.value for cell in row.cells] == ["50.0\u00a0%", "50.0\u00a0%"]
+    assert [cell and cell.no_answer for cell in row.cells] == ["16.7\u00a0%", "16.7\u00a0%"]
+    (difference,) = row.differences
+    assert (difference.num_fixed, difference.num_broken, difference.num_problems) == (5, 5, 30)
+    assert (difference.value, difference.standing) == ("+0.0", "not_shown")
+    assert [(s.key, s.values) for s in comparison.settings] == [("seed", ("0", "1")), ("lr", ("1", "2"))]
+    page = (tmp_path / "out" / COMPARISON_PAGE).read_text()
+    links = re.findall(r'href="(answers\.html#benchmark=[^"]*show=fixed)"', page)
+    assert links == ["answers.html#benchmark=toy&amp;decoding=s&amp;a=0&amp;b=1&amp;show=fixed"]
+    assert (tmp_path / "out" / "answers.html").is_file()
+
+
+def test_a_gain_on_most_problems_is_shown_as_better(tmp_path: Path) -> None:
+    reports = [run(tmp_path / "a", "W" * 40), run(tmp_path / "b", "R" * 36 + "W" * 4, seed=1)]
+    comparison = compare_runs([read_run(report) for report in reports], tmp_path / "out")
+    assert comparison.rows[0].differences[0].standing == "better"
+    assert comparison.rows[0].range == "0.0 to 90.0"
+
+
+def test_runs_on_other_problems_stand_side_by_side_without_a_difference(tmp_path: Path) -> None:
+    reports = [run(tmp_path / "a", "RRW"), run(tmp_path / "b", "RWW", seed=1, first=100)]
+    comparison = compare_runs([read_run(report) for report in reports], tmp_path / "out")
+    (difference,) = comparison.rows[0].differences
+    assert (difference.is_paired, difference.standing) == (False, "no problem in common")
+
+
+def test_two_runs_of_one_name_have_labels_that_differ(tmp_path: Path) -> None:
+    reports = [run(tmp_path / "a", "RW"), run(tmp_path / "b", "RW")]
+    comparison = compare_runs([read_run(report) for report in reports], tmp_path / "out")
+    assert [r.label for r in comparison.runs] == ["1: toy, seed 0", "2: toy, seed 0"]
+
+
+def test_settings_in_lists_are_compared_one_by_one_and_workspaces_not_at_all() -> None:
+    configs = [
+        {"workspace": {"root": "a"}, "benchmarks": [{"name": "x", "n": 1}], "steps": [1, 2]},
+        {"workspace": {"root": "b"}, "benchmarks": [{"name": "x", "n": 2}, {"name": "y"}], "steps": [1, 3]},
+    ]
+    found = different_settings(configs, absent="-")  # type: ignore[arg-type]
+    assert [(s.key, s.values) for s in found] == [
+        ("benchmarks.0.n", ("1", "2")),
+        ("steps", ("[1, 2]", "[1, 3]")),
+        ("benchmarks.1.name", ("-", '"y"')),
+    ]
+
+
+def test_one_run_and_other_artifacts_are_refused(tmp_path: Path) -> None:
+    report = run(tmp_path, "RW")
+    with pytest.raises(DataError, match="at least two runs"):
+        compare_runs([read_run(report)], tmp_path / "out")
+    with pytest.raises(ArtifactError, match="not the report of a run"):
+        read_run(next((tmp_path / "artifacts" / "evaluate").iterdir()))
