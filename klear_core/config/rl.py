@@ -173,11 +173,24 @@ class RolloutConfig(Settings):
     """Prompts sampled in a round, as a multiple of `groups_per_step` (scripts: 2, that is 256 for 128)."""
     max_rounds: int = Field(default=1, ge=1, le=100)
     """Maximum rounds of prompts to fill a step with informative groups; 1 never refills (scripts), more is DAPO's
-    dynamic sampling."""
+    dynamic sampling. With mode `continuous` a step goes on with fewer groups after as many finished prompts."""
+    mode: Literal["rounds", "continuous"] = "rounds"
+    """`rounds`: all answers of a round are waited for (scripts). `continuous`: a set number of requests is always at
+    the engines; each step trains on the oldest groups that are finished, within `max_staleness`, and no informative
+    group is thrown away. Which groups a step has then depends on timing."""
+    surplus: Literal["drop", "cancel"] = "drop"
+    """Informative groups beyond `groups_per_step`, with mode `rounds`. `drop`: the first in prompt order are trained
+    on, the others thrown away finished (scripts); `cancel`: once enough are finished the others are given up, which is
+    faster and prefers short answers."""
     max_prompt_tokens: int = Field(default=4096, ge=1)
     """Longer prompts are left out and counted; the scripts cut off their beginning."""
     sampling: SamplingConfig = SamplingConfig()
     engine: LocalEngineConfig = TorchEngineConfig()
+
+    @property
+    def prompts_per_round(self) -> int:
+        """Return the number of prompts asked in a round."""
+        return round(self.groups_per_step * self.oversample)
 
     @property
     def sleeps_between_rollouts(self) -> bool:
@@ -201,6 +214,9 @@ class RlRuntime(TrainRuntime):
     state, 12 bytes a parameter for each."""
     num_rollout_actors: int = Field(default=2, ge=1)
     """Rollout actors (sampling processes), each with its own engine."""
+    requests_per_actor: int = Field(default=256, ge=1)
+    """Requests kept at each rollout actor with `rollout.mode = "continuous"`; vLLM decodes `max_num_seqs` of them
+    together, by default as many."""
     rollout_threads: int = Field(default=1, ge=1)
     """CPU threads of one rollout actor."""
     rollout_gpus: float | None = Field(default=None, ge=0)
@@ -321,6 +337,20 @@ class RlConfig(Settings):
             raise ValueError(
                 f"rollout.engine.runtime.sleep_mode with max_staleness = {self.max_staleness}: engines that sample "
                 "while the learner works cannot give it their memory; set one of them to 0 or false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _continuous_rollouts_are_stale(self) -> RlConfig:
+        if self.rollout.mode == "continuous" and self.max_staleness == 0:
+            raise ValueError(
+                'rollout.mode = "continuous" with max_staleness = 0: answers are sampled while the learner works, '
+                "with the weights before its step; set max_staleness to 1 or more"
+            )
+        if self.rollout.mode == "continuous" and self.rollout.surplus != "drop":
+            raise ValueError(
+                f'rollout.surplus = "{self.rollout.surplus}" with mode = "continuous", which trains on every '
+                "informative group: leave surplus out"
             )
         return self
 

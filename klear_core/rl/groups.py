@@ -25,6 +25,9 @@ TRAINED = "trained"
 SURPLUS = "surplus"
 """Reason for informative groups beyond `groups_per_step`."""
 
+CANCELLED = "cancelled"
+"""Reason for groups that were given up before they were complete, because their step needed no more."""
+
 
 @dataclass(slots=True)
 class DropCounts:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import deque
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from klear_core.artifacts.floors import check_floor
 from klear_core.artifacts.ledger import StageSummary
@@ -19,11 +14,13 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.generate.engine import SleepingEngine, TrainableEngine
 from klear_core.metrics import Telemetry
 from klear_core.prompts import load_tokenizer
+from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import to_samples
 from klear_core.rl.metrics import describe_groups, gather_shown, last_shown, save_shown
 from klear_core.rl.problems import choose_problems
 from klear_core.rl.progress import Progress, ratios_one_note
-from klear_core.rl.rollout import Collector, PromptStream, StepRollouts, no_rewards
+from klear_core.rl.rollout import PromptStream, Rollouts, Sampler, StepRollouts, no_rewards
+from klear_core.rl.rounds import Collector, Lookahead
 from klear_core.rl.user_rewards import UserRewards
 from klear_core.rl.workers import LearnerHandle, LearnerLost, RlSetup, Workers
 from klear_core.train.base import model_folder
@@ -86,17 +83,17 @@ async def run_rl(
                 progress.learner_notes = await learner.notes()
                 # Stream and collector are rebuilt after a loss, so that prompts continue where the checkpoint left off.
                 stream = PromptStream(problems, seed=setup.seed, position=progress.position)
-                collector = Collector(
+                sampler = Sampler(
                     engine,
                     judge,
-                    stream,
                     tokenizer,
                     setup.cfg,
                     seed=setup.seed,
                     engine_status=workers.status,
                     custom_rewards=custom_rewards,
                 )
-                await run_steps(setup, learner, engine, collector.collect, progress, telemetry)
+                rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
+                await run_steps(setup, learner, engine, rollouts, progress, telemetry)
                 if not (setup.workdir / "model").exists():  # a run killed after the export has only to return
                     await learner.export(setup.workdir / "model")
             except LearnerLost as lost:
@@ -111,30 +108,30 @@ async def run_steps(
     setup: RlSetup,
     learner: LearnerHandle,
     engine: TrainableEngine,
-    collect: Callable[[], Awaitable[StepRollouts]],
+    rollouts: Rollouts,
     progress: Progress,
     telemetry: Telemetry,
 ) -> None:
     """Run the training loop; with `max_staleness` above 0, later groups are sampled while the learner updates."""
-    cfg = setup.cfg
+    cfg, now = setup.cfg, asyncio.get_running_loop().time
     shown = setup.workdir / "scratch" / "shown"
     sleeper = _sleeper(engine, cfg.rollout)
     # After a restore the learner has the checkpoint's weights, and the engines still have others.
     await sync_weights(learner, engine, sleeper, version=progress.step)
-    async with Lookahead(collect, depth=cfg.max_staleness, num_batches=cfg.num_steps - progress.step) as ahead:
+    async with rollouts as ahead:
         for step in range(progress.step, cfg.num_steps):
-            start = time.monotonic()
+            start = now()
             collected = await ahead.next()
             samples = to_samples(collected.kept, cfg.advantage, cfg.overlong, oldest_allowed=step - cfg.max_staleness)
-            sampled = time.monotonic()
+            sampled = now()
             # No request is running now: the config refuses sleeping engines together with `max_staleness` above 0.
             if sleeper is not None:
                 await sleeper.sleep()
             update = await learner.step(samples.rows)
-            trained = time.monotonic()
+            trained = now()
             await sync_weights(learner, engine, sleeper, version=step + 1)
-            synced = time.monotonic()
-            # The engines have the new weights now, so that another batch stays within `max_staleness` versions.
+            synced = now()
+            # The engines have the new weights now, so that more groups stay within `max_staleness` versions.
             ahead.allow_another()
 
             collected.drops.add(samples.drops)
@@ -143,7 +140,13 @@ async def run_steps(
                 collected, update, wait_s=sampled - start, train_s=trained - sampled, sync_s=synced - trained
             )
             sampled_tokens = sum(len(r.completion.token_ids) for g in collected.groups for r in g.rollouts)
-            progress.after(update, collected.drops, position=collected.position, sampled_tokens=sampled_tokens)
+            progress.after(
+                update,
+                collected.drops,
+                position=collected.position,
+                sampled_tokens=sampled_tokens,
+                unfinished=collected.unfinished,
+            )
             is_first_update = progress.step == progress.steps_without_update + 1
             if is_first_update and progress.are_ratios_one():
                 log.warning("step %d: %s", progress.step, ratios_one_note(cfg.minibatches_per_step))
@@ -203,43 +206,9 @@ def speed(
     }
 
 
-class Lookahead:
-    """Collect batches one after the other in the background, at most `depth` ahead of the batch in use.
-
-    Each call of `allow_another` permits one more; entering the context permits `depth + 1`.
-    """
-
-    def __init__(self, collect: Callable[[], Awaitable[StepRollouts]], *, depth: int, num_batches: int) -> None:
-        self._collect = collect
-        self._num_left = num_batches
-        self._tasks: deque[asyncio.Task[StepRollouts]] = deque()
-        self._depth = depth
-
-    async def __aenter__(self) -> Self:
-        for _ in range(self._depth + 1):
-            self.allow_another()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        # Wait for the cancelled tasks and retrieve their errors: the loop is already ending for another reason.
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def allow_another(self) -> None:
-        """Permit one more batch; its collection starts when the batch before it is complete."""
-        if self._num_left > 0:
-            self._num_left -= 1
-            previous = self._tasks[-1] if self._tasks else None
-            self._tasks.append(asyncio.create_task(self._after(previous)))
-
-    async def next(self) -> StepRollouts:
-        """Return the oldest batch not yet taken, waiting until it is complete."""
-        return await self._tasks.popleft()
-
-    async def _after(self, previous: asyncio.Task[StepRollouts] | None) -> StepRollouts:
-        if previous is not None:
-            await asyncio.wait([previous])  # does not raise: `next` raises the error of that batch
-        return await self._collect()
+def rollouts_of(cfg: RlConfig, sampler: Sampler, stream: PromptStream, progress: Progress) -> Rollouts:
+    """Return the groups of all remaining steps, in rounds or continuously."""
+    if cfg.rollout.mode == "continuous":
+        return ContinuousRollouts(sampler, stream, cfg, step=progress.step, again=progress.unfinished)
+    collector = Collector(sampler, stream, cfg)
+    return Lookahead(collector.collect, depth=cfg.max_staleness, num_batches=cfg.num_steps - progress.step)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, fields
 from klear_core.artifacts.floors import Share
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.metrics import skipped_note
-from klear_core.rl.groups import SURPLUS, TRAINED, DropCounts
+from klear_core.rl.groups import CANCELLED, SURPLUS, TRAINED, DropCounts
 
 _DROPS = "fate/"
-_NOT_COUNTERS = ("drops", "learner_notes")
+_UNFINISHED = "unfinished/"
+_NOT_COUNTERS = ("drops", "unfinished", "learner_notes")
 ONE_TOLERANCE = 1e-4
 """Ratios closer to 1 than this differ from it by rounding alone."""
 
@@ -24,6 +25,8 @@ class Progress:
     step: int = 0
     position: int = 0
     """Position of the prompt stream after the last prompt used by a finished step."""
+    unfinished: tuple[int, ...] = ()
+    """Positions before `position` whose groups are in no finished step."""
     drops: DropCounts = field(default_factory=DropCounts)
     sampled_tokens: int = 0
     trained_tokens: int = 0
@@ -37,11 +40,19 @@ class Progress:
     learner_notes: tuple[str, ...] = ()
     """Notes of the learner for the manifest; not saved, since a learner that resumes has its own."""
 
-    def after(self, metrics: Mapping[str, float], drops: DropCounts, *, position: int, sampled_tokens: int) -> None:
+    def after(
+        self,
+        metrics: Mapping[str, float],
+        drops: DropCounts,
+        *,
+        position: int,
+        sampled_tokens: int,
+        unfinished: tuple[int, ...] = (),
+    ) -> None:
         """Count one finished step."""
         self.step += 1
         # This is the position of this step's batch; the stream may be further on, with prompts sampled for later steps.
-        self.position = position
+        self.position, self.unfinished = position, unfinished
         self.drops.add(drops)
         self.sampled_tokens += sampled_tokens
         self.trained_tokens += int(metrics.get("rl/batch/tokens", 0))
@@ -60,7 +71,9 @@ class Progress:
     def counters(self) -> dict[str, int | float]:
         """Return all fields with numbers as a flat dict."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_COUNTERS}
-        return plain | {_DROPS + name: n for name, n in self.drops.counts.items()}
+        drops = {_DROPS + name: n for name, n in self.drops.counts.items()}
+        # A checkpoint holds a flat dict of numbers, so that each position is a name of its own.
+        return plain | drops | {f"{_UNFINISHED}{position}": 1 for position in self.unfinished}
 
     @classmethod
     def of(cls, counters: Mapping[str, int | float] | None) -> Progress:
@@ -68,14 +81,16 @@ class Progress:
         if counters is None:
             return cls()
         drops = {k.removeprefix(_DROPS): int(v) for k, v in counters.items() if k.startswith(_DROPS)}
-        plain = {k: v for k, v in counters.items() if not k.startswith(_DROPS)}
-        return cls(**plain, drops=DropCounts(Counter(drops)))  # type: ignore[arg-type]
+        unfinished = sorted(int(k.removeprefix(_UNFINISHED)) for k in counters if k.startswith(_UNFINISHED))
+        plain = {k: v for k, v in counters.items() if not k.startswith((_DROPS, _UNFINISHED))}
+        return cls(**plain, unfinished=tuple(unfinished), drops=DropCounts(Counter(drops)))  # type: ignore[arg-type]
 
     def trained_share(self, *, example: str) -> Share:
-        """Return the share of prompts whose group was trained on; surplus groups do not count."""
+        """Return the share of prompts whose group was trained on; surplus and cancelled groups do not count."""
         drops = self.drops.of("group")
-        # A surplus group was informative and only had no room, so it is neither trained on nor lost.
-        lost = {reason: n for reason, n in drops.items() if reason not in (TRAINED, SURPLUS)}
+        # A surplus group was informative and only had no room, so it is neither trained on nor lost; of one that was
+        # cancelled, nobody knows.
+        lost = {reason: n for reason, n in drops.items() if reason not in (TRAINED, SURPLUS, CANCELLED)}
         what = f"prompts were trained on in {self.step} steps (last pass rate {self.pass_rate:.2f})"
         return Share(what=what, num_in=drops.get(TRAINED, 0) + sum(lost.values()), lost=lost, example=example)
 

@@ -33,10 +33,11 @@ from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSo
 from klear_core.generate.qwen3.engine import TorchEngine
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.groups import DropCounts
-from klear_core.rl.loop import Lookahead, check_trained_share, run_rl, train_rl
+from klear_core.rl.loop import check_trained_share, run_rl, train_rl
 from klear_core.rl.metrics import ShownRollout
 from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import StepRollouts
+from klear_core.rl.rounds import Lookahead
 from klear_core.rl.workers import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlSetup, Workers
 from klear_core.train.base import model_folder
 from klear_core.types import Completion, Domain, Judge, Outcome, Problem, TrainSample, Verdict
@@ -266,6 +267,24 @@ def test_staleness_reaches_its_bound_and_stays_there(base: Path, tmp_path: Path,
     progress, telemetry = run(rl_config(num_steps=6, max_staleness=bound), base, tmp_path)
     assert max(row["rl/staleness/max"] for row in telemetry.rows if row["rl/rollouts/trained"]) == bound
     assert "stale" not in progress.drops.of("rollout")
+
+
+@pytest.mark.parametrize("killed_at", [None, 3])
+def test_continuous_rollouts_train_all_steps_within_the_bound_and_resume(
+    base: Path, tmp_path: Path, killed_at: int | None
+) -> None:
+    rollout = {"groups_per_step": 4, "samples_per_group": 4, "sampling": {"max_new_tokens": 8}, "mode": "continuous"}
+    cfg = rl_config(num_steps=5, max_staleness=2, rollout=rollout | {"max_rounds": 3})
+    if killed_at is not None:
+        with pytest.raises(KeyboardInterrupt):
+            run(cfg, base, tmp_path, telemetry=Recorder(fail_at=killed_at))
+    progress, telemetry = run(cfg, base, tmp_path)
+    assert telemetry.steps == list(range(killed_at or 1, 6))
+    assert max(row["rl/staleness/max"] for row in telemetry.rows if row["rl/rollouts/trained"]) <= 2
+    groups, answers = progress.drops.of("group"), progress.drops.of("rollout")
+    assert "stale" not in answers
+    assert sum(answers.values()) == 4 * sum(groups.values())
+    assert sum(groups.values()) == progress.position  # every prompt that was asked
 
 
 def notes_of(progress: Progress, cfg: RlConfig) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams
 from klear_core.generate.fake_engine import FakeAnswer, FakeEngine, Script
 from klear_core.prompts import build_byte_tokenizer, load_tokenizer
-from klear_core.rl.rollout import Collector, PromptStream, StepRollouts
+from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts
+from klear_core.rl.rounds import Collector
 from klear_core.train.base import model_folder
 from klear_core.types import Judge, Outcome, Problem, Verdict
 
@@ -52,7 +53,8 @@ def collector(
 ) -> tuple[Collector, FakeEngine]:
     engine = FakeEngine(script)
     stream = PromptStream([problem(f"q{i}") for i in range(10)], seed=0)
-    return Collector(engine, judge, stream, tokenizer, cfg, seed=0, engine_status=lambda: "the fake engine"), engine
+    sampler = Sampler(engine, judge, tokenizer, cfg, seed=0, engine_status=lambda: "the fake engine")
+    return Collector(sampler, stream, cfg), engine
 
 
 def collect(
@@ -157,6 +159,23 @@ def test_refill_is_bounded(tokenizer: object) -> None:
     collected, engine = collect(lambda *_: FakeAnswer(text="right"), tokenizer, config(max_rounds=3))
     assert collected.kept == ()
     assert len(engine.requests) == 3 * 4 * 4
+
+
+def test_surplus_groups_are_given_up_once_enough_are_informative_if_so_set(tokenizer: object) -> None:
+    """The first prompts' answers wait for ever, the last come at once: the step is full without the first."""
+    never = asyncio.Event()
+    positions = iter(range(1000))
+
+    def late(_prompt: tuple[int, ...], _params: SamplingParams, _index: int) -> FakeAnswer:
+        at = next(positions)
+        return FakeAnswer(text="right" if at % 2 else "wrong", after=never if at < 16 else None)
+
+    collected, engine = collect(late, tokenizer, config(oversample=2.0, surplus="cancel"))
+    assert len(engine.requests) == 8 * 4
+    assert len(collected.kept) == len(collected.groups) == 4
+    assert collected.drops.of("group") == {"cancelled": 4}
+    assert collected.drops.of("rollout") == {"group_cancelled": 16}
+    assert collected.position == 8
 
 
 def test_oversampling_asks_more_prompts_than_it_trains_on(tokenizer: object) -> None:

@@ -20,7 +20,8 @@ from klear_core.prompts import load_tokenizer
 from klear_core.rl.groups import DropCounts, keep_informative, to_samples
 from klear_core.rl.metrics import describe_groups
 from klear_core.rl.rewards import custom_reward
-from klear_core.rl.rollout import Collector, PromptStream, StepRollouts
+from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts
+from klear_core.rl.rounds import Collector
 from klear_core.rl.user_rewards import UserRewards
 from klear_core.train.base import model_folder
 from klear_core.types import Completion, Outcome, Problem, Rollout, RolloutGroup, Verdict
@@ -134,17 +135,16 @@ def collect(folder: Path, cfg: RlConfig, texts: tuple[str, ...], **judging: floa
 
     verify = VerifyConfig.model_validate({"runtime": VerifyRuntime(reward_workers=1)} | judging)
     with JudgePool(verify) as judges:
-        it = Collector(
+        sampler = Sampler(
             FakeEngine(lambda *_: FakeAnswer(text=next(left))),
             says_wrong,
-            PromptStream([problem("q")], seed=0),
             tokenizer,
             cfg,
             seed=0,
             engine_status=lambda: "the fake engine",
             custom_rewards=UserRewards(cfg.reward.custom, judges),
         )
-        return asyncio.run(it.collect())
+        return asyncio.run(Collector(sampler, PromptStream([problem("q")], seed=0), cfg).collect())
 
 
 @pytest.mark.usefixtures("source")

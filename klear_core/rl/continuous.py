@@ -1,0 +1,221 @@
+"""Sample without rounds: requests in flight are kept at a set number, and steps train on the groups that are finished.
+
+An answer goes on under new weights when they arrive. The staleness bound is kept by two rules, and no finished answer
+is ever too old. Let s be the next step to be filled, v the version of the engines' weights, b the bound and G the groups
+of a step. A group begun under version v must be trained on by step v + b at the latest, its deadline.
+1. A group is begun only if fewer than G * (v + b + 1 - s) are in no step yet: they fill the steps up to its deadline.
+2. A step takes the oldest finished groups, and waits until those left can meet their deadlines: for each step d, at
+   most G * (d - s) of them are due by d.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from klear_core.config.rl import RlConfig
+from klear_core.rl.groups import CANCELLED, DropCounts, keep_informative
+from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts, StreamItem, now
+from klear_core.types import Rollout, RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpenGroup:
+    """A group that is sampled or judged."""
+
+    task: asyncio.Task[None]
+    version: int
+    """Version of the weights under which it was begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FinishedGroup:
+    """An informative group that waits for a step."""
+
+    sampled: RolloutGroup
+    kept: RolloutGroup
+    """Without its unusable answers."""
+    drops: DropCounts
+    version: int
+
+
+class ContinuousRollouts:
+    """Fill one step after the other with informative groups; see `Rollouts` of the loop."""
+
+    def __init__(
+        self, sampler: Sampler, stream: PromptStream, cfg: RlConfig, *, step: int, again: Sequence[int] = ()
+    ) -> None:
+        """`step` is the next step to fill, with engines of that version; `again` are positions to ask first."""
+        self._sampler = sampler
+        self._stream = stream
+        self._cfg = cfg
+        self._step = self._version = step
+        self._again = list(again)
+        self._open: dict[int, _OpenGroup] = {}
+        self._finished: dict[int, _FinishedGroup] = {}
+        self._num_in_flight = 0
+        self._num_decided = 0
+        """Finished or refused prompts since the last step was filled, besides those in `_finished`."""
+        self._drops = DropCounts()
+        self._dropped_groups: list[RolloutGroup] = []
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+
+    async def __aenter__(self) -> Self:
+        self._filled_at = now()
+        self._begin_groups()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._cancel_open()
+
+    def allow_another(self) -> None:
+        """Count one version: the engines have new weights, so that younger groups may be begun."""
+        self._version += 1
+        self._begin_groups()
+
+    async def next(self) -> StepRollouts:
+        """Return the groups of the next step as soon as there are enough and none is kept waiting beyond its deadline.
+
+        Raise TrainingError if no answer is sampled or judged for `stall_timeout_s`, or the error of any answer.
+        """
+        watch = self._sampler.watch()
+        while self._error is None:
+            if self._can_fill():
+                return await self._fill()
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout=watch.check_s)
+            except TimeoutError:
+                watch.check()
+        raise self._error
+
+    def _begin_groups(self) -> None:
+        """Begin groups until enough requests are in flight, or enough groups for all steps within the bound."""
+        runtime, rollout = self._cfg.runtime, self._cfg.rollout
+        num_requests = runtime.requests_per_actor * runtime.num_rollout_actors
+        while self._may_begin():
+            # A set number smaller than a group would otherwise never allow one.
+            if self._open and self._num_in_flight + rollout.samples_per_group > num_requests:
+                return
+            item = self._stream.at(self._again.pop(0)) if self._again else self._stream.take(1)[0]
+            prompt_ids = self._sampler.prompt(item)
+            if prompt_ids is None:
+                self._drops.count_group("prompt_too_long")
+                self._num_decided += 1
+                self._changed.set()
+                continue
+            self._num_in_flight += rollout.samples_per_group
+            task = asyncio.create_task(self._run_group(item, prompt_ids))
+            task.add_done_callback(self._on_done)
+            self._open[item.position] = _OpenGroup(task=task, version=self._version)
+
+    def _may_begin(self) -> bool:
+        if self._num_decided >= self._most_decided():
+            return False  # the next step is filled with what there is
+        # After the last step none is needed.
+        last = min(self._version + self._cfg.max_staleness, self._cfg.num_steps - 1)
+        num_steps = last + 1 - self._step
+        return len(self._open) + len(self._finished) < self._cfg.rollout.groups_per_step * num_steps
+
+    def _most_decided(self) -> int:
+        """Return the number of prompts after which a step is filled with fewer groups."""
+        return self._cfg.rollout.max_rounds * self._cfg.rollout.prompts_per_round
+
+    async def _run_group(self, item: StreamItem, prompt_ids: tuple[int, ...]) -> None:
+        """Sample and judge a group; keep it for a step, or count why it is dropped."""
+        samples = range(self._cfg.rollout.samples_per_group)
+        tasks = [asyncio.create_task(self._rollout(item, prompt_ids, i)) for i in samples]
+        try:
+            rollouts = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()  # no effect on those that are done
+        sampled = RolloutGroup(problem=item.problem, rollouts=tuple(rollouts))
+        kept = keep_informative([sampled], self._cfg.group_filter, self._cfg.overlong)
+        version = self._open.pop(item.position).version
+        if kept.groups:
+            (informative,) = kept.groups
+            self._finished[item.position] = _FinishedGroup(
+                sampled=sampled, kept=informative, drops=kept.drops, version=version
+            )
+        else:
+            self._drops.add(kept.drops)
+            self._dropped_groups.append(sampled)
+            self._num_decided += 1
+        self._changed.set()
+        self._begin_groups()
+
+    async def _rollout(self, item: StreamItem, prompt_ids: tuple[int, ...], sample_idx: int) -> Rollout:
+        completion = await self._sampler.sample(item, prompt_ids, sample_idx)
+        # Judges have no part in the number in flight: engines go on while answers are judged.
+        self._num_in_flight -= 1
+        self._begin_groups()
+        return await self._sampler.judge(item, prompt_ids, completion)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        """Keep the error of a group for `next`, because nothing awaits its task."""
+        if not task.cancelled() and task.exception() is not None:
+            self._error = self._error or task.exception()
+            self._changed.set()
+
+    def _chosen(self) -> list[int]:
+        """Return the positions of the oldest finished groups, at most a step's number."""
+        ordered = sorted(self._finished, key=lambda position: (self._finished[position].version, position))
+        return ordered[: self._cfg.rollout.groups_per_step]
+
+    def _can_fill(self) -> bool:
+        """Return whether there are enough groups (or no more are to be asked), and rule 2 holds for those left."""
+        groups_per_step, bound = self._cfg.rollout.groups_per_step, self._cfg.max_staleness
+        num_finished = len(self._finished)
+        if num_finished < groups_per_step and self._num_decided + num_finished < self._most_decided():
+            return False
+        chosen = set(self._chosen())
+        left = [group.version for group in self._open.values()]
+        left += [group.version for position, group in self._finished.items() if position not in chosen]
+        num_by_version = Counter(left)
+        for deadline in range(self._step, self._step + bound + 1):
+            num_due = sum(n for version, n in num_by_version.items() if version + bound <= deadline)
+            if num_due > groups_per_step * (deadline - self._step):
+                return False
+        return True
+
+    async def _fill(self) -> StepRollouts:
+        """Return the next step's groups, and everything that was dropped since the one before."""
+        chosen = [self._finished.pop(position) for position in self._chosen()]
+        self._step += 1
+        if self._step == self._cfg.num_steps:
+            for _ in range(len(self._open)):
+                self._drops.count_group(CANCELLED)
+                self._drops.count_rollouts(f"group_{CANCELLED}", self._cfg.rollout.samples_per_group)
+            await self._cancel_open()
+        drops, self._drops = self._drops, DropCounts()
+        for group in chosen:
+            drops.add(group.drops)
+        groups = [group.sampled for group in chosen] + self._dropped_groups
+        self._dropped_groups, self._num_decided = [], 0
+        before, self._filled_at = self._filled_at, now()
+        step = StepRollouts(
+            groups=tuple(groups),
+            kept=tuple(group.kept for group in chosen),
+            drops=drops,
+            position=self._stream.position,
+            seconds=self._filled_at - before,
+            unfinished=tuple(sorted([*self._open, *self._finished, *self._again])),
+        )
+        self._begin_groups()
+        return step
+
+    async def _cancel_open(self) -> None:
+        tasks = [group.task for group in self._open.values()]
+        self._open = {}
+        for task in tasks:
+            task.cancel()
+        # Wait for the cancelled tasks and retrieve their errors: the loop is already ending for another reason.
+        await asyncio.gather(*tasks, return_exceptions=True)
