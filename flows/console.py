@@ -153,6 +153,7 @@ def show_plan(
     """
     from flows.costs import show_costs
     from klear_core.config.settings import config_digest
+    from klear_core.pipeline.detectable import detectable_lines
     from klear_core.pipeline.exposure import exposures
     from klear_core.pipeline.plan import plan_stages
     from klear_core.pipeline.preflight import problems_with
@@ -170,6 +171,8 @@ def show_plan(
     if plans:
         console.print(_plan_table(plans))
     show_costs(console, config, chosen, is_exact=is_exact)
+    for line in detectable_lines(config):
+        console.print(f"[dim]scores:[/] {escape(line)}")
     for exposure in exposures(config):
         console.print(f"[yellow]scores:[/] {escape(exposure.warning)}")
     for problem in missing:

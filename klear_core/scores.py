@@ -27,12 +27,22 @@ class DecodingProfile(Settings):
     """The derivation of each sample's seed, in words."""
 
 
+class Range(Settings):
+    """The two ends of an interval."""
+
+    low: float = Field(ge=-1, le=1)
+    high: float = Field(ge=-1, le=1)
+
+
 class Score(Settings):
-    """A mean over problems of values in 0..1, with its confidence interval."""
+    """A mean over problems of values in 0..1, with two confidence intervals."""
 
     value: float = Field(ge=0, le=1)
-    low: float = Field(ge=0, le=1)
-    high: float = Field(ge=0, le=1)
+    new_problems: Range
+    """Interval over other problems of this kind, of which these are a random draw; models are compared with it."""
+    rerun: Range | None
+    """Interval over other samples of the same problems; published scores are compared with it. None for greedy
+    answers, which would be the same again."""
     num_problems: int = Field(ge=1)
     """Problems with at least one scored sample."""
     num_samples: int = Field(ge=1)
@@ -45,6 +55,15 @@ class PassAtK(Settings):
     k: int = Field(ge=1)
     score: Score
     """The estimate; its `num_problems` are those with at least k scored samples, as others cannot be estimated."""
+
+
+class StablePass(Settings):
+    """G-Pass@k: the chance that at least a given share of k samples is right, averaged over problems."""
+
+    k: int = Field(ge=1)
+    threshold: float = Field(gt=0, le=1)
+    """Least share of right samples; 1: all k."""
+    score: Score
 
 
 class DifficultyScore(Settings):
@@ -73,6 +92,10 @@ class EvalReport(Settings):
     """avg@n, also known as pass@1: the mean over problems of the share of right samples."""
     pass_at: tuple[PassAtK, ...]
     """For k = 1, 2, 4, ... up to n."""
+    stable_pass: tuple[StablePass, ...] = ()
+    """G-Pass@k for half, three quarters and all of k = min(16, n) samples; empty for n = 1."""
+    majority: Score | None = None
+    """maj@n: how often the most common of a problem's n answers is right; None without a math problem, or for n = 1."""
     greedy: Score | None
     """Score of one greedy answer per problem; None if none was asked for."""
     truncated_frac: float = Field(ge=0, le=1)

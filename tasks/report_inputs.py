@@ -65,23 +65,28 @@ def _differences(scores: Mapping[str, ArtifactRef]) -> Iterator[PairedDifference
 
     `scores` are the evaluations by the stage that made the model, in pipeline order.
     """
-    from klear_core.evaluate.gate import compare
+    from klear_core.evaluate.gate import compare_pairs
     from klear_core.report.inputs import PairedDifference
 
     names = list(scores)
     pairs = list(itertools.pairwise(names))
     if len(names) > 2:
         pairs.append((names[0], names[-1]))
-    for before, after in pairs:
-        for c in compare(scores[before].path, scores[after].path):
+    # in one call, because p-values are corrected for all comparisons of the report
+    compared = compare_pairs([(scores[before].path, scores[after].path) for before, after in pairs])
+    for (before, after), comparisons in zip(pairs, compared, strict=True):
+        for c in comparisons:
             yield PairedDifference(
                 benchmark=c.benchmark,
                 decoding=c.decoding,
                 before=before,
                 after=after,
                 value=c.difference,
-                low=c.low,
-                high=c.high,
+                rerun=c.rerun,
+                new_problems=c.new_problems,
+                floor_binds=c.floor_binds,
+                p_corrected=c.p_corrected,
+                num_changed=c.num_changed,
                 confidence=c.confidence,
                 num_problems=c.num_problems,
                 is_same_decoding=c.is_same_decoding,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from klear_core.config.engine import TorchEngineConfig
 from klear_core.config.evaluate import EvaluateSamplingConfig
-from klear_core.scores import DecodingProfile, EvalReport, Score, write_reports
+from klear_core.scores import DecodingProfile, EvalReport, Range, Score, write_reports
 
 
 def write_scores(folder: Path, *scores: float) -> None:
@@ -20,7 +20,7 @@ def write_scores(folder: Path, *scores: float) -> None:
             confidence=0.95,
             num_problems=4,
             num_samples=2,
-            avg=Score(value=score, low=0, high=1, num_problems=4, num_samples=8),
+            avg=Score(value=score, new_problems=Range(low=0, high=1), rerun=None, num_problems=4, num_samples=8),
             pass_at=(),
             greedy=None,
             truncated_frac=0,

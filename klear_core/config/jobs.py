@@ -389,7 +389,7 @@ class EvaluateJob(Job):
     """Score one model on all benchmarks."""
 
     kind = "evaluate"
-    code_version = 4
+    code_version = 5
     scores_model = True
 
     seed: int
@@ -423,7 +423,7 @@ class ReportJob(Job):
     """Write the report on a run from its config and artifacts."""
 
     kind = "report"
-    code_version = 1
+    code_version = 2
     page = "report.html"
 
     config: PipelineConfig

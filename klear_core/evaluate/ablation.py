@@ -1,7 +1,9 @@
 """Compute an ablation's table: per variant the score over seeds, the difference from the reference, and token shares.
 
-The unit of every interval is the seed: one complete run, from data and SFT to the score. Variants of one seed share
-everything but RL.
+The unit is the seed: one complete run, from data and SFT to the score. Variants of one seed share everything but RL.
+Runs that can collapse have no interval that holds over a handful of seeds, so every row has its range, the number of
+collapses and the largest rate of them that it leaves possible; an interval of the mean stands only beside runs of which
+none collapsed, and is about such runs.
 """
 
 from __future__ import annotations
@@ -12,11 +14,9 @@ from statistics import fmean
 
 from klear_core.config.settings import Settings
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.stats import Interval, seed_interval
+from klear_core.evaluate.stats import SeedSpread, largest_rate, seed_spread
 from klear_core.metrics import METRICS_FILE, read_metrics
 from klear_core.scores import read_reports
-
-CONFIDENCE = 0.95
 
 TOKEN_SHARES = {
     "A<0, r low": "rl/clip/low_frac",
@@ -70,9 +70,9 @@ class TableRow(Settings):
     variant: str
     learning_rate: float | None
     """None: each seed uses the rate that scored best on the other seeds, so no seed helps to choose its rate."""
-    score: Interval
-    """avg@n after RL, mean over seeds."""
-    difference: Interval | None
+    score: SeedSpread
+    """avg@n after RL, over seeds."""
+    difference: SeedSpread | None
     """Difference from the reference, paired by seed, at the same rate (at the reference's own rates if `learning_rate`
     is None); None for the reference itself."""
     runs: dict[int, RunResult]
@@ -166,25 +166,33 @@ def at_own_rate(runs_by_rate: Mapping[float, Runs]) -> Runs:
 
 
 def _row(variant: str, rate: float | None, runs: Runs, reference: Runs, *, is_reference: bool) -> TableRow | None:
-    differences = [run.after - reference[seed].after for seed, run in runs.items() if seed in reference]
-    if len(differences) < 2:
+    shared = [seed for seed in runs if seed in reference]
+    if len(shared) < 2:
         return None
     scores = [run.after for run in runs.values()]
-    score = seed_interval(scores, bounds=(0, 1), confidence=CONFIDENCE)
+    own_collapsed = any(run.has_collapsed for run in runs.values())
+    score = seed_spread(scores, has_collapsed=own_collapsed, bounds=(0, 1))
     difference = None
     if not is_reference:
-        difference = seed_interval(differences, bounds=(-1, 1), confidence=CONFIDENCE)
+        differences = [runs[seed].after - reference[seed].after for seed in shared]
+        has_collapsed = own_collapsed or any(reference[seed].has_collapsed for seed in shared)
+        difference = seed_spread(differences, has_collapsed=has_collapsed, bounds=(-1, 1))
     return TableRow(variant=variant, learning_rate=rate, score=score, difference=difference, runs=dict(runs))
 
 
 def as_markdown(table: AblationTable) -> str:
-    """Format the table as Markdown: scores and token shares in per cent, differences in percentage points."""
+    """Format the table as Markdown: scores and token shares in per cent, differences in percentage points.
+
+    Behind each mean is the range over seeds. The columns `95 %` hold Student's t intervals of the mean.
+    """
     head = [
         "variant",
         "lr",
-        "avg@n (95 %)",
-        f"minus {table.reference} (95 %)",
-        "collapsed",
+        "avg@n (range)",
+        "95 %",
+        f"minus {table.reference} (range)",
+        "95 %",
+        "collapsed (at most)",
         *TOKEN_SHARES,
         "max r",
         "entropy",
@@ -212,9 +220,10 @@ def _lines_of_missing_metrics(row: TableRow) -> list[str]:
 def _cells(row: TableRow) -> list[str]:
     runs = list(row.runs.values())
     rate = "own" if row.learning_rate is None else f"{row.learning_rate:g}"
-    difference = "" if row.difference is None else _percent(row.difference, sign="+")
+    difference = ["", ""] if row.difference is None else _spread_cells(row.difference, sign="+")
     num_collapsed = sum(run.has_collapsed for run in runs)
-    cells = [row.variant, rate, _percent(row.score), difference, f"{num_collapsed} of {len(runs)}"]
+    at_most = f"{100 * largest_rate(num_collapsed, len(runs)):.0f} %"
+    cells = [row.variant, rate, *_spread_cells(row.score), *difference, f"{num_collapsed} of {len(runs)} ({at_most})"]
     for name in TOKEN_SHARES:
         share = fmean(run.token_shares[name] for run in runs)
         cells.append(f"{100 * share:.2f}")
@@ -223,9 +232,14 @@ def _cells(row: TableRow) -> list[str]:
     return [*cells, f"{max_ratio:.3g}", f"{entropy:.3f}"]
 
 
-def _percent(interval: Interval, *, sign: str = "") -> str:
-    value, low, high = (format(100 * x, f"{sign}.1f") for x in (interval.value, interval.low, interval.high))
-    return f"{value} ({low} to {high})"
+def _spread_cells(spread: SeedSpread, *, sign: str = "") -> list[str]:
+    """Return the mean with its range, and the interval of the mean."""
+    mean, least, most = (format(100 * x, f"{sign}.1f") for x in (spread.mean, spread.least, spread.most))
+    interval = "none"
+    if spread.interval is not None:
+        low, high = (format(100 * x, f"{sign}.1f") for x in (spread.interval.low, spread.interval.high))
+        interval = f"{low} to {high}"
+    return [f"{mean} ({least} to {most})", interval]
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -24,7 +24,8 @@ from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
 from klear_core.evaluate.suite import Benchmark, PlannedAnswer, plan_answers
-from klear_core.evaluate.summarise import ledger_step, make_report, metrics_of, tally, warning_lines
+from klear_core.evaluate.summarise import ledger_step, make_report, metrics_of, warning_lines
+from klear_core.evaluate.tally import read_math_vote, tally
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.generate.factory import EngineSpec, SamplerSource
 from klear_core.generate.longest_first import LongestFirst
@@ -74,7 +75,7 @@ def evaluate(
     problem does not fit the model. Finished shards are kept for a rerun.
     """
     notes = answer_suite(model, cfg, suite, verify, samplers=samplers, seed=seed, workdir=workdir, telemetry=telemetry)
-    summary = report_scores(cfg, suite, seed=seed, workdir=workdir, telemetry=telemetry)
+    summary = report_scores(cfg, suite, verify, seed=seed, workdir=workdir, telemetry=telemetry)
     return summary.model_copy(update={"notes": (*summary.notes, *notes)})
 
 
@@ -269,14 +270,20 @@ def sampling_params(cfg: SamplingConfig, planned: PlannedAnswer, *, seed: int) -
 
 
 def report_scores(
-    cfg: EvaluateConfig, suite: Sequence[Benchmark], *, seed: int, workdir: Path, telemetry: Telemetry
+    cfg: EvaluateConfig,
+    suite: Sequence[Benchmark],
+    verify: VerifyConfig,
+    *,
+    seed: int,
+    workdir: Path,
+    telemetry: Telemetry,
 ) -> StageSummary:
     """Score the answers in the shards and write `report.json`, with one report per benchmark."""
     reports: list[EvalReport] = []
     ledger: list[LedgerStep] = []
     for benchmark in suite:
         samples = (s for shard in plan_answers(cfg, benchmark, workdir) for s in read_shard(shard.path, EvalSample))
-        tallies = tally(samples, benchmark.problems)
+        tallies = tally(samples, benchmark.problems, read_vote=partial(read_math_vote, verify))
         reports.append(
             make_report(tallies, cfg, benchmark=benchmark.name, num_samples=benchmark.num_samples, seed=seed)
         )

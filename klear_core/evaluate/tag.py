@@ -14,7 +14,7 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
 from klear_core.evaluate.run import answer_suite
 from klear_core.evaluate.suite import Benchmark, plan_answers
-from klear_core.evaluate.summarise import ProblemTally, tally
+from klear_core.evaluate.tally import ProblemTally, tally
 from klear_core.generate.factory import SamplerSource
 from klear_core.metrics import Telemetry
 from klear_core.scores import RATES_FOLDER

@@ -1,4 +1,4 @@
-"""Phrase what a run may claim. If a difference's interval touches zero, the sentence says that no effect is shown."""
+"""Phrase what a run may claim. Unless the sign-flip test rejects chance, the sentence says that no effect is shown."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Literal
 
 from klear_core.report.facts import Facts
 from klear_core.report.inputs import PairedDifference
-from klear_core.report.text import percent, points
+from klear_core.report.text import p_value, percent, points
+from klear_core.scores import Range
 
 Standing = Literal["better", "worse", "not_shown"]
+MIN_CHANGED = 6
+"""Changed problems below which the sign-flip test cannot give p < 0.05: 2 / 2^5 is 0.0625."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +33,18 @@ class Headline:
 
 
 def standing_of(difference: PairedDifference) -> Standing:
-    """Return better or worse only if the entire interval is on that side of zero, and no bound is zero."""
-    if difference.low > 0:
-        return "better"
-    return "worse" if difference.high < 0 else "not_shown"
+    """Return better or worse only if the corrected p-value is below 1 minus the confidence; never by an interval."""
+    if difference.p_corrected + difference.confidence >= 1:
+        return "not_shown"
+    return "better" if difference.value > 0 else "worse"
+
+
+def why_not_tested(difference: PairedDifference) -> str:
+    """Return why the test could not have shown anything; empty if it could."""
+    num = difference.num_changed
+    if num >= MIN_CHANGED:
+        return ""
+    return f"only {num} of {difference.num_problems} problems changed, too few for a test"
 
 
 def headline(facts: Facts) -> Headline:
@@ -72,21 +83,20 @@ def _what_scores_show(facts: Facts) -> tuple[Claim, ...]:
 
 
 def _claim(difference: PairedDifference, facts: Facts) -> Claim:
-    """Phrase it: `GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points, 95 % interval 27.9 to 33.6).`"""
+    """Phrase it: `GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points; re-run of these problems: …).`"""
     who = facts.model(difference.after).maker.method_or_label
     metric = _metric(facts, difference)
     what = f"{metric} on {difference.benchmark}" if len(facts.benchmarks) > 1 else f"held-out {metric}"
     scores = _from_to(facts, difference)
-    interval = f"{percent(difference.confidence, 0)} interval {_bound(difference.low)} to {_bound(difference.high)}"
     unlike = "" if difference.is_same_decoding else "; the two were decoded differently"
-    figures = f"({points(difference.value)} points, {interval}{unlike})"
+    figures = f"({points(difference.value)} points; {_intervals(difference)}; {_test(difference, facts)}{unlike})"
     match standing := standing_of(difference):
         case "better":
             sentence = f"{who} improved {what}{scores} {figures}."
         case "worse":
             sentence = f"{who} made {what} worse:{scores} {figures}."
         case "not_shown":
-            sentence = f"An effect of {who} on {what} is not shown:{scores} {figures}; the interval includes zero."
+            sentence = f"An effect of {who} on {what} is not shown:{scores} {figures}."
     return Claim(standing=standing, sentence=sentence)
 
 
@@ -101,8 +111,25 @@ def _from_to(facts: Facts, difference: PairedDifference) -> str:
     return f" from {percent(before.avg.value)} to {percent(after.avg.value)}" if before and after else ""
 
 
-def _bound(value: float) -> str:
-    return points(value).removeprefix("+")
+def _intervals(difference: PairedDifference) -> str:
+    rerun = ""
+    if difference.rerun is not None:
+        rerun = f"re-run of these problems: {range_text(difference.rerun)}; "
+    return f"{rerun}other such problems: {range_text(difference.new_problems)}"
+
+
+def range_text(ends: Range) -> str:
+    """Format an interval of a difference in percentage points: `+27.9 to +33.6`."""
+    return f"{points(ends.low)} to {points(ends.high)}"
+
+
+def _test(difference: PairedDifference, facts: Facts) -> str:
+    """Return the p-value, said to be corrected where several differences were compared, or why there is none."""
+    reason = why_not_tested(difference)
+    if reason:
+        return reason
+    corrected = f", corrected for {len(facts.differences)} comparisons" if len(facts.differences) > 1 else ""
+    return f"sign-flip {p_value(difference.p_corrected)}{corrected}"
 
 
 def _overall(differences: list[PairedDifference]) -> Standing:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.scores import Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class StageFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedDifference:
-    """Difference of two models' scores on the same problems, `after` minus `before`, with its interval."""
+    """Difference of two models' scores on the same problems, `after` minus `before`, with its intervals and test."""
 
     benchmark: str
     decoding: Literal["sampled", "greedy"]
@@ -38,12 +39,20 @@ class PairedDifference:
     after: str
     value: float
     """Difference in -1..1; positive if `after` is better."""
-    low: float
-    high: float
+    rerun: Range | None
+    """Interval over other samples of the same problems; None for greedy answers."""
+    new_problems: Range
+    """Interval over other problems of this kind."""
+    floor_binds: bool
+    """Whether `new_problems` is as narrow as so few problems allow."""
+    p_corrected: float
+    """p-value of the sign-flip test, corrected for all differences of the report (Holm); it alone decides."""
+    num_changed: int
+    """Number of problems with different scores."""
     confidence: float
-    """Confidence level of the interval, 0.95 for 95 %."""
+    """Confidence level of the intervals, 0.95 for 95 %."""
     num_problems: int
-    """Number of problems scored for both models; the interval is over these."""
+    """Number of problems scored for both models."""
     is_same_decoding: bool
     """Whether both models were decoded with the same settings; if not, these may explain part of the difference."""
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from klear_core.config.engine import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.report.charts import nice_ticks
-from klear_core.report.claims import Standing, standing_of
+from klear_core.report.claims import Standing, range_text, standing_of, why_not_tested
 from klear_core.report.facts import Facts, ModelFacts
 from klear_core.report.inputs import PairedDifference
-from klear_core.report.text import MINUS, number, percent, points
-from klear_core.scores import DecodingProfile, EvalReport, Score
+from klear_core.report.text import MINUS, NONE, number, p_value, percent, points
+from klear_core.scores import DecodingProfile, EvalReport, Range, Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """An interval as text, and its ends in percent of the axis for drawing."""
+
+    text: str
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +28,11 @@ class Mean:
     """A score as text, and in percent for drawing."""
 
     value: str
-    interval: str
     at: float
-    low: float
-    high: float
+    other: Span
+    """Interval over other problems of this kind."""
+    rerun: Span | None
+    """Interval over other samples of these problems; None for greedy answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +45,10 @@ class ModelRow:
     avg: Mean
     greedy: Mean | None
     pass_at_k: Mean
+    majority: Mean | None
+    """maj@n."""
+    stable: tuple[tuple[str, str], ...]
+    """Name and value of each G-Pass@k: `all of 16`."""
     truncated: str
     unscored: str
     has_unscored: bool
@@ -76,13 +91,18 @@ class DifferenceRow:
     score: str
     """Name of the score: `avg@4` or `greedy`."""
     value: str
-    interval: str
+    at: float
+    """Position on `BenchmarkView.difference_axis` in percent of its length."""
+    other: Span
+    """Interval over other problems of this kind."""
+    rerun: Span | None
+    """Interval over other samples of these problems; None for greedy answers."""
+    p: str
+    """Corrected p-value: `< 0.0001`, or why there is none."""
+    notes: tuple[str, ...]
+    """Reservations about the interval and the test."""
     standing: Standing
     num_problems: int
-    at: float
-    """Position on `BenchmarkView.difference_axis` in percent of its length; `low` and `high` likewise."""
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +120,8 @@ class BenchmarkView:
     difficulties: tuple[SideBySide, ...]
     differences: tuple[DifferenceRow, ...]
     difference_axis: Axis
+    num_compared: int
+    """Differences of the whole report, for which p-values are corrected."""
 
     @property
     def models(self) -> tuple[tuple[int, str], ...]:
@@ -160,6 +182,7 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
         difficulties=_difficulties(scored),
         differences=tuple(difference_rows),
         difference_axis=axis,
+        num_compared=len(facts.differences),
     )
 
 
@@ -170,12 +193,15 @@ def _row(model: ModelFacts, report: EvalReport) -> ModelRow:
     unscored = f"{num_unscored:,} of {num_answers:,}"
     if num_unscored:
         unscored += f" ({reasons})"
+    stable = [(_share_text(s.threshold, s.k), percent(s.score.value)) for s in report.stable_pass]
     return ModelRow(
         tone=model.tone,
         model=model.maker.label,
         avg=_mean(report.avg),
-        greedy=_mean(report.greedy) if report.greedy else None,
+        greedy=_mean_if_any(report.greedy),
         pass_at_k=_mean(report.pass_at[-1].score),
+        majority=_mean_if_any(report.majority),
+        stable=tuple(stable),
         truncated=percent(report.truncated_frac),
         unscored=unscored,
         has_unscored=num_unscored > 0,
@@ -185,13 +211,20 @@ def _row(model: ModelFacts, report: EvalReport) -> ModelRow:
 
 
 def _mean(score: Score) -> Mean:
+    rerun = _score_span(score.rerun) if score.rerun else None
     return Mean(
-        value=percent(score.value),
-        interval=f"{score.low * 100:.1f} to {score.high * 100:.1f}",
-        at=round(score.value * 100, 2),
-        low=round(score.low * 100, 2),
-        high=round(score.high * 100, 2),
+        value=percent(score.value), at=round(score.value * 100, 2), other=_score_span(score.new_problems), rerun=rerun
     )
+
+
+def _score_span(ends: Range) -> Span:
+    low, high = ends.low * 100, ends.high * 100
+    return Span(text=f"{low:.1f} to {high:.1f}", low=round(low, 2), high=round(high, 2))
+
+
+def _share_text(threshold: float, k: int) -> str:
+    """Describe how many of k samples must be right: `12 of 16`."""
+    return f"{math.ceil(threshold * k - 1e-9)} of {k}"
 
 
 def _difficulties(scored: list[tuple[ModelFacts, EvalReport]]) -> tuple[SideBySide, ...]:
@@ -208,30 +241,53 @@ def _difficulties(scored: list[tuple[ModelFacts, EvalReport]]) -> tuple[SideBySi
 def _mean_at(report: EvalReport, difficulty: str) -> Mean | None:
     for level in report.by_difficulty:
         if level.difficulty == difficulty:
-            return None if level.avg is None else _mean(level.avg)
+            return _mean_if_any(level.avg)
     return None
+
+
+def _mean_if_any(score: Score | None) -> Mean | None:
+    return None if score is None else _mean(score)
 
 
 def _axis_of(differences: list[PairedDifference]) -> Axis:
     """Return an axis in percentage points that covers zero and every interval."""
-    low = min((100 * d.low for d in differences), default=0.0)
-    high = max((100 * d.high for d in differences), default=0.0)
+    ends = [d.new_problems for d in differences]
+    ends += [d.rerun for d in differences if d.rerun]
+    low = min((100 * e.low for e in ends), default=0.0)
+    high = max((100 * e.high for e in ends), default=0.0)
     return Axis(marks=tuple(nice_ticks(min(low, 0.0), max(high, 0.0))))
 
 
 def _difference(facts: Facts, d: PairedDifference, axis: Axis, *, num_samples: int) -> DifferenceRow:
+    rerun = _difference_span(d.rerun, axis) if d.rerun else None
+    p = p_value(d.p_corrected).removeprefix("p ").removeprefix("= ")
     return DifferenceRow(
         before=facts.model(d.before).maker.label,
         after=facts.model(d.after).maker.label,
         score="greedy" if d.decoding == "greedy" else f"avg@{num_samples}",
         value=points(d.value),
-        interval=f"{points(d.low)} to {points(d.high)}",
+        at=axis.place(d.value * 100),
+        other=_difference_span(d.new_problems, axis),
+        rerun=rerun,
+        p=NONE if why_not_tested(d) else p,
+        notes=_difference_notes(d),
         standing=standing_of(d),
         num_problems=d.num_problems,
-        at=axis.place(d.value * 100),
-        low=axis.place(d.low * 100),
-        high=axis.place(d.high * 100),
     )
+
+
+def _difference_span(ends: Range, axis: Axis) -> Span:
+    return Span(text=range_text(ends), low=axis.place(ends.low * 100), high=axis.place(ends.high * 100))
+
+
+def _difference_notes(d: PairedDifference) -> tuple[str, ...]:
+    notes = [why_not_tested(d)] if why_not_tested(d) else []
+    if d.floor_binds:
+        notes.append(
+            f"with {d.num_problems} problems a change in up to 2 of {d.num_problems} could go unseen; the interval "
+            "over other problems is not narrower than that"
+        )
+    return tuple(notes)
 
 
 def decoding_text(profile: DecodingProfile) -> str:

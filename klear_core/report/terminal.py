@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -10,9 +12,11 @@ from rich.text import Text
 from klear_core.report.claims import Headline, headline
 from klear_core.report.facts import Facts
 from klear_core.report.notices import Notice, notices
-from klear_core.report.scores_view import BenchmarkView, DifferenceRow, Mean, benchmark_views
+from klear_core.report.scores_view import BenchmarkView, Span, benchmark_views
 from klear_core.report.text import NONE
 
+VERDICTS = {"better": "better", "worse": "worse", "not_shown": "not shown"}
+_PLAIN: dict[str, Any] = {"box": None, "header_style": "dim", "pad_edge": False, "padding": (0, 1)}
 _STYLES = {"better": "green", "worse": "red", "not_shown": "yellow", "incomplete": "red", "failed": "red"}
 
 
@@ -22,31 +26,64 @@ def score_table(facts: Facts, *, with_claims: bool = True) -> RenderableType:
     Pass `with_claims=False` for a part of a run: claims are about all its models.
     """
     parts: list[RenderableType] = []
-    for bench in benchmark_views(facts):
-        parts += [*([Text("")] if parts else []), _table(bench), *_unscored(bench)]
+    views = benchmark_views(facts)
+    for bench in views:
+        parts += [*([Text("")] if parts else []), _scores(bench), *_changes(bench), *_unscored(bench)]
+    if views:
+        parts.append(_legend(views[0]))
     if with_claims:
         parts += _claims(headline(facts))
     return Group(*parts, *(_line(n) for n in notices(facts)))
 
 
-def _table(bench: BenchmarkView) -> Table:
-    title = f"{bench.name}: {bench.num_problems:,} held-out problems, {bench.confidence} intervals"
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        header_style="dim",
-        pad_edge=False,
-        padding=(0, 1),
-    )
+def _scores(bench: BenchmarkView) -> Table:
+    """Return one line per model. Intervals are those of avg@n; the page has those of the other scores."""
+    title = f"{bench.name}: {bench.num_problems:,} held-out problems, {bench.confidence} intervals of avg@n"
+    table = Table(title=title, title_justify="left", title_style="bold", **_PLAIN)
     table.add_column("model", style="bold")
-    for name in (f"avg@{bench.num_samples}", "greedy", f"pass@{bench.k}", "cut off", "change, points"):
+    table.add_column(f"avg@{bench.num_samples}", justify="right")
+    for name in ("re-run", "other problems"):
+        table.add_column(name, justify="right", style="dim")
+    for name in ("greedy", f"pass@{bench.k}", "cut off"):
         table.add_column(name, justify="right")
     for row in bench.rows:
-        scores = (_mean(row.avg), _mean(row.greedy), _mean(row.pass_at_k))
-        table.add_row(escape(row.model), *scores, row.truncated, _change(bench.step_to(row.model)))
+        greedy = row.greedy.value if row.greedy else NONE
+        scores = (row.avg.value, _span(row.avg.rerun), row.avg.other.text, greedy, row.pass_at_k.value)
+        table.add_row(escape(row.model), *scores, row.truncated)
     return table
+
+
+def _changes(bench: BenchmarkView) -> list[Table]:
+    """Return the table of changes of avg@n from model to model; nothing for a single model."""
+    table = Table(**_PLAIN)
+    table.add_column("change", style="bold")
+    table.add_column("points", justify="right")
+    for name in ("re-run", "other problems"):
+        table.add_column(name, justify="right", style="dim")
+    for name in ("p", "verdict"):
+        table.add_column(name, justify="right")
+    for row in bench.rows:
+        step = bench.step_to(row.model)
+        if step is not None:
+            verdict = f"[{_STYLES[step.standing]}]{VERDICTS[step.standing]}[/]"
+            names = escape(f"{step.before} → {step.after}")
+            table.add_row(names, step.value, _span(step.rerun), step.other.text, step.p, verdict)
+    return [table] if table.row_count else []
+
+
+def _span(span: Span | None) -> str:
+    return span.text if span else NONE
+
+
+def _legend(bench: BenchmarkView) -> Text:
+    """Return the explanation of the two intervals and of p."""
+    text = (
+        "re-run: these problems, other samples (compare published scores with it); other problems: a new draw of such "
+        "problems (compare models with it)"
+    )
+    if bench.num_compared:
+        text += f"; p: sign-flip test, corrected for {bench.num_compared} comparisons, gives the verdict"
+    return Text(text, style="dim")
 
 
 def _unscored(bench: BenchmarkView) -> list[Text]:
@@ -56,17 +93,6 @@ def _unscored(bench: BenchmarkView) -> list[Text]:
         for row in bench.rows
         if row.has_unscored
     ]
-
-
-def _mean(mean: Mean | None) -> str:
-    return f"{mean.value}\n[dim]{mean.interval}[/]" if mean else NONE
-
-
-def _change(step: DifferenceRow | None) -> str:
-    if step is None:
-        return ""
-    note = "\nnot shown" if step.standing == "not_shown" else ""
-    return f"[{_STYLES[step.standing]}]{step.value}[/]\n[dim]{step.interval}{note}[/]"
 
 
 def _claims(head: Headline) -> list[Text]:

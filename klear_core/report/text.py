@@ -24,6 +24,15 @@ def points(difference: float) -> str:
     return value.replace("-", MINUS) if value.startswith("-") else f"+{value}"
 
 
+def p_value(p: float) -> str:
+    """Format a p-value with its relation: `p = 0.031`, `p < 0.0001`."""
+    if p < 1e-4:
+        return "p < 0.0001"
+    if p < 0.01:
+        return f"p = {p:.4f}"
+    return f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
+
+
 def number(value: float) -> str:
     """Format counts in full with separators, other numbers with four significant digits."""
     if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):

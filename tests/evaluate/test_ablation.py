@@ -105,22 +105,32 @@ def test_of_equally_good_rates_the_smaller_is_taken_and_seeds_that_lack_one_are_
 
 
 def test_differences_are_paired_by_seed_at_the_same_rate() -> None:
-    # Differences .1, .2, .3: mean .2, standard deviation .1, t(2) at 97.5 % is 4.3027, half width 4.3027 * .1 / sqrt(3) = .24841
     paper = {1: a_run(0.3), 2: a_run(0.5), 3: a_run(0.1)}
     other = {3: a_run(0.4), 1: a_run(0.4), 2: a_run(0.7)}
     first, second = rows_of({"paper": {1e-4: paper}, "other": {1e-4: other}}, "paper")
     assert (first.variant, first.difference) == ("paper", None)
     assert second.difference is not None
-    assert (second.difference.value, second.difference.low, second.difference.high) == pytest.approx(
-        (0.2, -0.04841, 0.44841), abs=1e-5
-    )
-    assert second.score.value == pytest.approx(0.5)
+    assert second.difference.interval is None  # seed 3 of the reference collapsed, from .6 to .1
+    assert (second.difference.mean, second.difference.least, second.difference.most) == pytest.approx((0.2, 0.1, 0.3))
+    assert second.score.interval is not None
+    assert second.score.mean == pytest.approx(0.5)
+
+
+def test_differences_of_runs_that_hold_have_students_interval() -> None:
+    # Differences .1, .2, .3: mean .2, standard deviation .1, t(2) at 97.5 % is 4.3027, half width 4.3027 * .1 / sqrt(3) = .24841
+    paper = {1: a_run(0.3), 2: a_run(0.5), 3: a_run(0.4)}
+    other = {3: a_run(0.7), 1: a_run(0.4), 2: a_run(0.7)}
+    _, second = rows_of({"paper": {1e-4: paper}, "other": {1e-4: other}}, "paper")
+    assert second.difference is not None
+    assert second.difference.interval is not None
+    ends = (second.difference.interval.low, second.difference.interval.high)
+    assert ends == pytest.approx((-0.04841, 0.44841), abs=1e-5)
 
 
 def test_several_rates_have_a_row_each_and_one_at_own_rates() -> None:
     low, high = {1: a_run(0.3), 2: a_run(0.5)}, {1: a_run(0.6), 2: a_run(0.6)}
     rows = rows_of({"paper": {1e-4: low, 4e-4: high}, "other": {1e-4: high, 4e-4: low}}, "paper")
-    assert [(row.variant, row.learning_rate, row.score.value) for row in rows] == [
+    assert [(row.variant, row.learning_rate, row.score.mean) for row in rows] == [
         ("paper", 1e-4, pytest.approx(0.4)),
         ("other", 1e-4, pytest.approx(0.6)),
         ("paper", 4e-4, pytest.approx(0.6)),
@@ -138,17 +148,20 @@ def test_a_variant_without_two_seeds_in_common_with_the_reference_has_no_row() -
 
 
 def test_the_table_by_hand() -> None:
-    # Scores .2 and .4: mean .3, standard deviation .1414, t(1) at 97.5 % is 12.7: cut at 0 and 1. Both differences are .2.
+    # Seed 1 of the reference fell from .6 to .2: no interval of it, nor of differences from it.
+    # Scores .4 and .6: mean .5, standard deviation .1414, t(1) at 97.5 % is 12.7: cut at 0 and 1.
+    # 1 collapse of 2 leaves a rate of 97 % possible (1 - 0.97^2 = 0.05), none of 2 leaves 78 % (0.22^2 = 0.05).
     runs = {1: a_run(0.2, low=0.01), 2: a_run(0.4, low=0.03)}
     own = {1: a_run(0.4), 2: a_run(0.6)}
     rows = rows_of({"paper": {2e-4: runs}, "mine": {2e-4: own}}, "paper")
     table = AblationTable(reference="paper", rows=rows, failures={"mine, lr 0.0002, seed 3": "stalled"})
     assert as_markdown(table).splitlines() == [
-        "| variant | lr | avg@n (95 %) | minus paper (95 %) | collapsed | A<0, r low | A>0, r high | A>0, r low | A<0, r high | dual clip "
-        "| max r | entropy |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| paper | 0.0002 | 30.0 (0.0 to 100.0) |  | 1 of 2 | 2.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
-        "| mine | 0.0002 | 50.0 (0.0 to 100.0) | +20.0 (+20.0 to +20.0) | 0 of 2 | 1.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
+        "| variant | lr | avg@n (range) | 95 % | minus paper (range) | 95 % | collapsed (at most) "
+        "| A<0, r low | A>0, r high | A>0, r low | A<0, r high | dual clip | max r | entropy |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| paper | 0.0002 | 30.0 (20.0 to 40.0) | none |  |  | 1 of 2 (97 %) | 2.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
+        "| mine | 0.0002 | 50.0 (40.0 to 60.0) | 0.0 to 100.0 | +20.0 (+20.0 to +20.0) | none | 0 of 2 (78 %) "
+        "| 1.00 | 0.00 | 0.00 | 0.00 | 0.00 | 3 | 0.250 |",
         "",
         "- no result: mine, lr 0.0002, seed 3: stalled",
     ]

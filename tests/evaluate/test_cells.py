@@ -49,4 +49,4 @@ def test_the_table_of_cells_is_that_of_their_runs() -> None:
     table = table_of(CELLS, "paper")
     assert table.rows == rows_of(runs, "paper")
     assert table.rows[1].difference is not None
-    assert table.rows[1].difference.value == pytest.approx(0.15)
+    assert table.rows[1].difference.mean == pytest.approx(0.15)

@@ -10,6 +10,7 @@ from evaluate_fakes import UNJUDGED, FakeEngine, FakeJudge, make_exam, make_prob
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.records import read_shards
 from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
+from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, ResourceError
 from klear_core.evaluate.run import EvalSetup, answer_benchmarks, report_scores
 from klear_core.evaluate.suite import Benchmark
@@ -29,7 +30,7 @@ def run(
 ) -> StageSummary:
     telemetry = NullTelemetry()
     asyncio.run(answer_benchmarks(cfg, suite, exam, seed=3, workdir=workdir, telemetry=telemetry))
-    return report_scores(cfg, suite, seed=3, workdir=workdir, telemetry=telemetry)
+    return report_scores(cfg, suite, VerifyConfig(), seed=3, workdir=workdir, telemetry=telemetry)
 
 
 def samples(workdir: Path) -> list[EvalSample]:

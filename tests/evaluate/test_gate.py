@@ -9,9 +9,10 @@ from klear_core.artifacts.records import write_shard
 from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.errors import ArtifactError, DataError
-from klear_core.evaluate.gate import compare
-from klear_core.evaluate.stats import paired_interval
-from klear_core.evaluate.summarise import make_report, tally
+from klear_core.evaluate.gate import compare, compare_pairs
+from klear_core.evaluate.intervals import estimates_of, paired_new_problems_interval, paired_rerun_interval
+from klear_core.evaluate.summarise import make_report
+from klear_core.evaluate.tally import tally
 from klear_core.scores import write_reports
 from klear_core.types import EvalSample, Verdict
 
@@ -37,8 +38,11 @@ def test_two_evaluations_are_paired_by_problem(tmp_path: Path) -> None:
     before = write_evaluation(tmp_path / "a", answers((WRONG, WRONG), (RIGHT, WRONG), (RIGHT, RIGHT)))
     after = write_evaluation(tmp_path / "b", answers((RIGHT, WRONG), (RIGHT, RIGHT), (RIGHT, RIGHT)))
     (comparison,) = compare(before, after)
-    expected = paired_interval([0.0, 0.5, 1.0], [0.5, 1.0, 1.0], confidence=0.95)
-    assert (comparison.difference, comparison.low, comparison.high) == (expected.value, expected.low, expected.high)
+    x, y = estimates_of([(0, 2), (1, 2), (2, 2)]), estimates_of([(1, 2), (2, 2), (2, 2)])
+    assert comparison.difference == pytest.approx(1 / 3)
+    assert comparison.new_problems == paired_new_problems_interval(x, y, confidence=0.95).range
+    assert comparison.rerun == paired_rerun_interval(x, y, confidence=0.95)
+    assert (comparison.p, comparison.num_changed) == (0.5, 2)  # of four sign choices, both alike
     assert (comparison.before, comparison.after, comparison.num_problems) == (0.5, pytest.approx(5 / 6), 3)
     assert not comparison.is_clear
 
@@ -59,7 +63,19 @@ def test_a_model_compared_with_itself_is_not_better(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "a", answers(*[(RIGHT, WRONG)] * 200))
     (comparison,) = compare(folder, folder)
     assert comparison.difference == 0
-    assert comparison.low < 0 < comparison.high
+    assert comparison.new_problems.low < 0 < comparison.new_problems.high
+    assert (comparison.p, comparison.num_changed, comparison.floor_binds) == (1, 0, True)
+
+
+def test_the_p_values_of_one_call_are_corrected_together(tmp_path: Path) -> None:
+    """6 problems that all change: p = 2 / 2^6 = 0.031, which is a difference alone and none among two."""
+    wrong = write_evaluation(tmp_path / "a", answers(*[(WRONG, WRONG)] * 6))
+    right = write_evaluation(tmp_path / "b", answers(*[(RIGHT, RIGHT)] * 6))
+    (alone,) = compare(wrong, right)
+    assert (alone.p_corrected, alone.is_better) == (2 / 64, True)
+    ((there,), (back,)) = compare_pairs([(wrong, right), (right, wrong)])
+    assert (there.p, there.p_corrected, there.is_clear) == (2 / 64, 4 / 64, False)
+    assert back.p_corrected == 4 / 64
 
 
 def test_problems_that_only_one_side_could_score_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -74,7 +90,10 @@ def test_greedy_is_compared_beside_the_samples(tmp_path: Path) -> None:
     pairs = [(WRONG, WRONG)] * 3
     greedy = [make_sample(i, 0, RIGHT, decoding="greedy") for i in range(3)]
     folder = write_evaluation(tmp_path / "a", answers(*pairs) + greedy)
-    assert [(c.decoding, c.after) for c in compare(folder, folder)] == [("sampled", 0.0), ("greedy", 1.0)]
+    sampled, of_greedy = compare(folder, folder)
+    assert (sampled.decoding, sampled.after, of_greedy.decoding, of_greedy.after) == ("sampled", 0.0, "greedy", 1.0)
+    assert sampled.rerun is not None
+    assert of_greedy.rerun is None
 
 
 def test_another_decoding_profile_is_flagged_but_another_batch_size_is_not(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from flows.ablate import cells_of, config_of
 from klear_core.config.ablation import load_ablation
-from klear_core.evaluate.ablation import CONFIDENCE, as_markdown
+from klear_core.evaluate.ablation import as_markdown
 from klear_core.evaluate.cells import read_cells, table_of
-from klear_core.evaluate.stats import seed_interval
+from klear_core.evaluate.stats import seed_spread
 
 ROOT = Path(__file__).parents[2]
 DATA = sorted((ROOT / "docs" / "data").glob("*.jsonl"))
@@ -55,6 +55,7 @@ def test_the_difference_at_own_rates_is_computed_from_the_runs() -> None:
     clip = {
         r.seed: r.result.after for r in read_cells(ROOT / "docs/data/clip_at_its_rate.jsonl") if r.variant == "clip"
     }
-    found = seed_interval([clip[seed] - paper[seed] for seed in paper], bounds=(-1, 1), confidence=CONFIDENCE)
-    value, low, high = (f"{100 * x:+.1f}" for x in (found.value, found.low, found.high))
+    found = seed_spread([clip[seed] - paper[seed] for seed in paper], has_collapsed=False, bounds=(-1, 1))
+    assert found.interval is not None
+    value, low, high = (f"{100 * x:+.1f}" for x in (found.mean, found.interval.low, found.interval.high))
     assert f"`clip` minus `paper` {value} ({low} to {high})" in (ROOT / "docs" / "training.md").read_text()

@@ -5,8 +5,9 @@ from evaluate_fakes import RIGHT, SILENT, UNJUDGED, WRONG, make_problem, make_sa
 
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.errors import DataError
-from klear_core.evaluate.stats import mean_interval
-from klear_core.evaluate.summarise import ledger_step, make_report, metrics_of, powers_of_two, tally, warning_lines
+from klear_core.evaluate.intervals import estimates_of, new_problems_interval, rerun_interval
+from klear_core.evaluate.summarise import ledger_step, make_report, metrics_of, powers_of_two, warning_lines
+from klear_core.evaluate.tally import tally
 from klear_core.scores import EvalReport
 from klear_core.types import Difficulty, EvalSample, Outcome, Problem, Verdict
 
@@ -26,8 +27,9 @@ def test_avg_is_the_mean_over_problems_of_the_share_of_right_samples() -> None:
     report = report_of(samples_of((RIGHT, RIGHT), (RIGHT, WRONG), (WRONG, SILENT)))
     assert report.avg.value == pytest.approx(0.5)
     assert (report.avg.num_problems, report.avg.num_samples) == (3, 6)
-    interval = mean_interval([1.0, 0.5, 0.0], confidence=0.95)
-    assert (report.avg.low, report.avg.high) == (interval.low, interval.high)
+    estimates = estimates_of([(2, 2), (1, 2), (0, 2)])
+    assert report.avg.new_problems == new_problems_interval(estimates, confidence=0.95)
+    assert report.avg.rerun == rerun_interval(estimates, confidence=0.95)
     assert [(p.k, p.score.value) for p in report.pass_at] == [(1, pytest.approx(0.5)), (2, pytest.approx(2 / 3))]
 
 
@@ -59,6 +61,7 @@ def test_greedy_has_its_own_score_and_never_mixes_with_the_samples() -> None:
     assert report.avg.value == 0.0
     assert report.greedy is not None
     assert report.greedy.value == 1.0
+    assert report.greedy.rerun is None  # another run would give the same answers
     assert (report.truncated_frac, report.greedy_truncated_frac) == (0.0, 1.0)
     assert report_of(samples_of((WRONG, WRONG), (WRONG, WRONG), (WRONG, WRONG))).greedy is None
 

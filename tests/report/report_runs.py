@@ -22,7 +22,7 @@ from klear_core.config.settings import Settings
 from klear_core.metrics import MetricsFile
 from klear_core.pipeline.graph import stages_of
 from klear_core.report.inputs import PairedDifference, ReportInputs, RunInfo, StageFolder
-from klear_core.scores import DecodingProfile, DifficultyScore, EvalReport, PassAtK, Score, write_reports
+from klear_core.scores import DecodingProfile, DifficultyScore, EvalReport, PassAtK, Range, Score, write_reports
 from klear_core.types import Difficulty, EvalSample, Outcome, Verdict
 
 WHEN = datetime(2026, 3, 14, 9, 26, 53, tzinfo=UTC)
@@ -85,7 +85,14 @@ def publish(store: LocalStore, stage: str, made: Made, write: object = None) -> 
 
 def score(value: float, *, half: float = 0.03, num_samples: int = 4 * NUM_PROBLEMS) -> Score:
     low, high = max(0.0, value - half), min(1.0, value + half)
-    return Score(value=value, low=low, high=high, num_problems=NUM_PROBLEMS, num_samples=num_samples)
+    rerun = Range(low=max(0.0, value - half / 2), high=min(1.0, value + half / 2))
+    return Score(
+        value=value,
+        new_problems=Range(low=low, high=high),
+        rerun=rerun,
+        num_problems=NUM_PROBLEMS,
+        num_samples=num_samples,
+    )
 
 
 def eval_report(label: str) -> EvalReport:
@@ -227,8 +234,11 @@ def differences() -> tuple[PairedDifference, ...]:
             before=before,
             after=after,
             value=value,
-            low=low,
-            high=high,
+            rerun=Range(low=(value + low) / 2, high=(value + high) / 2) if decoding == "sampled" else None,
+            new_problems=Range(low=low, high=high),
+            floor_binds=False,
+            p_corrected=1e-9,
+            num_changed=200,
             confidence=0.95,
             num_problems=NUM_PROBLEMS,
             is_same_decoding=True,

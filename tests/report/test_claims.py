@@ -11,6 +11,7 @@ from klear_core.report.facts import Facts
 from klear_core.report.inputs import PairedDifference
 from klear_core.report.read import read_facts
 from klear_core.report.text import MINUS
+from klear_core.scores import Range
 
 
 @pytest.fixture(scope="module")
@@ -32,33 +33,45 @@ def sentence(facts: Facts) -> str:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "standing"),
+    ("p", "value", "standing"),
     [
-        (0.001, 0.2, "better"),
-        (-0.2, -0.001, "worse"),
-        (-0.1, 0.1, "not_shown"),
-        (0.0, 0.2, "not_shown"),
-        (-0.2, 0.0, "not_shown"),
+        (0.049, 0.1, "better"),
+        (0.049, -0.1, "worse"),
+        (0.05, 0.1, "not_shown"),
+        (1.0, 0.0, "not_shown"),
     ],
 )
-def test_only_an_interval_clear_of_zero_shows_anything(low: float, high: float, standing: str, facts: Facts) -> None:
-    difference: PairedDifference = replace(facts.differences[0], low=low, high=high)
+def test_only_the_corrected_test_shows_anything(p: float, value: float, standing: str, facts: Facts) -> None:
+    """The interval over other problems is the same each time, and above zero."""
+    difference: PairedDifference = replace(facts.differences[0], p_corrected=p, value=value)
+    assert difference.new_problems.low > 0
     assert standing_of(difference) == standing
 
 
 def test_a_gain_within_noise_is_said_to_be_not_shown(facts: Facts) -> None:
-    noise = with_last(facts, value=0.008, low=-0.005, high=0.021)
+    ends = Range(low=-0.005, high=0.021)
+    noise = with_last(facts, value=0.008, rerun=Range(low=0.001, high=0.015), new_problems=ends, p_corrected=0.31)
     assert headline(noise).standing == "not_shown"
     assert sentence(noise).startswith("An effect of GPPO on held-out avg@4 is not shown:")
-    assert f"(+0.8 points, 95 % interval {MINUS}0.5 to 2.1); the interval includes zero." in sentence(noise)
+    assert (
+        f"(+0.8 points; re-run of these problems: +0.1 to +1.5; other such problems: {MINUS}0.5 to +2.1; "
+        "sign-flip p = 0.31, corrected for 5 comparisons)."
+    ) in sentence(noise)
     assert "improved" not in sentence(noise)
 
 
 def test_a_loss_is_called_worse(facts: Facts) -> None:
-    worse = with_last(facts, value=-0.1, low=-0.15, high=-0.05)
+    worse = with_last(facts, value=-0.1, rerun=None, new_problems=Range(low=-0.15, high=-0.05))
     assert headline(worse).standing == "worse"
     assert sentence(worse).startswith("GPPO made held-out avg@4 worse:")
-    assert f"({MINUS}10.0 points, 95 % interval {MINUS}15.0 to {MINUS}5.0)" in sentence(worse)
+    assert f"({MINUS}10.0 points; other such problems: {MINUS}15.0 to {MINUS}5.0; sign-flip p < 0.0001" in sentence(
+        worse
+    )
+
+
+def test_too_few_changed_problems_are_said_to_be_the_reason(facts: Facts) -> None:
+    few = with_last(facts, num_changed=5, p_corrected=0.31)
+    assert "; only 5 of 256 problems changed, too few for a test)." in sentence(few)
 
 
 def test_the_earlier_step_follows_as_a_claim_of_its_own(facts: Facts) -> None:
@@ -77,7 +90,7 @@ def test_without_a_paired_comparison_nothing_is_claimed_of_the_last_step(facts: 
 
 def test_several_benchmarks_are_counted_and_named_by_what_became_of_them(facts: Facts) -> None:
     second = next(d for d in facts.differences if (d.before, d.after, d.decoding) == ("sft", "rl", "sampled"))
-    more = replace(facts, differences=(*facts.differences, replace(second, benchmark="aime24", low=-0.1)))
+    more = replace(facts, differences=(*facts.differences, replace(second, benchmark="aime24", p_corrected=0.2)))
     assert (
         sentence(more)
         == "Of 2 benchmarks, GPPO improved heldout (67.1 % to 97.8 %), and has no shown effect on aime24."

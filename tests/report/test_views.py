@@ -204,9 +204,14 @@ def test_the_terminal_says_what_the_page_says(run: ReportInputs, width: int) -> 
     console = Console(width=width, record=True, force_terminal=False, file=io.StringIO())
     console.print(score_table(read_facts(run)))
     text = " ".join(console.export_text().replace("\u00a0", " ").split())
-    assert "RL 97.8 % 99.6 % 100.0 % 0.1 % +30.7 96.7 to 98.9 98.6 to 100.0 97.0 to 100.0 +27.9 to +33.6" in text
+    assert "RL 97.8 % 97.2 to 98.3 96.7 to 98.9 99.6 % 100.0 % 0.1 %" in text
+    assert "SFT → RL +30.7 +29.3 to +32.1 +27.9 to +33.6 < 0.0001 better" in text
+    assert "re-run: these problems, other samples" in text
     assert "SFT: answers not judged, and in no score: 2 of 1,024 (2 timed out)" in text
-    assert "GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points, 95 % interval 27.9 to 33.6)." in text
+    assert (
+        "GPPO improved held-out avg@4 from 67.1 % to 97.8 % (+30.7 points; re-run of these problems: +29.3 to +32.1; "
+        "other such problems: +27.9 to +33.6; sign-flip p < 0.0001, corrected for 5 comparisons)."
+    ) in text
     assert "verify.sandbox is rlimits-only" in text
 
 

@@ -1,0 +1,55 @@
+"""Compute the smallest gain that a benchmark can show, from its numbers of problems and of samples, before any run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from klear_core.evaluate.sign_flip import MIN_CHANGED
+
+POWER = 0.8
+"""Share of runs in which a gain of the printed size is shown, by convention (Cohen 1988)."""
+_SPREAD = 0.5
+"""Standard deviation of the gain over problems, in logits: no training helps all problems alike."""
+_NUM_POINTS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detectable:
+    """Differences of avg@n that an evaluation can tell from chance."""
+
+    gain: float | None
+    """Smallest gain over another model that the sign-flip test shows in 4 of 5 runs; None if no gain can be."""
+    rerun: float
+    """Largest difference of two runs of one model, in 95 of 100 cases."""
+
+
+def detectable(num_problems: int, num_samples: int, *, confidence: float) -> Detectable:
+    """Return what can be detected on problems of all difficulties alike, which real benchmarks are close to.
+
+    Pairing leaves the noise of sampling and the spread of the gain over problems. The test is taken as Student's t,
+    whose power the exact sign-flip test shares (docs/statistics.md).
+    """
+    from scipy.special import ndtri, stdtrit
+
+    difficulty = (np.arange(_NUM_POINTS) + 0.5) / _NUM_POINTS
+    noise = float(np.mean(difficulty * (1 - difficulty))) / num_samples
+    rerun = float(ndtri(0.5 + confidence / 2)) * math.sqrt(2 * noise / num_problems)
+    if num_problems < MIN_CHANGED:
+        return Detectable(gain=None, rerun=rerun)
+    quantiles = float(stdtrit(num_problems - 1, 0.5 + confidence / 2)) + float(ndtri(POWER))
+    logits = np.log(difficulty / (1 - difficulty))[:, None]
+    spread = _SPREAD * ndtri((np.arange(_NUM_POINTS) + 0.5) / _NUM_POINTS)[None, :]
+    low, high = 0.0, 12.0  # mean gain in logits
+    for _ in range(40):
+        middle = (low + high) / 2
+        after = 1 / (1 + np.exp(-(logits + middle + spread)))
+        change = after - difficulty[:, None]
+        variance = float(np.var(change)) + noise + float(np.mean(after * (1 - after))) / num_samples
+        is_seen = float(np.mean(change)) >= quantiles * math.sqrt(variance / num_problems)
+        low, high = (low, middle) if is_seen else (middle, high)
+    gain = float(np.mean(1 / (1 + np.exp(-(logits + high + spread))) - difficulty[:, None]))
+    # at the largest gain that there is, nothing was seen
+    return Detectable(gain=gain if high < 12.0 else None, rerun=rerun)

@@ -1,0 +1,119 @@
+"""Test whether two models differ on the same problems: the exact sign-flip test, and Holm's correction of several.
+
+If the models are alike, either could have given either result of a problem, so the signs of the differences are coin
+flips. The p-value is the share of all sign choices whose sum is at least as far from zero as the one seen. It assumes
+nothing about how large the differences are. Few changed problems can show nothing, however many samples each has:
+below six, p is above 0.05 whatever they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from klear_core.seeding import seed_for
+
+MIN_CHANGED = 6
+"""Fewest changed problems with which p < 0.05 can be reached: 2 / 2^6 = 0.031."""
+_MAX_CELLS = 300_000_000
+"""Sums times problems that are added up exactly, in about half a second."""
+_MAX_ENUMERATED = 20
+_NUM_DRAWS = 99_999
+_DRAWS_AT_ONCE = 1_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignFlip:
+    """Result of the sign-flip test."""
+
+    p: float
+    """Two-sided p-value."""
+    num_changed: int
+    """Problems whose score differs between the models; the others say nothing."""
+    is_exact: bool
+    """Whether all sign choices were counted; else 99,999 random ones with a fixed seed were."""
+
+
+def sign_flip_test(differences: Sequence[Fraction]) -> SignFlip:
+    """Return the two-sided sign-flip test of the differences, one a problem."""
+    changed = [d for d in differences if d]
+    if not changed:
+        return SignFlip(p=1.0, num_changed=0, is_exact=True)
+    whole = _as_integers(changed)
+    total = sum(map(abs, whole))
+    if total * len(whole) <= _MAX_CELLS:
+        return SignFlip(p=_by_convolution(whole), num_changed=len(whole), is_exact=True)
+    sizes = np.array([float(abs(d)) for d in changed])
+    seen = abs(float(sum(changed, Fraction(0))))
+    if len(changed) <= _MAX_ENUMERATED:
+        return SignFlip(p=_by_enumeration(sizes, seen), num_changed=len(changed), is_exact=True)
+    return SignFlip(p=_by_drawing(sizes, seen), num_changed=len(changed), is_exact=False)
+
+
+def holm(p_values: Sequence[float]) -> tuple[float, ...]:
+    """Return p-values corrected for their number, in the given order (Holm 1979).
+
+    If those below alpha are called differences, the chance that any of them is wrong is below alpha.
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    corrected = [1.0] * len(p_values)
+    largest = 0.0
+    for rank, i in enumerate(order):
+        # a later one is never smaller than an earlier one
+        largest = max(largest, min(1.0, p_values[i] * (len(p_values) - rank)))
+        corrected[i] = largest
+    return tuple(corrected)
+
+
+def _as_integers(fractions: Sequence[Fraction]) -> list[int]:
+    """Return the smallest integers in the same proportions."""
+    denominator = math.lcm(*(f.denominator for f in fractions))
+    whole = [int(f * denominator) for f in fractions]
+    divisor = math.gcd(*whole)
+    return [number // divisor for number in whole]
+
+
+def _by_convolution(differences: Sequence[int]) -> float:
+    """Return p from the exact distribution of the sum of the positive ones among +-D."""
+    total = sum(map(abs, differences))
+    seen = abs(sum(differences))
+    chance = np.zeros(total + 1)  # by sum of the sizes that got a plus
+    chance[0] = 1.0
+    reached = 0
+    for size in sorted(map(abs, differences)):
+        chance[size : reached + size + 1] += chance[: reached + 1].copy()
+        reached += size
+        chance[: reached + 1] *= 0.5
+    # with s of the total positive, the sum is 2s - total; its distribution is symmetric
+    return float(min(1.0, _tail(chance, total=total, seen=seen)))
+
+
+def _tail(chance: npt.NDArray[np.float64], *, total: int, seen: int) -> float:
+    if seen == 0:
+        return 1.0
+    lowest = (total + seen) // 2  # total and seen have the same parity
+    return 2 * math.fsum(chance[lowest:])
+
+
+def _by_enumeration(sizes: npt.NDArray[np.float64], seen: float) -> float:
+    sums = np.zeros(1)
+    for size in sizes:
+        sums = np.concatenate((sums + size, sums - size))
+    return float(np.mean(np.abs(sums) >= seen * (1 - 1e-9)))
+
+
+def _by_drawing(sizes: npt.NDArray[np.float64], seen: float) -> float:
+    """Return p from random sign choices, the seen one among them, so that it is never zero (Phipson and Smyth 2010)."""
+    draw = np.random.default_rng(seed_for(0, "evaluate/sign_flip"))
+    hits, left = 0, _NUM_DRAWS
+    while left:
+        num = min(left, _DRAWS_AT_ONCE)
+        signs = draw.integers(0, 2, size=(num, len(sizes))) * 2 - 1
+        hits += int(np.sum(np.abs(signs @ sizes) >= seen * (1 - 1e-9)))
+        left -= num
+    return (1 + hits) / (1 + _NUM_DRAWS)

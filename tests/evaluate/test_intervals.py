@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from klear_core.evaluate.intervals import (
+    Estimates,
+    estimates_of,
+    new_problems_interval,
+    paired_new_problems_interval,
+    paired_rerun_interval,
+    rerun_interval,
+)
+
+AT_ANY_SPEED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+
+
+def same_n(counts: list[int], n: int) -> Estimates:
+    return estimates_of([(c, n) for c in counts])
+
+
+# Vectors of docs/statistics.md: before, after, n
+VECTORS = {
+    "V1": ([20 + i for i in range(30)], [24 + i + (i % 3 - 1) for i in range(30)], 64),
+    "V2": ([0] * 10 + [64] * 10 + [32] * 10, [0] * 10 + [64] * 10 + [32] * 10, 64),
+    "V3": ([0] * 12 + [8] * 18, [8] * 2 + [0] * 10 + [8] * 18, 8),
+    "V4": ([1] * 8 + [0] * 12, [1] * 7 + [0] + [1] * 6 + [0] * 6, 1),
+    "V5": ([0] * 10, [0] * 9 + [1], 4),
+    "V6": ([0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8], [1, 1, 4, 3, 6, 6, 8, 7, 8, 7, 8, 8], 8),
+}
+PAIRED = {
+    "V1": (0.0625, (-0.00416667, 0.129167), (0.0321861, 0.0928139)),
+    "V2": (0, (-0.0666667, 0.0666667), (-0.0184618, 0.0184618)),
+    "V3": (0.0666667, (-0.0280695, 0.206498), (0.0551175, 0.0782159)),
+    "V4": (0.25, (-0.0074639, 0.512769), (-0.0439946, 0.543995)),
+    "V5": (0.025, (-0.175, 0.262449), (-0.0598689, 0.109869)),
+    "V6": (0.0729167, (-0.09375, 0.245556), (-0.0309, 0.176733)),
+}
+SINGLE = {
+    "V1": (0.601562, (0.53866, 0.661281), (0.580181, 0.622607)),
+    "V2": (0.5, (0.3509, 0.6491), (0.486947, 0.513053)),
+    "V3": (0.666667, (0.480111, 0.812432), (0.650661, 0.682673)),
+    "V4": (0.65, (0.419078, 0.827018), (0.391146, 0.851232)),
+    "V5": (0.025, (0.0013588, 0.325782), (0, 0.117614)),
+    "V6": (0.697917, (0.455994, 0.864277), (0.622834, 0.769021)),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_the_paired_vectors(name: str) -> None:
+    x, y, n = VECTORS[name]
+    value, new, rerun = PAIRED[name]
+    before, after = same_n(x, n), same_n(y, n)
+    b = paired_new_problems_interval(before, after, confidence=0.95).range
+    a = paired_rerun_interval(before, after, confidence=0.95)
+    assert after.mean - before.mean == pytest.approx(value, rel=1e-5, abs=1e-9)
+    assert (b.low, b.high) == pytest.approx(new, rel=1e-5)
+    assert (a.low, a.high) == pytest.approx(rerun, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_the_single_vectors(name: str) -> None:
+    _, y, n = VECTORS[name]
+    value, new, rerun = SINGLE[name]
+    estimates = same_n(y, n)
+    d = new_problems_interval(estimates, confidence=0.95)
+    c = rerun_interval(estimates, confidence=0.95)
+    assert estimates.mean == pytest.approx(value, rel=1e-5)
+    assert (d.low, d.high) == pytest.approx(new, rel=1e-5)
+    assert (c.low, c.high) == pytest.approx(rerun, rel=1e-5)
+
+
+def test_the_floor_of_new_problems_is_said_to_bind_where_it_does() -> None:
+    x, y, n = VECTORS["V1"]
+    assert paired_new_problems_interval(same_n(x, n), same_n(y, n), confidence=0.95).floor_binds
+    x, y, n = VECTORS["V4"]
+    assert not paired_new_problems_interval(same_n(x, n), same_n(y, n), confidence=0.95).floor_binds
+
+
+def test_the_floor_scales_with_the_level() -> None:
+    still = same_n([4] * 20, 8)
+    widths = {}
+    for confidence in (0.8, 0.95, 0.99):
+        found = paired_new_problems_interval(still, still, confidence=confidence).range
+        widths[confidence] = found.high - found.low
+    assert widths[0.95] == pytest.approx(2 * 2 / 20, rel=1e-6)
+    assert widths[0.99] / widths[0.95] == pytest.approx(2.575829 / 1.959964, rel=1e-5)
+    assert widths[0.8] / widths[0.95] == pytest.approx(1.281552 / 1.959964, rel=1e-5)
+
+
+def test_one_answer_a_problem_that_is_always_wrong_leaves_room_above() -> None:
+    """0 of 20: z^2 / N = 3.8415 / 20."""
+    found = rerun_interval(same_n([0] * 20, 1), confidence=0.95)
+    assert (found.low, found.high) == pytest.approx((0, 0.192073), abs=1e-6)
+
+
+def test_one_problem_says_nothing_of_others() -> None:
+    one = same_n([3], 8)
+    new = new_problems_interval(one, confidence=0.95)
+    paired = paired_new_problems_interval(one, one, confidence=0.95).range
+    assert (new.low, new.high, paired.low, paired.high) == (0, 1, -1, 1)
+
+
+def test_a_rerun_of_aime_at_90_points_moves_by_under_two() -> None:
+    """The paper's 90.5 at avg@64: half width under 2 points for any problems with that mean; 1.9 for two runs."""
+    rerun = rerun_interval(same_n([58] * 30, 64), confidence=0.95)
+    assert 0.005 < (rerun.high - rerun.low) / 2 < 0.02
+
+
+def test_unequal_numbers_of_answers_agree_with_equal_ones_in_the_limit() -> None:
+    x, _, n = VECTORS["V6"]
+    even = rerun_interval(same_n(x, n), confidence=0.95)
+    # one answer in 96 could not be judged
+    uneven = rerun_interval(estimates_of([(c, n) for c in x[:-1]] + [(7, 7)]), confidence=0.95)
+    assert (uneven.low, uneven.high) == pytest.approx((even.low, even.high), abs=2e-3)
+
+
+def test_a_problem_with_one_scored_answer_widens_a_rerun() -> None:
+    many = [(4, 8)] * 10
+    all_eight = paired_rerun_interval(estimates_of(many), estimates_of(many), confidence=0.95)
+    with_one = paired_rerun_interval(
+        estimates_of([*many[1:], (1, 1)]), estimates_of([*many[1:], (0, 1)]), confidence=0.95
+    )
+    assert with_one.high - with_one.low > all_eight.high - all_eight.low
+
+
+def test_the_noise_of_pass_at_k_is_unbiased() -> None:
+    """Over all outcomes of 8 samples at p = 0.3, weighted by their chance."""
+    n, k, p = 8, 2, 0.3
+    chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    found = estimates_of([(c, n) for c in range(n + 1)], k=k)
+    mean = sum(w * v for w, v in zip(chances, found.value, strict=True))
+    variance = sum(w * (v - mean) ** 2 for w, v in zip(chances, found.value, strict=True))
+    assert mean == pytest.approx(1 - (1 - p) ** k)
+    assert sum(w * s for w, s in zip(chances, found.noise, strict=True)) == pytest.approx(variance)
+
+
+def test_pass_at_k_is_refused_for_more_samples_than_there_are() -> None:
+    with pytest.raises(ValueError, match=r"pass@8 needs at least 8 scored answers of every problem; one has 4"):
+        estimates_of([(1, 8), (1, 4)], k=8)
+
+
+@AT_ANY_SPEED
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(1, 8)), min_size=1, max_size=40),
+    st.floats(0.51, 0.999),
+)
+def test_every_interval_holds_its_value_and_stays_in_range(rows: list[tuple[int, int, int]], confidence: float) -> None:
+    x = estimates_of([(min(a, n), n) for a, _, n in rows])
+    y = estimates_of([(min(b, n), n) for _, b, n in rows])
+    difference = y.mean - x.mean
+    for found in (rerun_interval(x, confidence=confidence), new_problems_interval(x, confidence=confidence)):
+        assert 0 <= found.low <= x.mean <= found.high <= 1
+        assert found.low < found.high
+    for found in (
+        paired_rerun_interval(x, y, confidence=confidence),
+        paired_new_problems_interval(x, y, confidence=confidence).range,
+    ):
+        assert -1 <= found.low <= difference + 1e-12
+        assert difference - 1e-12 <= found.high <= 1
+
+
+@AT_ANY_SPEED
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=2, max_size=30))
+def test_swapping_before_and_after_turns_the_sign(rows: list[tuple[int, int]]) -> None:
+    x, y = same_n([a for a, _ in rows], 8), same_n([b for _, b in rows], 8)
+    there = paired_new_problems_interval(x, y, confidence=0.95).range
+    back = paired_new_problems_interval(y, x, confidence=0.95).range
+    assert (there.low, there.high) == pytest.approx((-back.high, -back.low), abs=1e-9)

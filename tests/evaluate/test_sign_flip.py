@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+from random import Random
+
+import pytest
+from test_intervals import VECTORS
+
+from klear_core.evaluate.sign_flip import MIN_CHANGED, holm, sign_flip_test
+
+P_VALUES = {"V1": 1.86265e-09, "V2": 1, "V3": 0.5, "V4": 0.125, "V5": 1, "V6": 0.125}
+
+
+def by_hand(differences: list[Fraction]) -> float:
+    seen = abs(sum(differences))
+    flips = [
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True)))
+        for signs in product((1, -1), repeat=len(differences))
+    ]
+    return sum(f >= seen for f in flips) / len(flips)
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_the_vectors(name: str) -> None:
+    x, y, n = VECTORS[name]
+    found = sign_flip_test([Fraction(b - a, n) for a, b in zip(x, y, strict=True)])
+    assert found.p == pytest.approx(P_VALUES[name], rel=1e-5)
+    assert found.is_exact
+
+
+def test_it_counts_all_sign_choices() -> None:
+    rng = Random(0)
+    for _ in range(20):
+        differences = [Fraction(rng.randint(-8, 8), rng.choice((6, 7, 8))) for _ in range(9)]
+        assert sign_flip_test(differences).p == pytest.approx(by_hand(differences))
+
+
+def test_fewer_than_six_changed_problems_can_show_nothing() -> None:
+    for num in range(1, MIN_CHANGED + 2):
+        found = sign_flip_test([Fraction(1)] * num + [Fraction(0)] * 20)
+        assert found.num_changed == num
+        assert (found.p < 0.05) == (num >= MIN_CHANGED)
+
+
+def test_fishers_worked_example() -> None:
+    """Darwin's maize, 15 pairs in eighths of an inch (Fisher 1935, section 21): 1,726 of 32,768 sign choices."""
+    darwin = [49, -67, 8, 16, 6, 23, 28, 41, 14, 29, 56, 24, 75, 60, -48]
+    found = sign_flip_test([Fraction(d) for d in darwin])
+    assert found.p == pytest.approx(1726 / 32768)
+
+
+def test_unlike_denominators_are_counted_one_by_one_or_drawn() -> None:
+    """Primes have no small common denominator."""
+    few = [Fraction(1, p) for p in (4999, 5003, 5009, 5011, 5021, 5023, 5039, 5051)]
+    assert sign_flip_test(few).p == pytest.approx(2 / 2**8)
+    primes = [p for p in range(5000, 5400) if all(p % q for q in range(2, 74))][:30]
+    many = [Fraction(1 if i % 3 else -1, p) for i, p in enumerate(primes)]
+    drawn = sign_flip_test(many)
+    assert not drawn.is_exact
+    # almost equal sizes: a binomial with 20 of 30 positive
+    alike = sign_flip_test([Fraction(1 if i % 3 else -1) for i in range(30)]).p
+    assert drawn.p == pytest.approx(alike, abs=0.05)
+    assert sign_flip_test(many) == drawn
+
+
+def test_holm_by_hand() -> None:
+    """0.01 * 4, 0.02 * 3, 0.03 * 2, and 0.04 * 1 raised to the one before it."""
+    assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx((0.06, 0.04, 0.06, 0.06))
+    assert holm([0.6, 0.5]) == (1.0, 1.0)
+    assert holm([0.2]) == (0.2,)
+    assert holm([]) == ()
