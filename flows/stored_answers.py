@@ -33,7 +33,7 @@ from klear_core.evaluate.layouts import foreign_answers
 from klear_core.evaluate.rejudge import CHANGES_FILE, check_folder, rejudge
 from klear_core.evaluate.rejudged import RejudgeSummary, Rescored
 from klear_core.report.answers import shown_shares, write_viewer
-from klear_core.report.text import points
+from klear_core.report.text import points, range_text
 from klear_core.verify.window import NO_CLOSE_TAG
 
 _SHOWN_CHANGES = 8
@@ -191,7 +191,7 @@ def _cells(shares: Shares) -> list[str]:
 def _change(difference: Estimate | None) -> str:
     if difference is None:
         return ""
-    return f"{points(difference.value)}\n[dim]{points(difference.low)} to {points(difference.high)}[/]"
+    return f"{points(difference.value)}\n[dim]{range_text(difference.new_problems)}[/]"
 
 
 def _changes(summary: RejudgeSummary) -> Table:

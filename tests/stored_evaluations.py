@@ -13,7 +13,8 @@ from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.jobs import EvaluateJob
 from klear_core.config.verify import VerifyConfig
-from klear_core.evaluate.summarise import make_report, tally
+from klear_core.evaluate.summarise import make_report
+from klear_core.evaluate.tally import tally
 from klear_core.scores import write_reports
 from klear_core.types import Difficulty, Domain, EvalSample, MathReference, Outcome, Problem, Verdict
 

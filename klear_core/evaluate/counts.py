@@ -7,16 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from klear_core.config.settings import Settings
-from klear_core.evaluate.stats import mean_interval, paired_interval
+from klear_core.evaluate.intervals import (
+    estimates_of,
+    new_problems_interval,
+    paired_new_problems_interval,
+    paired_rerun_interval,
+    rerun_interval,
+)
+from klear_core.evaluate.sign_flip import sign_flip_test
+from klear_core.scores import Range
 from klear_core.types import FinishReason, Outcome, Verdict
 
 
 class Estimate(Settings):
-    """A score or a difference of scores, with its interval over problems."""
+    """A score or a difference of scores, with its two intervals."""
 
     value: float
-    low: float
-    high: float
+    new_problems: Range
+    """Interval over other problems of this kind."""
+    rerun: Range | None
+    """Interval over other samples of these problems; None with one answer a problem, which would show no noise."""
     num_problems: int
 
 
@@ -26,11 +36,8 @@ class Difference(Estimate):
     num_fixed: int
     """Problems whose answers are mostly right after, and were not before."""
     num_broken: int
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval excludes zero."""
-        return self.low > 0 or self.high < 0
+    p: float
+    """p-value of the sign-flip test, not corrected for the number of comparisons."""
 
 
 class Shares(Settings):
@@ -89,17 +96,22 @@ class AnswerCounts:
         problem.num_correct += verdict.is_correct
 
     @property
-    def means(self) -> Mapping[str, float]:
-        """Share of right answers of each problem that has a scored one."""
-        return {i: p.num_correct / p.num_scored for i, p in self.problems.items() if p.num_scored}
+    def scored(self) -> Mapping[str, tuple[int, int]]:
+        """Right and scored answers of each problem that has a scored one."""
+        return {i: (p.num_correct, p.num_scored) for i, p in self.problems.items() if p.num_scored}
 
     def shares(self, *, confidence: float) -> Shares:
         """Return the counts so far with the mean over problems."""
-        means = self.means
+        scored = self.scored
         score = None
-        if means:
-            interval = mean_interval(list(means.values()), confidence=confidence)
-            score = Estimate(value=interval.value, low=interval.low, high=interval.high, num_problems=len(means))
+        if scored:
+            estimates = estimates_of(list(scored.values()))
+            score = Estimate(
+                value=estimates.mean,
+                new_problems=new_problems_interval(estimates, confidence=confidence),
+                rerun=rerun_interval(estimates, confidence=confidence) if _have_several(scored) else None,
+                num_problems=len(scored),
+            )
         is_known = self.num_ends_unknown < self.num_answers
         return Shares(
             num_answers=self.num_answers,
@@ -114,19 +126,24 @@ class AnswerCounts:
 
 def paired_estimate(before: AnswerCounts, after: AnswerCounts, *, confidence: float) -> Difference | None:
     """Return the mean difference over the problems scored in both, after minus before; None if there is none."""
-    means_before, means_after = before.means, after.means
-    shared = sorted(means_before.keys() & means_after.keys())  # sorted: sums must not depend on the order of a set
+    scored_before, scored_after = before.scored, after.scored
+    shared = sorted(scored_before.keys() & scored_after.keys())  # sorted: sums must not depend on the order of a set
     if not shared:
         return None
-    values_before = [means_before[i] for i in shared]
-    values_after = [means_after[i] for i in shared]
-    interval = paired_interval(values_before, values_after, confidence=confidence)
-    majorities = [(a >= 0.5, b >= 0.5) for a, b in zip(values_before, values_after, strict=True)]
+    x = estimates_of([scored_before[i] for i in shared])
+    y = estimates_of([scored_after[i] for i in shared])
+    has_rerun = _have_several(scored_before) and _have_several(scored_after)
+    majorities = [(a >= 0.5, b >= 0.5) for a, b in zip(x.value, y.value, strict=True)]
     return Difference(
-        value=interval.value,
-        low=interval.low,
-        high=interval.high,
+        value=y.mean - x.mean,
+        new_problems=paired_new_problems_interval(x, y, confidence=confidence).range,
+        rerun=paired_rerun_interval(x, y, confidence=confidence) if has_rerun else None,
         num_problems=len(shared),
         num_fixed=majorities.count((False, True)),
         num_broken=majorities.count((True, False)),
+        p=sign_flip_test([b - a for a, b in zip(x.exact, y.exact, strict=True)]).p,
     )
+
+
+def _have_several(scored: Mapping[str, tuple[int, int]]) -> bool:
+    return any(num > 1 for _, num in scored.values())

@@ -277,7 +277,10 @@ def shown_shares(shares: Shares) -> list[str]:
     num, score = shares.num_answers, shares.score
     value, interval = NONE, ""
     if score is not None:
-        value, interval = percent(score.value), f"{100 * score.low:.1f} to {100 * score.high:.1f}"
+        value, interval = (
+            percent(score.value),
+            f"{100 * score.new_problems.low:.1f} to {100 * score.new_problems.high:.1f}",
+        )
     cut = "not recorded" if shares.num_truncated is None else percent(shares.num_truncated / num)
     is_judged = shares.num_without_verdict < num
     no_answer = percent(shares.num_no_answer / num) if is_judged else NONE

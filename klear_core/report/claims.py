@@ -7,8 +7,7 @@ from typing import Literal
 
 from klear_core.report.facts import Facts
 from klear_core.report.inputs import PairedDifference
-from klear_core.report.text import p_value, percent, points
-from klear_core.scores import Range
+from klear_core.report.text import p_value, percent, points, range_text
 
 Standing = Literal["better", "worse", "not_shown"]
 MIN_CHANGED = 6
@@ -116,11 +115,6 @@ def _intervals(difference: PairedDifference) -> str:
     if difference.rerun is not None:
         rerun = f"re-run of these problems: {range_text(difference.rerun)}; "
     return f"{rerun}other such problems: {range_text(difference.new_problems)}"
-
-
-def range_text(ends: Range) -> str:
-    """Format an interval of a difference in percentage points: `+27.9 to +33.6`."""
-    return f"{points(ends.low)} to {points(ends.high)}"
 
 
 def _test(difference: PairedDifference, facts: Facts) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from klear_core.errors import DataError
-from klear_core.evaluate.counts import Difference, Shares, paired_estimate
+from klear_core.evaluate.counts import AnswerCounts, Difference, Shares, paired_estimate
 from klear_core.evaluate.generations import Decoding, evaluation_answers
+from klear_core.evaluate.sign_flip import holm
 from klear_core.report import charts
 from klear_core.report.answers import PAGE as ANSWERS_PAGE
 from klear_core.report.answers import Viewer, write_viewer
@@ -16,7 +17,8 @@ from klear_core.report.build import page_template, stylesheet
 from klear_core.report.charts import LineChart, Series, line_chart
 from klear_core.report.compared_runs import ComparedRun, DifferentSetting, RunStage, different_settings
 from klear_core.report.curves import RL_CHARTS, SFT_CHARTS, ChartSpec
-from klear_core.report.text import NONE, duration, percent, points
+from klear_core.report.text import NONE, duration, p_value, percent, points, range_text
+from klear_core.scores import Range
 
 COMPARISON_PAGE = "comparison.html"
 CONFIDENCE = 0.95
@@ -35,6 +37,8 @@ class ScoreCell:
     no_answer: str
     not_judged: str
     score: float | None
+    rerun: str
+    """Interval over other samples of these problems; empty with one answer a problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,10 @@ class DifferenceCell:
     run: int
     value: str
     interval: str
+    """Interval over other problems of this kind."""
+    rerun: str
+    p: str
+    """p-value, corrected for all differences of the page."""
     standing: str
     """`better`, `worse`, `not_shown`, or why the two cannot be paired."""
     num_problems: int
@@ -156,31 +164,49 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
                 keys[benchmark, maker, decoding] = None
     order = {benchmark: i for i, benchmark in enumerate(dict.fromkeys(benchmark for benchmark, _, _ in keys))}
     by_benchmark = sorted(keys, key=lambda key: order[key[0]])
-    return [_row(runs, benchmark, maker, decoding) for benchmark, maker, decoding in by_benchmark]
+    counts = [_counts(runs, *key) for key in by_benchmark]
+    found = [_differences(own) for own in counts]
+    p_values = [difference.p for differences in found for difference in differences.values() if difference]
+    corrected = iter(holm(p_values))
+    rows = []
+    for (benchmark, maker, decoding), own, differences in zip(by_benchmark, counts, found, strict=True):
+        cells = []
+        for i, difference in differences.items():
+            cells.append(_difference(i, difference, next(corrected)) if difference else _unpaired(i))
+        scores = [_cell(each.shares(confidence=CONFIDENCE)) if each else None for each in own]
+        row = ScoreRow(
+            benchmark=benchmark, maker=maker, decoding=decoding, cells=tuple(scores), differences=tuple(cells)
+        )
+        rows.append(row)
+    return rows
 
 
-def _row(runs: Sequence[ComparedRun], benchmark: str, maker: str, decoding: Decoding) -> ScoreRow:
+def _counts(runs: Sequence[ComparedRun], benchmark: str, maker: str, decoding: Decoding) -> list[AnswerCounts | None]:
+    """Return each run's counts of one model's answers; None where it has none."""
     models = [run.model(maker) for run in runs]
-    counts = [model.counts.get((benchmark, decoding)) if model else None for model in models]
-    cells = [_cell(own.shares(confidence=CONFIDENCE)) if own else None for own in counts]
-    differences = []
+    return [model.counts.get((benchmark, decoding)) if model else None for model in models]
+
+
+def _differences(counts: Sequence[AnswerCounts | None]) -> dict[int, Difference | None]:
+    """Return the differences of later runs to the first, by the run's number; None without a problem in common."""
     first = counts[0]
+    differences = {}
     for i, own in enumerate(counts[1:], start=1):
         if first is not None and own is not None:
-            differences.append(_difference(i, paired_estimate(first, own, confidence=CONFIDENCE)))
-    return ScoreRow(
-        benchmark=benchmark, maker=maker, decoding=decoding, cells=tuple(cells), differences=tuple(differences)
-    )
+            differences[i] = paired_estimate(first, own, confidence=CONFIDENCE)
+    return differences
 
 
 def _cell(shares: Shares) -> ScoreCell:
     score, num = shares.score, shares.num_answers
-    value, interval = NONE, ""
+    value, interval, rerun = NONE, "", ""
     if score is not None:
-        value, interval = percent(score.value), f"{100 * score.low:.1f} to {100 * score.high:.1f}"
+        value, interval = percent(score.value), _ends(score.new_problems)
+        rerun = _ends(score.rerun) if score.rerun else ""
     return ScoreCell(
         value=value,
         interval=interval,
+        rerun=rerun,
         cut_off=NONE if shares.num_truncated is None else percent(shares.num_truncated / num),
         no_answer=percent(shares.num_no_answer / num),
         not_judged=percent(shares.num_unscored / num),
@@ -188,25 +214,35 @@ def _cell(shares: Shares) -> ScoreCell:
     )
 
 
-def _difference(run: int, found: Difference | None) -> DifferenceCell:
-    if found is None:
-        return DifferenceCell(
-            run=run,
-            value=NONE,
-            interval="",
-            standing="no problem in common",
-            num_problems=0,
-            num_fixed=0,
-            num_broken=0,
-            is_paired=False,
-        )
+def _ends(ends: Range) -> str:
+    return f"{100 * ends.low:.1f} to {100 * ends.high:.1f}"
+
+
+def _unpaired(run: int) -> DifferenceCell:
+    return DifferenceCell(
+        run=run,
+        value=NONE,
+        interval="",
+        rerun="",
+        p="",
+        standing="no problem in common",
+        num_problems=0,
+        num_fixed=0,
+        num_broken=0,
+        is_paired=False,
+    )
+
+
+def _difference(run: int, found: Difference, p_corrected: float) -> DifferenceCell:
     standing = "not_shown"
-    if found.is_clear:
+    if p_corrected + CONFIDENCE < 1:
         standing = "better" if found.value > 0 else "worse"
     return DifferenceCell(
         run=run,
         value=points(found.value),
-        interval=f"{points(found.low)} to {points(found.high)}",
+        interval=range_text(found.new_problems),
+        rerun=range_text(found.rerun) if found.rerun else "",
+        p=p_value(p_corrected).removeprefix("p ").removeprefix("= "),
         standing=standing,
         num_problems=found.num_problems,
         num_fixed=found.num_fixed,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from klear_core.config.engine import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.report.charts import nice_ticks
-from klear_core.report.claims import Standing, range_text, standing_of, why_not_tested
+from klear_core.report.claims import Standing, standing_of, why_not_tested
 from klear_core.report.facts import Facts, ModelFacts
 from klear_core.report.inputs import PairedDifference
-from klear_core.report.text import MINUS, NONE, number, p_value, percent, points
+from klear_core.report.text import MINUS, NONE, number, p_value, percent, points, range_text
 from klear_core.scores import DecodingProfile, EvalReport, Range, Score
 
 

@@ -6,6 +6,8 @@ import math
 import unicodedata
 from collections.abc import Sequence
 
+from klear_core.scores import Range
+
 NBSP = "\u00a0"
 NONE = "\u2013"
 """En dash in place of a missing value."""
@@ -22,6 +24,11 @@ def points(difference: float) -> str:
     """Format a difference of fractions in percentage points, always signed: 0.307 as `+30.7`."""
     value = _signless_zero(difference * 100, 1)
     return value.replace("-", MINUS) if value.startswith("-") else f"+{value}"
+
+
+def range_text(ends: Range) -> str:
+    """Format an interval of a difference in percentage points: `+27.9 to +33.6`."""
+    return f"{points(ends.low)} to {points(ends.high)}"
 
 
 def p_value(p: float) -> str:
