@@ -25,6 +25,7 @@ Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
 """Weights as (torch dtype, numpy array) by name. Ray shares numpy arrays between processes and pickles tensors."""
 
 _TRANSFER_TIMEOUT_S = 300.0  # longest wait of learner and engine for each other at a weight transfer
+_CHECK_TIMEOUT_S = 120.0  # the same at the check of the direct way
 
 
 def to_arrays(weights: Mapping[str, Tensor]) -> Arrays:
@@ -48,6 +49,11 @@ def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
         # The view turns int16 back into bfloat16; for other dtypes it changes nothing.
         tensors[name] = torch.from_numpy(array.copy()).view(getattr(torch, dtype))
     return tensors
+
+
+def check_timeout_s(setup: RlSetup) -> float:
+    """Return how many seconds an engine waits for the learner at the check of the direct way."""
+    return min(_CHECK_TIMEOUT_S, setup.cfg.runtime.stall_timeout_s)
 
 
 class LearnerActor:
@@ -107,6 +113,33 @@ class LearnerActor:
         for _ in self._learner.each_weight():  # gathering a sharded weight is a collective call: take part in it
             pass
         return []
+
+    def distance(self, samples: Sequence[TrainSample]) -> float:
+        """Compare with the sampler's log-probs; see `Learner.distance`."""
+        return self._learner.distance(samples)
+
+    def offer_known(self) -> tuple[WeightOffer, str]:
+        """Return an offer of known tensors, which `send_known` then sends, and their digest. For rank 0 only."""
+        from klear_core.generate.transfer import WeightServer
+        from klear_core.generate.transfer_check import CHUNK_BYTES, digest_of, known_tensors, specs_of
+
+        known = known_tensors()
+        self._check_server = WeightServer(self._host, timeout_s=check_timeout_s(self._setup))
+        offer = self._check_server.offer(
+            specs_of(known),
+            version=0,
+            backend="nccl" if self._world.device.type == "cuda" else "gloo",
+            num_ranks=num_engine_ranks(self._setup.cfg.rollout.engine),
+            chunk_bytes=CHUNK_BYTES,
+        )
+        return offer, digest_of(known.items())
+
+    def send_known(self, offer: WeightOffer, engines: Sequence[int]) -> list[int]:
+        """Send the known tensors to these engines while they fetch; return the engines that were lost."""
+        from klear_core.generate.transfer_check import known_tensors
+
+        on_device = ((name, tensor.to(self._world.device)) for name, tensor in known_tensors().items())
+        return self._check_server.send(offer, on_device, engines)
 
     def save(self, counters: Counters) -> None:
         """Save a checkpoint; see `Learner.save`."""

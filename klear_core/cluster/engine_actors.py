@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from klear_core.cluster.actors import Arrays, to_tensors
-from klear_core.generate.engine import InferenceEngine, SamplingParams, SleepingEngine, TrainableEngine, WeightOffer
+from klear_core.generate.engine import (
+    InferenceEngine,
+    SamplingParams,
+    SeparateEngine,
+    SleepingEngine,
+    TrainableEngine,
+    WeightOffer,
+)
 from klear_core.generate.factory import EngineSpec, build_spec, build_trainable_engine
 from klear_core.rl.workers import RlSetup
 from klear_core.types import Completion
@@ -110,6 +117,15 @@ class RolloutActor:
     async def fetch_weights(self, offer: WeightOffer) -> None:
         """Load the weights that the learner offers. After an error old and new ones are mixed: discard the engine."""
         await self._engine.load_weights(offer, version=offer.version)
+
+    async def digest_offered(self, offer: WeightOffer) -> list[str]:
+        """Fetch offered tensors without loading them; return a digest of what each process of the engine received."""
+        from klear_core.generate.transfer import fetch
+        from klear_core.generate.transfer_check import digest_of
+
+        if isinstance(self._engine, SeparateEngine):
+            return await self._engine.digest_offered(offer)
+        return [await asyncio.to_thread(lambda: digest_of(fetch(offer, rank=1)))]  # the engine is in this process
 
     async def sleep(self) -> None:
         """Free the engine's GPU memory; see `SleepingEngine.sleep`."""

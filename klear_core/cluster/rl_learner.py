@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from klear_core.cluster.actors import LearnerActor
+from klear_core.cluster.actors import LearnerActor, check_timeout_s
 from klear_core.cluster.calls import LOST, START_S, RemoteCall, Restarts, StoredWeights, rollout_name, within
 from klear_core.generate.engine import WeightOffer, WeightSource
 from klear_core.rl.workers import LearnerLost, RlSetup
@@ -21,6 +22,8 @@ from klear_core.types import TrainSample
 if TYPE_CHECKING:
     from klear_core.train.checkpoint import Counters
 
+log = logging.getLogger(__name__)
+
 
 class RayLearner:
     """A `LearnerHandle` over one actor per rank. If one dies, all restart: a process group cannot replace a rank."""
@@ -28,6 +31,7 @@ class RayLearner:
     def __init__(self, setup: RlSetup, restarts: Restarts, num_gpus: float, *, is_direct: bool) -> None:
         """Send weights to engines with `send_weights` if `is_direct`, else through the object store."""
         self.is_direct = is_direct
+        """Whether weights go directly to the engines; `check_direct` may change it before the first weights."""
         self._setup = setup
         self._restarts = restarts
         self._lock = asyncio.Lock()
@@ -38,6 +42,7 @@ class RayLearner:
         # Ray restart ranks, because `Restarts` counts them, and a new rank must first load model and checkpoint.
         self._actor_type = ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0)(LearnerActor)
         self._ranks: list[Any] = []
+        self._notes: list[str] = []
 
     async def start(self) -> None:
         """Start all ranks with the initial model; start over if one dies meanwhile."""
@@ -68,7 +73,50 @@ class RayLearner:
     async def notes(self) -> tuple[str, ...]:
         """Return notes for the stage's manifest; see `LearnerHandle.notes`."""
         results: list[tuple[str, ...]] = await self._call_all(lambda rank: rank.notes.remote(), "send its notes")
-        return results[0]
+        return (*results[0], *self._notes)
+
+    def add_note(self, note: str) -> None:
+        """Add a note for the stage's manifest, unless it is empty."""
+        self._notes += [note] if note else []
+
+    async def distance(self, samples: Sequence[TrainSample]) -> float:
+        """Compare with the sampler's log-probs on all ranks; see `LearnerHandle.distance`."""
+        stored = ray.put(samples)
+        results = await self._call_all(lambda rank: rank.distance.remote(stored), "compute log-probs")
+        largest: float = results[0]
+        return largest
+
+    async def check_direct(self, engines: Mapping[int, Any]) -> None:
+        """Send known tensors directly to these actors; if they do not all receive them, give up the direct way."""
+        try:
+            failure = await self._failure_of_direct(engines)
+        except Exception as e:  # noqa: BLE001  a broken way can raise anything; the note says what
+            failure = f"{type(e).__name__}: {e}".partition("\n")[0][:300]
+        if failure:
+            self.is_direct = False
+            note = f"weights do not go directly to the engines ({failure}); Ray's object store took its place"
+            log.warning("%s", note)
+            self.add_note(note)
+
+    async def _failure_of_direct(self, engines: Mapping[int, Any]) -> str:
+        """Return what went wrong when all these actors fetched known tensors at once; empty if nothing did."""
+        rank, timeout_s = self._ranks[0], 2 * check_timeout_s(self._setup)
+        offer, digest = await within(rank.offer_known.remote(), timeout_s, "the learner", "offer known tensors")
+        # Both sides must run at the same time: sending and fetching are collective calls.
+        sending = asyncio.ensure_future(rank.send_known.remote(offer, list(engines)))
+        calls = {i: engine.digest_offered.remote(replace(offer, engine=i)) for i, engine in engines.items()}
+        found: dict[int, list[str]] = {}
+        failures: list[str] = []
+        for i, call in calls.items():
+            try:
+                found[i] = await within(call, timeout_s, rollout_name(i), "fetch known tensors")
+            except Exception as e:  # noqa: BLE001  as above; the other engines' results are still to be awaited
+                failures.append(f"{rollout_name(i)}: {type(e).__name__}: {e}".partition("\n")[0][:300])
+        lost = await within(sending, timeout_s, "the learner", "send known tensors")
+        wrong = [i for i, digests in found.items() if set(digests) != {digest}]
+        failures += [f"{rollout_name(i)} received other bits than were sent" for i in wrong]
+        failures += [f"{rollout_name(i)} was lost" for i in lost if i in found and i not in wrong]
+        return "; ".join(failures)
 
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Do one RL step on all ranks; see `LearnerHandle.step`."""

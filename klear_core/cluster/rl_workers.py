@@ -13,6 +13,7 @@ from klear_core.cluster.rollout_engines import RayRolloutEngines
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import TrainableEngine
 from klear_core.hf_config import read_hf_config
+from klear_core.rl.start_checks import check_engine
 from klear_core.rl.workers import LearnerHandle, RlSetup
 from klear_core.train.base import model_folder
 
@@ -35,6 +36,9 @@ class RayWorkers:
         self._learner = RayLearner(setup, restarts, gpus.learner, is_direct=is_direct(runtime, engine, gpus))
         self._engines = RayRolloutEngines(setup, restarts, gpus.rollout, self._learner)
         await asyncio.gather(self._learner.start(), self._engines.start())
+        if self._learner.is_direct:
+            await self._engines.check_direct()
+        self._learner.add_note(await check_engine(self._learner, self._engines, setup))
         return self._learner, self._engines
 
     def status(self) -> str:

@@ -60,6 +60,10 @@ class RayRolloutEngines:
         """Start all actors with the initial model."""
         await self._pool.start()
 
+    async def check_direct(self) -> None:
+        """Check the direct way of the weights to all actors; see `RayLearner.check_direct`."""
+        await self._learner.check_direct({i: engine.actor for i, engine in enumerate(self.engines)})
+
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Sample with the least busy actor; see `EnginePool.generate`."""
         return await self._pool.generate(prompt_ids, params)

@@ -226,6 +226,9 @@ class RlRuntime(TrainRuntime):
     weight_sync: Literal["auto", "store", "direct"] = "auto"
     """Route of new weights to the engines. `store`: through Ray's object store and host memory; `direct`: from the
     learner (NCCL between GPUs, gloo between CPUs); `auto`: direct if learner and engines have separate GPUs."""
+    engine_check: Literal["warn", "refuse", "off"] = "warn"
+    """What happens if engine and learner give different log-probs to an answer sampled before the first step: `warn`,
+    with a note in the manifest, or `refuse` to train. The tolerances are in klear_core/rl/start_checks.py."""
     stall_timeout_s: float = Field(default=1800, gt=0)
     """Seconds without progress after which the stage fails, with an error that names what each process waits for."""
     step_timeout_s: float = Field(default=3600, gt=0, le=604_800)

@@ -114,6 +114,15 @@ class TrainableEngine(InferenceEngine, Protocol):
 
 
 @runtime_checkable
+class SeparateEngine(TrainableEngine, Protocol):
+    """An engine with processes of its own, each of which fetches the weights."""
+
+    async def digest_offered(self, offer: WeightOffer) -> list[str]:
+        """Fetch offered tensors without loading them; return a digest of what each process received."""
+        ...
+
+
+@runtime_checkable
 class SleepingEngine(TrainableEngine, Protocol):
     """An engine that can release its GPU memory to a learner while it has no requests."""
 

@@ -122,6 +122,11 @@ class VllmEngine:
         self.version = version
         await self._llm.resume_generation()
 
+    async def digest_offered(self, offer: WeightOffer) -> list[str]:
+        """Fetch offered tensors without loading them; return a digest of what each process received."""
+        found: list[str] = await self._llm.collective_rpc("digest_offered", kwargs={"offer": dump_offer(offer)})
+        return found
+
     async def sleep(self) -> None:
         """Release the GPU memory: weights move to host memory, and the KV cache is dropped."""
         await self._llm.sleep(level=1)
@@ -211,6 +216,13 @@ class WorkerExtension:
         # rank 0 is the learner
         arriving = fetch(load_offer(offer), rank=1 + self.rank)  # type: ignore[attr-defined]
         self.reload_weights(weights_iterator=arriving)  # type: ignore[attr-defined]
+
+    def digest_offered(self, offer: str) -> str:
+        """Fetch offered tensors and return their digest; nothing is loaded."""
+        from klear_core.generate.transfer import fetch
+        from klear_core.generate.transfer_check import digest_of
+
+        return digest_of(fetch(load_offer(offer), rank=1 + self.rank))  # type: ignore[attr-defined]
 
     def refresh_tied_head(self) -> None:
         """Rebuild a tied head: on CPU it is a packed copy of the embedding, which vLLM's reload skips (in 0.32)."""

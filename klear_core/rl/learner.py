@@ -119,6 +119,20 @@ class Learner:
             outputs.append(self._policy(micro, self._logp_head(micro)))
         return outputs
 
+    @torch.no_grad()
+    def distance(self, samples: Sequence[TrainSample]) -> float:
+        """Return the largest of the samples' mean distances from the sampler's log-probs, in nats (collective call)."""
+        packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
+        # One sum for each sample, in float64 because most distances are near 0.
+        sums = torch.zeros(len(samples), dtype=torch.float64, device=self.world.device)
+        for micro in packed.micro_batches:
+            found: TokenLogps = self._policy(micro, self._logp_head(micro))
+            sampler_logp_N = micro.gather([s.old_logps for s in samples], torch.float64)
+            sums.index_add_(0, micro.row_N, (found.logp_N.double() - sampler_logp_N).abs())
+        counts = torch.tensor([sum(s.loss_mask) for s in samples], device=sums.device)
+        means = self.world.sum(sums) / counts
+        return means.max().item()
+
     def local_weights(self) -> list[torch.Tensor]:
         """Return copies of this rank's shares of the weights; see `local_weights`."""
         return local_weights(self._policy)

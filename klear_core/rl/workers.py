@@ -52,6 +52,10 @@ class LearnerHandle(Protocol):
         """Do one RL step and return its metrics."""
         ...
 
+    async def distance(self, samples: Sequence[TrainSample]) -> float:
+        """Return the largest mean distance of a sample's log-probs from the sampler's, in nats."""
+        ...
+
     async def weights(self) -> WeightSource:
         """Return the current weights, for the engine's `load_weights`."""
         ...
@@ -93,6 +97,7 @@ class LocalWorkers:
         """Start one learner rank, whatever `runtime.num_workers` says."""
         from klear_core.generate.factory import build_trainable_engine
         from klear_core.rl.learner import Learner
+        from klear_core.rl.start_checks import check_engine
         from klear_core.train.base import model_folder
         from klear_core.train.model import pick_device
         from klear_core.train.parallel import World
@@ -100,6 +105,7 @@ class LocalWorkers:
         runtime = setup.cfg.runtime
         world = World(rank=0, size=1, device=pick_device(runtime.device))
         learner = Learner(setup.cfg, setup.model, seed=setup.seed, workdir=setup.workdir, world=world)
+        is_ours = self._engine is None
         if self._engine is None:
             folder = model_folder(setup.model)
             threads = runtime.rollout_threads
@@ -107,6 +113,8 @@ class LocalWorkers:
                 setup.cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed
             )
         self._learner = LocalLearner(learner, num_threads=runtime.num_threads)
+        if is_ours:
+            self._learner.add_note(await check_engine(self._learner, self._engine, setup))
         return self._learner, self._engine
 
     def status(self) -> str:
@@ -128,6 +136,7 @@ class LocalLearner:
         import torch
 
         self._learner = learner
+        self._notes: list[str] = []
         # One thread, so the learner's calls never overlap.
         self._thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(num_threads,))
 
@@ -137,11 +146,19 @@ class LocalLearner:
 
     async def notes(self) -> tuple[str, ...]:
         """Return notes for the stage's manifest; see `Learner.notes`."""
-        return self._learner.notes
+        return (*self._learner.notes, *self._notes)
+
+    def add_note(self, note: str) -> None:
+        """Add a note for the stage's manifest, unless it is empty."""
+        self._notes += [note] if note else []
 
     async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Do one RL step; see `Learner.step`."""
         return await self._run(partial(self._learner.step, samples))
+
+    async def distance(self, samples: Sequence[TrainSample]) -> float:
+        """Compare with the sampler's log-probs; see `Learner.distance`."""
+        return await self._run(partial(self._learner.distance, samples))
 
     async def weights(self) -> WeightSource:
         """Return the current weights; see `Learner.weights`."""

@@ -1,0 +1,206 @@
+"""Before the first step RL finds out whether engines get the learner's weights, and compute its log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from rl_builders import rl_config, tiny_base
+
+from klear_core.cluster.actors import LearnerActor
+from klear_core.cluster.engine_actors import RolloutActor
+from klear_core.config.rl import RlConfig
+from klear_core.errors import TrainingError
+from klear_core.generate.engine import SamplingParams, WeightOffer
+from klear_core.generate.transfer_check import digest_of, known_tensors
+from klear_core.rl.start_checks import TOLERANCES, check_engine
+from klear_core.rl.workers import LocalWorkers, RlSetup
+from klear_core.types import Completion
+
+pytest.importorskip("ray")
+from klear_core.cluster.calls import Restarts
+from klear_core.cluster.rl_learner import RayLearner
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_base(tmp_path_factory.mktemp("base"))
+
+
+class Changed:
+    """An engine whose log-probs are changed on their way."""
+
+    def __init__(self, engine: object, change: Callable[[float], float]) -> None:
+        self.engine, self.change = engine, change
+        self.asked: list[SamplingParams] = []
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        self.asked.append(params)
+        found = await self.engine.generate(prompt_ids, params)
+        return [dataclasses.replace(c, logps=tuple(map(self.change, c.logps))) for c in found]
+
+
+def checked(base: Path, workdir: Path, change: Callable[[float], float], cfg: RlConfig) -> tuple[str, int]:
+    """Return the note on an engine with changed log-probs, and how many answers it was asked for."""
+    setup = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir)
+
+    async def main() -> tuple[str, int]:
+        workers = LocalWorkers()
+        try:
+            learner, engine = await workers.start(setup)
+            assert await learner.notes() == ()  # the engine as it is agrees
+            changed = Changed(engine, change)
+            return await check_engine(learner, changed, setup), len(changed.asked)
+        finally:
+            await workers.close()
+
+    return asyncio.run(main())
+
+
+def config(check: str, temperature: float = 0.7) -> RlConfig:
+    cfg = rl_config(runtime={"device": "cpu", "engine_check": check})
+    sampling = cfg.rollout.sampling.model_copy(update={"temperature": temperature})
+    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"sampling": sampling})})
+
+
+@pytest.mark.parametrize(
+    ("change", "stated"),
+    [
+        (lambda logp: logp - 0.5, "0.5 nats a token"),
+        (lambda logp: logp + 0.002, "0.002 nats a token"),
+        (lambda logp: math.nan, "nan nats a token"),
+    ],
+)
+def test_an_engine_with_other_log_probs_is_noted(
+    base: Path, tmp_path: Path, change: Callable[[float], float], stated: str
+) -> None:
+    note, num_asked = checked(base, tmp_path, change, config("warn"))
+    assert stated in note
+    assert f"{TOLERANCES['float32']:g} are allowed" in note
+    assert num_asked >= 4
+
+
+def test_an_engine_that_agrees_or_that_is_not_checked_gets_no_note(base: Path, tmp_path: Path) -> None:
+    assert checked(base, tmp_path, lambda logp: logp + 1e-4, config("warn"))[0] == ""
+    assert checked(base, tmp_path, lambda logp: logp - 9, config("off")) == ("", 0)
+
+
+def test_training_with_an_engine_that_disagrees_can_be_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"9 nats a token.*engine_check = .refuse."):
+        checked(base, tmp_path, lambda logp: logp - 9, config("refuse"))
+
+
+class Handle:
+    """Stands for Ray's handle of an actor: each method runs in a thread of this process, as in a process of its own."""
+
+    def __init__(self, actor: object) -> None:
+        self.actor = actor
+
+    def __getattr__(self, name: str) -> Handle.Method:
+        return Handle.Method(getattr(self.actor, name))
+
+    class Method:
+        def __init__(self, method: Callable[..., object]) -> None:
+            self.method = method
+
+        def remote(self, *args: object) -> Awaitable[object]:
+            is_async = asyncio.iscoroutinefunction(self.method)
+            call = (lambda *a: asyncio.run(self.method(*a))) if is_async else self.method
+            future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+            def finish(result: object, error: BaseException | None) -> None:
+                future.set_exception(error) if error else future.set_result(result)
+
+            def run(loop: asyncio.AbstractEventLoop) -> None:
+                try:
+                    result, error = call(*args), None
+                except BaseException as e:  # noqa: BLE001
+                    result, error = None, e
+                loop.call_soon_threadsafe(finish, result, error)
+
+            threading.Thread(target=run, args=(asyncio.get_running_loop(),), daemon=True).start()
+            return future
+
+
+class Flipping(LearnerActor):
+    """A learner whose way to the engines flips one bit of one tensor."""
+
+    def send_known(self, offer: WeightOffer, engines: Sequence[int]) -> list[int]:
+        known = known_tensors()
+        known["small"].view(torch.int16)[500] ^= 1
+        return self._check_server.send(offer, known.items(), engines)
+
+
+class Deaf(RolloutActor):
+    """An engine that cannot fetch."""
+
+    async def digest_offered(self, offer: WeightOffer) -> list[str]:
+        raise RuntimeError("no route to the learner")
+
+
+@pytest.fixture
+def learners(base: Path, tmp_path: Path) -> Iterator[Callable[[type[LearnerActor]], RayLearner]]:
+    # The learner waits half as long for an engine.
+    setup = RlSetup(
+        cfg=rl_config(runtime={"device": "cpu", "stall_timeout_s": 8}), model=base, seed=0, workdir=tmp_path
+    )
+
+    def make(kind: type[LearnerActor]) -> RayLearner:
+        actor = kind()
+        actor.start(setup, 0, "tcp://127.0.0.1:1")  # a single rank joins nobody
+        learner = RayLearner(setup, Restarts(0), 0, is_direct=True)
+        learner._ranks = [Handle(actor)]
+        return learner
+
+    return make
+
+
+def engine(kind: type[RolloutActor] = RolloutActor) -> Handle:
+    actor = kind()
+    actor._engine = None  # in this process, if any
+    return Handle(actor)
+
+
+async def outcome(learner: RayLearner, *engines: Handle) -> tuple[bool, tuple[str, ...]]:
+    await learner.check_direct(dict(enumerate(engines)))
+    return learner.is_direct, await learner.notes()
+
+
+def test_the_direct_way_is_kept_if_all_engines_receive_the_bits_that_were_sent(learners) -> None:
+    assert asyncio.run(outcome(learners(LearnerActor), engine(), engine())) == (True, ())
+
+
+@pytest.mark.parametrize(
+    ("learner", "second", "why"),
+    [
+        (Flipping, RolloutActor, "rollout actor 0 received other bits than were sent; rollout actor 1 received"),
+        (LearnerActor, Deaf, "rollout actor 1: RuntimeError: no route to the learner"),
+    ],
+)
+def test_a_direct_way_that_is_wrong_or_fails_is_given_up_with_a_note(
+    learners, learner: type[LearnerActor], second: type[RolloutActor], why: str
+) -> None:
+    is_direct, (note,) = asyncio.run(outcome(learners(learner), engine(), engine(second)))
+    assert not is_direct
+    assert why in note
+    assert note.endswith("Ray's object store took its place")
+
+
+def test_a_digest_tells_apart_names_dtypes_shapes_order_and_bits() -> None:
+    known = known_tensors()
+    others = [
+        dict(reversed(known.items())),
+        known | {"small": known["small"].flip(0)},
+        known | {"small": known["small"].view(torch.float16)},
+        known | {"large": known["large"].T.contiguous().reshape(1 << 10, -1)},
+        {("tiny" if name == "small" else name): tensor for name, tensor in known.items()},
+    ]
+    digests = {digest_of(tensors.items()) for tensors in [known, *others]}
+    assert len(digests) == 6
+    assert digest_of(known_tensors().items()) == digest_of(known.items())
