@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.data.references import reference_from_json
 from klear_core.data.rowfiles import parquet_batches
 from klear_core.errors import DataError
-from klear_core.types import CodeReference, Difficulty, Outcome, Problem, Reference, Verdict, domain_of
+from klear_core.types import CodeReference, CustomReference, Difficulty, Outcome, Problem, Reference, Verdict, domain_of
 from klear_core.verify import user_code
 from klear_core.verify.pool import JudgePool, build_judge_pool
 
@@ -93,7 +93,7 @@ def judge_file(
 
         for line, value in _rows(path):
             num_rows += 1
-            answer = _answer_of(value, line)
+            answer = _answer_of(value, line, judges={judge.name for judge in cfg.judges})
             if isinstance(answer, BadRow):
                 bad_rows.append(answer)
                 continue
@@ -170,7 +170,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
         raise DataError(f"{path}: not a readable Parquet file ({e})") from e
 
 
-def _answer_of(value: object, line: int) -> _AnswerRow | BadRow:
+def _answer_of(value: object, line: int, *, judges: Set[str]) -> _AnswerRow | BadRow:
     if isinstance(value, DataError):
         return BadRow(line=line, reason=str(value))
     if not isinstance(value, Mapping):
@@ -186,6 +186,11 @@ def _answer_of(value: object, line: int) -> _AnswerRow | BadRow:
         reference = reference_from_json(_plain(value["reference"]))
     except DataError as e:
         return BadRow(line=line, reason=f"reference of {answer_id}: {e}")
+    if isinstance(reference, CustomReference) and reference.judge not in judges:
+        has = ", ".join(sorted(judges)) or "none"
+        return BadRow(
+            line=line, reason=f"reference of {answer_id}: verify.judges has {has}, and not {reference.judge!r}"
+        )
     return _AnswerRow(answer_id=str(answer_id), response=response, reference=reference)
 
 

@@ -15,7 +15,7 @@ from verify_builders import boxed, math_problem, problem
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.reference_check import check_references
 from klear_core.errors import ConfigError, DataError
-from klear_core.evaluate.judge_file import judge_file
+from klear_core.evaluate.judge_file import BadRow, judge_file
 from klear_core.types import CustomReference, Domain, Outcome, Problem, Verdict
 from klear_core.verify import JudgePool
 
@@ -158,6 +158,8 @@ def test_a_file_of_answers_is_judged_by_the_judge_that_each_row_names(tmp_path: 
     answers.write_text("\n".join(lines))
     summary = judge_file(answers, settings(*JUDGES), out=tmp_path / "out.jsonl")
     assert (summary.outcomes, summary.mean_score) == ({Outcome.SCORED: 3, Outcome.JUDGE_FAILED: 1}, 2 / 3)
+    (bad, *_) = judge_file(answers, settings(JUDGES[1])).bad_rows
+    assert bad == BadRow(line=1, reason="reference of a: verify.judges has part-of, and not 'near'")
     with pytest.raises(
         ConfigError, match=r"verify.judges, name = 'near', function = 'my_judges:nearer': .* has no function"
     ):
