@@ -90,3 +90,26 @@ def compare(
     from flows.compare import compare as compare_runs
 
     compare_runs(which, root=root, out=out)
+
+
+@evaluations.command()
+def publish(
+    model: Annotated[str, typer.Argument(help="A stage that makes a model (its newest), a fingerprint, or a folder.")],
+    to: Annotated[str, typer.Option(help="A new folder, or a name on the Hub, owner/name, to upload to.")],
+    licence: Annotated[
+        str, typer.Option(help="Licence of the model, as the Hub spells it: apache-2.0; by default the base model's.")
+    ] = "",
+    is_private: Annotated[
+        bool, typer.Option("--private/--public", help="Whether a repository that is made on the Hub is private.")
+    ] = True,
+    root: Root = Path("runs"),
+) -> None:
+    """Write a model as a Hugging Face folder with a card: scores with intervals, data, licences, lineage, settings.
+
+    klear publish rl --to published/my-model --licence apache-2.0
+
+    klear publish rl --to my-name/my-model     (needs HF_TOKEN)
+    """
+    from flows.publish import publish as publish_model
+
+    publish_model(model, to, root=root, licence=licence, is_private=is_private)

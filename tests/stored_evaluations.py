@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,9 +57,15 @@ def said(number: int | str) -> str:
 
 
 def evaluation(
-    root: Path, samples: Sequence[EvalSample], *, stage: str = "evaluate_rl", model: str = "rl", seed: int = 0
+    root: Path,
+    samples: Sequence[EvalSample],
+    *,
+    stage: str = "evaluate_rl",
+    model: str = "rl",
+    seed: int = 0,
+    files: Path | None = None,
 ) -> ArtifactRef:
-    """Publish benchmarks, a model without weights and the evaluation with these samples; return the evaluation."""
+    """Publish benchmarks, a model of these files, and the evaluation with these samples; return the evaluation."""
     store = LocalStore(root / "artifacts")
     numbers = sorted({int(s.problem_id, 16) for s in samples})
     problems = [problem(number) for number in numbers]
@@ -67,7 +74,7 @@ def evaluation(
     bench = BenchmarkConfig(name="toy", source=source, num_samples=num_samples)
     job = EvaluateJob(seed=seed, evaluate=EvaluateConfig(), verify=VerifyConfig(), benchmarks=(bench,))
     benchmarks = _publish(store, "benchmarks", "benchmarks", "b" * 20, (), problems=problems)
-    made = _publish(store, model, "rl", f"{model}{seed}".ljust(20, "0"), ())
+    made = _publish(store, model, "rl", f"{model}{seed}".ljust(20, "0"), (), files=files)
     inputs = [("model", made), ("benchmarks", benchmarks)]
     fingerprint = f"e{model}{seed}".ljust(20, "0")
     with store.create("evaluate", fingerprint) as slot:
@@ -106,12 +113,15 @@ def _publish(
     inputs: Sequence[tuple[str, ArtifactRef]],
     *,
     problems: Sequence[Problem] = (),
+    files: Path | None = None,
 ) -> ArtifactRef:
     with store.create(kind, fingerprint) as slot:
         if slot.ref is not None:
             return slot.ref
         if problems:
             write_shard(slot.workdir / "toy" / "00000-of-00001.parquet", problems)
+        if files is not None:
+            shutil.copytree(files, slot.workdir, dirs_exist_ok=True)
         return slot.publish(_manifest(stage, kind, fingerprint, inputs))
 
 

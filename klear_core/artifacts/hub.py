@@ -106,6 +106,32 @@ def fetch(repo: HubFiles, names: Sequence[str], progress: Progress | None = None
         )
 
 
+def upload(folder: Path, repo: str, *, is_private: bool, message: str, endpoint: str = "") -> str:
+    """Upload a model's folder to the Hub, creating the repository if there is none; return the commit's address.
+
+    The token is that of huggingface_hub (HF_TOKEN, or `hf auth login`). Raise ConfigError if it is missing or has no
+    right to write, ResourceError if the Hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, errors
+
+    api = HfApi(endpoint=endpoint or None)
+    http_error = errors.HfHubHTTPError.__bases__[0]
+    assert issubclass(http_error, Exception), http_error
+    try:
+        api.create_repo(repo, repo_type="model", private=is_private, exist_ok=True)
+        commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    except errors.LocalTokenNotFoundError as e:
+        raise ConfigError(f"{repo}: no token of the Hub is here; set HF_TOKEN, or run `hf auth login`") from e
+    except errors.HfHubHTTPError as e:
+        status = e.response.status_code if e.response is not None else 0
+        if status in (401, 403):
+            raise ConfigError(f"{repo}: the Hub's token may not write there ({_first_line(e)}); set HF_TOKEN") from e
+        raise ResourceError(f"{repo}: the Hub refused the upload ({_first_line(e)})") from e
+    except (OSError, http_error) as e:
+        raise ResourceError(f"{repo}: the Hub cannot be reached ({_first_line(e)}); {folder} is whole") from e
+    return str(commit.commit_url)
+
+
 def check_content(repo: HubFiles, names: Sequence[str]) -> dict[str, str]:
     """Return the SHA-256 of these files in the cache; raise DataError for one that is not what the Hub published.
 

@@ -53,3 +53,11 @@ def test_compare_takes_fingerprints_and_workspaces(klear: Klear, tmp_path: Path)
     assert "seed 0 | 1" in ended.out
     assert (tmp_path / "out" / "comparison.html").is_file()
     assert "two of these are one run" in klear("compare", "f00", "f0", "--root", tmp_path / "w0").err
+
+
+def test_publish_tells_a_folder_from_a_name_on_the_hub(klear: Klear, tmp_path: Path, monkeypatch) -> None:
+    evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me").mkdir()
+    assert "For a folder, write ./me/model" in klear("publish", "benchmarks", "--to", "me/model", "--root", ".").err
+    assert "name a stage that makes a model" in klear("publish", "benchmarks", "--to", "./me/model", "--root", ".").err

@@ -1,0 +1,115 @@
+"""Follow a model back to its sources through the manifests of a store: artifacts, ledgers, data and licences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from klear_core.artifacts.hub import HubFiles
+from klear_core.artifacts.manifest import OUTSIDE_KINDS, Manifest, read_manifest
+from klear_core.artifacts.model_files import licence_in
+from klear_core.config.data import HubRuntime
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.errors import ArtifactError
+
+NOT_STATED = "not stated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ancestor:
+    """An artifact that a model is made from, or the model itself."""
+
+    folder: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """Something from outside that a model was made from."""
+
+    what: str
+    """Its part: `base model`, `problems`, `benchmark questions, kept out`, `teacher`."""
+    name: str
+    licence: str
+
+
+def ancestors(model: Path) -> list[Ancestor]:
+    """Return a model's artifact and all that it was made from, as far as they are in the store, sources first."""
+    store = model.absolute().parents[1]
+    found: dict[Path, Ancestor] = {}
+
+    def visit(folder: Path) -> None:
+        if folder in found:
+            return
+        manifest = read_manifest(folder)
+        for record in manifest.inputs:
+            if record.kind not in OUTSIDE_KINDS and (store / record.kind / record.fingerprint).is_dir():
+                visit(store / record.kind / record.fingerprint)
+        found[folder] = Ancestor(folder=folder, manifest=manifest)
+
+    visit(model.absolute())
+    return list(found.values())
+
+
+def data_sources(lineage: Sequence[Ancestor]) -> list[DataSource]:
+    """Return the base model, teachers and data sets behind a model, each once, with the licence that is known."""
+    found: dict[tuple[str, str], DataSource] = {}
+    for ancestor in lineage:
+        for source in _sources_of(ancestor.manifest):
+            found.setdefault((source.what, source.name), source)
+    return list(found.values())
+
+
+def run_config(model: Path) -> PipelineConfig | None:
+    """Return the settings of the newest run whose report names this model; None if no report here does."""
+    own = read_manifest(model)
+    reports = []
+    for folder in (model.absolute().parents[1] / "report").glob("*"):
+        try:
+            manifest = read_manifest(folder)
+        except ArtifactError:
+            continue  # damaged: a run sets it aside, with a message
+        if any(i.fingerprint == own.fingerprint and i.kind == own.kind for i in manifest.inputs):
+            reports.append((manifest.created_at, manifest.config.get("config")))
+    for _, config in sorted(reports, key=lambda report: report[0], reverse=True):
+        try:
+            return PipelineConfig.model_validate(config)
+        except ValidationError:
+            continue  # of another version of Klear
+    return None
+
+
+def _sources_of(manifest: Manifest) -> Iterator[DataSource]:
+    config: Mapping[str, Any] = manifest.config
+    what = {"base": "base model", "distill": "traces", "benchmarks": "benchmark questions, kept out"}
+    given = manifest.given
+    if given is not None:
+        yield DataSource(what=what.get(manifest.kind, manifest.stage), name=given.origin, licence=given.licence)
+    elif manifest.kind == "base":
+        yield DataSource(what="base model", name="random weights, made by Klear", licence="none needed")
+    for source in config.get("curate", {}).get("sources", ()):
+        yield _described("problems", source)
+    if manifest.kind == "benchmarks":
+        for source in config.get("sources", {}).values():
+            yield _described("benchmark questions, kept out", source)
+    teacher = config.get("distill", {}).get("teacher", {})
+    if teacher:
+        name = teacher.get("model") or f"{teacher.get('kind')}, a program of Klear's"
+        yield DataSource(what="teacher", name=str(name), licence=NOT_STATED if teacher.get("model") else "none needed")
+
+
+def _described(what: str, source: Mapping[str, Any]) -> DataSource:
+    if "repo" in source:
+        runtime = TypeAdapter(HubRuntime).validate_python(source.get("runtime", {}))
+        repo = HubFiles(type="dataset", repo=source["repo"], revision=source["revision"], runtime=runtime)
+        name = f"{source['repo']}@{source['revision'][:7]} (Hub)"
+        return DataSource(what=what, name=name, licence=licence_in(repo.folder) or NOT_STATED)
+    if "path" in source:
+        path = PurePath(source["path"])  # the machine's folders are nobody's business
+        return DataSource(what=what, name=path.name, licence=licence_in(Path(path.parent)) or NOT_STATED)
+    split = f", split {source['split']}" if "split" in source else ""
+    return DataSource(what=what, name=f"{source.get('kind')} problems{split}", licence="none needed")

@@ -1,0 +1,128 @@
+"""Models published as Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hub_upload_server import upload_hub
+from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, published_report, said, sample
+
+from klear_core.artifacts.hub import upload
+from klear_core.artifacts.store import LocalStore
+from klear_core.config.load import load_profile
+from klear_core.config.settings import config_digest
+from klear_core.config.toml import profile_toml
+from klear_core.config.train import TinyModelConfig
+from klear_core.errors import ConfigError
+from klear_core.metrics import NullTelemetry
+from klear_core.report.publish import check_published, write_model
+from klear_core.train.base import prepare_base
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
+SAMPLES = [sample(1, 0, said(1), RIGHT), sample(1, 1, said(2), WRONG), sample(2, 0, "cut", SILENT, finish="length")]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an RL stage with LoRA leaves: a merged model and its adapter."""
+    folder = tmp_path_factory.mktemp("artifact")
+    prepare_base(TINY, seed=0, workdir=folder, telemetry=NullTelemetry())
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def artifact(files: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """The model's artifact, and the evaluation of it, of a run whose report is there too."""
+    ref = evaluation(tmp_path, SAMPLES, files=files)
+    config = load_profile(CONFIGS / "smoke").model_dump(mode="json")
+    published_report(tmp_path, {"evaluate_rl": ref}, config)
+    (folder,) = [f for f in LocalStore(tmp_path / "artifacts").folders() if f.parent.name == "rl"]
+    return folder, ref.path
+
+
+def test_a_published_folder_is_whole_and_says_where_it_is_from(artifact: tuple[Path, Path], tmp_path: Path) -> None:
+    model, scores = artifact
+    out = tmp_path / "out"
+    write_model(model, model / "model", scores, out, name="mine", licence="mit")
+    check_published(out)
+    card = (out / "README.md").read_text()
+    assert card.startswith('---\nlicense: "mit"\n')
+    assert "| toy | avg@1.5 | 25.0 % |" in card  # 1 of 2 and 0 of 1, in the mean over problems
+    assert "33.3 % | 33.3 % | 0.0 % |" in card  # cut off, no answer, not judged
+    assert "temperature 0.6" in card
+    assert f"`rl/{model.name}`" in card
+    assert (out / "adapter" / "adapter_config.json").is_file()
+    assert {file.name for file in (out / "klear").iterdir()} == {"rl-rl000000.json"}
+    stated = json.loads((out / "generation_config.json").read_text())
+    assert (stated["temperature"], stated["top_p"], stated["do_sample"]) == (0.6, 0.95, True)
+    assert config_digest(load_profile(out / "profile")) == config_digest(load_profile(CONFIGS / "smoke"))
+
+
+def test_without_an_evaluation_the_card_has_no_scores_and_says_so(artifact: tuple[Path, Path], tmp_path: Path) -> None:
+    model, _ = artifact
+    published = write_model(model, model / "model", None, tmp_path / "out", name="mine")
+    assert published.warnings == ("no evaluation of this model is known",)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "This model was not evaluated." in card
+    assert 'license: "other"' in card
+    assert "model-index" not in card
+
+
+def test_a_template_whose_end_is_no_end_token_is_refused(artifact: tuple[Path, Path], tmp_path: Path) -> None:
+    model, scores = artifact
+    write_model(model, model / "model", scores, tmp_path / "out", name="mine")
+    config = tmp_path / "out" / "generation_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": 1}))
+    with pytest.raises(ConfigError, match="answers would never stop"):
+        check_published(tmp_path / "out")
+
+
+def test_nothing_is_overwritten_and_a_damaged_model_is_not_published(
+    artifact: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, scores = artifact
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("precious")
+    with pytest.raises(ConfigError, match="not empty"):
+        write_model(model, model / "model", scores, tmp_path / "full", name="mine")
+    (model / "model" / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        write_model(model, model / "model", scores, tmp_path / "out", name="mine")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("profile", ["laptop", "klear_8b"])
+def test_a_config_comes_back_from_its_toml(profile: str, tmp_path: Path) -> None:
+    config = load_profile(CONFIGS / profile)
+    (tmp_path / "config.toml").write_text(profile_toml(config))
+    assert config_digest(load_profile(tmp_path).model_copy(update={"hardware": config.hardware})) == config_digest(
+        config
+    )
+
+
+def test_a_folder_is_uploaded_to_a_repository_that_is_made_for_it(
+    artifact: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    model, scores = artifact
+    out = tmp_path / "out"
+    write_model(model, model / "model", scores, out, name="mine")
+    with upload_hub() as hub:
+        address = upload(out, "me/model", is_private=True, message="first", endpoint=hub.address)
+    assert address.endswith("/me/model/commit/" + "1" * 40)
+    assert hub.created[0]["visibility"] == "private"
+    assert hub.messages == ["first"]
+    sent = {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    assert hub.files == sent
+
+
+def test_a_hub_that_refuses_names_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    (tmp_path / "README.md").write_text("x")
+    with upload_hub(refuses=True) as hub, pytest.raises(ConfigError, match="may not write"):
+        upload(tmp_path, "me/model", is_private=True, message="m", endpoint=hub.address)
