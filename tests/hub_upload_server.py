@@ -28,7 +28,10 @@ def upload_hub(*, refuses: bool = False) -> Iterator[Uploads]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send({"id": "me/model", "sha": "0" * 40, "siblings": []})
+            if refuses:
+                self.send({"error": "no such repository"}, status=404)
+            else:
+                self.send({"id": "me/model", "sha": "0" * 40, "siblings": []})
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -11,7 +11,7 @@ from klear_core.report.ancestry import Ancestor, DataSource
 from klear_core.report.compared_runs import CountsBy
 from klear_core.report.scores_view import decoding_text
 from klear_core.report.text import NBSP, NONE, number, percent
-from klear_core.scores import DecodingProfile
+from klear_core.scores import DecodingProfile, Range
 
 CONFIDENCE = 0.95
 PROFILE_FOLDER = "profile"
@@ -104,25 +104,36 @@ def _intro(facts: CardFacts) -> str:
 def _scores(facts: CardFacts) -> str:
     if not facts.counts:
         return "This model was not evaluated."
-    rows = []
-    for (benchmark, decoding), counts in facts.counts.items():
-        shares = counts.shares(confidence=CONFIDENCE)
-        score, num = shares.score, shares.num_answers
-        value, interval = NONE, NONE
-        if score is not None:
-            value, interval = percent(score.value), f"{100 * score.low:.1f} to {100 * score.high:.1f}"
-        name = "greedy" if decoding == "greedy" else _score_name(counts)
-        cut = NONE if shares.num_truncated is None else percent(shares.num_truncated / num)
-        beside = [cut, percent(shares.num_no_answer / num), percent(shares.num_unscored / num)]
-        rows.append([benchmark, name, value, interval, f"{shares.num_problems:,}", *beside])
-    head = ["benchmark", "score", "value", f"{percent(CONFIDENCE, 0)} interval", "problems"]
-    table = _table([*head, "cut off", "no answer", "not judged"], rows)
+    rows = [_score_row(*key, counts) for key, counts in facts.counts.items()]
+    head = ["benchmark", "score", "value", "re-run", "other problems", "problems", "cut off", "no answer", "not judged"]
+    table = _table(head, rows)
     decodings = [f"- {benchmark}: {decoding_text(profile)}." for benchmark, profile in facts.decoding.items()]
     said = (
-        "avg@n is the share of right answers among n samples a problem, averaged over problems. Cut off: the answer "
-        "ran out of tokens. No answer: the judge found none. Not judged: the judge failed; those are in no score."
+        "avg@n is the share of right answers among n samples a problem, averaged over problems. The two columns after "
+        f"the value are {percent(CONFIDENCE, 0)} intervals: re-run, for these problems and other samples, with which "
+        "published scores are compared; other problems, for a new draw of such problems, with which models are compared. "
+        "Cut off: the answer ran out of tokens. No answer: the judge found none. Not judged: the judge failed; those are "
+        "in no score."
     )
     return "\n".join([table, "", said, "", "Decoding:", "", *decodings])
+
+
+def _score_row(benchmark: str, decoding: str, counts: AnswerCounts) -> list[str]:
+    shares = counts.shares(confidence=CONFIDENCE)
+    score, num = shares.score, shares.num_answers
+    value, rerun, other = NONE, NONE, NONE
+    if score is not None:
+        value, other = percent(score.value), _ends(score.new_problems)
+    if score is not None and score.rerun is not None:
+        rerun = _ends(score.rerun)
+    name = "greedy" if decoding == "greedy" else _score_name(counts)
+    cut = NONE if shares.num_truncated is None else percent(shares.num_truncated / num)
+    beside = [cut, percent(shares.num_no_answer / num), percent(shares.num_unscored / num)]
+    return [benchmark, name, value, rerun, other, f"{shares.num_problems:,}", *beside]
+
+
+def _ends(ends: Range) -> str:
+    return f"{100 * ends.low:.1f} to {100 * ends.high:.1f}"
 
 
 def _score_name(counts: AnswerCounts) -> str:
