@@ -8,6 +8,7 @@ from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import DistillJob
 from klear_core.metrics import Telemetry
+from tasks.engines import open_judges
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
@@ -21,14 +22,16 @@ def distill(info: RunInfo, job: DistillJob, inputs: Inputs) -> ArtifactRef:
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.distill.collect import distill as collect
 
-        return collect(
-            job.distill,
-            job.verify,
-            problems=inputs["problems"].path,
-            seed=job.seed,
-            workdir=workdir,
-            telemetry=telemetry,
-            keys=read_keys([job]),
-        )
+        with open_judges() as build_judges:
+            return collect(
+                job.distill,
+                job.verify,
+                problems=inputs["problems"].path,
+                seed=job.seed,
+                workdir=workdir,
+                telemetry=telemetry,
+                keys=read_keys([job]),
+                build_judges=build_judges,
+            )
 
     return run_stage(info, job, inputs, body)

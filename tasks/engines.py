@@ -1,9 +1,9 @@
-"""Choose what a stage samples with: an engine in this process, or a pool on the GPUs of a machine or a Ray cluster."""
+"""Choose where a stage samples and judges: on this machine, or on the GPUs and nodes of a Ray cluster."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -11,14 +11,16 @@ from klear_core.cluster.engine_plan import plan_engines
 from klear_core.cluster.placement import gpus_here
 from klear_core.config.engine import LocalEngineConfig
 from klear_core.config.evaluate import EvaluateRuntime
-from klear_core.generate.factory import SamplerSource
+from klear_core.config.verify import VerifyConfig
+from klear_core.evaluate.compute import Compute
+from klear_core.verify import JudgePool, build_judge_pool
 from tasks.resources import Needs, ray_session
 
 _STORE_BYTES = 128 << 20  # requests and answers; weights are read from the disk
 
 
 @contextmanager
-def open_samplers(engine: LocalEngineConfig, runtime: EvaluateRuntime, *, section: str) -> Iterator[SamplerSource]:
+def open_compute(engine: LocalEngineConfig, runtime: EvaluateRuntime, *, section: str) -> Iterator[Compute]:
     """Yield what starts the engines of a stage; `section` is that of its settings.
 
     Ray is started, or joined, only if there is more than one engine, or if RAY_ADDRESS names a cluster, whose GPUs are
@@ -27,10 +29,27 @@ def open_samplers(engine: LocalEngineConfig, runtime: EvaluateRuntime, *, sectio
     if not os.environ.get("RAY_ADDRESS"):
         plan = plan_engines(runtime.num_engines, engine, gpus_here(), key=section)
         if plan.num_engines == 1:
-            yield SamplerSource(section=section)
+            yield Compute(section=section)
             return
     num_engines = 1 if runtime.num_engines == "auto" else runtime.num_engines
     with ray_session(Needs(num_cpus=num_engines * runtime.num_threads, object_store_bytes=_STORE_BYTES)):
         from klear_core.cluster.engine_pool import start_pool
+        from klear_core.cluster.judge_pool import build_cluster_judges
 
-        yield SamplerSource(section=section, start=partial(start_pool, runtime=runtime, key=section))
+        yield Compute(
+            section=section,
+            start_sampler=partial(start_pool, runtime=runtime, key=section),
+            build_judges=build_cluster_judges,
+        )
+
+
+@contextmanager
+def open_judges() -> Iterator[Callable[[VerifyConfig], JudgePool]]:
+    """Yield what builds the judges of a stage without engines: on all nodes of the cluster that RAY_ADDRESS names."""
+    if not os.environ.get("RAY_ADDRESS"):
+        yield build_judge_pool
+        return
+    with ray_session(Needs(num_cpus=1, object_store_bytes=_STORE_BYTES)):
+        from klear_core.cluster.judge_pool import build_cluster_judges
+
+        yield build_cluster_judges

@@ -8,7 +8,7 @@ from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import EvaluateJob
 from klear_core.metrics import Telemetry
-from tasks.engines import open_samplers
+from tasks.engines import open_compute
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
@@ -22,7 +22,7 @@ def evaluate(info: RunInfo, job: EvaluateJob, inputs: Inputs) -> ArtifactRef:
         from klear_core.evaluate.run import evaluate as evaluate_model
         from klear_core.evaluate.suite import read_suite
 
-        with open_samplers(job.evaluate.engine, job.evaluate.runtime, section="evaluate") as samplers:
+        with open_compute(job.evaluate.engine, job.evaluate.runtime, section="evaluate") as compute:
             return evaluate_model(
                 job.evaluate,
                 job.verify,
@@ -31,7 +31,7 @@ def evaluate(info: RunInfo, job: EvaluateJob, inputs: Inputs) -> ArtifactRef:
                 seed=job.seed,
                 workdir=workdir,
                 telemetry=telemetry,
-                samplers=samplers,
+                compute=compute,
             )
 
     return run_stage(info, job, inputs, body)

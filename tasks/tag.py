@@ -8,7 +8,7 @@ from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import TagJob
 from klear_core.metrics import Telemetry
-from tasks.engines import open_samplers
+from tasks.engines import open_compute
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
@@ -21,7 +21,7 @@ def tag(info: RunInfo, job: TagJob, inputs: Inputs) -> ArtifactRef:
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.evaluate.tag import tag_problems
 
-        with open_samplers(job.tag.engine, job.tag.runtime, section="tag") as samplers:
+        with open_compute(job.tag.engine, job.tag.runtime, section="tag") as compute:
             return tag_problems(
                 job.tag,
                 job.verify,
@@ -30,7 +30,7 @@ def tag(info: RunInfo, job: TagJob, inputs: Inputs) -> ArtifactRef:
                 seed=job.seed,
                 workdir=workdir,
                 telemetry=telemetry,
-                samplers=samplers,
+                compute=compute,
             )
 
     return run_stage(info, job, inputs, body)

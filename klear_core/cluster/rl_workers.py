@@ -7,15 +7,18 @@ import asyncio
 import ray
 
 from klear_core.cluster.calls import Restarts
+from klear_core.cluster.judge_pool import build_cluster_judges
 from klear_core.cluster.placement import check_cpu_is_meant, is_direct, plan_gpus
 from klear_core.cluster.rl_learner import RayLearner
 from klear_core.cluster.rollout_engines import RayRolloutEngines
+from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import TrainableEngine
 from klear_core.hf_config import read_hf_config
 from klear_core.rl.start_checks import check_engine
 from klear_core.rl.workers import LearnerHandle, RlSetup
 from klear_core.train.base import model_folder
+from klear_core.verify import JudgePool
 
 
 class RayWorkers:
@@ -40,6 +43,10 @@ class RayWorkers:
             await self._engines.check_direct()
         self._learner.add_note(await check_engine(self._learner, self._engines, setup))
         return self._learner, self._engines
+
+    def judges(self, cfg: VerifyConfig) -> JudgePool:
+        """Build judges on all nodes of the cluster."""
+        return build_cluster_judges(cfg)
 
     def status(self) -> str:
         """Describe the rollout actors and their open requests."""

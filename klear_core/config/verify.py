@@ -133,7 +133,11 @@ class CustomJudge(UserFunction):
 
 
 class VerifyRuntime(Settings):
-    """Processes for judging; changes no verdict."""
+    """Processes for judging, on each node that judges; changes no verdict.
+
+    A core is one that the process may use: of its affinity, within the quota of its control group and, on a Ray
+    cluster, of the node's CPUs.
+    """
 
     math_workers: int = Field(default=0, ge=0)
     """Processes that compare math answers; 0: one per core."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import assert_never
@@ -27,6 +27,7 @@ from klear_core.errors import DataError
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
 from klear_core.types import Judge, Problem
+from klear_core.verify import JudgePool, build_judge_pool
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ def distill(
     workdir: Path,
     telemetry: Telemetry,
     keys: BlockKeys = NO_KEYS,
+    build_judges: Callable[[VerifyConfig], JudgePool] = build_judge_pool,
 ) -> StageSummary:
     """Write `workdir/traces` and `workdir/dropped` for the problems in a curation artifact folder.
 
@@ -47,13 +49,11 @@ def distill(
     Raise TeacherError or JudgeError if more than `cfg.max_failure_rate` of the samples fail, DataError if too few
     answers are complete or selected. A rerun reuses finished shards, except those below the floors.
     """
-    from klear_core.verify import build_judge_pool
-
     offered = list(read_shards(problems / "problems", Problem))
     if not offered:
         raise DataError(f"{problems}: there is no problem to distill; see the ledger of curation for where they went")
     chosen = choose_problems(offered, max_problems=cfg.max_problems, seed=seed)
-    with build_judge_pool(verify) as judges:
+    with build_judges(verify) as judges:
         notes = judges.prepare(chosen)
         summary = asyncio.run(
             _with_teacher(cfg, judges.judge_async, chosen, seed=seed, workdir=workdir, telemetry=telemetry, keys=keys)

@@ -23,11 +23,12 @@ from klear_core.config.engine import SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
+from klear_core.evaluate.compute import Compute
 from klear_core.evaluate.suite import Benchmark, PlannedAnswer, plan_answers
 from klear_core.evaluate.summarise import ledger_step, make_report, metrics_of, warning_lines
 from klear_core.evaluate.tally import read_math_vote, tally
 from klear_core.generate.engine import InferenceEngine, SamplingParams
-from klear_core.generate.factory import EngineSpec, SamplerSource
+from klear_core.generate.factory import EngineSpec
 from klear_core.generate.longest_first import LongestFirst
 from klear_core.metrics import Telemetry
 from klear_core.prompts import completed
@@ -37,7 +38,7 @@ from klear_core.types import EvalSample, Judge, Outcome, Problem
 
 log = logging.getLogger(__name__)
 
-_HERE = SamplerSource(section="evaluate")
+_HERE = Compute(section="evaluate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +68,14 @@ def evaluate(
     seed: int,
     workdir: Path,
     telemetry: Telemetry,
-    samplers: SamplerSource = _HERE,
+    compute: Compute = _HERE,
 ) -> StageSummary:
     """Evaluate the model in the artifact folder `model`, and write `workdir/samples` and `workdir/report.json`.
 
     Raise JudgeError if more than `cfg.max_unscored_rate` of a benchmark's answers cannot be judged, DataError if a
     problem does not fit the model. Finished shards are kept for a rerun.
     """
-    notes = answer_suite(model, cfg, suite, verify, samplers=samplers, seed=seed, workdir=workdir, telemetry=telemetry)
+    notes = answer_suite(model, cfg, suite, verify, compute=compute, seed=seed, workdir=workdir, telemetry=telemetry)
     summary = report_scores(cfg, suite, verify, seed=seed, workdir=workdir, telemetry=telemetry)
     return summary.model_copy(update={"notes": (*summary.notes, *notes)})
 
@@ -85,7 +86,7 @@ def answer_suite(
     suite: Sequence[Benchmark],
     verify: VerifyConfig,
     *,
-    samplers: SamplerSource,
+    compute: Compute,
     seed: int,
     workdir: Path,
     telemetry: Telemetry,
@@ -96,7 +97,6 @@ def answer_suite(
     """
     from klear_core.prompts import load_tokenizer, opening_of, render_prompt
     from klear_core.train.base import model_folder, wanted_window
-    from klear_core.verify import build_judge_pool
 
     is_hf_folder = (model / "config.json").is_file()
     folder = model if is_hf_folder else model_folder(model)
@@ -113,13 +113,13 @@ def answer_suite(
     )
 
     async def run(judge: Judge) -> None:
-        sampler = await samplers.start(spec)
+        sampler = await compute.start_sampler(spec)
         try:
             setup = EvalSetup(
                 engine=sampler.engine,
                 render=render,
                 judge=judge,
-                section=samplers.section,
+                section=compute.section,
                 opening=opening_of(tokenizer),
                 max_sampling=sampler.limit,
                 num_engines=sampler.num_engines,
@@ -128,7 +128,7 @@ def answer_suite(
         finally:
             await sampler.engine.close()
 
-    with build_judge_pool(verify) as judges:
+    with compute.build_judges(verify) as judges:
         # tests the sandbox, if there are code problems, before the model is loaded
         notes = judges.prepare(problem for benchmark in suite for problem in benchmark.problems)
         asyncio.run(run(judges.judge_async))

@@ -12,10 +12,10 @@ from klear_core.artifacts.records import read_shard, read_shards, write_shards
 from klear_core.config.tag import TagConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
+from klear_core.evaluate.compute import Compute
 from klear_core.evaluate.run import answer_suite
 from klear_core.evaluate.suite import Benchmark, plan_answers
 from klear_core.evaluate.tally import ProblemTally, tally
-from klear_core.generate.factory import SamplerSource
 from klear_core.metrics import Telemetry
 from klear_core.scores import RATES_FOLDER
 from klear_core.types import EvalSample, PassRate, Problem, UnverifiableReference
@@ -23,7 +23,7 @@ from klear_core.types import EvalSample, PassRate, Problem, UnverifiableReferenc
 _NAME = "tagging"
 """Name of the problems among the samples and in messages, where an evaluation has a benchmark's."""
 _ROWS_PER_SHARD = 4096
-_HERE = SamplerSource(section="tag")
+_HERE = Compute(section="tag")
 
 
 def tag_problems(
@@ -35,7 +35,7 @@ def tag_problems(
     seed: int,
     workdir: Path,
     telemetry: Telemetry,
-    samplers: SamplerSource = _HERE,
+    compute: Compute = _HERE,
 ) -> StageSummary:
     """Write all problems of the artifact `problems` with new tags, their pass rates, and the judged answers.
 
@@ -53,7 +53,7 @@ def tag_problems(
     evaluation = cfg.as_evaluation()
     suite = (Benchmark(name=_NAME, problems=judged, num_samples=cfg.samples_per_problem),)
     notes = answer_suite(
-        model, evaluation, suite, verify, samplers=samplers, seed=seed, workdir=workdir, telemetry=telemetry
+        model, evaluation, suite, verify, compute=compute, seed=seed, workdir=workdir, telemetry=telemetry
     )
 
     shards = plan_answers(evaluation, suite[0], workdir)

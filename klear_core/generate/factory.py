@@ -66,15 +66,6 @@ async def start_here(spec: EngineSpec) -> Sampler:
     return Sampler(engine=engine, limit=num_slots(spec.cfg, is_on_gpu=_has_gpu(spec.cfg)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerSource:
-    """Where a stage's engines run: by default in this process."""
-
-    section: str
-    """Section of the stage's settings, for messages."""
-    start: StartSampler = start_here
-
-
 async def build_spec(spec: EngineSpec) -> InferenceEngine:
     """Build the engine in this process; see `build_engine`."""
     return await build_engine(

@@ -25,7 +25,6 @@ from klear_core.rl.user_rewards import UserRewards
 from klear_core.rl.workers import LearnerHandle, LearnerLost, RlSetup, Workers
 from klear_core.train.base import model_folder
 from klear_core.types import Judge, Problem, RewardValues
-from klear_core.verify import build_judge_pool
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ def train_rl(
     """
     chosen, choice = choose_problems(problems, cfg.domain, cfg.prompts)
     setup = RlSetup(cfg=cfg, model=model, seed=seed, workdir=workdir)
-    with build_judge_pool(verify) as judges:
+    with workers.judges(verify) as judges:
         notes = judges.prepare(chosen)
         rewards = UserRewards(cfg.reward.custom, judges)
         progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards))

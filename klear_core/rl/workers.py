@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from klear_core.config.rl import RlConfig
+from klear_core.config.verify import VerifyConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import TrainableEngine, WeightSource
 from klear_core.types import TrainSample
+from klear_core.verify import JudgePool, build_judge_pool
 
 if TYPE_CHECKING:
     from klear_core.rl.learner import Learner
@@ -76,6 +78,10 @@ class Workers(Protocol):
         """Start the learner with the initial model, and the engine that samples from it as version 0."""
         ...
 
+    def judges(self, cfg: VerifyConfig) -> JudgePool:
+        """Build the judges; use the result as a context manager."""
+        ...
+
     def status(self) -> str:
         """Describe what the sampling engines are doing, for messages."""
         ...
@@ -116,6 +122,10 @@ class LocalWorkers:
         if is_ours:
             self._learner.add_note(await check_engine(self._learner, self._engine, setup))
         return self._learner, self._engine
+
+    def judges(self, cfg: VerifyConfig) -> JudgePool:
+        """Build judges on this machine."""
+        return build_judge_pool(cfg)
 
     def status(self) -> str:
         """Name the engine."""

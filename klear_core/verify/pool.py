@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Self, assert_never
+from typing import Protocol, Self, assert_never
 
 from klear_core.config.rl import CustomReward
 from klear_core.config.user_code import source_digest
@@ -83,15 +83,30 @@ class JudgeHealth:
             )
 
 
+class JudgeBackend(Protocol):
+    """Computes verdicts. Thread-safe; callbacks of the futures may call `submit`."""
+
+    def submit(self, task: Task) -> Future[Verdict | Fault]:
+        """Return a future of the task's verdict, or of the fault that left it without one."""
+        ...
+
+    def close(self) -> None:
+        """End all judging processes."""
+        ...
+
+
 class JudgePool:
     """Judges answers. Thread-safe; worker processes start with the first answer that needs one and end at `close`."""
 
-    def __init__(self, cfg: VerifyConfig) -> None:
-        """Hash the sources of the user's judges. Raise ConfigError if one is missing."""
+    def __init__(self, cfg: VerifyConfig, backend: JudgeBackend | None = None) -> None:
+        """Hash the sources of the user's judges. Raise ConfigError if one is missing.
+
+        `backend` computes the verdicts: by default a process of its own on this machine.
+        """
         self.cfg = cfg
         self._judges = {judge.name: (judge, source_digest(judge.module)) for judge in cfg.judges}
         self.health = JudgeHealth(max_failed_frac=cfg.max_failed_frac, min_failed_count=cfg.min_failed_count)
-        self._client = JudgeClient(cfg)
+        self._client: JudgeBackend = JudgeClient(cfg) if backend is None else backend
 
     def __enter__(self) -> Self:
         return self

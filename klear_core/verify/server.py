@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import os
 import resource
 import signal
 import sys
@@ -26,6 +25,7 @@ import pebble
 
 from klear_core.config.user_code import UserFunction
 from klear_core.config.verify import VerifyConfig
+from klear_core.cpus import usable_cpus
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome, Verdict
 from klear_core.verify import user_code
@@ -120,7 +120,7 @@ class Server:
         runtime = self._cfg.runtime
         return self._keep(
             pebble.ProcessPool(
-                max_workers=runtime.math_workers or os.cpu_count() or 1,
+                max_workers=runtime.math_workers or usable_cpus(),
                 max_tasks=runtime.tasks_per_worker,
                 initializer=_start_math_worker,
                 initargs=(self._cfg.math.memory_mb,),
@@ -132,7 +132,7 @@ class Server:
         runtime = self._cfg.runtime
         return self._keep(
             pebble.ProcessPool(
-                max_workers=runtime.code_workers or 2 * (os.cpu_count() or 1),
+                max_workers=runtime.code_workers or 2 * usable_cpus(),
                 max_tasks=runtime.tasks_per_worker,
                 initializer=_start_code_worker,
                 initargs=(self._checked_backend(), self._cfg),
@@ -146,7 +146,7 @@ class Server:
             runtime = self._cfg.runtime
             self._user_pools[key] = self._keep(
                 pebble.ProcessPool(
-                    max_workers=runtime.reward_workers or os.cpu_count() or 1,
+                    max_workers=runtime.reward_workers or usable_cpus(),
                     max_tasks=runtime.tasks_per_worker,
                     initializer=_start_user_worker,
                     initargs=(cfg.memory_mb,),

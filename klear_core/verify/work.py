@@ -58,8 +58,9 @@ Task = MathTask | CodeTask | CheckSandbox | UserTask
 class Fault:
     """The reason why a judging process gave no verdict.
 
-    It exceeded its limit of time or memory, died, raised, was closed, or has no sandbox that isolates.
+    It exceeded its limit of time or memory, died, raised, was closed, was lost with its node, or has no sandbox that
+    isolates.
     """
 
-    kind: Literal["timed_out", "out_of_memory", "died", "raised", "closed", "no_sandbox"]
+    kind: Literal["timed_out", "out_of_memory", "died", "raised", "closed", "lost", "no_sandbox"]
     detail: str

@@ -13,13 +13,13 @@ from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
 from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
+from klear_core.evaluate.compute import Compute
 from klear_core.evaluate.run import answer_suite
 from klear_core.evaluate.suite import Benchmark
-from klear_core.generate.factory import SamplerSource
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base import prepare_base
 from klear_core.types import Difficulty, Domain, EvalSample, MathReference, Problem
-from tasks.engines import open_samplers
+from tasks.engines import open_compute
 
 pytest.importorskip("ray")
 from two_nodes import actors_of, two_nodes
@@ -85,15 +85,15 @@ def answers(model: Path, workdir: Path, *, is_pool: bool, telemetry: NullTelemet
         runtime=RUNTIME,
     )
 
-    def run(samplers: SamplerSource) -> None:
+    def run(compute: Compute) -> None:
         watcher = telemetry or NullTelemetry()
-        answer_suite(model, cfg, suite(), VerifyConfig(), samplers=samplers, seed=5, workdir=workdir, telemetry=watcher)
+        answer_suite(model, cfg, suite(), VerifyConfig(), compute=compute, seed=5, workdir=workdir, telemetry=watcher)
 
     if is_pool:
-        with open_samplers(cfg.engine, RUNTIME, section="evaluate") as samplers:
-            run(samplers)
+        with open_compute(cfg.engine, RUNTIME, section="evaluate") as compute:
+            run(compute)
     else:
-        run(SamplerSource(section="evaluate"))
+        run(Compute(section="evaluate"))
     return list(read_shards(workdir / "samples", EvalSample))
 
 

@@ -347,7 +347,7 @@ def test_a_broken_engine_in_a_living_actor_is_replaced_and_a_wrong_request_is_th
 
     async def drive() -> None:
         workers = RayWorkers()
-        cfg = config(max_restarts=1)
+        cfg = config(max_restarts=1, num_rollout_actors=1)
         _, engines = await workers.start(RlSetup(cfg=cfg, model=base, seed=0, workdir=tmp_path))
         params = SamplingParams(
             num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0

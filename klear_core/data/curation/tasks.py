@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from klear_core.config.data import ExecutorConfig, LocalExecutorConfig
+from klear_core.cpus import usable_cpus
 from klear_core.data.curation.protocol import Progress, Tasks
 
 
@@ -42,19 +42,4 @@ def num_workers(executor: LocalExecutorConfig) -> int:
     """Return the number of processes: as configured, or one for each core that this process may use."""
     if executor.workers is not None:
         return executor.workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, _quota()))
-
-
-def _quota() -> int:
-    """Return the number of cores that the control group allows, at least one."""
-    unlimited = 1 << 20
-    for file in (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")):
-        if not file.exists():
-            continue
-        words = file.read_text().split()
-        period = words[1] if len(words) > 1 else file.with_name("cpu.cfs_period_us").read_text()
-        if words[0] in ("max", "-1"):
-            return unlimited
-        return max(1, int(words[0]) // int(period))
-    return unlimited
+    return usable_cpus()
