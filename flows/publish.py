@@ -21,12 +21,12 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 def publish(which: str, to: str, *, root: Path, licence: str, is_private: bool) -> None:
     """Write the model that `which` names to a folder; upload it if `to` is a name on the Hub."""
+    repo = _hub_id(to)  # first: it reads nothing
     artifact = find_artifact(which, root).absolute()
     try:
         model = model_folder(artifact)
     except ArtifactError as e:
         raise ArtifactError(f"{e}; name a stage that makes a model, or its fingerprint") from e
-    repo = _hub_id(to)
     folder = root / "published" / repo.replace("/", "--") if repo else Path(to).expanduser()
     if repo and folder.exists():
         raise ConfigError(f"{folder}: exists, from an earlier upload; remove it first, or upload it as it is")

@@ -110,10 +110,10 @@ def _scores(facts: CardFacts) -> str:
     decodings = [f"- {benchmark}: {decoding_text(profile)}." for benchmark, profile in facts.decoding.items()]
     said = (
         "avg@n is the share of right answers among n samples a problem, averaged over problems. The two columns after "
-        f"the value are {percent(CONFIDENCE, 0)} intervals: re-run, for these problems and other samples, with which "
-        "published scores are compared; other problems, for a new draw of such problems, with which models are compared. "
-        "Cut off: the answer ran out of tokens. No answer: the judge found none. Not judged: the judge failed; those are "
-        "in no score."
+        f"the value are {percent(CONFIDENCE, 0)} intervals: re-run, for these problems and other samples (compare "
+        "published scores with it); other problems, for a new draw of such problems (compare models with it). Cut off: "
+        "the answer ran out of tokens. No answer: the judge found none. Not judged: the judge failed; those are in no "
+        "score."
     )
     return "\n".join([table, "", said, "", "Decoding:", "", *decodings])
 
