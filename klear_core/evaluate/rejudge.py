@@ -26,6 +26,7 @@ from klear_core.evaluate.generations import (
 )
 from klear_core.evaluate.rejudged import Change, RejudgeSummary, Rescored, mark_of
 from klear_core.types import CodeReference, Difficulty, Problem, StoredTests, Verdict, domain_of
+from klear_core.verify import user_code
 from klear_core.verify.pool import JudgePool, build_judge_pool
 
 CHANGES_FILE = "changes.jsonl"
@@ -80,10 +81,11 @@ def rejudge(
     """Judge all answers of `source` again; write them with both verdicts, the changes, and `rejudge.json` to `out`.
 
     The folder must be new, empty or of an earlier such command, and appears when it is whole. Answers stream: memory
-    does not grow with their number. Raise DataError if no answer can be read, JudgeError and SandboxError as
-    `JudgePool.judge` does.
+    does not grow with their number. Raise DataError if no answer can be read, ConfigError if a judge of the user's own
+    cannot be used, JudgeError and SandboxError as `JudgePool.judge` does.
     """
     check_folder(out)
+    user_code.check_judges(verify.judges)
     beside = out.with_name(out.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)

@@ -66,6 +66,14 @@ def test_a_folder_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
     rejudge(source, ONE, tmp_path / "out")  # its own result may be replaced
 
 
+def test_a_judge_of_ones_own_that_is_not_there_is_told_before_anything_is_judged(tmp_path: Path) -> None:
+    source = evaluation_answers(evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)]).path)
+    unbound = VerifyConfig.model_validate({"judges": [{"name": "mine", "function": "nowhere:judge"}]})
+    with pytest.raises(ConfigError, match="name = 'mine', function = 'nowhere:judge': no Python file of module"):
+        rejudge(source, unbound, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_file_without_one_answer_leaves_no_folder(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"id": 1}\n')
