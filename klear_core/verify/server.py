@@ -7,6 +7,7 @@ The caller may hold CUDA, Ray and a hundred threads; this way it is never forked
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -212,7 +213,8 @@ def _start_user_worker(memory_mb: int) -> None:
     _die_with_parent()
     user_code.limit_memory(memory_mb)
     # If the machine's memory runs out, the kernel kills this process, and not the stage.
-    Path("/proc/self/oom_score_adj").write_text("1000")
+    with contextlib.suppress(OSError):  # where /proc is read-only, the kernel chooses by size alone
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 _JUDGES: list[code_judge.CodeJudge] = []

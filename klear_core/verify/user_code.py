@@ -73,6 +73,9 @@ def limit_memory(memory_mb: int) -> None:
     status = Path("/proc/self/status").read_text()
     (allocated,) = (line for line in status.splitlines() if line.startswith("VmData:"))
     limit = (int(allocated.split()[1]) << 10) + (memory_mb << 20)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
@@ -158,6 +161,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _number(value: object, cfg: CustomReward | CustomJudge) -> float:
+    if not isinstance(value, numbers.Real) and hasattr(value, "item"):
+        value = value.item()  # numpy's bool and arrays of one number
     if not isinstance(value, numbers.Real):
         raise TypeError(f"it returned {type(value).__name__}, and not a number")
     number = float(value)

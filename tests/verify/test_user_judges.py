@@ -21,6 +21,7 @@ from klear_core.verify import JudgePool
 
 SOURCE = """
 import os, time
+import numpy as np
 
 def near(answer):
     if answer.box is None: return 0
@@ -30,6 +31,7 @@ def near(answer):
     if answer.box == "eat": return len(bytearray(10**10))
     odd = {"none": None, "word": "1", "two": 2, "minus": -0.1, "nan": float("nan"), "list": [1]}
     if answer.box in odd: return odd[answer.box]
+    if answer.box == "numpy": return np.isclose(answer.reference["target"], 24)
     return abs(float(answer.box) - answer.reference["target"]) <= answer.reference.get("within", 0)
 
 def part(answer):
@@ -80,6 +82,7 @@ def test_what_the_function_returns_is_the_score(pool: JudgePool) -> None:
     assert verdict(pool, "24") == Verdict(outcome=Outcome.SCORED, score=1.0)
     assert verdict(pool, "25") == Verdict(outcome=Outcome.SCORED, score=0.0)
     assert verdict(pool, "25", {"target": 24, "within": 1}).is_correct
+    assert verdict(pool, "numpy").is_correct
     partial = pool.submit(to_judge("part-of", ["a", "b", "c"]), "</think> c").result()
     assert (partial.score, partial.is_correct) == (0.5, False)
 
@@ -96,7 +99,7 @@ def test_an_answer_without_the_required_tags_is_no_answer_and_the_judge_is_not_a
 @pytest.mark.parametrize(
     ("answer", "outcome", "why"),
     [
-        ("raise", Outcome.JUDGE_FAILED, r"KeyError: 'no such word' \(my_judges.py, line 6\)"),
+        ("raise", Outcome.JUDGE_FAILED, r"KeyError: 'no such word' \(my_judges.py, line 7\)"),
         ("die", Outcome.JUDGE_FAILED, "a worker died"),
         ("sleep", Outcome.TIMED_OUT, "ran out of time"),
         ("eat", Outcome.JUDGE_FAILED, "my_judges:near needs more memory than its memory_mb = 256"),
