@@ -10,6 +10,7 @@ from klear_core.artifacts.records import read_shards
 from klear_core.config.engine import EngineConfig
 from klear_core.config.evaluate import EvaluateSamplingConfig
 from klear_core.config.settings import Settings
+from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ArtifactError
 from klear_core.types import Difficulty, Outcome, PassRate
 
@@ -25,6 +26,19 @@ class DecodingProfile(Settings):
     engine: EngineConfig
     seed_policy: str
     """The derivation of each sample's seed, in words."""
+
+
+class JudgeRecord(Settings):
+    """The judge of a score, and the machine and concurrency that its time limits were met on."""
+
+    settings: VerifyConfig
+    cpu: str
+    """Name of the processor; empty if the system does not say."""
+    num_cores: int = Field(ge=1)
+    math_workers: int = Field(ge=1)
+    """Processes that compared math answers at a time."""
+    code_workers: int = Field(ge=1)
+    """Programs that ran at a time."""
 
 
 class Range(Settings):
@@ -109,6 +123,8 @@ class EvalReport(Settings):
     unscored_problems: tuple[str, ...]
     """Ids of the problems without one scored sample: they are missing from `avg`."""
     by_difficulty: tuple[DifficultyScore, ...]
+    judge: JudgeRecord | None = None
+    """The judge and its machine; None if the answers were counted without it."""
 
 
 _REPORTS: TypeAdapter[tuple[EvalReport, ...]] = TypeAdapter(tuple[EvalReport, ...])

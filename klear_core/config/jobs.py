@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -193,7 +193,9 @@ class BenchmarksJob(Job):
         expected = {b.name: b.expected_rows for b in config.benchmarks if b.expected_rows is not None}
         sources = {b.name: b.source for b in config.benchmarks}
         runtime = BenchmarksRuntime(
-            expected_rows=expected, verify=config.verify, max_unscored_rate=config.evaluate.max_unscored_rate
+            expected_rows=expected,
+            verify=config.judge_of("evaluate"),
+            max_unscored_rate=config.evaluate.max_unscored_rate,
         )
         return cls(seed=config.seed, sources=sources, runtime=runtime)
 
@@ -281,10 +283,13 @@ class TagJob(Job):
     runtime: TagRuntime = TagRuntime()
 
     @classmethod
-    def of(cls, config: PipelineConfig, tag: TagConfig) -> Self:
-        """Return the job with the settings of a pipeline config that determine the tags."""
+    def of(cls, config: PipelineConfig, section: Literal["tag", "tag_rl"]) -> Self:
+        """Return the job with the settings of a pipeline config that determine the tags. The section must be set."""
+        tag = config.tag if section == "tag" else config.tag_rl
+        assert tag is not None, section
         settings = tag.model_copy(update={"model": None})
-        return cls(seed=config.seed, tag=settings, verify=config.verify, runtime=TagRuntime(model=tag.model))
+        verify = config.judge_of(section)
+        return cls(seed=config.seed, tag=settings, verify=verify, runtime=TagRuntime(model=tag.model))
 
     def files(self) -> tuple[str, ...]:
         """Return the sources of the user's judges."""
@@ -309,7 +314,7 @@ class DistillJob(Job):
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
         """Return the job with the settings of a pipeline config that determine the traces."""
-        return cls(seed=config.seed, distill=config.distill, verify=config.verify)
+        return cls(seed=config.seed, distill=config.distill, verify=config.judge_of("distill"))
 
     def files(self) -> tuple[str, ...]:
         """Return the sources of the user's judges."""
@@ -356,9 +361,11 @@ class RlJob(Job):
     verify: VerifyConfig
 
     @classmethod
-    def of(cls, config: PipelineConfig, rl: RlConfig) -> Self:
+    def of(cls, config: PipelineConfig, section: Literal["rl", "rl_code"]) -> Self:
         """Return the job with the settings of a pipeline config that determine the result of this RL stage."""
-        return cls(seed=config.seed, rl=rl, verify=config.verify)
+        rl = config.rl if section == "rl" else config.rl_code
+        assert rl is not None, section
+        return cls(seed=config.seed, rl=rl, verify=config.judge_of(section))
 
     def files(self) -> tuple[str, ...]:
         """Return the sources of the user's rewards and judges. Raise ConfigError if one is missing or broken."""
@@ -402,7 +409,9 @@ class EvaluateJob(Job):
     def of(cls, config: PipelineConfig) -> Self:
         """Return the job with the settings of a pipeline config that determine the scores of a model."""
         benchmarks = tuple(b.model_copy(update={"expected_rows": None}) for b in config.benchmarks)
-        return cls(seed=config.seed, evaluate=config.evaluate, verify=config.verify, benchmarks=benchmarks)
+        return cls(
+            seed=config.seed, evaluate=config.evaluate, verify=config.judge_of("evaluate"), benchmarks=benchmarks
+        )
 
     def files(self) -> tuple[str, ...]:
         """Return the sources of the user's judges."""

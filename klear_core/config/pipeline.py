@@ -12,6 +12,7 @@ from klear_core.config.distill import DistillConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.given import GivenConfig
 from klear_core.config.hardware import HardwareConfig
+from klear_core.config.judge import JudgedStage, StageJudges, judge_of
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
 from klear_core.config.sft import SftConfig
@@ -44,7 +45,9 @@ class PipelineConfig(Settings):
     hardware: HardwareConfig = HardwareConfig()
     """The GPUs that `klear plan` reckons with; never changes a result."""
     verify: VerifyConfig = VerifyConfig()
-    """Judge settings, shared by distillation, RL and evaluation."""
+    """Judge settings that all stages have in common."""
+    judge: StageJudges = StageJudges()
+    """Judge settings of single stages, over the common ones."""
     benchmarks: tuple[BenchmarkConfig, ...] = ()
     """Problem sets to evaluate on; decontamination keeps them out of training."""
     curate: CurateConfig = CurateConfig()
@@ -70,6 +73,10 @@ class PipelineConfig(Settings):
         """The model that is trained further or scored: the last given one, else `model`."""
         given = list(self.given.models().values())
         return given[-1].as_model() if given else self.model
+
+    def judge_of(self, stage: JudgedStage) -> VerifyConfig:
+        """Return the complete judge settings of a stage, by its section."""
+        return judge_of(stage, self.verify, self.judge)
 
     @field_validator("benchmarks")
     @classmethod

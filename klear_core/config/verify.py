@@ -71,7 +71,7 @@ class CodeConfig(Settings):
     first failure; `plus_minus`: 2p-1, what Klear-Reasoner's code computes."""
     max_tests: int = Field(default=16, ge=0)
     """Number of tests per problem, chosen by problem id and so the same for every sample (Klear-Reasoner draws 16 anew
-    for each sample); 0 runs all. Use 0 for benchmark numbers."""
+    for each sample); 0 runs all, as evaluation does by default (`judge.evaluate.code`)."""
     max_timeouts: int = Field(default=2, ge=1)
     """Number of tests that may time out; after them the remaining tests count as failed and are not run."""
     cpu_s: float = Field(default=10.0, gt=0, le=600)
@@ -150,7 +150,7 @@ class VerifyRuntime(Settings):
 
 
 class VerifyConfig(Settings):
-    """Judging of answers; the same in distillation, RL and evaluation."""
+    """Judging of answers, common to all stages; `[judge.STAGE]` has settings of a stage's own over these."""
 
     window: Literal["after_think", "whole"] = "after_think"
     """Part of the response that is searched for the answer. `after_think`: after the last `</think>` (Klear-Reasoner's

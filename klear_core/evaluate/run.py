@@ -24,6 +24,7 @@ from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
 from klear_core.evaluate.compute import Compute
+from klear_core.evaluate.judge_record import judge_record
 from klear_core.evaluate.suite import Benchmark, PlannedAnswer, plan_answers
 from klear_core.evaluate.summarise import ledger_step, make_report, metrics_of, warning_lines
 from klear_core.evaluate.tally import read_math_vote, tally
@@ -279,13 +280,16 @@ def report_scores(
     telemetry: Telemetry,
 ) -> StageSummary:
     """Score the answers in the shards and write `report.json`, with one report per benchmark."""
+    judge = judge_record(verify)
     reports: list[EvalReport] = []
     ledger: list[LedgerStep] = []
     for benchmark in suite:
         samples = (s for shard in plan_answers(cfg, benchmark, workdir) for s in read_shard(shard.path, EvalSample))
         tallies = tally(samples, benchmark.problems, read_vote=partial(read_math_vote, verify))
         reports.append(
-            make_report(tallies, cfg, benchmark=benchmark.name, num_samples=benchmark.num_samples, seed=seed)
+            make_report(
+                tallies, cfg, benchmark=benchmark.name, num_samples=benchmark.num_samples, seed=seed, judge=judge
+            )
         )
         ledger.append(ledger_step(benchmark.name, tallies))
     write_reports(workdir, tuple(reports))

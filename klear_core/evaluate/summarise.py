@@ -9,7 +9,7 @@ from klear_core.artifacts.ledger import LedgerStep
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.errors import DataError
 from klear_core.evaluate.tally import Tallies, Tally
-from klear_core.scores import DecodingProfile, DifficultyScore, EvalReport, PassAtK, StablePass
+from klear_core.scores import DecodingProfile, DifficultyScore, EvalReport, JudgeRecord, PassAtK, StablePass
 from klear_core.types import Difficulty
 
 _MAX_STABLE_K = 16
@@ -18,7 +18,15 @@ _STABLE_THRESHOLDS = (0.5, 0.75, 1.0)
 SEED_POLICY = "one seed a sample, from (run seed, benchmark, problem id, sample index)"
 
 
-def make_report(tallies: Tallies, cfg: EvaluateConfig, *, benchmark: str, num_samples: int, seed: int) -> EvalReport:
+def make_report(
+    tallies: Tallies,
+    cfg: EvaluateConfig,
+    *,
+    benchmark: str,
+    num_samples: int,
+    seed: int,
+    judge: JudgeRecord | None = None,
+) -> EvalReport:
     """Return one benchmark's report. Raise DataError if no sample could be judged."""
     sampled, greedy = tallies["sampled"], tallies["greedy"]
     avg = sampled.score(confidence=cfg.confidence)
@@ -51,6 +59,7 @@ def make_report(tallies: Tallies, cfg: EvaluateConfig, *, benchmark: str, num_sa
         greedy_unscored=dict(greedy.unscored),
         unscored_problems=tuple(unscored_problems),
         by_difficulty=_by_difficulty(tallies, confidence=cfg.confidence),
+        judge=judge,
     )
 
 

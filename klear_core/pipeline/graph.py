@@ -124,19 +124,19 @@ def _makers(config: PipelineConfig) -> list[Stage]:
     if base not in downloaded:
         stages.append(base)
     if config.tag:
-        stages.append(_stage("tag", TagJob.of(config, config.tag), _tag_inputs(config.tag, "curate", "tagger")))
+        stages.append(_stage("tag", TagJob.of(config, "tag"), _tag_inputs(config.tag, "curate", "tagger")))
     if config.tag_rl:
         inputs = _tag_inputs(config.tag_rl, problems_of_rl, "tagger_rl")
-        stages.append(_stage("tag_rl", TagJob.of(config, config.tag_rl), inputs))
+        stages.append(_stage("tag_rl", TagJob.of(config, "tag_rl"), inputs))
         problems_of_rl = "tag_rl"
     stages += [
         _stage("distill", DistillJob.of(config), {"problems": problems}),
         _stage("sft", SftJob.of(config), {"model": "base", "traces": "distill"}, label="SFT"),
-        _stage("rl", RlJob.of(config, config.rl), {"model": "sft", "problems": problems_of_rl}, label="RL"),
+        _stage("rl", RlJob.of(config, "rl"), {"model": "sft", "problems": problems_of_rl}, label="RL"),
     ]
     if config.rl_code:
         inputs = {"model": "rl", "problems": problems_of_rl}
-        stages.append(_stage("rl_code", RlJob.of(config, config.rl_code), inputs, label="RL (code)"))
+        stages.append(_stage("rl_code", RlJob.of(config, "rl_code"), inputs, label="RL (code)"))
     return stages
 
 

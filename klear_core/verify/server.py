@@ -31,6 +31,7 @@ from klear_core.errors import SandboxError
 from klear_core.types import Outcome, Verdict
 from klear_core.verify import user_code
 from klear_core.verify.code import judge as code_judge
+from klear_core.verify.concurrency import code_workers, math_workers
 from klear_core.verify.math import compare as math_compare  # before the first fork: workers share the loaded sympy
 from klear_core.verify.sandbox import selftest
 from klear_core.verify.sandbox.jail import STARVED_FACTOR
@@ -121,7 +122,7 @@ class Server:
         runtime = self._cfg.runtime
         return self._keep(
             pebble.ProcessPool(
-                max_workers=runtime.math_workers or usable_cpus(),
+                max_workers=math_workers(runtime),
                 max_tasks=runtime.tasks_per_worker,
                 initializer=_start_math_worker,
                 initargs=(self._cfg.math.memory_mb,),
@@ -133,7 +134,7 @@ class Server:
         runtime = self._cfg.runtime
         return self._keep(
             pebble.ProcessPool(
-                max_workers=runtime.code_workers or 2 * usable_cpus(),
+                max_workers=code_workers(runtime),
                 max_tasks=runtime.tasks_per_worker,
                 initializer=_start_code_worker,
                 initargs=(self._checked_backend(), self._cfg),
