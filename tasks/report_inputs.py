@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from klear_core.artifacts.manifest import ArtifactRef, read_manifest
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
     from klear_core.report.inputs import PairedDifference, ReportInputs, StageFolder
 
 
+_PUBLISHED = Path(__file__).parents[1] / "flows" / "profiles" / "published.toml"
+"""Published scores: configs/ of a checkout, or its copy in an installed package."""
+
+
 def report_inputs(
     info: RunInfo, job: ReportJob, inputs: Mapping[str, ArtifactRef], missing: Sequence[StageFolder] = ()
 ) -> ReportInputs:
     """Return the report's input; `missing` are planned stages without an artifact, listed after the others."""
+    from klear_core.evaluate.published import read_published
     from klear_core.report import inputs as of
 
     config, commit = job.pipeline_config(), code_commit()
@@ -57,6 +63,7 @@ def report_inputs(
         stages=(*done, *missing),
         differences=tuple(_differences(scores)),
         score_warnings=tuple(warnings),
+        published=read_published(_PUBLISHED),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from klear_core.artifacts.manifest import Manifest
 from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.evaluate.published import PublishedModel
 from klear_core.report.charts import Series
 from klear_core.report.inputs import PairedDifference, RunInfo, ScoreWarning
 from klear_core.scores import EvalReport
@@ -77,6 +78,7 @@ class Facts:
     """Labels of models whose evaluation is missing."""
     differences: tuple[PairedDifference, ...]
     score_warnings: tuple[ScoreWarning, ...] = ()
+    published: tuple[PublishedModel, ...] = ()
 
     def model(self, maker: str) -> ModelFacts:
         """Return the evaluated model that the stage `maker` made."""

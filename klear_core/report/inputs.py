@@ -9,6 +9,7 @@ from typing import Literal
 
 from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.evaluate.published import PublishedModel
 from klear_core.scores import Range
 
 
@@ -92,4 +93,6 @@ class ReportInputs:
     differences: tuple[PairedDifference, ...] = ()
     """Differences between consecutive evaluated models and from first to last, per benchmark and decoding."""
     score_warnings: tuple[ScoreWarning, ...] = ()
+    published: tuple[PublishedModel, ...] = ()
+    """Published scores to put beside those of the run."""
     """Reservations about scores, from the lineage of the models."""

@@ -42,6 +42,7 @@ def read_facts(inputs: ReportInputs) -> Facts:
         unscored_models=tuple(unscored),
         differences=inputs.differences,
         score_warnings=inputs.score_warnings,
+        published=inputs.published,
     )
 
 

@@ -10,6 +10,7 @@ from klear_core.report.charts import nice_ticks
 from klear_core.report.claims import Standing, standing_of, why_not_tested
 from klear_core.report.facts import Facts, ModelFacts
 from klear_core.report.inputs import PairedDifference
+from klear_core.report.published_view import PublishedRow, published_rows
 from klear_core.report.text import MINUS, NONE, number, p_value, percent, points, range_text
 from klear_core.scores import DecodingProfile, EvalReport, Range, Score
 
@@ -120,6 +121,7 @@ class BenchmarkView:
     difficulties: tuple[SideBySide, ...]
     differences: tuple[DifferenceRow, ...]
     difference_axis: Axis
+    published: tuple[PublishedRow, ...]
     num_compared: int
     """Differences of the whole report, for which p-values are corrected."""
 
@@ -182,6 +184,7 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
         difficulties=_difficulties(scored),
         differences=tuple(difference_rows),
         difference_axis=axis,
+        published=published_rows(facts.published, [model for model, _ in scored], name),
         num_compared=len(facts.differences),
     )
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from klear_core.config.data import FileSource
 from klear_core.config.losses import ClipConfig
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.evaluate.published import PublishedModel
 from klear_core.report import curves
 from klear_core.report.config_view import changed_settings
 from klear_core.report.curves import RL_CHARTS, SFT_CHARTS, stage_curves
@@ -24,6 +25,7 @@ from klear_core.report.inputs import ReportInputs
 from klear_core.report.ledger_view import stage_ledgers
 from klear_core.report.lineage import NODE_WIDTH, lineage_graph
 from klear_core.report.notices import notices
+from klear_core.report.published_view import published_rows
 from klear_core.report.read import read_facts
 from klear_core.report.scores_view import benchmark_views
 from klear_core.report.terminal import score_table
@@ -223,3 +225,15 @@ def test_a_part_of_a_run_shows_its_scores_and_claims_nothing(run: ReportInputs) 
     assert "Base" in text
     assert "avg@" in text
     assert "nothing is claimed" not in text
+
+
+def test_published_scores_stand_beside_ours(facts: Facts) -> None:
+    paper = PublishedModel(model="paper", source="T1", scores={"aime24": 97.0}, num_samples={"aime24": 64})
+    models = []
+    for model in facts.models:
+        scores = tuple(s.model_copy(update={"benchmark": "aime24", "num_problems": 30}) for s in model.scores)
+        models.append(replace(model, scores=scores))
+    (row,) = published_rows([paper], models, "aime24")
+    assert (row.score, row.bound) == ("97.0\u00a0%, avg@64", "±3.1")
+    assert [text for text, _ in row.ours] == ["\u221297.0, differs", "\u221229.9, differs", "+0.8, differs"]
+    assert published_rows([paper], facts.models, "heldout") == ()

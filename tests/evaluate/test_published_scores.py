@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from evaluate_fakes import RIGHT, WRONG, make_problem, make_sample
+
+from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.load import load_profile
+from klear_core.errors import ConfigError
+from klear_core.evaluate.published import SIZES, PublishedModel, agreement_with, read_published, rerun_bound
+from klear_core.evaluate.summarise import make_report
+from klear_core.evaluate.tally import tally
+from klear_core.scores import EvalReport
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PAPER = PublishedModel(model="paper", source="T1", scores={"aime24": 90.0}, num_samples={"aime24": 64})
+
+
+def aime24(num_right: int, *, num_problems: int = 30, num_samples: int = 8) -> EvalReport:
+    """Every problem has the same number of right answers."""
+    samples = [
+        make_sample(i, j, RIGHT if j < num_right else WRONG, benchmark="aime24")
+        for i in range(num_problems)
+        for j in range(num_samples)
+    ]
+    counts = tally(samples, [make_problem(i) for i in range(num_problems)])
+    return make_report(counts, EvaluateConfig(), benchmark="aime24", num_samples=num_samples, seed=0)
+
+
+def test_two_runs_of_the_papers_model_differ_by_at_most_1_9_points() -> None:
+    """1.96 * sqrt(2 * 0.905 * 0.095 / 1920) = 0.0185."""
+    assert rerun_bound(0.905, 30, 64, 64, confidence=0.95) == pytest.approx(0.0185, abs=5e-5)
+
+
+@pytest.mark.parametrize(("num_right", "agrees"), [(7, True), (4, False), (8, False)])
+def test_a_score_agrees_if_a_rerun_may_differ_so_much(num_right: int, agrees: bool) -> None:
+    """7 of 8 is 87.5 %, 2.5 points below; the noise of 240 answers is 2.1 points, that of the paper's 1,920 0.7."""
+    found = agreement_with(PAPER, aime24(num_right))
+    assert found is not None
+    assert found.agrees == agrees
+    assert found.difference == pytest.approx(num_right / 8 - 0.9)
+
+
+def test_another_number_of_problems_is_another_benchmark() -> None:
+    assert agreement_with(PAPER, aime24(7, num_problems=29)) is None
+
+
+def test_every_published_score_has_its_n_and_its_source() -> None:
+    models = read_published(CONFIGS / "published.toml")
+    assert {"Klear-Reasoner-8B, RL, 32K", "Klear-Reasoner-8B, RL, 64K (YaRN 2.5)"} <= {m.model for m in models}
+    assert all(model.source and set(model.num_samples) == set(model.scores) for model in models)
+
+
+def test_the_papers_benchmarks_have_the_names_and_sizes_of_the_published_ones() -> None:
+    for benchmark in load_profile(CONFIGS / "klear_8b").benchmarks:
+        assert SIZES[benchmark.name] == benchmark.expected_rows
+
+
+def test_a_wrong_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "published.toml"
+    file.write_text('[[score]]\nmodel = "m"\nsource = "s"\nscores = { aime24 = 90 }\nnum_samples = {}\n')
+    with pytest.raises(ConfigError, match=r"published\.toml: .*m: scores and num_samples name different benchmarks"):
+        read_published(file)
