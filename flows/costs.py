@@ -11,12 +11,14 @@ from rich.table import Table
 from klear_core.config.engine import VllmEngineConfig
 from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import RlConfig
 from klear_core.pipeline.busy import ENOUGH, MEDIAN_SHARE, SIGMA, BusyEstimate, estimate_busy
 from klear_core.pipeline.estimate import StageEstimate, estimate
 from klear_core.pipeline.fits import known_hardware, with_margin_gb
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.known_models import planned_size
 from klear_core.pipeline.model_size import ModelSize
+from klear_core.pipeline.split import Split, estimate_split
 
 
 def show_costs(
@@ -26,7 +28,7 @@ def show_costs(
     rows = estimate(config, chosen)
     console.print(_table(rows, price=config.hardware.price_per_gpu_hour))
     stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
-    for line in (*_engine_lines(config, stages), *_busy_lines(config, stages)):
+    for line in (*_engine_lines(config, stages), *_busy_lines(config, stages), *_split_lines(config, stages)):
         console.print(line)
     if any(row.gpu_hours is not None for row in rows):
         console.print(_assumptions(config))
@@ -115,6 +117,31 @@ def _busy_line(busy: BusyEstimate) -> str:
         f"tokens_per_microbatch = {busy.better.tokens_per_microbatch}"
     )
     return f"{line}. {settings} reaches {busy.better_share:.2f}"
+
+
+def _split_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
+    """Yield a line for each RL stage with GPUs of its own for engines and learner: which side is slower, what balances."""
+    size = planned_size(config.start_model)
+    for stage in stages:
+        training = stage.job.training()
+        if size is None or not isinstance(training, RlConfig):
+            continue
+        found = estimate_split(training, size, config.hardware)
+        if found is None:
+            continue
+        line = f"{stage.section}.runtime: without waiting, a step takes {_split(found.now)}"
+        if found.best != found.now:
+            line += f". As many GPUs are balanced by {_split(found.best)}"
+        if training.rollout.mode == "continuous":
+            line += f". About {found.requests_per_engine} requests fill an engine's cache (requests_per_actor)"
+        yield line
+
+
+def _split(split: Split) -> str:
+    return (
+        f"{split.num_engines} engines {split.sampling_s:,.0f} s of sampling and {split.num_workers} learner ranks "
+        f"{split.learning_s:,.0f} s"
+    )
 
 
 def _assumptions(config: PipelineConfig) -> str:

@@ -67,8 +67,13 @@ def _rl_flops(rl: RlConfig, size: ModelSize) -> float:
     rollout = rl.rollout
     longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
     num_tokens = rl.num_steps * rollout.groups_per_step * rollout.samples_per_group * longest
+    return training_flops(rl, size, num_tokens, longest)
+
+
+def training_flops(rl: RlConfig, size: ModelSize, num_tokens: int, row_tokens: int) -> float:
+    """Return the operations of updates, and of old log-probs, over so many tokens in rows of `row_tokens`."""
     operations = _TRAINING_FLOPS + (_OLD_LOGP_FLOPS if rl.old_logps == "learner" else 0)
-    return _flops(size, num_tokens, longest, operations=operations)
+    return _flops(size, num_tokens, row_tokens, operations=operations)
 
 
 def _sampling_hours(hardware: HardwareConfig, size: ModelSize, use: EngineUse, max_tokens: int) -> float | None:

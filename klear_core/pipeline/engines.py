@@ -40,9 +40,7 @@ def engine_fit(size: ModelSize, engine: VllmEngineConfig, hardware: HardwareConf
     assert hardware.gpu_memory_gb is not None
     ranks, value_bytes = engine.runtime.tensor_parallel, _VALUE_BYTES[engine.dtype]
     weights = size.num_params * value_bytes
-    # Key heads are split over the ranks, or copied where there are more ranks than heads.
-    copies = max(1, ranks // size.num_kv_heads)
-    token_bytes = 2 * size.num_layers * size.kv_size * copies * value_bytes
+    token_bytes = _token_bytes(size, engine)
     usable = engine.runtime.gpu_memory_utilization * hardware.gpu_memory_gb * 1e9 * ranks
     free = usable - weights - _WORKSPACE_GB * 1e9 * ranks
     if engine.runtime.kv_cache_mb is not None:
@@ -51,9 +49,24 @@ def engine_fit(size: ModelSize, engine: VllmEngineConfig, hardware: HardwareConf
     batch = min(engine.runtime.max_num_seqs, 2 * cache_tokens // longest)
     speed = 0.0
     if batch:
-        bandwidth = hardware.memory_tb_per_s * 1e12 * hardware.decoding_efficiency * ranks
-        reading_s = (weights + batch * longest / 2 * token_bytes) / bandwidth
-        # A large batch is bound by arithmetic: two operations a weight and token.
-        computing_s = 2 * size.num_params * batch / (hardware.peak_tflops * 1e12 * hardware.mfu * ranks)
-        speed = batch / max(reading_s, computing_s)
+        speed = batch / step_seconds(size, engine, hardware, batch=batch, cached_tokens=batch * longest / 2)
     return EngineFit(weights_gb=weights / ranks / 1e9, cache_tokens=cache_tokens, longest=longest, tokens_per_s=speed)
+
+
+def step_seconds(
+    size: ModelSize, engine: VllmEngineConfig, hardware: HardwareConfig, *, batch: int, cached_tokens: float
+) -> float:
+    """Return the seconds of one decoding step: a token for each of `batch` answers, with so many tokens cached."""
+    ranks = engine.runtime.tensor_parallel
+    bandwidth = hardware.memory_tb_per_s * 1e12 * hardware.decoding_efficiency * ranks
+    weights = size.num_params * _VALUE_BYTES[engine.dtype]
+    reading_s = (weights + cached_tokens * _token_bytes(size, engine)) / bandwidth
+    # A large batch is bound by arithmetic: two operations a weight and token.
+    computing_s = 2 * size.num_params * batch / (hardware.peak_tflops * 1e12 * hardware.mfu * ranks)
+    return max(reading_s, computing_s)
+
+
+def _token_bytes(size: ModelSize, engine: VllmEngineConfig) -> int:
+    # Key heads are split over the ranks, or copied where there are more ranks than heads.
+    copies = max(1, engine.runtime.tensor_parallel // size.num_kv_heads)
+    return 2 * size.num_layers * size.kv_size * copies * _VALUE_BYTES[engine.dtype]
