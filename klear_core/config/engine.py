@@ -88,8 +88,11 @@ class VllmEngineConfig(Settings):
 class HttpRuntime(Settings):
     """Concurrency, timeout and retries of an HTTP endpoint."""
 
-    max_concurrency: int = Field(default=64, ge=1)
-    """Maximum number of concurrent requests."""
+    max_concurrency: int = Field(default=1024, ge=1)
+    """Most concurrent requests. Below it the number follows the endpoint's throughput, from 8 on: it grows while more
+    requests give more tokens a second, and falls when the endpoint refuses them (429, 503, timeouts)."""
+    probe_s: float = Field(default=10.0, gt=0)
+    """Least seconds, and at least one round of replies, for which a number of requests is measured."""
     timeout_s: float = Field(default=600, gt=0)
     """Seconds after which one request times out."""
     max_retries: int = Field(default=5, ge=0)

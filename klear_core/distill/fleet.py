@@ -12,9 +12,9 @@ import httpx
 
 from klear_core.config.distill import HttpTeacherRuntime, TeacherEndpoint
 from klear_core.distill.budget import Budget, cost_of
-from klear_core.distill.concurrency import ConcurrencyLimit
 from klear_core.distill.keys import BlockKeys, request_headers
 from klear_core.distill.teacher import Usage
+from klear_core.generate.concurrency import ConcurrencyLimit
 
 log = logging.getLogger(__name__)
 

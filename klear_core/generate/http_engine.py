@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from klear_core.config.engine import HttpEngineConfig
 from klear_core.errors import ConfigError, ResourceError
+from klear_core.generate.concurrency import AdaptiveSlots
 from klear_core.generate.engine import SamplingParams
 from klear_core.generate.requests import OpenRequests
 from klear_core.seeding import seed_for
@@ -26,6 +27,10 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 BUSY_STATUSES = frozenset({408, 409, 429, 500, 502, 503, 504})
 """Statuses that are retried; every other status above 399 is final."""
+REFUSALS = frozenset({429, 503})
+"""Statuses by which a server says that it has too many requests."""
+FIRST_CONCURRENCY = 8
+"""Concurrent requests at the start, as to a teacher; see `HttpRuntime.max_concurrency`."""
 
 
 class _Model(BaseModel):
@@ -73,7 +78,9 @@ class HttpEngine:
             timeout=cfg.runtime.timeout_s,
             transport=transport,
         )
-        self._slots = asyncio.Semaphore(cfg.runtime.max_concurrency)
+        self._slots = AdaptiveSlots(
+            minimum=FIRST_CONCURRENCY, maximum=cfg.runtime.max_concurrency, window_s=cfg.runtime.probe_s
+        )
         self._model_lock = asyncio.Lock()
         self._model: _Model | None = None
         self._open = OpenRequests("HTTP engine")
@@ -85,6 +92,15 @@ class HttpEngine:
         token ids, ResourceError if it stays busy or unreachable through all retries.
         """
         return await self._open.run(self._samples(list(prompt_ids), params))
+
+    @property
+    def limit(self) -> int:
+        """Return the number of requests that the endpoint is sent at a time at present."""
+        return self._slots.limit
+
+    async def check(self) -> None:
+        """Ask the endpoint for its models. Raise ResourceError if it does not answer, ConfigError if it lacks ours."""
+        await self._served_model()
 
     async def close(self) -> None:
         """Close all connections; open requests fail."""
@@ -149,6 +165,7 @@ class HttpEngine:
                 f"{self._cfg.base_url}/completions does not answer with token ids and log-probs: {error}"
             ) from error
         token_ids, logps = tuple(choice.token_ids), tuple(choice.logprobs.token_logprobs)
+        self._slots.count(len(token_ids))
         if len(token_ids) != len(logps):
             raise ConfigError(
                 f"{self._cfg.base_url}/completions gave {len(token_ids)} token ids and {len(logps)} log-probs"
@@ -161,14 +178,25 @@ class HttpEngine:
             policy_versions=(0,) * len(token_ids),
         )
 
+    async def _send(self, method: str, path: str, body: dict[str, object] | None) -> httpx.Response:
+        """Return the response to one try, made in a slot; a server that is too busy lowers their number."""
+        async with self._slots.slot() as sent_at:
+            try:
+                response = await self._client.request(method, path, json=body)
+            except httpx.TimeoutException:
+                self._slots.refuse(sent_at=sent_at)
+                raise
+        if response.status_code in REFUSALS:
+            self._slots.refuse(sent_at=sent_at)
+        return response
+
     async def _request(self, method: str, path: str, body: dict[str, object] | None) -> bytes:
         """Return the reply's body, after as many tries as the config allows."""
         last_error = ""
         for attempt in range(self._cfg.runtime.max_retries + 1):
             pause_s = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
             try:
-                async with self._slots:  # bounds the requests in flight; the pause before a retry holds no slot
-                    response = await self._client.request(method, path, json=body)
+                response = await self._send(method, path, body)  # the pause before a retry holds no slot
             except httpx.TransportError as error:
                 last_error = f"{type(error).__name__}: {error}"
             else:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,16 @@ from qwen3_folder import build_model, write_folder
 from vllm_marks import VLLM_MARKS
 
 from klear_core.config.engine import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig, VllmRuntime
+from klear_core.config.evaluate import EvaluateRuntime
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams, TrainableEngine
-from klear_core.generate.factory import build_engine, build_trainable_engine
+from klear_core.generate.factory import EngineSpec, build_engine, build_trainable_engine
 from klear_core.generate.fake_engine import FakeAnswer, FakeEngine
+from klear_core.generate.members import EndpointMember, LocalMember
+from klear_core.generate.pool import EnginePool, PooledEngine, RestartLimit
 from klear_core.seeding import seed_for
 from klear_core.types import Completion
+from tasks.resources import Needs, ray_session
 
 MAX_LEN = 160
 PROMPTS = [[65 + (7 * i + j) % 50 for j in range(length)] for i, length in enumerate((1, 3, 20, 40, 5))]
@@ -71,10 +75,57 @@ async def _http(folder: Path) -> AsyncIterator[InferenceEngine]:
         await engine.close()
 
 
+@contextlib.asynccontextmanager
+async def _pool(folder: Path) -> AsyncIterator[InferenceEngine]:
+    """Two engines in this process."""
+
+    async def build() -> InferenceEngine:
+        return await build_engine(TorchEngineConfig(), folder, num_threads=1, seed=0)
+
+    async with _started([LocalMember(f"engine {i}", build, limit=4) for i in range(2)]) as pool:
+        yield pool
+
+
+@contextlib.asynccontextmanager
+async def _endpoints(folder: Path) -> AsyncIterator[InferenceEngine]:
+    async with _torch(folder) as behind, serve(behind, max_model_len=MAX_LEN) as base_url:
+        cfg = HttpEngineConfig(base_url=base_url, model=MODEL)
+        async with _started([EndpointMember(cfg), EndpointMember(cfg)]) as pool:
+            yield pool
+
+
+@contextlib.asynccontextmanager
+async def _started(members: Sequence[PooledEngine]) -> AsyncIterator[InferenceEngine]:
+    pool = EnginePool(members, RestartLimit(0, window_s=1, key="max_restarts").count)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+@contextlib.asynccontextmanager
+async def _ray_pool(folder: Path) -> AsyncIterator[InferenceEngine]:
+    """Two engines in actors."""
+    pytest.importorskip("ray")
+    from klear_core.cluster.engine_pool import start_pool
+
+    spec = EngineSpec(cfg=TorchEngineConfig(), model_folder=folder, num_threads=1, seed=0)
+    with ray_session(Needs(num_cpus=2, object_store_bytes=80 << 20)):
+        sampler = await start_pool(spec, runtime=EvaluateRuntime(num_engines=2), key="evaluate")
+        try:
+            yield sampler.engine
+        finally:
+            await sampler.engine.close()
+
+
 ENGINES = [
     pytest.param(Engines(start=_fake, is_trainable=True), id="fake"),
     pytest.param(Engines(start=_torch, is_trainable=True), id="torch"),
     pytest.param(Engines(start=_http, is_trainable=False), id="http"),
+    pytest.param(Engines(start=_pool, is_trainable=False), id="pool"),
+    pytest.param(Engines(start=_endpoints, is_trainable=False), id="endpoints"),
+    pytest.param(Engines(start=_ray_pool, is_trainable=False), id="ray-pool", marks=pytest.mark.slow),
     pytest.param(Engines(start=_vllm, is_trainable=True), id="vllm", marks=VLLM_MARKS),
 ]
 

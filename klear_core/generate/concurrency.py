@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
 _MIN_GAIN = 0.1
 """Gain in throughput that a changed limit must bring to be kept, as a share of the relative change."""
 _STEP = 1 / 8
@@ -53,7 +59,7 @@ class ConcurrencyLimit:
 
         Requests sent before the last cut say nothing about the present limit.
         """
-        if sent_at < self._cut_at:
+        if sent_at <= self._cut_at:
             return
         self._cut_at = now
         lower = max(num_served, int(self.value * _CUT))
@@ -93,7 +99,8 @@ class ConcurrencyLimit:
         step = self.value if self._is_doubling else max(1, round(self.value * _STEP))
         self._set(self.value + self._direction * step)
         if self.value == self._best[0]:
-            self._direction = -self._direction  # at a bound
+            # At a bound. The next probe is an eighth less, not the double step, which would fall to the minimum.
+            self._direction, self._is_doubling = -self._direction, False
 
     def _give_up_probe(self) -> None:
         self._is_doubling, self._best = False, None
@@ -107,3 +114,68 @@ class ConcurrencyLimit:
 
     def _start_window(self, now: float) -> None:
         self._started, self._num_tokens = now, 0
+
+
+class AdaptiveSlots:
+    """Slots for requests to one endpoint that sends whole replies; their number follows its throughput."""
+
+    def __init__(
+        self, *, minimum: int, maximum: int, window_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._limit = ConcurrencyLimit(minimum=min(minimum, maximum), maximum=maximum, window_s=window_s, now=clock())
+        self._num_open = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._replies_in_window = 0
+        self._is_full = False
+        """Whether all slots were taken when the last one was given back."""
+
+    @property
+    def limit(self) -> int:
+        """Return the present number of slots."""
+        return self._limit.value
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[float]:
+        """Wait for a slot, first come, first served, and hold it during the block; yield the time it was taken."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was this request's turn when its caller was cancelled
+                self._num_open -= 1
+            self._admit()
+            raise
+        try:
+            yield self._clock()
+        finally:
+            self._is_full = self._num_open >= self._limit.value
+            self._num_open -= 1
+            self._admit()
+
+    def count(self, num_tokens: int) -> None:
+        """Count a whole reply, and adapt the limit once a window is over that had a round of them."""
+        self._limit.count_tokens(num_tokens)
+        self._replies_in_window += 1
+        now = self._clock()
+        if self._limit.is_window_over(now) and self._replies_in_window >= self._limit.value:
+            self._replies_in_window = 0
+            # Above a limit that was lowered, the window measures the old one.
+            is_within = self._num_open <= self._limit.value
+            self._limit.end_window(now, is_full=self._is_full or bool(self._waiting), is_settled=is_within)
+            self._admit()
+
+    def refuse(self, *, sent_at: float) -> None:
+        """Lower the limit: the endpoint has refused a request that took its slot at this time."""
+        # Without a stream nobody knows how many of the open requests it has begun to serve.
+        self._limit.refuse(num_served=0, sent_at=sent_at, now=self._clock())
+        self._replies_in_window = 0
+
+    def _admit(self) -> None:
+        while self._waiting and self._num_open < self._limit.value:
+            turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._num_open += 1
+                turn.set_result(None)
