@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,9 +18,8 @@ from klear_core.errors import ConfigError, KlearError
 
 if TYPE_CHECKING:
     from flows.ablate import Cell
-    from flows.console import RunConsole
     from klear_core.artifacts.store import CheckedBy
-    from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+    from klear_core.config.pipeline import PipelineConfig
     from klear_core.evaluate.ablation import RunResult
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
@@ -86,29 +83,17 @@ def run(
     klear run configs/laptop --until curate --set 'curate.sources=["problems.jsonl"]'
     """
     from flows import console
-    from flows.reuse import reuse_all
+    from flows.watched import carry_out
     from klear_core.pipeline.graph import select_stages, stages_again, stages_of
-    from klear_core.pipeline.moved import set_moved_aside
-    from klear_core.pipeline.preflight import require_ready
 
     config = _config(profile, overrides)
     stages = stages_of(config)
     chosen = select_stages(stages, only=only, from_=from_, until=until)
-    again = stages_again(stages, rerun_from, chosen)
     if dry_run:
+        again = stages_again(stages, rerun_from, chosen)
         console.show_plan(config, chosen, again=again)
         return
-    require_ready(config, chosen, again=again)  # the flow checks again, but only after seconds of imports
-    set_moved_aside(config, chosen)
-    reused = None if again else reuse_all(config, chosen)
-    if reused is not None:
-        console.show_result(config, reused, num_made=0)
-        return
-    with _watched(config.workspace, needs_ray=_runs_rl(config, chosen, again)) as watcher:
-        from flows.pipeline import run_pipeline
-
-        result = run_pipeline(config, only=only, from_=from_, until=until, rerun_from=rerun_from)
-    console.show_result(config, result, num_made=watcher.num_made)
+    carry_out(config, chosen, only=only, from_=from_, until=until, rerun_from=rerun_from)
 
 
 @app.command()
@@ -130,6 +115,7 @@ def ablate(
     """
     from flows import ablate as grid
     from flows.resolve import grid_file
+    from flows.watched import watched_if
     from klear_core.config.ablation import load_ablation
     from klear_core.pipeline.graph import workspace_root
 
@@ -142,7 +128,7 @@ def ablate(
     if dry_run:
         return
     made = grid.made_runs(configs)
-    with _watched_if(len(made) < len(configs), configs) as watcher:
+    with watched_if(len(made) < len(configs), configs) as watcher:
 
         def run_cell(cell: Cell) -> RunResult:
             is_made = cell in made
@@ -389,68 +375,11 @@ def main() -> None:
         exit_at_once_when_interrupted()
 
 
-def _watched_if(has_work: bool, configs: Mapping[Cell, PipelineConfig]) -> AbstractContextManager[RunConsole]:
-    """Return `_watched` for a grid, or without work a console alone: comparing artifacts needs no Prefect."""
-    if has_work:
-        first = next(iter(configs.values()))
-        return _watched(first.workspace, needs_ray=any(map(_runs_rl, configs.values())))
-    from flows.console import RunConsole
-
-    return closing(RunConsole())
-
-
-@contextmanager
-def _watched(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunConsole]:
-    """Prepare Prefect in this process and show the stages on the terminal; an interrupt exits with status 130.
-
-    Order matters: the environment is set before Prefect is imported, and the server starts while the imports run.
-    """
-    from flows import console
-    from flows.launch import own_server, prepare_environment
-    from flows.local_runs import close_killed_runs
-    from flows.reachable import check_prefect, check_ray, check_tracking
-
-    check_prefect()
-    check_tracking(workspace)
-    if needs_ray:
-        check_ray()
-    prepare_environment(workspace)
-    server = own_server(workspace)
-    import flows.pipeline  # noqa: F401  takes seconds; the server starts meanwhile
-    from tasks.progress import set_console
-
-    if server is not None:
-        server.wait_until_ready()
-        close_killed_runs()
-    watcher = console.RunConsole()
-    set_console(watcher)
-    try:
-        yield watcher
-    finally:
-        watcher.close()
-        _leave_if_interrupted(sys.exc_info()[1])
-
-
 def _config(profile: str, overrides: list[str] | None) -> PipelineConfig:
     from flows.resolve import profile_folder
     from klear_core.config.load import load_profile
 
     return load_profile(profile_folder(profile), overrides or [])
-
-
-def _runs_rl(config: PipelineConfig, chosen: Collection[str] | None = None, again: Collection[str] = ()) -> bool:
-    from klear_core.config.jobs import RlJob
-    from klear_core.pipeline.ahead import PendingWork
-
-    return any(PendingWork.of(config, chosen, again).pending(RlJob))
-
-
-def _leave_if_interrupted(error: BaseException | None) -> None:
-    from tasks.interrupts import is_interrupt
-
-    if is_interrupt(error):
-        typer.echo("\ninterrupted; the same command goes on from here", err=True)
-        raise typer.Exit(130)
 
 
 def _escaped(text: str) -> str:

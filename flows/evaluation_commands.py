@@ -113,3 +113,47 @@ def publish(
     from flows.publish import publish as publish_model
 
     publish_model(model, to, root=root, licence=licence, is_private=is_private)
+
+
+@evaluations.command()
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face folder, owner/name or owner/name@revision on the Hub, or a stage: rl."),
+    ],
+    benchmarks: Annotated[
+        list[str] | None,
+        typer.Option("--benchmarks", help="A file of problems, or a name such as aime24; may be given many times."),
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Profile whose benchmarks, sampling and judges to use, such as klear_8b.")
+    ] = None,
+    num_samples: Annotated[int | None, typer.Option("--samples", min=1, help="Answers to each problem.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
+    engine: Annotated[
+        Literal["auto", "torch", "vllm"], typer.Option(help="auto: torch for Qwen3 folders, vLLM for other models.")
+    ] = "auto",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; may be repeated.")
+    ] = None,
+    root: Annotated[Path, typer.Option(help="Workspace for the result.")] = Path("runs"),
+) -> None:
+    """Score any model on benchmarks, with intervals; nothing is trained.
+
+    klear evaluate models/Qwen3-8B --benchmarks aime24 --benchmarks mine.jsonl
+
+    klear evaluate owner/name --benchmarks math500.jsonl --samples 4 --engine vllm
+    """
+    from flows.evaluate_model import Asked, evaluate_model
+
+    asked = Asked(
+        model=model,
+        benchmarks=benchmarks or [],
+        profile=profile,
+        num_samples=num_samples,
+        max_tokens=max_tokens,
+        engine=engine,
+        overrides=overrides or [],
+        root=root,
+    )
+    evaluate_model(asked)

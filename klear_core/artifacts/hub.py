@@ -87,6 +87,18 @@ def published_files(repo: HubFiles) -> list[HubFile]:
     return [HubFile(name=file.rfilename, size=file.size, sha256=_sha256_in(file.lfs)) for file in info.siblings or ()]
 
 
+def commit_of(repo: str, revision: str, *, endpoint: str = "") -> str:
+    """Return the commit that a branch or tag of a model's repository names now; ConfigError as `published_files`."""
+    from huggingface_hub import HfApi
+
+    runtime = HubRuntime(endpoint=endpoint)
+    named = HubFiles(type="model", repo=repo, revision=revision, runtime=runtime)
+    with _hub_errors(named, if_unreachable=ConfigError):
+        info = HfApi(endpoint=endpoint or None).model_info(repo, revision=revision, timeout=_TIMEOUT_S)
+    assert info.sha is not None, repo
+    return info.sha
+
+
 def fetch(repo: HubFiles, names: Sequence[str], progress: Progress | None = None) -> None:
     """Download these files into the cache, but for those that are there; an interrupted download goes on.
 

@@ -1,0 +1,130 @@
+"""`klear evaluate`: score any model on benchmarks with one command, as a run of the pipeline that trains nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from flows.find import find_artifact
+from flows.resolve import profile_folder
+from flows.watched import carry_out
+from klear_core.artifacts.hub import commit_of
+from klear_core.config.data import BenchmarkConfig
+from klear_core.config.load import apply_override, read_profile, validate
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.data.rowfiles import stem_of
+from klear_core.errors import ConfigError
+from klear_core.hf_config import read_hf_config
+from klear_core.pipeline.graph import stages_of
+from klear_core.train.base import model_folder
+
+_SECTIONS = ("benchmarks", "evaluate", "verify", "seed")
+"""Sections of a profile that an evaluation has."""
+_NAMED = "klear_8b"
+"""Profile whose benchmarks can be named without a profile: the paper's."""
+_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_TORCH_FAMILY = "qwen3"
+"""`model_type` of the models that the torch engine samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The options of `klear evaluate`."""
+
+    model: str
+    benchmarks: Sequence[str]
+    profile: str | None
+    num_samples: int | None
+    max_tokens: int | None
+    engine: Literal["auto", "torch", "vllm"]
+    overrides: Sequence[str]
+    root: Path
+
+
+def evaluate_model(asked: Asked) -> None:
+    """Evaluate the model and print its scores; what an earlier such command left unfinished goes on."""
+    console = Console(highlight=False, soft_wrap=True)
+    given = _given(asked.model, asked.root, console)
+    config = evaluation_config(asked, given)
+    carry_out(config, [stage.name for stage in stages_of(config)])
+    console.print(f"answers  klear answers evaluate_model --root {asked.root}")
+
+
+def evaluation_config(asked: Asked, given: Mapping[str, Any]) -> PipelineConfig:
+    """Return the config of a run that scores a given model alone; ConfigError names a benchmark that is not there.
+
+    Sampling and judges are those of the profile, without one the defaults, which are the paper's.
+    """
+    tree: dict[str, Any] = {"name": "evaluate", "given": {"evaluate": dict(given)}}
+    if asked.profile is not None:
+        profile = read_profile(profile_folder(asked.profile))
+        tree |= {key: profile[key] for key in _SECTIONS if key in profile}
+    tree["benchmarks"] = _benchmarks(asked, tree.get("benchmarks", []))
+    tree["workspace"] = {"root": str(asked.root)}
+    engine = _engine(asked.engine, given) if asked.profile is None or asked.engine != "auto" else None
+    if engine is not None:
+        tree = apply_override(tree, f"evaluate.engine.kind={engine}")
+    if asked.max_tokens is not None:
+        tree = apply_override(tree, f"evaluate.sampling.max_new_tokens={asked.max_tokens}")
+    for override in asked.overrides:
+        tree = apply_override(tree, override)
+    return validate(tree, origin="klear evaluate")
+
+
+def _benchmarks(asked: Asked, of_profile: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of the benchmarks asked for: files, or names in the profile; without any, the profile's."""
+    if not asked.benchmarks and not of_profile:
+        raise ConfigError("klear evaluate: name what to score it on: --benchmarks FILE, or a name such as aime24")
+    named = {str(benchmark["name"]): dict(benchmark) for benchmark in of_profile}
+    chosen = [_benchmark(name, named) for name in asked.benchmarks] or list(named.values())
+    if asked.num_samples is not None:
+        chosen = [benchmark | {"num_samples": asked.num_samples} for benchmark in chosen]
+    return chosen
+
+
+def _benchmark(name: str, named: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    if name in named:
+        return named[name]
+    path = Path(name)
+    if path.exists():
+        return {"name": _as_name(path), "source": {"kind": "file", "path": str(path)}}
+    known = named or {b["name"]: dict(b) for b in read_profile(profile_folder(_NAMED)).get("benchmarks", [])}
+    if name in known:
+        return known[name]
+    raise ConfigError(f"--benchmarks {name}: no such file, and no benchmark of that name; names: {', '.join(known)}")
+
+
+def _as_name(path: Path) -> str:
+    """Return a benchmark's name for a file: small letters, digits and underscores."""
+    name = re.sub(r"[^a-z0-9]+", "_", stem_of(path).lower()).strip("_")
+    return BenchmarkConfig.model_validate({"name": name, "source": {"kind": "file", "path": str(path)}}).name
+
+
+def _given(model: str, root: Path, console: Console) -> dict[str, Any]:
+    """Return the settings that name the model: a folder, a repository of the Hub, or a model of the workspace."""
+    if Path(model).is_dir():
+        return {"kind": "folder", "path": str(Path(model).resolve())}
+    on_hub = _HUB_ID.fullmatch(model)
+    if on_hub is None:
+        return {"kind": "folder", "path": str(model_folder(find_artifact(model, root).absolute()))}
+    repo, revision = on_hub["repo"], on_hub["revision"] or "main"
+    if not _COMMIT.fullmatch(revision):
+        commit = commit_of(repo, revision)
+        console.print(f"[dim]{repo}@{revision} is commit {commit}[/]")
+        revision = commit
+    return {"kind": "hub", "repo": repo, "revision": revision}
+
+
+def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) -> str:
+    """Return the engine to use: the one asked for, else torch for Qwen3 models and vLLM for others."""
+    if engine != "auto":
+        return engine
+    if given["kind"] == "hub":
+        return "vllm"
+    return "torch" if read_hf_config(Path(given["path"])).model_type == _TORCH_FAMILY else "vllm"

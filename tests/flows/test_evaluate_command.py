@@ -1,0 +1,63 @@
+"""`klear evaluate`: the run that it asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import Klear
+from stored_evaluations import RIGHT, evaluation, said, sample
+
+from flows.evaluate_model import Asked, evaluation_config
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.errors import ConfigError
+from klear_core.pipeline.graph import stages_of
+
+
+def config(tmp_path: Path, *benchmarks: str, model_type: str = "qwen3", **options: object) -> PipelineConfig:
+    values = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    hf = values | {"model_type": model_type, "vocab_size": 8, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    fields = {"profile": None, "num_samples": None, "max_tokens": None, "engine": "auto", "overrides": ()} | options
+    asked = Asked(model="m", benchmarks=benchmarks, root=tmp_path / "ws", **fields)  # type: ignore[arg-type]
+    return evaluation_config(asked, {"kind": "folder", "path": str(tmp_path)})
+
+
+def test_a_model_and_a_file_are_enough_and_nothing_is_trained(tmp_path: Path) -> None:
+    file = tmp_path / "My Set-2.jsonl"
+    file.write_text("{}\n")
+    cfg = config(tmp_path, str(file), num_samples=3, max_tokens=99)
+    (benchmark,) = cfg.benchmarks
+    assert (benchmark.name, benchmark.num_samples, cfg.evaluate.sampling.max_new_tokens) == ("my_set_2", 3, 99)
+    assert (cfg.evaluate.sampling.temperature, cfg.evaluate.sampling.top_p) == (0.6, 0.95)  # the paper's
+    assert [stage.name for stage in stages_of(cfg)] == ["model", "benchmarks", "evaluate_model", "report"]
+
+
+@pytest.mark.parametrize(("model_type", "engine"), [("qwen3", "torch"), ("llama", "vllm"), ("gemma2", "vllm")])
+def test_models_that_our_sampler_does_not_run_go_to_vllm(tmp_path: Path, model_type: str, engine: str) -> None:
+    assert config(tmp_path, "aime24", model_type=model_type).evaluate.engine.kind == engine
+
+
+def test_the_paper_s_benchmarks_go_by_name_and_others_are_refused_with_the_names(tmp_path: Path) -> None:
+    aime, code = config(tmp_path, "aime24", "lcb_v6").benchmarks
+    assert (aime.name, aime.num_samples, aime.expected_rows) == ("aime24", 64, 30)
+    assert (code.name, code.num_samples) == ("lcb_v6", 8)
+    with pytest.raises(ConfigError, match=r"--benchmarks aime99: .*names: aime24, aime25, hmmt25"):
+        config(tmp_path, "aime99")
+    with pytest.raises(ConfigError, match="name what to score it on"):
+        config(tmp_path)
+
+
+def test_a_profile_gives_its_benchmarks_sampling_and_judges_alone(tmp_path: Path) -> None:
+    cfg = config(tmp_path, profile="laptop", overrides=["evaluate.sampling.temperature=0.5"])
+    assert [b.name for b in cfg.benchmarks] == ["heldout", "longer_than_trained"]
+    assert (cfg.evaluate.sampling.temperature, cfg.evaluate.sampling.max_new_tokens) == (0.5, 96)
+    assert cfg.rl == PipelineConfig().rl
+    assert config(tmp_path, profile="laptop", engine="vllm").evaluate.engine.kind == "vllm"
+
+
+def test_what_is_no_model_is_refused_before_anything_starts(klear: Klear, tmp_path: Path) -> None:
+    evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)])
+    assert "neither model/ nor model.json" in klear("evaluate", "rl", "--benchmarks", "aime24", "--root", tmp_path).err
+    assert "no artifact 'sft'" in klear("evaluate", "sft", "--benchmarks", "aime24", "--root", tmp_path).err
