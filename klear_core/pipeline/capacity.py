@@ -9,9 +9,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from klear_core.cluster.engine_plan import plan_engines
 from klear_core.cluster.placement import check_cpu_is_meant, cpu_refusal, gpus_here, is_too_large_for_cpu, plan_gpus
 from klear_core.config.engine import Device, TorchEngineConfig
-from klear_core.config.jobs import RlJob, Stage
+from klear_core.config.jobs import EvaluateJob, RlJob, Stage, TagJob
 from klear_core.config.rl import RlConfig
 from klear_core.errors import ResourceError
 from klear_core.pipeline.ahead import PendingWork
@@ -51,6 +52,22 @@ def device_problems(work: PendingWork) -> Iterator[str]:
     if not os.environ.get("RAY_ADDRESS"):
         for stage, job in work.pending(RlJob):
             yield from _rl_problems(stage.section, job.rl, size)
+
+
+def num_engines_problems(work: PendingWork) -> Iterator[str]:
+    """Yield a problem for each stage that samples with more engines than this machine's GPUs have room for.
+
+    With RAY_ADDRESS the stage itself compares them with the cluster's, before it loads a model.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    sampling = {stage.section: job.evaluate for stage, job in work.pending(EvaluateJob)}
+    # All models are evaluated with the settings of one section.
+    for section, cfg in (sampling | {stage.section: job.tag for stage, job in work.pending(TagJob)}).items():
+        try:
+            plan_engines(cfg.runtime.num_engines, cfg.engine, gpus_here(), key=section)
+        except ResourceError as e:
+            yield str(e)
 
 
 def devices_of_this_process(work: PendingWork) -> dict[str, Device]:

@@ -1,6 +1,7 @@
 """What an 8B model needs of a machine, by hand, and what is said where it is not there."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,6 +157,31 @@ def test_auto_is_a_cpu_for_a_small_model(tmp_path: Path) -> None:
     auto = ("sft.runtime.device=auto", "rl.runtime.device=auto", "evaluate.engine.runtime.device=auto")
     config = load_profile(CONFIGS / "smoke", [f"workspace.root={tmp_path / 'ws'}", *auto])
     assert problems_with(config) == []
+
+
+def test_more_engines_than_gpus_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With RAY_ADDRESS, the cluster's GPUs count, which are known once it is joined."""
+    lister = tmp_path / "nvidia-smi"
+    lister.write_text("#!/bin/sh\necho GPU 0: one\necho GPU 1: two\n")
+    lister.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    engine = "evaluate.engine={kind='torch', runtime={device='auto'}}"
+
+    def told(num_engines: str) -> list[str]:
+        place = f"workspace.root={tmp_path / 'ws'}"
+        config = load_profile(CONFIGS / "smoke", [place, engine, f"evaluate.runtime.num_engines={num_engines}"])
+        return [p for p in problems_with(config, ["evaluate_rl"]) if "num_engines" in p]
+
+    (problem,) = told("3")
+    assert problem.startswith(
+        "evaluate.runtime.num_engines = 3: 3 engines with 1 GPUs each need 3 GPUs, and there are 2"
+    )
+    assert told("2") == told("auto") == []
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert told("3") == []
 
 
 def test_rl_looks_again_once_it_knows_the_cluster() -> None:
