@@ -101,12 +101,15 @@ class JudgePool:
     def __init__(self, cfg: VerifyConfig, backend: JudgeBackend | None = None) -> None:
         """Hash the sources of the user's judges. Raise ConfigError if one is missing.
 
-        `backend` computes the verdicts: by default a process of its own on this machine.
+        `backend` computes the verdicts: by default a process of its own on this machine, which always calls the user's
+        functions.
         """
         self.cfg = cfg
         self._judges = {judge.name: (judge, source_digest(judge.module)) for judge in cfg.judges}
         self.health = JudgeHealth(max_failed_frac=cfg.max_failed_frac, min_failed_count=cfg.min_failed_count)
-        self._client: JudgeBackend = JudgeClient(cfg) if backend is None else backend
+        # The user's modules are in the working directory of this machine, which other nodes need not have.
+        self._local = JudgeClient(cfg)
+        self._client: JudgeBackend = self._local if backend is None else backend
 
     def __enter__(self) -> Self:
         return self
@@ -119,6 +122,7 @@ class JudgePool:
     def close(self) -> None:
         """End all judging processes."""
         self._client.close()
+        self._local.close()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -282,7 +286,8 @@ class JudgePool:
                     verdict.set_result(Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail=result.detail))
 
         try:
-            self._client.submit(task).add_done_callback(resolve)
+            client = self._local if isinstance(task, UserTask) else self._client
+            client.submit(task).add_done_callback(resolve)
         except OSError as e:
             verdict.set_exception(JudgeError(f"the judging process cannot be started: {e}"))
 

@@ -136,7 +136,7 @@ def test_tests_larger_than_the_judge_takes_are_found_without_running_anything(tm
 def test_the_judge_of_a_run_checks_its_benchmarks_and_is_not_in_their_fingerprint():
     config = PipelineConfig(verify=VerifyConfig(math=MathConfig(max_answer_chars=50)))
     job = BenchmarksJob.of(config)
-    assert job.runtime.verify == config.verify
+    assert job.runtime.verify == config.judge_of("evaluate")
     assert job.runtime.max_unscored_rate == config.evaluate.max_unscored_rate
     assert config_digest(job) == config_digest(BenchmarksJob.of(PipelineConfig()))
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.judge_file import BadRow, judge_file
 from klear_core.types import CustomReference, Domain, Outcome, Problem, Verdict
 from klear_core.verify import JudgePool
+from klear_core.verify.work import Fault, Task
 
 SOURCE = """
 import os, time
@@ -146,6 +148,29 @@ def test_a_module_that_is_not_there_or_two_judges_of_one_name_are_refused() -> N
         settings({"name": "a", "function": "x:f"}, {"name": "a", "function": "y:f"})
     with pytest.raises(ValidationError, match="should match pattern"):
         settings({"name": "a b", "function": "x:f"})
+
+
+class Elsewhere:
+    """Judging processes of nodes that do not have the user's files."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def submit(self, task: Task) -> Future[Verdict | Fault]:
+        done: Future[Verdict | Fault] = Future()
+        done.set_result(Fault(kind="raised", detail=f"{type(task).__name__} was sent to another node"))
+        return done
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_users_function_is_called_on_the_machine_that_has_its_source() -> None:
+    elsewhere = Elsewhere()
+    with JudgePool(settings(*JUDGES), elsewhere) as spread:
+        assert verdict(spread, "24").is_correct
+        assert "MathTask was sent" in spread.submit(math_problem("x+1"), boxed("2x+3")).result().detail
+    assert elsewhere.is_closed
 
 
 def test_a_file_of_answers_is_judged_by_the_judge_that_each_row_names(tmp_path: Path) -> None:
