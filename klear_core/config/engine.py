@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from klear_core.config.settings import Settings
 
@@ -80,9 +80,26 @@ class VllmEngineConfig(Settings):
     """Maximum prompt plus response tokens; None takes the model's limit."""
     yarn_factor: float | None = Field(default=None, gt=1)
     """YaRN scaling of the context window at inference (paper: 2.5 for 64K, evaluation only)."""
+    yarn_original_window: int | None = Field(default=None, ge=16)
+    """Positions that YaRN stretches, those of pre-training (paper: 32,768); None: all positions of the model's config,
+    which RL's scripts raise to 36,864."""
     yarn_attention_factor: float | None = Field(default=None, gt=0)
     """YaRN attention scaling; None takes YaRN's default (1.0916 for a factor of 2.5)."""
     runtime: VllmRuntime = VllmRuntime()
+
+    @model_validator(mode="after")
+    def _has_a_factor(self) -> Self:
+        if self.yarn_original_window is not None and self.yarn_factor is None:
+            raise ValueError(
+                f"yarn_original_window = {self.yarn_original_window} needs a yarn_factor that stretches it"
+            )
+        return self
+
+    def stretched(self, window: int) -> int:
+        """Return the positions that the engine has for a model with `window` of them."""
+        if self.yarn_factor is None:
+            return window
+        return round((self.yarn_original_window or window) * self.yarn_factor)
 
 
 class HttpRuntime(Settings):

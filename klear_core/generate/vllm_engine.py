@@ -236,11 +236,11 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return keyword arguments of vLLM's `AsyncEngineArgs`.
 
-    `window` raises the positions of the folder's config; YaRN multiplies the result.
+    `window` raises the positions of the folder's config; YaRN multiplies the result, or `yarn_original_window`.
     """
     model = read_hf_config(model_folder)
     num_positions = model.window(window)
-    stretched = round(num_positions * (cfg.yarn_factor or 1))
+    stretched = cfg.stretched(num_positions)
     if cfg.max_model_len is not None and cfg.max_model_len > stretched:
         raise ConfigError(
             f"max_model_len = {cfg.max_model_len} exceeds the {stretched} positions of {model_folder}; "
@@ -267,7 +267,7 @@ def engine_arguments(
     if stretched != model.max_position_embeddings:
         overrides["max_position_embeddings"] = stretched
     if cfg.yarn_factor is not None:
-        overrides["rope_parameters"] = _yarn(cfg, model, window=num_positions)
+        overrides["rope_parameters"] = _yarn(cfg, model, window=cfg.yarn_original_window or num_positions)
     if overrides:
         arguments["hf_overrides"] = overrides
     return arguments

@@ -302,7 +302,9 @@ def _too_long_answers(use: EngineUse, model: ModelConfig) -> Iterator[str]:
         return
     of_what = f"{'its ' if use.model else 'model.'}max_position_embeddings = {room}"
     if isinstance(engine, VllmEngineConfig) and engine.yarn_factor is not None:
-        room = round(room * engine.yarn_factor)
+        if engine.yarn_original_window is not None:
+            of_what = f"{key}.engine.yarn_original_window = {engine.yarn_original_window}"
+        room = engine.stretched(room)
         of_what = f"{of_what} times {key}.engine.yarn_factor = {engine.yarn_factor:g}"
     if isinstance(engine, VllmEngineConfig) and engine.max_model_len is not None:
         if engine.max_model_len > room:

@@ -315,6 +315,8 @@ def _engine_text(profile: DecodingProfile) -> str:
             return f"torch engine in {engine.dtype}"
         case VllmEngineConfig() as engine:
             yarn = f", YaRN factor {engine.yarn_factor:g}" if engine.yarn_factor else ", no YaRN"
+            if engine.yarn_original_window:
+                yarn += f" over {engine.yarn_original_window:,} positions"
             attention = (
                 f" with attention factor {engine.yarn_attention_factor:g}" if engine.yarn_attention_factor else ""
             )

@@ -4,17 +4,20 @@ from pathlib import Path
 
 import pytest
 
+from klear_core.config.engine import VllmEngineConfig
 from klear_core.config.load import load_profile, read_profile
+from klear_core.config.settings import config_digest
 from klear_core.errors import ConfigError
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.fits import memory_problems
+from klear_core.pipeline.graph import stages_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PROFILES = sorted(path.name for path in CONFIGS.iterdir() if path.name != "ablations")
+PROFILES = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "ablations")
 
 
 def test_the_profiles_are_these() -> None:
-    assert PROFILES == ["klear_8b", "laptop", "node_8", "single_gpu", "smoke"]
+    assert PROFILES == ["klear_8b", "klear_8b_64k", "klear_8b_script", "laptop", "node_8", "single_gpu", "smoke"]
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -59,3 +62,23 @@ def test_a_base_that_is_not_there_is_named(tmp_path: Path) -> None:
     over = _profile(tmp_path / "over", 'extends = "../nowhere"')
     with pytest.raises(ConfigError, match=r"nowhere: no such profile folder"):
         load_profile(over)
+
+
+def test_other_decodings_of_klear_8b_train_nothing_again() -> None:
+    def jobs(profile: str) -> dict[str, str]:
+        stages = stages_of(load_profile(CONFIGS / profile))
+        return {stage.name: config_digest(stage.job) for stage in stages if not stage.scored_model_stage}
+
+    ours = jobs("klear_8b")
+    for profile in ("klear_8b_64k", "klear_8b_script"):
+        others = jobs(profile)
+        assert {name for name in ours if ours[name] != others[name]} == {"report"}
+
+
+def test_the_papers_64k_stretches_the_window_of_pretraining() -> None:
+    """2.5 times 32,768 is 81,920, and not 2.5 times the 36,864 of training."""
+    engine = load_profile(CONFIGS / "klear_8b_64k").evaluate.engine
+    assert isinstance(engine, VllmEngineConfig)
+    assert engine.stretched(36_864) == engine.max_model_len == 81_920
+    script = load_profile(CONFIGS / "klear_8b_script").evaluate.sampling
+    assert (script.top_k, script.repetition_penalty, script.max_new_tokens) == (20, 1.05, 65_536)

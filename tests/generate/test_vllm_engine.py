@@ -284,6 +284,17 @@ def test_the_window_asked_for_widens_that_of_the_folder_and_yarn_stretches_the_w
     assert of_base["hf_overrides"]["rope_parameters"]["original_max_position_embeddings"] == 288
 
 
+def test_yarn_can_stretch_the_window_of_pretraining_instead(tmp_path: Path) -> None:
+    """As the paper's 64K: 2.5 times 256, though training raised the model's config to 288."""
+    trained = write_folder(tmp_path, build_model(max_len=288))
+    cfg = VllmEngineConfig(yarn_factor=2.5, yarn_original_window=256)
+    overrides = engine_arguments(cfg, trained, seed=0)["hf_overrides"]
+    assert overrides["max_position_embeddings"] == 640
+    assert overrides["rope_parameters"]["original_max_position_embeddings"] == 256
+    with pytest.raises(ValueError, match="yarn_original_window = 256 needs a yarn_factor"):
+        VllmEngineConfig(yarn_original_window=256)
+
+
 def test_weights_are_handed_over_where_there_is_room(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     free = shutil.disk_usage(tmp_path).free

@@ -246,17 +246,16 @@ def test_an_engine_wider_than_the_models_is_found_for_base_too(tmp_path: Path) -
     assert problem == "evaluate.sampling.max_new_tokens = 56 is more than evaluate.engine.max_model_len = 32"
 
 
-def test_the_documented_64k_evaluation_of_klear_8b_fits_its_stretched_window(tmp_path: Path) -> None:
-    sets = re.findall(r"--set (\S+)", (KLEAR_8B / "evaluate.toml").read_text())
-    assert [s.partition("=")[0] for s in sets] == [
-        "evaluate.engine.yarn_factor",
-        "evaluate.engine.max_model_len",
-        "evaluate.sampling.max_new_tokens",
-    ]
+def test_the_64k_evaluation_of_klear_8b_fits_its_stretched_window(tmp_path: Path) -> None:
     assert length_problems(profile(tmp_path, of="klear_8b")) == []
-    assert length_problems(profile(tmp_path, *sets, of="klear_8b")) == []
-    (unstretched,) = length_problems(profile(tmp_path, sets[2], of="klear_8b"))
+    assert length_problems(profile(tmp_path, of="klear_8b_64k")) == []
+    (unstretched,) = length_problems(profile(tmp_path, "evaluate.sampling.max_new_tokens=65536", of="klear_8b"))
     assert unstretched == "evaluate.sampling.max_new_tokens = 65536 is more than evaluate.engine.max_model_len = 36864"
+    (too_wide,) = length_problems(profile(tmp_path, "evaluate.engine.max_model_len=81921", of="klear_8b_64k"))
+    assert too_wide == (
+        "evaluate.engine.max_model_len = 81921 is more than evaluate.engine.yarn_original_window = 32768 times "
+        "evaluate.engine.yarn_factor = 2.5"
+    )
 
 
 def test_a_model_that_the_torch_engine_does_not_run_is_found_at_once(tmp_path: Path) -> None:
