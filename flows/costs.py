@@ -120,7 +120,7 @@ def _busy_line(busy: BusyEstimate) -> str:
 
 
 def _split_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
-    """Yield a line for each RL stage with GPUs of its own for engines and learner: which side is slower, what balances."""
+    """Yield a line for each RL stage with separate GPUs for engines and learner: the slower side, and what balances."""
     size = planned_size(config.start_model)
     for stage in stages:
         training = stage.job.training()

@@ -21,7 +21,7 @@ class HardwareConfig(Settings):
     """Memory bandwidth of one GPU in TB/s, which bounds the speed of decoding; H100 (NVIDIA's data sheet).
     H200: 4.8."""
     decoding_efficiency: float = Field(default=0.8, gt=0, le=1)
-    """Share of that bandwidth that decoding reaches. Published step times of vLLM 0.30 with Qwen3-8B on an H100 are 0.71
-    for the weights and 0.9 for the cache (github.com/tgarg01/silybench-data)."""
+    """Share of that bandwidth that decoding reaches. By published step times of vLLM 0.30 with Qwen3-8B on an H100 it
+    is 0.71 for weights and 0.9 for the cache (github.com/tgarg01/silybench-data)."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
     """Price of one GPU for an hour, in any currency; None shows GPU-hours alone."""

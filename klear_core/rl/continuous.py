@@ -1,8 +1,8 @@
 """Sample without rounds: requests in flight are kept at a set number, and steps train on the groups that are finished.
 
 An answer goes on under new weights when they arrive. The staleness bound is kept by two rules, and no finished answer
-is ever too old. Let s be the next step to be filled, v the version of the engines' weights, b the bound and G the groups
-of a step. A group begun under version v must be trained on by step v + b at the latest, its deadline.
+is ever too old. Let s be the next step to be filled, v the version of the engines' weights, b the bound and G the
+groups of a step. A group begun under version v must be trained on by step v + b at the latest, its deadline.
 1. A group is begun only if fewer than G * (v + b + 1 - s) are in no step yet: they fill the steps up to its deadline.
 2. A step takes the oldest finished groups, and waits until those left can meet their deadlines: for each step d, at
    most G * (d - s) of them are due by d.

@@ -28,7 +28,7 @@ def test_a_profile_is_valid_and_fits(name: str) -> None:
 
 def test_node_8_is_klear_8b_with_fewer_gpus() -> None:
     node, published = load_profile(CONFIGS / "node_8"), load_profile(CONFIGS / "klear_8b")
-    assert (node.rl.runtime.num_workers, published.rl.runtime.num_workers) == (4, 8)
+    assert (node.rl.runtime.num_rollout_actors, published.rl.runtime.num_rollout_actors) == (2, 6)
     without_runtime = {"runtime": published.rl.runtime}
     assert node.rl.model_copy(update=without_runtime) == published.rl
     assert (node.sft, node.distill, node.benchmarks) == (published.sft, published.distill, published.benchmarks)

@@ -1,0 +1,244 @@
+"""RL on 8 to 1,024 GPUs, simulated: our loop, groups, engine pool and packer, on fake engines and a virtual clock.
+
+Qwen3-8B: engines of two GPUs, learner ranks that share rows by four. `simulated_cluster.py` has all speeds and assumptions. A number on
+the command line of the file is the most GPUs to simulate.
+"""
+# ruff: noqa: E402  # the files beside it are on no path before
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+from simulated_cluster import (
+    BLOCK,
+    JUDGES_PER_NODE,
+    SimulatedEngine,
+    SimulatedEngines,
+    SimulatedJudges,
+    SimulatedLearner,
+    SimulatedTokenizer,
+)
+from virtual_clock import run_virtually
+
+from klear_core.config.engine import VllmEngineConfig
+from klear_core.config.hardware import HardwareConfig
+from klear_core.config.rl import RlConfig
+from klear_core.generate.factory import num_slots
+from klear_core.metrics import NullTelemetry
+from klear_core.pipeline.engines import engine_fit
+from klear_core.pipeline.known_models import known_size
+from klear_core.rl.loop import rollouts_of, run_steps
+from klear_core.rl.progress import Progress
+from klear_core.rl.rollout import PromptStream, Sampler
+from klear_core.rl.workers import RlSetup
+from klear_core.types import Difficulty, Domain, MathReference, Problem
+
+TURNS_S = 30.0
+"""Seconds a step in which a shared GPU passes from engine to learner and back. An assumption."""
+BYTES_PER_TOKEN = 76
+"""Memory of an answer's token in the driver: an integer, a float and three references."""
+BOUND = 4
+"""Staleness bound of continuous rollouts, in versions."""
+SLOTS = 80
+"""Requests kept at an engine: more do not fit into its cache at their mean length, and would be preempted."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A number of GPUs and how they are used."""
+
+    mode: str
+    """`turns`, `synchronous`, `one step off` or `continuous`."""
+    num_gpus: int
+    num_workers: int
+    """Learner ranks; the other GPUs are engines. With `turns` all are both."""
+    num_groups: int
+    num_steps: int
+    first: int
+    """Steps before the measurement."""
+
+
+MODES = ("turns", "synchronous", "one step off", "continuous")
+
+
+def setups() -> Iterator[Setup]:
+    """Yield all setups: groups that grow with the GPUs, and 128 throughout."""
+    for num_gpus, num_workers, num_groups, steps in (
+        (8, 4, 128, ((1, 3), (1, 3), (2, 3), (4, 10))),
+        (16, 4, 128, ((1, 3), (1, 3), (2, 3), (6, 12))),
+        (32, 8, 128, ((1, 3), (1, 3), (2, 3), (6, 12))),
+        (256, 56, 1024, ((0, 1), (0, 1), (2, 2), (6, 6))),
+        (1024, 224, 4096, ((0, 1), (0, 1), (1, 1), (4, 2))),
+    ):
+        for mode, (num_before, num_measured) in zip(MODES, steps, strict=True):
+            yield Setup(mode, num_gpus, num_workers, num_groups, num_before + num_measured, num_before)
+    for num_gpus, num_workers in ((256, 56), (1024, 224)):
+        yield Setup("continuous", num_gpus, num_workers, 128, 20, 8)
+
+
+class _Measured(Exception):  # noqa: N818
+    """Ends a simulation after its last step."""
+
+
+class _Probe(NullTelemetry):
+    """Reads the counters at the ends of steps."""
+
+    def __init__(self, setup: Setup, engines: SimulatedEngines, learner: SimulatedLearner, progress: Progress) -> None:
+        self._setup, self._engines, self._learner, self._progress = setup, engines, learner, progress
+        self.at: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
+        self.rows: list[Mapping[str, float]] = []
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        for engine in self._engines.engines:
+            engine.advance()
+        engine_s = statistics.fmean(engine.busy_s for engine in self._engines.engines)
+        self.at.append((asyncio.get_running_loop().time(), engine_s, self._learner.busy_s))
+        self.rows.append(dict(metrics))
+        self._engines.num_used = self._progress.sampled_tokens
+        if step == self._setup.num_steps:
+            raise _Measured
+
+
+def measure(most_gpus: int = 1024) -> list[dict[str, object]]:
+    """Return a line for each setup and quantity."""
+    measures = []
+    for setup in setups():
+        if setup.num_gpus <= most_gpus:
+            measures += simulate(setup)
+            print(".", end="", flush=True, file=sys.stderr)  # a setup takes up to minutes
+    return measures
+
+
+def simulate(setup: Setup) -> list[dict[str, object]]:
+    """Simulate one setup and return its measurements."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_virtually(_simulate(setup, Path(folder)))
+
+
+async def _simulate(setup: Setup, folder: Path) -> list[dict[str, object]]:
+    size = known_size("Qwen/Qwen3-8B")
+    assert size is not None
+    takes_turns = setup.mode == "turns"
+    num_engines = (setup.num_gpus if takes_turns else setup.num_gpus - setup.num_workers) // 2
+    num_workers = setup.num_gpus if takes_turns else setup.num_workers
+    bound = {"one step off": 1, "continuous": BOUND}.get(setup.mode, 0)
+    cfg = RlConfig.model_validate(
+        {
+            "num_steps": 10_000,
+            "max_staleness": bound,
+            "rollout": {
+                "groups_per_step": setup.num_groups,
+                "oversample": 2.0,
+                "mode": "continuous" if setup.mode == "continuous" else "rounds",
+                "engine": {
+                    "kind": "vllm",
+                    "max_model_len": 36864,
+                    "runtime": {"tensor_parallel": 2, "max_num_seqs": 96},
+                },
+            },
+            "reward": {"missing_close": None, "missing_open": None},
+            "runtime": {
+                "num_workers": num_workers,
+                "context_parallel": 4,
+                "num_rollout_actors": num_engines,
+                "requests_per_actor": SLOTS,
+                "tokens_per_microbatch": 36864,
+                "activation_checkpointing": True,
+                "stall_timeout_s": 1e5,
+            },
+        }
+    )
+    assert isinstance(cfg.rollout.engine, VllmEngineConfig)
+    fit = engine_fit(size, cfg.rollout.engine, HardwareConfig(gpu_memory_gb=80), longest=36864)
+    limit = num_slots(cfg.rollout.engine, is_on_gpu=True)
+    engines = SimulatedEngines(
+        [
+            SimulatedEngine(f"engine {i}", num_gpus=2, limit=limit, full=SLOTS, cache_tokens=fit.cache_tokens)
+            for i in range(num_engines)
+        ],
+        load_s=TURNS_S if takes_turns else 0.0,
+    )
+    judges = SimulatedJudges(JUDGES_PER_NODE * math.ceil(setup.num_gpus / 8))
+    learner = SimulatedLearner(cfg, size)
+    progress = Progress()
+    probe = _Probe(setup, engines, learner, progress)
+    await engines.start()
+    sampler = Sampler(engines, judges.judge, SimulatedTokenizer(), cfg, seed=0, engine_status=lambda: "engines")
+    rollouts = rollouts_of(cfg, sampler, PromptStream(_problems(), seed=0), progress)
+    job = RlSetup(cfg=cfg, model=folder, seed=0, workdir=folder)
+    with suppress(_Measured):
+        await run_steps(job, learner, engines, rollouts, progress, probe)
+    return _entries(setup, probe, judges, learner, engines)
+
+
+def _entries(
+    setup: Setup, probe: _Probe, judges: SimulatedJudges, learner: SimulatedLearner, engines: SimulatedEngines
+) -> list[dict[str, object]]:
+    first, last = probe.at[setup.first], probe.at[-1]
+    seconds, steps = last[0] - first[0], len(probe.at) - 1 - setup.first
+    engine_share, learner_share = (last[1] - first[1]) / seconds, (last[2] - first[2]) / seconds
+    stale = learner.staleness[setup.first :]
+    rows = probe.rows[setup.first :]
+    asked = sum(row["rl/groups/asked"] for row in rows)
+    kept = sum(row["rl/groups/kept"] for row in rows)
+    least = {32: 0.9, 256: 0.88, 1024: 0.85}.get(setup.num_gpus)
+    is_held_to_it = setup.mode == "continuous" and setup.num_groups == max(128, 4 * setup.num_gpus) and least
+    values = [
+        ("steps", 3600 * steps / seconds, "an hour", True),
+        ("engines", engine_share, "busy", True),
+        ("learner", learner_share, "busy", True),
+        ("slower side", max(engine_share, learner_share), "busy", not is_held_to_it or max(engine_share, learner_share) >= is_held_to_it),
+        ("ranks", statistics.harmonic_mean(learner.rank_shares), "busy in an update", True),
+        ("groups", kept / steps, "trained a step", True),
+        ("groups", asked / kept, "asked a trained one", True),
+        ("staleness/mean", statistics.fmean(mean for mean, _ in stale), "versions", True),
+        ("staleness/max", max(most for _, most in stale), "versions", max(most for _, most in stale) <= BOUND),
+        ("judges/backlog", judges.largest_backlog, "answers", True),
+        ("queue", BYTES_PER_TOKEN * BLOCK * engines.most_held / 1e9, "GB", True),
+        ("preempted", sum(engine.num_preempted for engine in engines.engines), "answers", True),
+    ]  # fmt: skip
+    name = f"rollout_scale/{setup.num_gpus}_gpus/{setup.num_groups}_groups/{setup.mode}"
+    target = f">= {is_held_to_it}" if is_held_to_it else "-"
+    return [
+        {
+            "name": f"{name}/{what}",
+            "value": value,
+            "unit": unit,
+            "target": target if what == "slower side" else "-",
+            "ok": bool(ok),
+            "versions": {"steps": steps, "block": BLOCK},
+        }
+        for what, value, unit, ok in values
+    ]
+
+
+def _problems() -> list[Problem]:
+    reference = MathReference(answers=("1",))
+    problems = []
+    for i in range(60_000):
+        problems.append(
+            Problem(
+                problem_id=str(i),
+                source="simulated",
+                domain=Domain.MATH,
+                question=f"{i:05d}",
+                reference=reference,
+                difficulty=Difficulty.UNKNOWN,
+            )
+        )
+    return problems
+
+
+if __name__ == "__main__":
+    for entry in measure(int(sys.argv[1]) if len(sys.argv) > 1 else 1024):
+        print(f"{entry['name']:70} {entry['value']:10.4g} {entry['unit']}")
