@@ -7,7 +7,7 @@ DEMO   ?= configs/laptop
 VLLM_TESTS := tests/generate/test_vllm_engine.py tests/contracts/test_engine_contract.py tests/rl/test_vllm_rl.py tests/distill/test_vllm_teacher.py
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-slow test-vllm lint setup sandbox clean
+.PHONY: help demo test test-slow test-vllm test-adam8bit lint setup sandbox clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -25,6 +25,11 @@ test-slow: $(VENV)/.installed-dev sandbox
 # in an environment of its own: vLLM wants older versions of what Prefect wants newer ones of
 test-vllm: $(VLLM)/.installed
 	KLEAR_REQUIRE_VLLM=1 $(VLLM)/bin/python -m pytest -m slow -k vllm --durations=5 $(VLLM_TESTS)
+
+# beside the environment, not in it: transformers imports torchao wherever it finds it
+test-adam8bit: $(VENV)/.installed-dev
+	[ -d $(VENV)/torchao ] || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/torchao 'torchao>=0.18,<0.19'
+	KLEAR_REQUIRE_TORCHAO=1 PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -m 'slow or not slow' tests/train/test_adam8bit.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -34,6 +34,7 @@ slow-rl:
 
 slow-others:
 	$(MAKE) test-slow TESTS="$(SLOW:%=--ignore=%)"
+	$(MAKE) test-adam8bit
 	$(call say,all other slow tests)
 
 # the README's commands come second in the same workspace, so that they find the smoke run's stages; in a used checkout it has its own

@@ -166,7 +166,7 @@ def _measurements(config: PipelineConfig, stages: Collection[Stage]) -> Iterator
             continue
         found = measure_training(size, training)
         if found is None:
-            yield f"exact {stage.name}: only training in bfloat16 is measured; float32 is for CPUs"
+            yield f"exact {stage.name}: only bfloat16 with AdamW on the device is measured"
             continue
         parts = sorted(found.measured.by_kind.items(), key=lambda part: -part[1])
         shown = ", ".join(f"{kind} {num_bytes / 1e9:.2f}" for kind, num_bytes in parts if num_bytes > 1e7)

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.losses import ErcConfig, GppoConfig, LossConfig
 from klear_core.config.settings import RareFloor, Settings
-from klear_core.config.train import CheckpointConfig, LoraConfig, OptimConfig, TrainRuntime
+from klear_core.config.train import CheckpointConfig, LoraConfig, OptimConfig, TrainRuntime, check_moments
 from klear_core.config.user_code import UserFunction
 
 
@@ -298,6 +298,11 @@ class RlConfig(Settings):
     """Data type of forward and backward pass and of the saved model; weights that train and the optimizer are always
     float32. Scripts: bfloat16."""
     runtime: RlRuntime = RlRuntime()
+
+    @model_validator(mode="after")
+    def _moments_are_on_the_device(self) -> RlConfig:
+        check_moments(self.optim, self.runtime)
+        return self
 
     @model_validator(mode="after")
     def _mismatch_needs_learner_logps(self) -> RlConfig:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from klear_core.config.settings import Floor, Settings
-from klear_core.config.train import LoraConfig, OptimConfig, TrainRuntime
+from klear_core.config.train import LoraConfig, OptimConfig, TrainRuntime, check_moments
 
 
 class SftOptimConfig(OptimConfig):
@@ -58,3 +58,8 @@ class SftConfig(Settings):
     """Data type of forward and backward pass and of the saved model; weights that train and the optimizer are always
     float32. Undisclosed in the paper."""
     runtime: SftRuntime = SftRuntime()
+
+    @model_validator(mode="after")
+    def _moments_are_on_the_device(self) -> SftConfig:
+        check_moments(self.optim, self.runtime)
+        return self

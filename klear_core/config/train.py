@@ -67,9 +67,15 @@ ModelConfig = Annotated[TinyModelConfig | HfModelConfig | HubModelConfig, Field(
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+NO_TORCHAO = "torchao is not installed here; pip install -e '.[adam8bit]'"
+
+
 class OptimConfig(Settings):
     """AdamW with a linear warm-up, then a constant rate or a cosine decay to a floor."""
 
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps both moments in 8 bits (torchao; arXiv 2110.02861): 2 bytes a weight instead of 8. A rank's
+    tensors of fewer than 4,096 values, or of no multiple of 256, keep moments in float32."""
     lr: float = Field(gt=0, le=1)
     """Peak learning rate."""
     min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
@@ -141,6 +147,9 @@ class TrainRuntime(Settings):
     activation_checkpointing: bool = False
     """Store only layer inputs and recompute the rest in the backward pass: less memory, a third more compute. RL
     scripts: on."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and moments in host memory, and update them there (FSDP2's CPUOffloadPolicy): the device
+    holds one or two layers at a time, at the price of copying the model in each pass. Needs a GPU or several ranks."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     max_nonfinite_steps: int = Field(default=5, ge=0)
     """Maximum number of steps skipped for non-finite values; more stop the stage."""
@@ -151,6 +160,14 @@ class TrainRuntime(Settings):
             raise ValueError(f"context_parallel {self.context_parallel} does not divide num_workers {self.num_workers}")
         return self
 
+    @model_validator(mode="after")
+    def _has_something_to_offload(self) -> TrainRuntime:
+        if self.cpu_offload and self.device == "cpu" and self.num_workers == 1:
+            raise ValueError(
+                "cpu_offload = true, but one CPU rank has everything in host memory already: set it to false"
+            )
+        return self
+
     def check_attention_heads(self, num_heads: int, model: object) -> None:
         """Raise ConfigError if a model's query heads cannot be split evenly over `context_parallel` processes."""
         if num_heads % self.context_parallel:
@@ -159,3 +176,12 @@ class TrainRuntime(Settings):
                 f"runtime.context_parallel = {self.context_parallel} does not divide "
                 f"the {num_heads} attention heads of {model}; allowed: {allowed}"
             )
+
+
+def check_moments(optim: OptimConfig, runtime: TrainRuntime) -> None:
+    """Raise ValueError if 8-bit moments would be kept where there is no kernel for them."""
+    if optim.kind == "adamw_8bit" and runtime.cpu_offload:
+        raise ValueError(
+            "optim.kind = 'adamw_8bit' with runtime.cpu_offload = true: the moments are in host memory, where 8 bits "
+            "have no fast kernel; choose one of the two"
+        )

@@ -5,6 +5,7 @@ Imported without torch; torch is asked for a GPU only where the answer matters.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from klear_core.cluster.placement import check_cpu_is_meant, cpu_refusal, gpus_h
 from klear_core.config.engine import Device, TorchEngineConfig
 from klear_core.config.jobs import EvaluateJob, RlJob, Stage, TagJob
 from klear_core.config.rl import RlConfig
+from klear_core.config.train import NO_TORCHAO
 from klear_core.errors import ResourceError
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.estimate import estimate
@@ -37,7 +39,16 @@ class DiskPart:
     gb: float
 
 
-def device_problems(work: PendingWork) -> Iterator[str]:
+def machine_problems(work: PendingWork) -> Iterator[str]:
+    """Yield a problem for each training that this machine has no processor or no library for."""
+    yield from _device_problems(work)
+    for stage in work.stages:
+        training = stage.job.training()
+        if training is not None and training.optim.kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            yield f"{stage.section}.optim.kind = 'adamw_8bit': {NO_TORCHAO}"
+
+
+def _device_problems(work: PendingWork) -> Iterator[str]:
     """Yield a problem for each `auto` device that would be a CPU, for a model too large to train or sample on one.
 
     The devices of a Ray cluster at RAY_ADDRESS are known only after joining it: then RL and the stages that sample

@@ -11,12 +11,13 @@ from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.jobs import DistillJob, EngineUse, RlJob, SftJob, Stage, TagJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
+from klear_core.config.sft import SftConfig
 from klear_core.config.tag import TagConfig
 from klear_core.config.train import ModelConfig
 from klear_core.pipeline.cost import gpu_hours
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.known_models import planned_size
-from klear_core.pipeline.memory import LearnerPeak, learner_load, learner_peak
+from klear_core.pipeline.memory import LearnerPeak, learner_load, learner_peak, reference_bytes, state_bytes
 from klear_core.pipeline.model_size import ModelSize
 
 
@@ -168,7 +169,7 @@ def _sft(stage: Stage, config: PipelineConfig, size: ModelSize | None) -> StageE
         memory_gb=None if peak is None else peak.num_bytes / 1e9,
         peak=peak,
         gpu_hours=gpu_hours(config, stage, size, max_tokens=tokens),
-        note=f"rows of up to {sft.max_tokens} tokens",
+        note=f"rows of up to {sft.max_tokens} tokens{_on_host(size, sft)}",
     )
 
 
@@ -183,8 +184,17 @@ def _rl(config: PipelineConfig, stage: Stage, cfg: RlConfig, size: ModelSize | N
         memory_gb=None if peak is None else peak.num_bytes / 1e9,
         peak=peak,
         gpu_hours=gpu_hours(config, stage, size, max_tokens=tokens),
-        note=f"at most {rollouts} rollouts in {cfg.num_steps} steps",
+        note=f"at most {rollouts} rollouts in {cfg.num_steps} steps{_on_host(size, cfg)}",
     )
+
+
+def _on_host(size: ModelSize | None, training: SftConfig | RlConfig) -> str:
+    """Return in words what the ranks of an offloaded training hold in host memory together; else nothing."""
+    if size is None or not training.runtime.cpu_offload:
+        return ""
+    load = learner_load(training)
+    total_gb = load.num_ranks * (state_bytes(size, load) + reference_bytes(size, load)) / 1e9
+    return f"; {total_gb:.0f} GB of host memory over all ranks"
 
 
 def _evaluate(config: PipelineConfig, size: ModelSize | None, stages: Collection[Stage]) -> StageEstimate:

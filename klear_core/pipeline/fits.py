@@ -85,6 +85,8 @@ def _learner_problems(stage: Stage, training: SftConfig | RlConfig, size: ModelS
     remedy = _remedy(training, size, gpu_gb)
     key = f"{stage.section}.runtime"
     advice = f"set {remedy} in {key}" if remedy else "no number of GPUs up to 64 is enough with rows this long"
+    if remedy and _fits_offloaded(training, size, gpu_gb):
+        advice += ", or cpu_offload = true with activation_checkpointing = true, which is slower"
     yield f"{key}: a learner rank needs {needed:.1f} GB ({_parts(peak)}), a GPU has {gpu_gb:.0f}: {advice}"
 
 
@@ -114,6 +116,15 @@ def _remedy(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> s
         if with_margin_gb(learner_peak(size, learner_load(changed)).num_bytes) <= gpu_gb:
             return _differences(now, changes)
     return ""
+
+
+def _fits_offloaded(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> bool:
+    """Return whether the same number of GPUs is enough with weights, gradients and moments in host memory."""
+    if training.optim.kind != "adamw":
+        return False  # no other moments may be there
+    changes = {"cpu_offload": True, "activation_checkpointing": True}
+    changed = training.model_copy(update={"runtime": training.runtime.model_copy(update=changes)})
+    return with_margin_gb(learner_peak(size, learner_load(changed)).num_bytes) <= gpu_gb
 
 
 def _longest_row(training: SftConfig | RlConfig) -> int:

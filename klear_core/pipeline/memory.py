@@ -5,7 +5,7 @@ running the learner on fake tensors, and a test compares the two. Letters: P wei
 of a layer, E weights of embedding and head, L layers, T tokens of a rank in a micro-batch, V vocabulary, H hidden,
 A width of all query heads, G width of all key heads, I width of the MLP. Activations and gathered weights take `b`
 bytes: 2 in bfloat16. With LoRA the frozen weights take `b` bytes, have no gradients, and a single rank uses them as
-they are.
+they are. With `cpu_offload` weights, gradients and moments are in host memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from klear_core.pipeline.model_size import ModelSize
 
 _LOGITS = 1 << 28
 """Logits that the head holds at a time on CUDA (`train.logps.CHUNK_LOGITS_CUDA`; importing that loads torch)."""
-_STATE_BYTES = 16
-"""Bytes of a weight with its gradient and both moments of Adam, all float32."""
+_MOMENTS_BYTES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
+"""Bytes of a weight's two moments: in float32, or in 8 bits with a float32 scale for 256 of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,10 @@ class LearnerLoad:
     """A frozen copy of the model is kept for a KL term."""
     adapter_rank: int | None = None
     """Rank of LoRA adapters on frozen weights. All linear layers are counted as having one."""
+    moments_bytes: float = _MOMENTS_BYTES["adamw"]
+    """Bytes of both moments of a weight that trains."""
+    is_offloaded: bool = False
+    """Weights, gradients and moments are in host memory (`runtime.cpu_offload`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,8 @@ def learner_load(training: SftConfig | RlConfig) -> LearnerLoad:
         has_checkpointing=runtime.activation_checkpointing,
         has_reference=has_reference,
         adapter_rank=None if training.lora is None else training.lora.rank,
+        moments_bytes=_MOMENTS_BYTES[training.optim.kind],
+        is_offloaded=runtime.cpu_offload,
     )
 
 
@@ -81,13 +87,23 @@ def learner_peak(size: ModelSize, load: LearnerLoad) -> LearnerPeak:
 
 
 def state_bytes(size: ModelSize, load: LearnerLoad) -> float:
-    """Return the bytes of a rank's weights, gradients and moments of Adam: 16 for a weight that trains, else `b`."""
+    """Return the bytes of a rank's weights, gradients and moments of Adam, wherever they are.
+
+    A weight that trains has 4 of its own, 4 of its gradient and those of its moments; a frozen one `b`.
+    """
     frozen = 0 if load.adapter_rank is None else load.value_bytes * size.num_params
-    return (frozen + _STATE_BYTES * _trained(size, load)) / load.num_ranks
+    return (frozen + (8 + load.moments_bytes) * _trained(size, load)) / load.num_ranks
+
+
+def reference_bytes(size: ModelSize, load: LearnerLoad) -> float:
+    """Return the bytes of a rank's share of the frozen copy for a KL term, wherever it is."""
+    return 4 * size.num_params / load.num_ranks if load.has_reference else 0.0
 
 
 def resident_bytes(size: ModelSize, load: LearnerLoad) -> float:
-    """Return what is left of `state_bytes` between updates, when there are no gradients."""
+    """Return what is left of `state_bytes` on the device between updates, when there are no gradients."""
+    if load.is_offloaded:
+        return 0.0
     return state_bytes(size, load) - 4 * _trained(size, load) / load.num_ranks
 
 
@@ -97,9 +113,9 @@ def _trained(size: ModelSize, load: LearnerLoad) -> int:
 
 
 def _moments(size: ModelSize, load: LearnerLoad) -> Iterator[LearnerPeak]:
-    always = {"weights, gradients, optimizer": state_bytes(size, load)}
-    if load.has_reference:
-        always["reference model"] = 4 * size.num_params / load.num_ranks
+    always = {} if load.is_offloaded else {"weights, gradients, optimizer": state_bytes(size, load)}
+    if load.has_reference and not load.is_offloaded:
+        always["reference model"] = reference_bytes(size, load)
     b, t, is_lora = load.value_bytes, load.num_tokens, load.adapter_rank is not None
     kept = b * t * size.num_layers * _kept_values(size, load)
     yield LearnerPeak(
@@ -200,14 +216,17 @@ def _gathered(size: ModelSize, load: LearnerLoad, *, num_layers: int) -> float:
     """Return the bytes of the weights that FSDP holds in full: embedding and head, and `num_layers` layers."""
     b = load.value_bytes
     adapters = size.adapter_params(load.adapter_rank or 0)
-    if load.num_ranks == 1:
+    if load.num_ranks == 1 and not load.is_offloaded:
         if load.adapter_rank is not None:
             return b * adapters  # frozen weights are used as they are
         if b == 4:
             return 0.0  # the weights themselves
         # One rank keeps all layers from forward to backward; the backward pass has released one by its first peak.
         return b * (size.num_params - (num_layers - 1) * size.layer_params)
-    return b * (size.embedding_params + num_layers * (size.layer_params + adapters / size.num_layers))
+    # A rank's share of the next layer comes from the host as it is kept there, before it is cast and gathered.
+    kept_bytes = 4 if load.adapter_rank is None else b
+    coming = kept_bytes * size.layer_params / load.num_ranks if load.is_offloaded else 0.0
+    return coming + b * (size.embedding_params + num_layers * (size.layer_params + adapters / size.num_layers))
 
 
 def _layer_sum(size: ModelSize, load: LearnerLoad) -> float:
@@ -221,8 +240,9 @@ def _embedding_gradient(size: ModelSize, load: LearnerLoad) -> dict[str, float]:
     """Return what is there at the end of the backward pass, when embedding and head get their gradients."""
     b, embedding = load.value_bytes, size.vocab_size * size.hidden_size
     # Given to the sum over ranks: the gradients and their copy in float32. Its result, the shard of a rank, is there
-    # twice while it is added to the gradient of the micro-batches before.
-    summed = max((4 + b) * size.embedding_params, 4 * size.embedding_params * (1 + 2 / load.num_ranks))
+    # twice while it is added to the gradient of the micro-batches before, which may be in host memory.
+    num_shards = 1 if load.is_offloaded else 2
+    summed = max((4 + b) * size.embedding_params, 4 * size.embedding_params * (1 + num_shards / load.num_ranks))
     # A tied matrix has two gradients first, by the head and by the lookup, and their sum, beside the weights.
     joined = 4 * b * embedding + _layer_sum(size, load) if size.is_tied else 0
     return {"gradients on their way": max(summed, joined)}

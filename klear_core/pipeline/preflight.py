@@ -41,7 +41,7 @@ from klear_core.distill.keys import MAKE_BLOCK, NO_KEYS, BlockKeys
 from klear_core.errors import ArtifactError, ConfigError, KlearError, ResourceError
 from klear_core.hf_config import HfConfig, read_hf_config
 from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.capacity import device_problems, devices_of_this_process, disk_problem, num_engines_problems
+from klear_core.pipeline.capacity import devices_of_this_process, disk_problem, machine_problems, num_engines_problems
 from klear_core.pipeline.exposure import exposures
 from klear_core.pipeline.fits import memory_problems
 from klear_core.types import Domain
@@ -494,7 +494,7 @@ _CHECKS = (
     _reward_problems,
     _judge_problems,
     _cuda_problems,
-    device_problems,
+    machine_problems,
     num_engines_problems,
     memory_problems,
     _gpu_problems,

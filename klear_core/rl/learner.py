@@ -215,6 +215,7 @@ class Learner:
             self.world,
             dtype=self.cfg.dtype,
             activation_checkpointing=self.cfg.runtime.activation_checkpointing,
+            cpu_offload=self.cfg.runtime.cpu_offload,
             adapters=None if lora is None else Adapters(cfg=lora, seed=seed_for(self._seed, "rl/lora")),
         )
 

@@ -158,6 +158,7 @@ def _load(job: _Job, world: World) -> Policy:
         world,
         dtype=cfg.dtype,
         activation_checkpointing=cfg.runtime.activation_checkpointing,
+        cpu_offload=cfg.runtime.cpu_offload,
         adapters=None if cfg.lora is None else Adapters(cfg=cfg.lora, seed=seed_for(job.seed, "sft/lora")),
     )
 

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ArtifactError, ResourceError
@@ -161,6 +163,12 @@ def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) 
 
 def _copy(state: Any) -> Any:
     """Return a copy of the state on the CPU; training overwrites the original in place."""
+    if is_traceable_wrapper_subclass(state) and not isinstance(state, DTensor):
+        # torchao's 8-bit moments, whose own `to` shares their memory if they are on the CPU already.
+        source: Any = cast(Any, state).detach()
+        names, context = source.__tensor_flatten__()
+        parts = {name: _copy(getattr(source, name)) for name in names}
+        return type(source).__tensor_unflatten__(parts, context, source.shape, source.stride())
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):

@@ -1,13 +1,18 @@
-"""Build AdamW and its learning-rate schedule, measure the gradient norm, and apply a clipped update."""
+"""Build AdamW and its learning-rate schedule, measure the gradient norm, and apply a clipped update.
+
+`torchao` (8-bit moments) is imported nowhere else.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from klear_core.config.train import OptimConfig
+from klear_core.config.train import NO_TORCHAO, OptimConfig
+from klear_core.errors import ConfigError
 
 
 def lr_at(step: int, cfg: OptimConfig, num_steps: int) -> float:
@@ -24,8 +29,11 @@ def lr_at(step: int, cfg: OptimConfig, num_steps: int) -> float:
     return floor + (cfg.lr - floor) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def make_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices only: not on norms and biases (one axis), nor on embeddings."""
+def make_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
+    """Return AdamW with weight decay on matrices only: not on norms and biases (one axis), nor on embeddings.
+
+    Raise ConfigError if `cfg.kind` needs torchao and it is not installed.
+    """
     # By identity, because == on tensors compares element-wise. A tied LM head is the embedding's tensor and is not
     # decayed either.
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
@@ -39,7 +47,10 @@ def make_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
         else:
             plain.append(p)
     groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, fused=True)
+    groups = [g for g in groups if g["params"]]
+    if cfg.kind == "adamw_8bit":
+        return _adamw_8bit(groups, cfg)
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=True)
     # Create the moments now instead of in the first step: too little memory fails early, and any checkpoint has them.
     for p in decayed + plain:
         optimizer.state[p] = {
@@ -48,6 +59,24 @@ def make_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
             "exp_avg_sq": torch.zeros_like(p),
         }
     return optimizer
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], cfg: OptimConfig) -> torch.optim.Optimizer:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as e:
+        raise ConfigError(f"optim.kind = 'adamw_8bit': {NO_TORCHAO}") from e
+    optimizer: Any = AdamW8bit(groups, lr=cfg.lr, betas=cfg.betas)
+    # torchao makes the moments in its first step; see above why they are made here.
+    for group in groups:
+        for p in group["params"]:
+            optimizer.state[p] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": optimizer._new_buffer(p, True),
+                "exp_avg_sq": optimizer._new_buffer(p, False),
+            }
+    made: torch.optim.Optimizer = optimizer
+    return made
 
 
 def grad_norm(model: nn.Module) -> Tensor:
@@ -64,6 +93,19 @@ def apply_update(
     """Clip gradients of norm `norm` to `max_grad_norm`, update the weights, and clear the gradients."""
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm)
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)  # torchao's compiled step would be compiled again for another number
+        else:
+            group["lr"] = lr
+    _step(optimizer)
     optimizer.zero_grad(set_to_none=True)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    first = optimizer.param_groups[0]["params"][0]
+    if isinstance(optimizer, torch.optim.AdamW) or first.device.type != "cpu":
+        optimizer.step()
+        return
+    # torchao compiles its step once a shape, which takes a CPU longer than the updates of a small model.
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()

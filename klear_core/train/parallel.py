@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from klear_core.config.train import TrainRuntime
-from klear_core.errors import ResourceError
+from klear_core.errors import ConfigError, ResourceError
 from klear_core.train.context import ALONE, Context
 from klear_core.train.flops import FlopCount
 from klear_core.train.lora import Adapters, base_name, factor_names, is_adapter, merge
@@ -152,7 +152,13 @@ def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World, fl
 
 
 def load_policy(
-    folder: Path, world: World, *, dtype: Dtype, activation_checkpointing: bool, adapters: Adapters | None = None
+    folder: Path,
+    world: World,
+    *,
+    dtype: Dtype,
+    activation_checkpointing: bool,
+    cpu_offload: bool = False,
+    adapters: Adapters | None = None,
 ) -> Policy:
     """Load a Hugging Face folder and shard it with `parallelise` (collective call); see `load_model` for errors.
 
@@ -161,11 +167,21 @@ def load_policy(
     """
     # Weights that no update changes need no more digits than they are computed with.
     read = partial(load_model, folder, dtype="float32" if adapters is None else dtype, adapters=adapters)
+    shard = partial(
+        parallelise,
+        world=world,
+        dtype=dtype,
+        activation_checkpointing=activation_checkpointing,
+        cpu_offload=cpu_offload,
+    )
+    home = torch.device("cpu") if cpu_offload else world.device
     if world.size == 1:
-        whole = read(device=world.device)
-        return parallelise(whole, world, dtype=dtype, activation_checkpointing=activation_checkpointing)
-    policy = parallelise(read(device="meta"), world, dtype=dtype, activation_checkpointing=activation_checkpointing)
-    hf: Any = policy.to_empty(device=world.device).hf
+        return shard(read(device=home))
+    policy = shard(read(device="meta"))
+    hf: Any = policy.to_empty(device=home).hf
+    for module in hf.modules():  # offloaded are weights alone: buffers stay where they are computed with
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = buffer.to(world.device)
     hf.tie_weights()  # to_empty() allocates the head apart from its embedding
     source = read(device="cpu") if world.rank == 0 else None
     _broadcast_weights(source, policy, world)
@@ -196,30 +212,37 @@ def _weights_and_buffers(policy: Policy) -> dict[str, Tensor]:
     return {**_distinct_weights(policy), **dict(policy.named_buffers())}
 
 
-def parallelise(policy: Policy, world: World, *, dtype: Dtype, activation_checkpointing: bool) -> Policy:
+def parallelise(
+    policy: Policy, world: World, *, dtype: Dtype, activation_checkpointing: bool, cpu_offload: bool = False
+) -> Policy:
     """Shard the policy over the ranks by layer, and make it compute in `dtype`.
 
-    One rank in float32 stays as it is, and so do the frozen weights of one rank. Gradients are summed over ranks, not
-    averaged, so a loss must divide by global counts.
+    One rank in float32 stays as it is, and so do the frozen weights of one rank, unless they are offloaded to host
+    memory. Gradients are summed over ranks, not averaged, so a loss must divide by global counts. Raise ConfigError if
+    `cpu_offload` has nothing to offload.
     """
+    if cpu_offload and world.size == 1 and world.device.type == "cpu":
+        raise ConfigError("runtime.cpu_offload: one CPU rank has everything in host memory already; set it to false")
     hf: Any = policy.hf
     if activation_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if world.size == 1 and dtype == "float32":
+    if world.size == 1 and dtype == "float32" and not cpu_offload:
         return policy
     _ensure_process_group(world)
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     # Gradients are summed over ranks in float32: a sum in bf16 would drop small contributions.
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
+    is_whole = world.size == 1 and not cpu_offload
     # One rank would hold a second copy of frozen weights that are in `dtype` already.
-    kept = {p for p in policy.parameters() if not p.requires_grad and p.dtype == DTYPES[dtype] and world.size == 1}
-    shard = partial(fully_shard, mesh=mesh, mp_policy=precision, ignored_params=kept)
+    kept = {p for p in policy.parameters() if is_whole and not p.requires_grad and p.dtype == DTYPES[dtype]}
+    shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=kept)
     # Shard the layers first, so that the call for the policy takes the remaining weights (embedding, final norm, head).
     for layer in hf.base_model.layers:
-        # With one rank, resharding frees nothing and only repeats the cast.
-        shard(layer, reshard_after_forward=world.size > 1)
+        # With one rank that keeps its weights, resharding only repeats the cast.
+        shard(layer, reshard_after_forward=not is_whole)
     shard(policy)
     for module in (policy, *hf.base_model.layers):
         module.set_gradient_divide_factor(1.0)  # a sum over ranks; the default is the mean
@@ -231,7 +254,7 @@ def _ensure_process_group(world: World) -> None:
     """Create a process group for a single rank, which FSDP2 needs too; an in-process store replaces the rendezvous."""
     if not dist.is_initialized():
         assert world.size == 1, "several ranks join in join_world"
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        backend = "cuda:nccl,cpu:gloo" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 

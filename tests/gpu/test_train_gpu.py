@@ -20,7 +20,7 @@ from klear_core.train.kernels.fused_cuda import kernels
 from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.parallel import parallelise
+from klear_core.train.parallel import full_weights, load_policy, parallelise
 from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
@@ -99,6 +99,25 @@ def test_bf16_steps_lower_the_loss_and_keep_float32_weights(folder, tmp_path):
     losses, dtypes = run_ranks(partial(train, folder, tmp_path), TrainRuntime(device="cuda"), NullTelemetry())
     assert losses[-1] < 0.8 * losses[0]
     assert dtypes == {torch.float32}
+
+
+def train_from_host(folder, cpu_offload, world, telemetry):
+    policy = load_policy(folder, world, dtype="bfloat16", activation_checkpointing=True, cpu_offload=cpu_offload)
+    places = {p.device.type for p in policy.parameters()}
+    updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=4)
+    batch = pack(random_rows([20, 31, 12]), tokens_per_microbatch=40, device=world.device)
+    heads = sft_heads(batch.micro_batches, random_rows([20, 31, 12]), "token")
+    losses = [updater.step(batch, heads, step=step).loss for step in range(4)]
+    return losses, places, {name: weight.device.type for name, weight in full_weights(policy).items()}
+
+
+def test_weights_in_host_memory_train_as_on_the_gpu(folder):
+    (kept, on_gpu, _), (offloaded, on_host, exported) = (
+        run_ranks(partial(train_from_host, folder, is_on), TrainRuntime(device="cuda"), NullTelemetry())
+        for is_on in (False, True)
+    )
+    assert offloaded == pytest.approx(kept, rel=1e-3)
+    assert (on_gpu, on_host, set(exported.values())) == ({"cuda"}, {"cpu"}, {"cpu"})
 
 
 def train_together(folder, world, telemetry):

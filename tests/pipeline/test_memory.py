@@ -4,14 +4,15 @@ import tomllib
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from klear_core.config.engine import SamplingConfig, VllmEngineConfig, VllmRuntime
 from klear_core.config.hardware import HardwareConfig
 from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
-from klear_core.config.sft import SftConfig, SftRuntime
+from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
 from klear_core.config.train import LoraConfig
 from klear_core.pipeline.engines import engine_fit
-from klear_core.pipeline.fits import _remedy, with_margin_gb
+from klear_core.pipeline.fits import _fits_offloaded, _remedy, with_margin_gb
 from klear_core.pipeline.known_models import known_size
 from klear_core.pipeline.memory import LearnerLoad, learner_load, learner_peak, resident_bytes, state_bytes
 from klear_core.pipeline.model_size import ModelSize
@@ -92,6 +93,42 @@ def test_with_adapters_the_closed_form_is_within_two_per_cent_of_what_was_measur
     )
     peak = learner_peak(replace(_of(name), num_layers=num_layers), load)
     assert peak.num_bytes / 1e9 == pytest.approx(measured_gb, rel=0.02)
+
+
+def test_moments_in_eight_bits_take_two_bytes_a_weight_and_their_scales() -> None:
+    size = _of("Qwen3-8B")
+    plain, eight = (
+        learner_load(SftConfig(optim=SftOptimConfig(kind=kind), runtime=SftRuntime(num_workers=4)))
+        for kind in ("adamw", "adamw_8bit")
+    )
+    less = state_bytes(size, plain) - state_bytes(size, eight)
+    assert less == pytest.approx(size.num_params * (8 - 2 - 2 * 4 / 256) / 4)
+    assert learner_peak(size, plain).num_bytes - learner_peak(size, eight).num_bytes == pytest.approx(less)
+
+
+def test_what_is_offloaded_is_in_host_memory_and_not_on_the_device() -> None:
+    size, runtime = _of("Qwen3-8B"), SftRuntime(num_workers=1, activation_checkpointing=True)
+    off = learner_load(SftConfig(max_tokens=16384, runtime=runtime.model_copy(update={"cpu_offload": True})))
+    assert state_bytes(size, off) == pytest.approx(16 * size.num_params)
+    assert resident_bytes(size, off) == 0
+    peak = learner_peak(size, off)
+    # Embedding, head and two layers in bfloat16, and the next layer as it is kept on the host, in float32.
+    whole = 2 * (size.embedding_params + 2 * size.layer_params) + 4 * size.layer_params
+    assert peak.by_kind["gathered weights"] == pytest.approx(whole)
+    assert with_margin_gb(peak.num_bytes) < 24
+
+
+def test_offloading_is_advised_where_it_alone_would_fit() -> None:
+    size, sft = _of("Qwen3-8B"), SftConfig(max_tokens=16384, runtime=SftRuntime(num_workers=1))
+    assert _fits_offloaded(sft, size, 24)
+    assert not _fits_offloaded(sft, size, 12)
+
+
+@pytest.mark.parametrize("training", [SftConfig, RlConfig])
+def test_eight_bit_moments_in_host_memory_are_refused(training: type[SftConfig] | type[RlConfig]) -> None:
+    both = {"optim": {"kind": "adamw_8bit"}, "runtime": {"cpu_offload": True}}
+    with pytest.raises(ValidationError, match=r"'adamw_8bit' with runtime\.cpu_offload = true"):
+        training.model_validate(both)
 
 
 @pytest.mark.parametrize("gpu_gb", [24.0, 40.0, 80.0])

@@ -4,69 +4,21 @@ import json
 
 import pytest
 import torch
+from family_models import FAMILIES, write_family
 from tiny_models import packed, random_rows
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from klear_core.config.train import LoraConfig
 from klear_core.errors import ConfigError
-from klear_core.prompts import build_byte_tokenizer
 from klear_core.train.logps import token_logps
 from klear_core.train.lora import Adapters
 from klear_core.train.model import export_model, load_model
 from klear_core.train.parallel import full_weights
 
-_SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-}
-_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
-FAMILIES = {
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-    "qwen2 with a window": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
-    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
-    "mistral with a window": (MistralForCausalLM, MistralConfig, {"sliding_window": 7}),
-    "gemma": (GemmaForCausalLM, GemmaConfig, {}),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 6, "layer_types": _SLIDING}),
-}
-
 
 @pytest.fixture(params=FAMILIES, scope="module")
 def folder(request, tmp_path_factory):
-    model_class, config_class, own = FAMILIES[request.param]
-    target = tmp_path_factory.mktemp("model")
-    tokenizer = build_byte_tokenizer()
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        model_class(config_class(**_SIZES, **ends, **own)).save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target
+    return write_family(request.param, tmp_path_factory.mktemp("model"))
 
 
 def _logps(policy, rows):
