@@ -18,6 +18,7 @@ from klear_core.pipeline.fits import known_hardware, with_margin_gb
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.known_models import planned_size
 from klear_core.pipeline.model_size import ModelSize
+from klear_core.pipeline.placed import placement_lines
 from klear_core.pipeline.split import Split, estimate_split
 
 
@@ -28,7 +29,9 @@ def show_costs(
     rows = estimate(config, chosen)
     console.print(_table(rows, price=config.hardware.price_per_gpu_hour))
     stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
-    for line in (*_engine_lines(config, stages), *_busy_lines(config, stages), *_split_lines(config, stages)):
+    placed = placement_lines(stages, planned_size(config.start_model))
+    about_trainings = (*_busy_lines(config, stages), *_split_lines(config, stages))
+    for line in (*_engine_lines(config, stages), *placed, *about_trainings):
         console.print(line)
     if any(row.gpu_hours is not None for row in rows):
         console.print(_assumptions(config))

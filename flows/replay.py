@@ -19,6 +19,7 @@ from klear_core.config.load import explained, toml_value
 from klear_core.config.losses import GPPO_PRESETS, LOSS_KINDS, GppoConfig, LossConfig
 from klear_core.config.rl import RlConfig
 from klear_core.errors import ArtifactError, ConfigError
+from tasks.resources import learner_ranks
 
 if TYPE_CHECKING:
     from klear_core.rl.replay import LossEffect
@@ -42,9 +43,10 @@ def replay_step(step: int, which: str, given: Sequence[str], *, root: Path, num_
 
     from klear_core.rl.replay import Replay, replay  # torch takes seconds, and wrong input is an error before
 
-    found = replay(
-        Replay(cfg=cfg, seed=job.seed, model=_model_of(folder, manifest), folder=folder, step=step, losses=losses)
-    )
+    model = _model_of(folder, manifest)
+    asked = Replay(cfg=cfg, seed=job.seed, model=model, folder=folder, step=step, losses=losses)
+    with learner_ranks(cfg.runtime, model) as run_ranks:
+        found = replay(asked, run_ranks)
     console = Console(highlight=False)
     console.print(f"RL step {step} of {manifest.stage} {manifest.fingerprint[:8]}: {found.num_samples} answers")
     console.print(_table({f"{cfg.loss.kind} (the run's)": found.own} | found.others))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +15,18 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from klear_core.cluster.nodes import joins_a_cluster, require_listener
 from klear_core.config.rl import RlConfig
+from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
+from klear_core.hf_config import read_hf_config
 from tasks.ray_messages import ray_messages_logged
 from tasks.reaper import no_orphans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from klear_core.train.ranks import RunRanks
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +41,6 @@ LOCAL_SETTINGS = {  # of a Ray cluster that is started here
     # processes, and Ray would wait 5 s to send the last of the record to a process that has ended.
     "RAY_task_events_report_interval_ms": "0",
 }
-_JOIN_TIMEOUT_S = 10.0
-
 _STORE_FLOOR_BYTES = 128 << 20  # rollouts and Ray's own objects; Ray's minimum is 75 MB
 # Two versions of the weights (in use and in transfer), in float32 where the file has bfloat16 (times two), and slack.
 _COPIES_OF_WEIGHTS = 6
@@ -63,6 +65,34 @@ def needs_of(cfg: RlConfig, model: Path) -> Needs:
         num_cpus=runtime.num_workers * runtime.num_threads + runtime.num_rollout_actors * runtime.rollout_threads,
         object_store_bytes=min(wanted, psutil.virtual_memory().total // 2),
     )
+
+
+@contextmanager
+def learner_ranks(runtime: TrainRuntime, model: Path) -> Iterator[RunRanks]:
+    """Yield the function that runs a stage's learner ranks: on Ray, but a single one without a GPU in this process.
+
+    Raise ResourceError if `device = "auto"` would put a model that is too large for it on a CPU.
+    """
+    from klear_core.train.ranks import run_here
+
+    if _is_one_on_this_cpu(runtime):
+        yield run_here
+        return
+    with ray_session(Needs(num_cpus=runtime.num_workers * runtime.num_threads, object_store_bytes=_STORE_FLOOR_BYTES)):
+        from klear_core.cluster.run_ranks import check_device, run_on_ray
+        from klear_core.train.base import model_folder
+
+        check_device(runtime, read_hf_config(model_folder(model)).num_params)
+        yield run_on_ray
+
+
+def _is_one_on_this_cpu(runtime: TrainRuntime) -> bool:
+    from klear_core.train.model import pick_device
+
+    if runtime.num_workers > 1 or runtime.device == "cuda":
+        return False
+    # A driver without a GPU may be connected to a cluster that has some.
+    return runtime.device == "cpu" or (not joins_a_cluster() and pick_device("auto").type == "cpu")
 
 
 @contextmanager
@@ -97,7 +127,7 @@ def _init(address: str | None, needs: Needs) -> None:
     num_cpus = max(needs.num_cpus, os.cpu_count() or 1)
     try:
         if address:
-            _require_listener(address)
+            require_listener(address)
             ray.init(address=address, **quiet)
         else:
             ray.init(
@@ -113,20 +143,13 @@ def _init(address: str | None, needs: Needs) -> None:
         raise ResourceError(f"Ray cannot be started on this machine: {e}") from e
 
 
-def _require_listener(address: str) -> None:
-    """Raise OSError if nothing listens at host:port; Ray itself would retry for five minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=_JOIN_TIMEOUT_S).close()
-
-
 def _check_cpus(resources: dict[str, float], needs: Needs, *, where: str) -> None:
     num_cpus = resources.get("CPU", 0)
     if num_cpus < needs.num_cpus:
         raise ResourceError(
             f"{where} has {num_cpus:g} CPUs, the stage needs {needs.num_cpus:g}: use fewer actors or threads "
-            f"(num_rollout_actors and rollout_threads of rl.runtime, num_engines and num_threads of evaluate.runtime), "
-            f"or set RAY_ADDRESS to a bigger cluster"
+            f"(num_workers, num_threads, num_rollout_actors and rollout_threads of the stage's runtime, num_engines "
+            f"and num_threads of evaluate.runtime), or set RAY_ADDRESS to a bigger cluster"
         )
 
 

@@ -8,6 +8,7 @@ from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import SftJob
 from klear_core.metrics import Telemetry
+from tasks.resources import learner_ranks
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
@@ -15,12 +16,21 @@ from tasks.task import Inputs, stage_task
 
 @stage_task
 def sft(info: RunInfo, job: SftJob, inputs: Inputs) -> ArtifactRef:
-    """Fine-tune `model` on `traces`."""
+    """Fine-tune `model` on `traces`; several learner ranks, or one on a GPU, are Ray actors."""
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.sft.loop import train_sft
 
         model, traces = inputs["model"].path, inputs["traces"].path
-        return train_sft(job.sft, model=model, traces=traces, seed=job.seed, workdir=workdir, telemetry=telemetry)
+        with learner_ranks(job.sft.runtime, model) as run_ranks:
+            return train_sft(
+                job.sft,
+                model=model,
+                traces=traces,
+                seed=job.seed,
+                workdir=workdir,
+                telemetry=telemetry,
+                run_ranks=run_ranks,
+            )
 
     return run_stage(info, job, inputs, body)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from klear_core.cluster.placement import num_engine_ranks
+from klear_core.cluster.rank_actor import RankActor
 from klear_core.generate.engine import WeightOffer
 from klear_core.rl.workers import RlSetup
 from klear_core.types import TrainSample
@@ -56,20 +55,15 @@ def check_timeout_s(setup: RlSetup) -> float:
     return min(_CHECK_TIMEOUT_S, setup.cfg.runtime.stall_timeout_s)
 
 
-class LearnerActor:
-    """Run one learner rank."""
+class LearnerActor(RankActor):
+    """Run one learner rank of RL."""
 
-    def start(self, setup: RlSetup, rank: int, init_method: str) -> None:
-        """Join the process group of all ranks and load the initial model."""
+    def load(self, setup: RlSetup) -> None:
+        """Load the initial model, once the rank has joined the others (collective call)."""
         from klear_core.rl.learner import Learner
-        from klear_core.train.parallel import join_world
 
-        self._exit = ExitStack()  # never closed: the process group lasts as long as the actor
-        joining = join_world(setup.cfg.runtime, rank=rank, init_method=init_method, sees_only_its_gpu=True)
-        world = self._exit.enter_context(joining)
-        self._learner = Learner(setup.cfg, setup.model, seed=setup.seed, workdir=setup.workdir, world=world)
-        self._setup, self._world = setup, world
-        self._host = urlsplit(init_method).hostname or ""  # the node of rank 0
+        self._learner = Learner(setup.cfg, setup.model, seed=setup.seed, workdir=setup.workdir, world=self._world)
+        self._setup = setup
         self._server: WeightServer | None = None
 
     def restore(self) -> Counters | None:

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from klear_core.cluster.actors import to_tensors
-from klear_core.errors import TrainingError
+from klear_core.errors import KlearError, TrainingError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,15 +53,16 @@ class Restarts:
     def count(self, who: str, error: BaseException) -> None:
         """Count one more lost actor. Raise TrainingError if that exceeds the limit."""
         self.used += 1
+        lost = f"{who} was lost ({error})" if isinstance(error, KlearError) else f"{who} was lost"
         if self.used > self.allowed:
-            raise TrainingError(f"{who} was lost; runtime.max_restarts = {self.allowed} allows no more") from error
-        log.warning("%s was lost (%s); starting another", who, type(error).__name__)
+            raise TrainingError(f"{lost}; runtime.max_restarts = {self.allowed} allows no more") from error
+        log.warning("%s (%s); starting another", lost, type(error).__name__)
 
 
 async def within(awaitable: Awaitable[T], timeout_s: float, who: str, what: str) -> T:
     """Return a remote call's result or raise its original error; on a timeout TrainingError names `who` and `what`."""
     try:
-        return await asyncio.wait_for(_awaited(awaitable), timeout_s)
+        return await asyncio.wait_for(awaited(awaitable), timeout_s)
     except RayTaskError as e:
         raise cause_of(e) from e
     except TimeoutError:
@@ -78,5 +79,6 @@ def rollout_name(index: int) -> str:
     return f"rollout actor {index}"
 
 
-async def _awaited(awaitable: Awaitable[T]) -> T:
+async def awaited(awaitable: Awaitable[T]) -> T:
+    """Return the result of any awaitable as a coroutine's: asyncio makes tasks of coroutines only."""
     return await awaitable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from klear_core.cluster.actors import LearnerActor, check_timeout_s
-from klear_core.cluster.calls import LOST, START_S, RemoteCall, Restarts, StoredWeights, rollout_name, within
+from klear_core.cluster.calls import START_S, RemoteCall, Restarts, StoredWeights, rollout_name, within
+from klear_core.cluster.gang import Gang, Plan, RanksLost
+from klear_core.cluster.places import Place
 from klear_core.generate.engine import WeightOffer, WeightSource
+from klear_core.metrics import NullTelemetry
 from klear_core.rl.workers import LearnerLost, RlSetup
 from klear_core.types import TrainSample
 
@@ -28,8 +30,13 @@ log = logging.getLogger(__name__)
 class RayLearner:
     """A `LearnerHandle` over one actor per rank. If one dies, all restart: a process group cannot replace a rank."""
 
-    def __init__(self, setup: RlSetup, restarts: Restarts, num_gpus: float, *, is_direct: bool) -> None:
-        """Send weights to engines with `send_weights` if `is_direct`, else through the object store."""
+    def __init__(
+        self, setup: RlSetup, restarts: Restarts, num_gpus: float, *, is_direct: bool, plan: Plan | None = None
+    ) -> None:
+        """Send weights to engines with `send_weights` if `is_direct`, else through the object store.
+
+        `plan` chooses the places of the ranks; see `Gang`.
+        """
         self.is_direct = is_direct
         """Whether weights go directly to the engines; `check_direct` may change it before the first weights."""
         self._setup = setup
@@ -38,30 +45,30 @@ class RayLearner:
         """Held during a call: restarted engines ask for weights while the loop makes other calls."""
         self._lost: LearnerLost | None = None
         """Raised by every call until `restore`: an engine's call may get it first, and the loop must get it too."""
-        # Reserve no CPUs, because the number of threads is a setting and Ray must not wait for free CPUs. Do not let
-        # Ray restart ranks, because `Restarts` counts them, and a new rank must first load model and checkpoint.
-        self._actor_type = ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0)(LearnerActor)
-        self._ranks: list[Any] = []
         self._notes: list[str] = []
+        self._gang = Gang(LearnerActor, setup.cfg.runtime, gpus_per_rank=num_gpus, telemetry=NullTelemetry(), plan=plan)
+
+    async def reserve(self) -> None:
+        """Reserve the GPUs of all ranks, which engines may share."""
+        await self._gang.reserve()
+
+    def beside(self, engine: Place) -> dict[str, Any]:
+        """Return the options of an actor that shares a GPU with a learner rank, once that is reserved."""
+        return self._gang.beside(engine)
 
     async def start(self) -> None:
         """Start all ranks with the initial model; start over if one dies meanwhile."""
+        timeout_s = max(START_S, self._setup.cfg.runtime.stall_timeout_s)
         while True:
             try:
-                await self._start_ranks()
-            except LOST as error:
-                self._restarts.count("the learner", error)
-                self.kill()
+                await self._gang.start()
+                loads = [rank.load.remote(self._setup) for rank in self._gang.ranks]
+                await self._gang.wait(loads, "load the model", stall_timeout_s=timeout_s)
+            except RanksLost as lost:
+                self._restarts.count("the learner", lost)
+                self._gang.kill()
             else:
                 return
-
-    async def _start_ranks(self) -> None:
-        self._ranks = [self._actor_type.remote() for _ in range(self._setup.cfg.runtime.num_workers)]
-        timeout_s = max(START_S, self._setup.cfg.runtime.stall_timeout_s)
-        address = self._ranks[0].__ray_call__.remote(_rendezvous_address)
-        init_method = await within(address, timeout_s, "the learner", "start its process")
-        starts = [actor.start.remote(self._setup, rank, init_method) for rank, actor in enumerate(self._ranks)]
-        await within(asyncio.gather(*starts), timeout_s, "the learner", "load the model")
 
     async def restore(self) -> Counters | None:
         """Restore the newest checkpoint on all ranks; see `LearnerHandle.restore`."""
@@ -100,7 +107,7 @@ class RayLearner:
 
     async def _failure_of_direct(self, engines: Mapping[int, Any]) -> str:
         """Return what went wrong when all these actors fetched known tensors at once; empty if nothing did."""
-        rank, timeout_s = self._ranks[0], 2 * check_timeout_s(self._setup)
+        rank, timeout_s = self._gang.ranks[0], 2 * check_timeout_s(self._setup)
         offer, digest = await within(rank.offer_known.remote(), timeout_s, "the learner", "offer known tensors")
         # Both sides must run at the same time: sending and fetching are collective calls.
         sending = asyncio.ensure_future(rank.send_known.remote(offer, list(engines)))
@@ -123,10 +130,7 @@ class RayLearner:
         return await self._step(ray.put(samples))  # stored once for all ranks
 
     async def _step(self, samples: ray.ObjectRef) -> dict[str, float]:
-        # An RL step is many updates, of which nothing is reported before the last: it has a separate timeout.
-        timeout_s = self._setup.cfg.runtime.step_timeout_s
-        what = "do the updates of an RL step (runtime.step_timeout_s)"
-        results = await self._call_all(lambda rank: rank.step.remote(samples), what, timeout_s=timeout_s)
+        results = await self._call_all(lambda rank: rank.step.remote(samples), "do the updates of an RL step")
         metrics: dict[str, float] = results[0]  # metrics are sums over all ranks, the same on each
         return metrics
 
@@ -137,8 +141,8 @@ class RayLearner:
                 return await self._offer()
             self._check_present()
             # Awaiting the flags alone reports a dead rank and leaves the weights in the object store.
-            pairs = [actor.weights.options(num_returns=2).remote() for actor in self._ranks]
-            await self._await_or_restart(asyncio.gather(*(flag for flag, _ in pairs)), "gather the weights")
+            pairs = [rank.weights.options(num_returns=2).remote() for rank in self._gang.ranks]
+            await self._await_or_restart([flag for flag, _ in pairs], "gather the weights")
         return StoredWeights(pairs[0][1])
 
     async def send_weights(self, engines: Mapping[int, Any]) -> dict[int, BaseException]:
@@ -168,10 +172,9 @@ class RayLearner:
         """Write the model folder; see `LearnerHandle.export`."""
         await self._call_all(lambda rank: rank.export.remote(target), "export the model")
 
-    def kill(self) -> None:
-        """Kill all ranks."""
-        for actor in self._ranks:
-            ray.kill(actor, no_restart=True)
+    def close(self) -> None:
+        """Kill all ranks and release their GPUs."""
+        self._gang.close()
 
     async def _offer(self) -> WeightOffer:
         """Return rank 0's offer of the current weights; the caller holds the lock."""
@@ -179,33 +182,30 @@ class RayLearner:
         offer: WeightOffer = results[0]
         return offer
 
-    async def _call_all(self, call: RemoteCall, what: str, *, timeout_s: float | None = None) -> list[Any]:
+    async def _call_all(self, call: RemoteCall, what: str) -> list[Any]:
         """Call every rank, once no other call runs, and return the results of all ranks."""
         async with self._lock:
-            return await self._call_locked(call, what, timeout_s=timeout_s)
+            return await self._call_locked(call, what)
 
-    async def _call_locked(self, call: RemoteCall, what: str, *, timeout_s: float | None = None) -> list[Any]:
+    async def _call_locked(self, call: RemoteCall, what: str) -> list[Any]:
         self._check_present()
-        calls = [call(rank) for rank in self._ranks]
-        return await self._await_or_restart(asyncio.gather(*calls), what, timeout_s=timeout_s)
+        return await self._await_or_restart([call(rank) for rank in self._gang.ranks], what)
 
     def _check_present(self) -> None:
         if self._lost is not None:
             raise self._lost
 
-    async def _await_or_restart(
-        self, call: Awaitable[list[Any]], what: str, *, timeout_s: float | None = None
-    ) -> list[Any]:
-        """Wait for a call on all ranks, `stall_timeout_s` if no other limit is given; restart all if one has died."""
+    async def _await_or_restart(self, calls: Sequence[Awaitable[Any]], what: str) -> list[Any]:
+        """Wait for a call of each rank, as long as they make progress; restart all if one has died."""
         try:
-            return await within(call, timeout_s or self._setup.cfg.runtime.stall_timeout_s, "the learner", what)
-        except LOST as error:
-            self._restarts.count("the learner", error)
-            self.kill()
+            return await self._gang.wait(calls, what, stall_timeout_s=self._setup.cfg.runtime.stall_timeout_s)
+        except RanksLost as lost:
+            self._restarts.count("the learner", lost)
+            self._gang.kill()
             await self.start()
             # The new ranks have the initial model, so no call may use them before `restore`.
             self._lost = LearnerLost(f"the learner died; it was to {what}")
-            raise self._lost from error
+            raise self._lost from lost
 
     async def _failures(self, calls: Mapping[int, Awaitable[object]], what: str) -> dict[int, BaseException]:
         """Wait for one call of each engine, by its index, and return the errors of those that failed."""
@@ -213,13 +213,3 @@ class RayLearner:
         waits = [wait(call, who=rollout_name(i)) for i, call in calls.items()]
         outcomes = await asyncio.gather(*waits, return_exceptions=True)
         return {i: outcome for i, outcome in zip(calls, outcomes, strict=True) if isinstance(outcome, BaseException)}
-
-
-def _rendezvous_address(_actor: LearnerActor) -> str:
-    """Return an address on the actor's node for the process group to start from; runs in the actor."""
-    import klear_core.rl.learner  # noqa: F401  # slow, so before a port is picked that others may take
-
-    # Port 0 lets the system pick a free one. It is unprotected from here until rank 0 listens on it.
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return f"tcp://{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"

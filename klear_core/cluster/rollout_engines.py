@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,17 @@ log = logging.getLogger(__name__)
 class RayRolloutEngines:
     """A pool of rollout actors as one `TrainableEngine`."""
 
-    def __init__(self, setup: RlSetup, restarts: Restarts, num_gpus: float, learner: RayLearner) -> None:
+    def __init__(
+        self,
+        setup: RlSetup,
+        restarts: Restarts,
+        num_gpus: float,
+        learner: RayLearner,
+        actor_options: Callable[[int], dict[str, Any]] | None = None,
+    ) -> None:
+        """`actor_options` returns the options of an actor by its index: where it is to run; None: anywhere."""
         self.version = 0
+        self._actor_options = actor_options or (lambda _index: {})
         self._setup = setup
         self._learner = learner
         # Reserve no CPUs, and do not let Ray restart the actor, because a new engine must first get the current
@@ -48,13 +57,10 @@ class RayRolloutEngines:
     def _engine(self, index: int, limit: int) -> RayEngine:
         return RayEngine(
             rollout_name(index),
-            self._create_actor,
+            lambda: self._create_actor(index),
             lambda actor: self._load_actor(index, actor),
             limit=limit,
         )
-
-    def _create_actor(self) -> Any:
-        return self._actor_type.remote()
 
     async def start(self) -> None:
         """Start all actors with the initial model."""
@@ -63,6 +69,9 @@ class RayRolloutEngines:
     async def check_direct(self) -> None:
         """Check the direct way of the weights to all actors; see `RayLearner.check_direct`."""
         await self._learner.check_direct({i: engine.actor for i, engine in enumerate(self.engines)})
+
+    def _create_actor(self, index: int) -> Any:
+        return self._actor_type.options(**self._actor_options(index)).remote()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Sample with the least busy actor; see `EnginePool.generate`."""

@@ -229,10 +229,6 @@ class RlRuntime(TrainRuntime):
     engine_check: Literal["warn", "refuse", "off"] = "warn"
     """What happens if engine and learner give different log-probs to an answer sampled before the first step: `warn`,
     with a note in the manifest, or `refuse` to train. The tolerances are in klear_core/rl/start_checks.py."""
-    stall_timeout_s: float = Field(default=1800, gt=0)
-    """Seconds without progress after which the stage fails, with an error that names what each process waits for."""
-    step_timeout_s: float = Field(default=3600, gt=0, le=604_800)
-    """Seconds for all updates of one RL step; the learner reports no progress until they are done."""
     max_restarts: int = Field(default=8, ge=0)
     """Maximum number of lost actors to restart in one run."""
     informative: RareFloor = RareFloor()

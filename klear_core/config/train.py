@@ -135,7 +135,7 @@ class TrainRuntime(Settings):
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the learner."""
     num_workers: int = Field(default=1, ge=1)
-    """Learner processes (FSDP2 ranks)."""
+    """Learner processes (FSDP2 ranks), each with a GPU of its own if there are any, on one or several nodes of Ray."""
     context_parallel: int = Field(default=1, ge=1)
     """Learner processes that share one row, each with a slice of its tokens, so that longer rows fit (Ulysses).
 
@@ -153,6 +153,14 @@ class TrainRuntime(Settings):
     checkpoint: CheckpointConfig = CheckpointConfig()
     max_nonfinite_steps: int = Field(default=5, ge=0)
     """Maximum number of steps skipped for non-finite values; more stop the stage."""
+    stall_timeout_s: float = Field(default=1800, gt=0)
+    """Seconds without progress after which the stage fails, with an error that names what each process did last.
+
+    Progress is the next micro-batch, weight or part of a checkpoint, in RL also the next answer sampled or judged; a
+    step may last as long as it needs."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Number of times that the learner goes on from its checkpoint, within the stage, after one of its processes
+    died. Ours."""
 
     @model_validator(mode="after")
     def _contexts_divide_workers(self) -> TrainRuntime:

@@ -6,20 +6,20 @@ Imported without torch; torch is asked for a GPU only where the answer matters.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from klear_core.cluster.engine_plan import plan_engines
-from klear_core.cluster.placement import check_cpu_is_meant, cpu_refusal, gpus_here, is_too_large_for_cpu, plan_gpus
-from klear_core.config.engine import Device, TorchEngineConfig
+from klear_core.cluster.nodes import joins_a_cluster
+from klear_core.cluster.placement import cpu_refusal, gpus_here, is_too_large_for_cpu
+from klear_core.config.engine import TorchEngineConfig
 from klear_core.config.jobs import EvaluateJob, RlJob, Stage, TagJob
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import NO_TORCHAO
 from klear_core.errors import ResourceError
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.estimate import estimate
-from klear_core.pipeline.model_size import ModelSize, model_size
+from klear_core.pipeline.model_size import model_size
 
 MIN_FREE_GB = 1.0
 """Gigabytes on the workspace's disk for what is not counted: metrics, reports, MLflow's and Prefect's databases."""
@@ -49,20 +49,20 @@ def machine_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _device_problems(work: PendingWork) -> Iterator[str]:
-    """Yield a problem for each `auto` device that would be a CPU, for a model too large to train or sample on one.
+    """Yield a problem for each engine whose `auto` device would be a CPU, for a model too large to sample from on one.
 
-    The devices of a Ray cluster at RAY_ADDRESS are known only after joining it: then RL and the stages that sample
-    check them, before they load a model.
+    Learners, and engines of RL, are checked where they are placed. On a Ray cluster at RAY_ADDRESS the pool of engines
+    checks its devices itself.
     """
     size = model_size(work.config.start_model)
-    if size is None or not is_too_large_for_cpu(size.num_params):
+    if size is None or not is_too_large_for_cpu(size.num_params) or joins_a_cluster():
         return
-    for key, device in devices_of_this_process(work).items():
-        if device == "auto" and not _has_gpu():
-            yield cpu_refusal(key, size.num_params)
-    if not os.environ.get("RAY_ADDRESS"):
-        for stage, job in work.pending(RlJob):
-            yield from _rl_problems(stage.section, job.rl, size)
+    for stage in work.stages:
+        use = None if isinstance(stage.job, RlJob) else stage.engine()
+        if use is None or not isinstance(use.engine, TorchEngineConfig):
+            continue
+        if use.engine.runtime.device == "auto" and not _has_gpu():
+            yield cpu_refusal(f"{use.key}.engine.runtime", size.num_params)
 
 
 def num_engines_problems(work: PendingWork) -> Iterator[str]:
@@ -70,7 +70,7 @@ def num_engines_problems(work: PendingWork) -> Iterator[str]:
 
     With RAY_ADDRESS the stage itself compares them with the cluster's, before it loads a model.
     """
-    if os.environ.get("RAY_ADDRESS"):
+    if joins_a_cluster():
         return
     sampling = {stage.section: job.evaluate for stage, job in work.pending(EvaluateJob)}
     # All models are evaluated with the settings of one section.
@@ -79,32 +79,6 @@ def num_engines_problems(work: PendingWork) -> Iterator[str]:
             plan_engines(cfg.runtime.num_engines, cfg.engine, gpus_here(), key=section)
         except ResourceError as e:
             yield str(e)
-
-
-def devices_of_this_process(work: PendingWork) -> dict[str, Device]:
-    """Return the devices that stages use without Ray, by their place in the config: all but those of RL.
-
-    With RAY_ADDRESS, engines are on the cluster.
-    """
-    devices: dict[str, Device] = {}
-    for stage in work.stages:
-        if isinstance(stage.job, RlJob):
-            continue
-        training, use = stage.job.training(), stage.engine()
-        if training is not None:
-            devices[f"{stage.section}.runtime"] = training.runtime.device
-        is_here = use is not None and not os.environ.get("RAY_ADDRESS")
-        if use is not None and is_here and isinstance(use.engine, TorchEngineConfig):
-            devices[f"{use.key}.engine.runtime"] = use.engine.runtime.device
-    return devices
-
-
-def _rl_problems(name: str, rl: RlConfig, size: ModelSize) -> Iterator[str]:
-    try:
-        gpus = plan_gpus(rl.runtime, rl.rollout.engine, gpus_here())
-        check_cpu_is_meant(rl.runtime, rl.rollout.engine, gpus, size.num_params, stage=name)
-    except ResourceError as e:
-        yield str(e)
 
 
 def _has_gpu() -> bool:

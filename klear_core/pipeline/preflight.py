@@ -17,6 +17,7 @@ from typing import TypeVar
 from klear_core.artifacts.files import matching_files
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.model_files import check_model, folder_of
+from klear_core.cluster.nodes import joins_a_cluster
 from klear_core.config.data import FileSource, ProceduralSource, Source
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig
@@ -38,12 +39,13 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import HfModelConfig, HubModelConfig, ModelConfig, TinyModelConfig
 from klear_core.config.user_code import UserFunction
 from klear_core.distill.keys import MAKE_BLOCK, NO_KEYS, BlockKeys
-from klear_core.errors import ArtifactError, ConfigError, KlearError, ResourceError
+from klear_core.errors import ArtifactError, ConfigError, KlearError
 from klear_core.hf_config import HfConfig, read_hf_config
 from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.capacity import devices_of_this_process, disk_problem, machine_problems, num_engines_problems
+from klear_core.pipeline.capacity import disk_problem, machine_problems, num_engines_problems
 from klear_core.pipeline.exposure import exposures
 from klear_core.pipeline.fits import memory_problems
+from klear_core.pipeline.placed import placement_problems
 from klear_core.types import Domain
 
 T = TypeVar("T")
@@ -344,37 +346,20 @@ def _context_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _cuda_problems(work: PendingWork) -> Iterator[str]:
-    """Check the devices of this process. Those of a Ray cluster at RAY_ADDRESS are known only after joining it."""
-    devices = devices_of_this_process(work)
-    if not _joins_a_cluster():
-        devices |= {f"{section}.runtime": runtime.device for section, runtime in work.trainings()}
-        devices |= {
-            f"{use.key}.engine.runtime": use.engine.runtime.device
-            for use in work.engines()
-            if isinstance(use.engine, TorchEngineConfig)
-        }
+    """Check the devices of this machine; a stage on a Ray cluster at RAY_ADDRESS is refused where it is placed."""
+    if joins_a_cluster():
+        return
+    devices = {f"{section}.runtime": runtime.device for section, runtime in work.trainings()}
+    devices |= {
+        f"{use.key}.engine.runtime": use.engine.runtime.device
+        for use in work.engines()
+        if isinstance(use.engine, TorchEngineConfig)
+    }
     for key, device in devices.items():
         if device == "cuda":
             from klear_core.train.model import pick_device
 
             yield from _complaints(key, pick_device, device)
-
-
-def _gpu_problems(work: PendingWork) -> Iterator[str]:
-    from klear_core.cluster.placement import gpus_here, is_direct, plan_gpus
-
-    for stage, job in work.pending(SftJob):
-        sft, key = job.sft.runtime, f"{stage.section}.runtime.num_workers"
-        if sft.num_workers > 1 and sft.device != "cpu" and 0 < gpus_here() < sft.num_workers:
-            yield f"{key} = {sft.num_workers}: every worker needs a GPU of its own, and this machine has {gpus_here()}"
-    if _joins_a_cluster():
-        return
-    for stage, rl_job in work.pending(RlJob):
-        try:
-            runtime, engine = rl_job.rl.runtime, rl_job.rl.rollout.engine
-            is_direct(runtime, engine, plan_gpus(runtime, engine, gpus_here()))
-        except ResourceError as e:
-            yield f"{stage.section}.runtime: {e}"
 
 
 def _sandbox_problems(work: PendingWork) -> Iterator[str]:
@@ -451,10 +436,6 @@ def _is_path_there(path: str) -> bool:
     return Path(path).exists() or bool(matching_files(path))
 
 
-def _joins_a_cluster() -> bool:
-    return bool(os.environ.get("RAY_ADDRESS"))
-
-
 def _hf_config(model: ModelConfig) -> HfConfig | None:
     """Return None for a tiny model, and without a readable config.json, which `_model_problems` reports."""
     try:
@@ -497,7 +478,7 @@ _CHECKS = (
     machine_problems,
     num_engines_problems,
     memory_problems,
-    _gpu_problems,
+    placement_problems,
     _sandbox_problems,
     _workspace_problems,
 )

@@ -23,7 +23,7 @@ from klear_core.rl.learner import SAVED_STEPS, Learner
 from klear_core.rl.losses import k3, log_ratio
 from klear_core.rl.saved_steps import SavedStep, SavedSteps
 from klear_core.train.parallel import World
-from klear_core.train.ranks import run_ranks
+from klear_core.train.ranks import RunRanks, run_here
 from klear_core.types import TrainSample
 
 _TIMING = "rl/speed/"  # metrics of the clock, which no two runs share
@@ -71,10 +71,10 @@ class Replayed:
     """Largest relative difference of a metric of the run's loss from the logged one; 0 if all are equal to the bit."""
 
 
-def replay(job: Replay) -> Replayed:
+def replay(job: Replay, run_ranks: RunRanks = run_here) -> Replayed:
     """Train the step once with the run's loss and once with each of the others, on as many ranks as the settings say.
 
-    ArtifactError if the step is not saved.
+    `run_ranks` runs them, by default the only one, in this process. ArtifactError if the step is not saved.
     """
     return run_ranks(partial(_replay, job), job.cfg.runtime, NullTelemetry())
 

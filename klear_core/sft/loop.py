@@ -31,7 +31,7 @@ from klear_core.train.lora import FOLDER, Adapters, save_adapter
 from klear_core.train.model import Policy, export_model
 from klear_core.train.packing import PackedBatch
 from klear_core.train.parallel import World, adapter_weights, full_weights, load_policy, pack_share
-from klear_core.train.ranks import run_ranks
+from klear_core.train.ranks import RunRanks, run_here
 from klear_core.train.step import StepResult, Updater, save_bad_batch
 from klear_core.types import SftExample, TeacherTrace
 
@@ -48,9 +48,18 @@ class _Job:
 
 
 def train_sft(
-    cfg: SftConfig, *, model: Path, traces: Path, seed: int, workdir: Path, telemetry: Telemetry
+    cfg: SftConfig,
+    *,
+    model: Path,
+    traces: Path,
+    seed: int,
+    workdir: Path,
+    telemetry: Telemetry,
+    run_ranks: RunRanks = run_here,
 ) -> StageSummary:
     """Train `model` on `traces/traces/*.parquet` and write `workdir/model`, a Hugging Face folder in `cfg.dtype`.
+
+    `run_ranks` runs the learner ranks, by default the only one, in this process.
 
     Raise ConfigError if the chat template is unfit, DataError if too few traces are usable, TrainingError after too
     many skipped steps.

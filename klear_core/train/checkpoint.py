@@ -6,12 +6,15 @@ A checkpoint is a folder `step-00000100`: written under another name, sealed wit
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
+import os
 import shutil
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
@@ -29,12 +34,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ArtifactError, ResourceError
 from klear_core.train.parallel import World
+from klear_core.train.progress import made_progress
 
 log = logging.getLogger(__name__)
 # This warning is expected, because a single rank saves without a process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
 
 SEAL = "seal.json"
+_HASH_THREADS = 8  # a thread hashes about 1 GB a second, so that 8 are as fast as a local disk
 
 Counters = Mapping[str, int | float]
 """Other numbers that a training loop needs to resume (policy version, skipped steps, data position)."""
@@ -97,7 +104,7 @@ class Checkpoints:
         if random_key not in FileSystemReader(folder).read_metadata().state_dict_metadata:
             del state[random_key]  # saved by fewer ranks: this one keeps its random state
         try:
-            load_shards(state, checkpoint_id=folder, no_dist=self.world.size == 1)
+            load_shards(state, checkpoint_id=folder, no_dist=self.world.size == 1, planner=_LoadPlanner())
         except CheckpointException as e:
             raise ArtifactError(f"checkpoint {folder} does not fit this model and optimizer: {_causes(e)}") from e
         model_state, optimizer_state = state["model"], state["optimizer"]
@@ -124,12 +131,18 @@ class Checkpoints:
             shutil.rmtree(final, ignore_errors=True)  # damaged: a run resumes from a complete one
         self._barrier()
         try:
-            save_shards(state, checkpoint_id=temporary, no_dist=self.world.size == 1, process_group=self._group)
+            save_shards(
+                state,
+                checkpoint_id=temporary,
+                no_dist=self.world.size == 1,
+                process_group=self._group,
+                planner=_SavePlanner(),
+            )
         except CheckpointException as e:  # a BaseException, which `except Exception` would miss
             raise ResourceError(f"checkpoint {final} could not be written: {_causes(e)}") from e
         self._barrier()
         if self.world.rank == 0:
-            seal["files"] = {f.name: _digest(f) for f in sorted(temporary.iterdir())}
+            seal["files"] = _digests(sorted(temporary.iterdir()))
             (temporary / SEAL).write_text(json.dumps(seal, allow_nan=False))
             temporary.rename(final)
             for old in self._names()[: -self.cfg.keep]:
@@ -150,6 +163,25 @@ class Checkpoints:
                 return name
             log.warning("checkpoint %s is skipped: %s", self.folder / name, damage)
         return None
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Reports every tensor that is written."""
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Return the data of one item, as the writer asks for it."""
+        made_progress(f"writing of {write_item.index.fqn} to a checkpoint")
+        return super().resolve_data(write_item)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reports every tensor that is read."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Return the tensor that one item is read into."""
+        made_progress(f"reading of {read_item.dest_index.fqn} from a checkpoint")
+        tensor: Tensor = super().resolve_tensor(read_item)
+        return tensor
 
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
@@ -184,7 +216,15 @@ def _causes(failure: CheckpointException) -> str:
 
 def _digest(file: Path) -> str:
     with file.open("rb") as f:
-        return hashlib.file_digest(f, "blake2b").hexdigest()[:32]
+        digest = hashlib.file_digest(f, "blake2b").hexdigest()[:32]
+    made_progress(f"checksum of {file.name}")
+    return digest
+
+
+def _digests(files: Sequence[Path]) -> dict[str, str]:
+    """Return the checksum of each file by its name, several files at a time: hashing releases Python's lock."""
+    with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as threads:
+        return dict(zip([file.name for file in files], threads.map(_digest, files), strict=True))
 
 
 def _find_damage(folder: Path) -> str | None:
@@ -193,9 +233,9 @@ def _find_damage(folder: Path) -> str | None:
         seal = json.loads((folder / SEAL).read_text())
     except (OSError, json.JSONDecodeError) as e:
         return f"{SEAL} cannot be read ({e})"
-    for name, digest in seal["files"].items():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if _digest(folder / name) != digest:
-            return f"{name} is damaged"
-    return None
+    missing = [name for name in seal["files"] if not (folder / name).is_file()]
+    if missing:
+        return f"{missing[0]} is missing"
+    found = _digests([folder / name for name in seal["files"]])
+    damaged = [name for name, digest in seal["files"].items() if found[name] != digest]
+    return f"{damaged[0]} is damaged" if damaged else None

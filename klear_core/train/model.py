@@ -19,6 +19,7 @@ from klear_core.prompts import load_tokenizer
 from klear_core.train.kernels import attention
 from klear_core.train.lora import Adapters, add_adapters
 from klear_core.train.packing import MicroBatch
+from klear_core.train.progress import made_progress
 
 R = TypeVar("R")
 Head = Callable[[Tensor, Tensor], R]
@@ -46,6 +47,7 @@ class Policy(nn.Module):
             use_cache=False,
             micro=micro,
         ).last_hidden_state
+        made_progress("layers of a micro-batch")
         # Select first, so that the head computes logits for loss tokens only.
         return head(hidden_1TH[0, micro.predictor_N], hf.get_output_embeddings().weight)
 

@@ -20,12 +20,13 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from klear_core.config.train import TrainRuntime
-from klear_core.errors import ConfigError, ResourceError
+from klear_core.errors import ConfigError
 from klear_core.train.context import ALONE, Context
 from klear_core.train.flops import FlopCount
 from klear_core.train.lora import Adapters, base_name, factor_names, is_adapter, merge
 from klear_core.train.model import DTYPES, Dtype, Policy, load_model, pick_device
 from klear_core.train.packing import PackedBatch, TokenRow, pack
+from klear_core.train.progress import made_progress
 
 T = TypeVar("T")
 
@@ -89,16 +90,12 @@ class World:
 
 
 @contextmanager
-def join_world(
-    runtime: TrainRuntime, *, rank: int, init_method: str, sees_only_its_gpu: bool = False
-) -> Iterator[World]:
-    """Join `runtime.num_workers` processes as rank `rank`.
+def join_world(runtime: TrainRuntime, *, rank: int, init_method: str) -> Iterator[World]:
+    """Join `runtime.num_workers` processes as rank `rank`, on the first GPU that this process sees.
 
     `init_method` is their rendezvous (`file://...`, `tcp://host:port`).
-    `sees_only_its_gpu`: all other GPUs are hidden from this process, as Ray does.
     """
-    index, num_visible = (0, 1) if sees_only_its_gpu else (rank, runtime.num_workers)
-    device = _device_of_rank(runtime, index, num_visible)
+    device = pick_device(runtime.device)
     if device.type == "cpu":
         torch.set_num_threads(runtime.num_threads)
     size = runtime.num_workers
@@ -120,18 +117,6 @@ def _join_context(rank: int, size: int) -> Context:
         return ALONE
     group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
     return Context(rank=rank % size, size=size, group=group)
-
-
-def _device_of_rank(runtime: TrainRuntime, index: int, num_visible: int) -> torch.device:
-    """Return the device of this index. Raise ResourceError if the process does not see `num_visible` GPUs."""
-    device = pick_device(runtime.device)
-    if device.type == "cpu":
-        return device
-    count = torch.cuda.device_count()
-    if num_visible > count:
-        raise ResourceError(f"runtime.num_workers={runtime.num_workers}, but this machine has {count} GPUs")
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World, flops: FlopCount) -> PackedBatch:
@@ -200,6 +185,7 @@ def _broadcast_weights(source: Policy | None, policy: Policy, world: World) -> N
         if source is not None:
             value.copy_(loaded[name])
         dist.broadcast(value, src=0)
+        made_progress(f"loading of {name}")
         if isinstance(target, DTensor):
             # src_data_rank=None: every rank has the full value by now and only cuts out its shard.
             shard = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
@@ -310,6 +296,7 @@ def each_weight(policy: Policy, *, dtype: Dtype | None = None) -> Iterator[tuple
             a, b = factors
             # In float32, before the cast: half precision would round each term by itself.
             full = merge(full, (_gather(weights[a]), _gather(weights[b])), policy.adapters.scale)
+        made_progress(f"gathering of {name}")
         yield base_name(name), full.to(full.dtype if dtype is None else DTYPES[dtype])
 
 

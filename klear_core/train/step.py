@@ -21,6 +21,7 @@ from klear_core.train.model import Head
 from klear_core.train.optim import apply_update, grad_norm, lr_at, make_optimizer
 from klear_core.train.packing import PackedBatch
 from klear_core.train.parallel import World
+from klear_core.train.progress import made_progress
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -57,12 +58,13 @@ class Updater:
         by counts of the complete step.
         """
         outputs = []
-        for micro, head in zip(batch.micro_batches, heads, strict=True):
+        for i, (micro, head) in enumerate(zip(batch.micro_batches, heads, strict=True), start=1):
             out: HeadOutput = self.model(micro, head)
             # Gradients accumulate as a sum: the loss is already divided by the global count.
             out.loss.backward()  # type: ignore[no-untyped-call]
             # Detached, so that the graph of this micro-batch is freed.
             outputs.append(HeadOutput(out.loss.detach(), out.logp_N, out.entropy_N))
+            made_progress(f"micro-batch {i} of {len(heads)} of an update")
         loss = self.world.sum(torch.stack([o.loss for o in outputs]).sum())
         norm = grad_norm(self.model)
         # Loss and norm are global, so all ranks take the same decision; otherwise their weights would diverge.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
+from gloo_ranks import run_ranks
 from tiny_models import random_rows, tiny_base
 
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
@@ -21,7 +22,6 @@ from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
 from klear_core.train.parallel import full_weights, load_policy, parallelise
-from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -9,6 +9,7 @@ import pytest
 from test_hf_config import QWEN3, write_config
 
 from klear_core.cluster.placement import GpuPlan, check_cpu_is_meant, gpus_here
+from klear_core.cluster.places import Node
 from klear_core.config.engine import TorchEngineConfig
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
@@ -18,6 +19,7 @@ from klear_core.hf_config import HfConfig
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.capacity import disk_parts, disk_problem
 from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
+from klear_core.pipeline.placed import problems_on, stage_lines
 from klear_core.pipeline.preflight import problems_with
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -137,10 +139,10 @@ def refusals(config: PipelineConfig, *stages: str) -> list[str]:
 def test_auto_is_no_cpu_for_an_8b_model_unless_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_engines = ("evaluate.engine={kind='torch'}", "rl.rollout.engine={kind='torch'}")
     config = large(tmp_path, *torch_engines)
-    assert refusals(config, "sft", "rl", "evaluate_rl") == [
-        "sft.runtime.device",
+    assert sorted(refusals(config, "sft", "rl", "evaluate_rl")) == [
         "evaluate.engine.runtime.device",
         "rl.runtime.device",
+        "sft.runtime.device",
     ]
     learner_named = large(tmp_path, *torch_engines, "rl.runtime.device=cpu")
     assert refusals(learner_named, "rl") == ["rl.rollout.engine.runtime.device"]
@@ -148,8 +150,33 @@ def test_auto_is_no_cpu_for_an_8b_model_unless_it_is_named(tmp_path: Path, monke
     assert "8.19 billion parameters, and above 0.2 billion" in problem
     assert problem.endswith('sft.runtime.device = "cpu"')
     assert refusals(large(tmp_path, "sft.runtime.device=cpu"), "sft") == []
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # GPUs of RL and of evaluation may be there; SFT's are not
-    assert refusals(config, "sft", "rl", "evaluate_rl") == ["sft.runtime.device"]
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert refusals(config, "sft", "rl", "evaluate_rl") == []
+    assert any("RAY_ADDRESS=127.0.0.1:1 cannot be joined" in p for p in problems_with(config, ["sft"]))
+
+
+def test_a_driver_without_a_gpu_looks_at_the_nodes_of_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A login node, or the head of KubeRay, has none; whether the model may be trained depends on the others."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    work = work_of(large(tmp_path), "sft", "rl")
+    head = Node(name="head", num_cpus=4)
+    told = [problem.split(" = ")[0] for problem in problems_on([head], work)]
+    assert told == ["sft.runtime.device", "rl.runtime.device"]
+    others = [Node(name=name, num_cpus=64, num_gpus=8) for name in "ab"]
+    assert not list(problems_on([head, *others], work))
+    assert "need 16 GPUs; Ray has 8" in "".join(problems_on([head, others[0]], work))
+
+
+def test_the_plan_says_what_runs_where(tmp_path: Path) -> None:
+    """`node_8`: four learner ranks, and two engines with two GPUs each, on the eight GPUs of one machine."""
+    config = load_profile(CONFIGS / "node_8", [f"workspace.root={tmp_path / 'ws'}"])
+    (stage,) = [stage for stage in stages_of(config) if stage.name == "rl"]
+    node = Node(name="a", num_cpus=64, num_gpus=8)
+    assert list(stage_lines(stage, None, [node])) == [
+        "rl on a: learner ranks 0-3 on GPUs 0-3, engines 0-1 on GPUs 4-7",
+    ]
 
 
 @pytest.mark.skipif(gpus_here() > 0, reason="there is a GPU")

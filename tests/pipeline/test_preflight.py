@@ -303,9 +303,12 @@ def test_a_gpu_that_is_not_there_is_missed_at_once(tmp_path: Path, override: str
     assert problem.startswith(told)
 
 
-def test_what_a_ray_cluster_elsewhere_has_is_its_own_business(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert problems_with(profile(tmp_path, "rl.runtime.learner_gpus=1", "rl.runtime.device=cuda")) == []
+def test_a_ray_cluster_that_cannot_be_joined_is_told_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    (problem,) = problems_with(profile(tmp_path, "rl.runtime.learner_gpus=1", "rl.runtime.device=cuda"))
+    assert problem.startswith("the Ray cluster at RAY_ADDRESS=127.0.0.1:1 cannot be joined")
 
 
 def test_code_is_judged_in_a_sandbox_that_must_prove_itself_where_there_is_code(tmp_path: Path) -> None:

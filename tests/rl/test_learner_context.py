@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from rl_builders import ONE, random_samples, rl_config, tiny_base
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.rl.learner import Learner
 from klear_core.train.parallel import World
-from klear_core.train.ranks import run_ranks
 
 SAMPLES = random_samples(8)
 RUNTIME = {"device": "cpu", "tokens_per_microbatch": 24}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from rl_builders import ONE, Recorder, constant_rate, low_byte_judge, problem, random_samples, rl_config, same_weights
 
 from klear_core.config.losses import LOSS_KINDS, AspoConfig, ClipConfig, GppoConfig, LossConfig, SapoConfig, TrmConfig
@@ -22,7 +23,6 @@ from klear_core.rl.replay import Replay, Replayed, replay
 from klear_core.rl.saved_steps import SavedSteps
 from klear_core.rl.workers import LocalWorkers, RlSetup
 from klear_core.train.parallel import World
-from klear_core.train.ranks import run_ranks
 from klear_core.types import TrainSample
 
 

@@ -27,7 +27,6 @@ from ray.exceptions import OutOfMemoryError  # noqa: E402
 
 from klear_core.cluster.calls import Restarts, within  # noqa: E402
 from klear_core.cluster.ray_engine import RayEngine  # noqa: E402
-from klear_core.cluster.rl_learner import RayLearner  # noqa: E402
 from klear_core.cluster.rollout_engines import RayRolloutEngines  # noqa: E402
 
 PARAMS = SamplingParams(
@@ -55,24 +54,6 @@ class FakeActor:
 
     def _answers(self, requests: list[Request], _unwanted: list[int]) -> list[Reply]:
         return [Reply(request_id=r.request_id, completions=(ANSWER,)) for r in requests]
-
-
-class SlowRank:
-    """A learner's rank that takes a moment for a step, and never ends a save."""
-
-    def __init__(self) -> None:
-        self.step, self.save = SlowCall(0.2), SlowCall(3600)
-
-
-class SlowCall:
-    """Stands for `actor.method` of Ray: answers after so many seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    async def remote(self, *_args: object) -> str:
-        await asyncio.sleep(self.seconds)
-        return "done"
 
 
 async def engine_over(actor: object) -> RayEngine:
@@ -289,17 +270,3 @@ def test_if_one_learner_rank_dies_all_are_made_anew_and_go_on_from_the_checkpoin
     first, last = telemetry.ranks[0], telemetry.ranks[-1]
     assert len(first) == len(last) == 2
     assert not first & last
-
-
-def test_a_step_of_the_learner_has_a_limit_of_its_own(base: Path) -> None:
-    """Longer than a stall may last: an RL step is many updates, and nothing is heard of it before the last."""
-
-    async def drive() -> None:
-        job = RlSetup(cfg=config(stall_timeout_s=0.05, step_timeout_s=600), model=base, seed=0, workdir=base)
-        learner = RayLearner(job, Restarts(0), 0, is_direct=False)
-        learner._ranks = [SlowRank()]
-        assert await learner._step([]) == "done"
-        with pytest.raises(TrainingError, match=r"stalled: waited 0\.05 s for the learner to save a checkpoint"):
-            await learner.save({})
-
-    asyncio.run(drive())

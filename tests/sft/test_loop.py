@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from sft_traces import config, inputs, trace
@@ -47,7 +48,13 @@ def given(tmp_path_factory) -> tuple[Path, Path]:
 def run(given, workdir, telemetry=None, **changes):
     model, traces = given
     return train_sft(
-        config(**changes), model=model, traces=traces, seed=5, workdir=workdir, telemetry=telemetry or NullTelemetry()
+        config(**changes),
+        model=model,
+        traces=traces,
+        seed=5,
+        workdir=workdir,
+        telemetry=telemetry or NullTelemetry(),
+        run_ranks=run_ranks,
     )
 
 

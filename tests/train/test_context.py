@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from pydantic import ValidationError
 from tiny_models import TINY, random_rows, rows_of_groups, tiny_base, tiny_folder
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,7 +19,6 @@ from klear_core.train.context import ALONE, Context
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
 from klear_core.train.parallel import full_weights, parallelise
-from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from peft import PeftModel
 from pydantic import ValidationError
 from tiny_models import ONE, nll_heads, packed, random_rows, tiny_folder
@@ -24,7 +25,6 @@ from klear_core.train.lora import Adapters, save_adapter, without_adapters
 from klear_core.train.model import export_model, load_model
 from klear_core.train.packing import pack
 from klear_core.train.parallel import adapter_weights, full_weights, load_policy, weight_shapes
-from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
 BATCHES = [packed(random_rows([9, 20], seed=s)) for s in range(4)]

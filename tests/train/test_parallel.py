@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_ranks import run_ranks
 from tiny_models import ONE, nll_heads, packed, random_rows, tiny_folder
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,7 +16,6 @@ from klear_core.train.logps import fused_loss
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
 from klear_core.train.parallel import full_weights, load_policy, parallelise
-from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
 ROWS = [random_rows([9, 30, 14, 22, 5], seed=s) for s in range(3)] + [

@@ -16,6 +16,7 @@ from tiny_models import ONE
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "sft"))
+from gloo_ranks import run_ranks
 from safetensors.torch import load_file
 from sft_traces import config, inputs
 
@@ -29,7 +30,6 @@ from klear_core.train.kernels import attention_cpu, fused_cuda, paths
 from klear_core.train.kernels.cases import PARTS, ModelSizes, is_used
 from klear_core.train.logits import Passes
 from klear_core.train.proofs import Conditions, Proof, prove, prove_fast_paths, prove_in_process
-from klear_core.train.ranks import run_ranks
 
 needs_compiler = pytest.mark.skipif(
     compile_c(attention_cpu._SOURCE, {"HEAD_DIM": 16}) is None, reason="no C compiler on this machine: no compiled C"

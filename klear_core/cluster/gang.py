@@ -1,0 +1,320 @@
+"""Run learner ranks as Ray actors at planned places, relay what they report, and name those that die."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, assert_never
+
+import ray
+from ray.exceptions import OutOfMemoryError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from klear_core.cluster.calls import LOST, START_S, awaited, cause_of
+from klear_core.cluster.nodes import ray_nodes
+from klear_core.cluster.places import Node, Place, Room, place_ranks
+from klear_core.cluster.rank_actor import LOGGER, Logged, Progressed, RankActor, Report, Reports
+from klear_core.config.train import TrainRuntime
+from klear_core.errors import KlearError, ResourceError, TrainingError
+from klear_core.metrics import Telemetry
+from klear_core.train.progress import Progress
+
+_POLL_S = 0.5
+"""Seconds between two looks at what the ranks report, and 0.01 more for each rank: a thousand are asked in 10 s."""
+_GRACE_S = 60.0
+"""Longest wait for an answer of the other ranks after a rank's RuntimeError.
+
+torch raises one for a lost peer too. A rank that answers is alive, so then the error is that rank's own.
+"""
+_OTHERS_S = 1.0
+"""Seconds to wait for news of further deaths after the first: a node takes all its ranks with it."""
+_MOST_NAMED = 8  # ranks in an error of a thousand
+_NODES_S = 2.0  # between two looks at whether the planned nodes are still there
+_NODE_LABEL = "ray.io/node-id"
+_REPORTS = "reports"
+
+
+Plan = Callable[[Sequence[Node]], Sequence[Place]]
+"""Returns the places of all ranks on these nodes."""
+
+
+class RanksLost(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
+    """Learner ranks died; the message names them with their node, process id and reason."""
+
+
+class Gang:
+    """All learner ranks of a stage, one actor each. A process group cannot replace a rank: all start anew, or none."""
+
+    def __init__(
+        self,
+        actor: type[RankActor],
+        runtime: TrainRuntime,
+        *,
+        gpus_per_rank: float,
+        telemetry: Telemetry,
+        plan: Plan | None = None,
+    ) -> None:
+        """`plan` chooses the places of the ranks; None: they have the cluster to themselves."""
+        self.ranks: list[Any] = []
+        """Handles of the actors; empty before `start`."""
+        self.places: Sequence[Place] = ()
+        """Places of the ranks; empty before `reserve`."""
+        self._plan = plan or (lambda nodes: place_ranks(Room.of(nodes), self._runtime, gpus_per_rank))
+        self._runtime = _with_device(runtime, gpus_per_rank)
+        self._gpus_per_rank = gpus_per_rank
+        self._telemetry = telemetry
+        # Do not let Ray restart ranks: a new one must first load model and checkpoint, together with all others.
+        # Reserve no CPUs for the process, because its threads are those of the placement group's bundle.
+        actor_type = ray.remote(num_cpus=0, num_gpus=gpus_per_rank, max_restarts=0, concurrency_groups={_REPORTS: 1})
+        self._actor_type = actor_type(actor)
+        self._groups: list[PlacementGroup] = []
+        self._names: list[str] = []
+        """Names of the ranks, with node and process id once these are known."""
+        self._polls: dict[int, asyncio.Future[Reports]] = {}
+        """Calls for reports that a rank has not answered yet."""
+        self._progress: dict[int, Progress] = {}
+        """What each rank has done, as far as it has reported."""
+        self._warnings: set[str] = set()
+        """Warnings of ranks that were logged already: all ranks warn of the same things."""
+
+    async def start(self) -> None:
+        """Reserve the places, start all ranks and join them in a process group.
+
+        Raise RanksLost if one dies meanwhile, ResourceError if the cluster has no room.
+        """
+        places = await self.reserve()
+        strategies = map(self._bundle_of, range(len(places)))
+        self.ranks = [self._actor_type.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+        self._names = [f"learner rank {i} (node {place.node.name})" for i, place in enumerate(places)]
+        timeout_s = START_S
+        pids = await self.wait([rank.process_id.remote() for rank in self.ranks], "start", stall_timeout_s=timeout_s)
+        named = enumerate(zip(places, pids, strict=True))
+        self._names = [f"learner rank {i} (node {place.node.name}, pid {pid})" for i, (place, pid) in named]
+        address = self.ranks[0].__ray_call__.remote(_rendezvous_address)
+        (init_method,) = await self.wait([address], "find a port", stall_timeout_s=timeout_s)
+        level = logging.getLogger(LOGGER).getEffectiveLevel()
+        joins = [rank.join.remote(self._runtime, i, init_method, level) for i, rank in enumerate(self.ranks)]
+        await self.wait(joins, "join the process group", stall_timeout_s=timeout_s)
+
+    async def wait(self, calls: Sequence[Awaitable[Any]], what: str, *, stall_timeout_s: float) -> list[Any]:
+        """Return the results of one call of each rank; meanwhile relay what the ranks report.
+
+        Raise RanksLost if a rank has died, a rank's exception as it is, or TrainingError if no rank has done anything
+        for `stall_timeout_s`.
+        """
+        tasks = [asyncio.ensure_future(awaited(call)) for call in calls]
+        seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
+        try:
+            while True:
+                poll_s = min(_POLL_S + 0.01 * len(self.ranks), max(0.0, deadline - time.monotonic()))
+                _, pending = await asyncio.wait(tasks, timeout=poll_s, return_when=asyncio.FIRST_EXCEPTION)
+                await self._relay_reports()
+                failed = _failures(tasks)
+                if failed:
+                    raise await self._cause(failed, tasks)
+                if not pending:
+                    # Once more: the reports above may have been asked for before the calls ended.
+                    await self._relay_reports()
+                    return [task.result() for task in tasks]
+                if seen != self._progress:
+                    seen, deadline = dict(self._progress), time.monotonic() + stall_timeout_s
+                if time.monotonic() >= deadline:
+                    raise TrainingError(
+                        f"stalled: no progress for {stall_timeout_s:g} s while the learner was to {what}; last done: "
+                        f"{self._last_done()}"
+                    )
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def close(self) -> None:
+        """Kill all ranks and release their places."""
+        self.kill()
+        self._release()
+
+    def kill(self) -> None:
+        """Kill all ranks, and keep their places for others."""
+        for rank in self.ranks:
+            ray.kill(rank, no_restart=True)
+        for poll in self._polls.values():
+            poll.cancel()
+        self.ranks, self._polls, self._progress = [], {}, {}
+
+    async def reserve(self) -> Sequence[Place]:
+        """Reserve a placement group for each context-parallel group; return the places of the ranks.
+
+        Those of an earlier start are used again, unless one of their nodes has died, which Ray notices only after some
+        seconds.
+        """
+        width = self._runtime.context_parallel
+        deadline = time.monotonic() + START_S
+        while True:
+            if self._groups and await self._are_ready(deadline):
+                return self.places
+            self._release()
+            self.places = places = self._plan(ray_nodes())
+            for first in range(0, len(places), width):
+                own = places[first : first + width]
+                # The label pins the group to the node that was planned for it.
+                on_node = [{_NODE_LABEL: place.node.node_id} for place in own]
+                bundles = [self._bundle(place) for place in own]
+                self._groups.append(placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=on_node))
+
+    async def _are_ready(self, deadline: float) -> bool:
+        """Wait until all places are reserved; return False if a node of theirs has died."""
+        planned = {place.node.node_id for place in self.places}
+        waiting = list(self._groups)
+        while time.monotonic() < deadline:
+            if not planned <= {node.node_id for node in ray_nodes()}:
+                return False
+            # In a thread, because it blocks; `ready()` would start a process for each group.
+            if await asyncio.to_thread(waiting[-1].wait, _NODES_S):
+                waiting.pop()
+            if not waiting:
+                return True
+        free = {name: number for name, number in ray.available_resources().items() if name in ("CPU", "GPU")}
+        raise ResourceError(
+            f"the learner waited {START_S:g} s for {len(self.places)} x {self._bundle(self.places[0])} of the Ray "
+            f"cluster, which has {free} free: other work holds the rest"
+        )
+
+    def beside(self, place: Place) -> dict[str, Any]:
+        """Return the options of an actor that shares this place with a rank; ranks must be reserved."""
+        for rank, own in enumerate(self.places):
+            if own.node == place.node and set(place.gpus) <= set(own.gpus):
+                return {"scheduling_strategy": self._bundle_of(rank)}
+        raise AssertionError(f"no rank has {place}")
+
+    def _release(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
+
+    def _bundle_of(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Return the strategy that puts an actor into a rank's bundle."""
+        group, index = divmod(rank, self._runtime.context_parallel)
+        return PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=index)
+
+    def _bundle(self, place: Place) -> dict[str, float]:
+        """Return the Ray resources of one rank: whole GPUs, or the CPUs of its threads."""
+        return {"GPU": float(len(place.gpus))} if place.gpus else {"CPU": float(self._runtime.num_threads)}
+
+    async def _relay_reports(self) -> None:
+        """Log what the ranks have reported so far, without waiting for a rank that is slow to answer."""
+        self._ask_for_reports()
+        await asyncio.wait(self._polls.values(), timeout=_POLL_S)
+        for index in [i for i, poll in self._polls.items() if poll.done()]:
+            poll = self._polls.pop(index)
+            if poll.exception() is None:  # a death is found by the call that this rank was to answer
+                reports = poll.result()
+                self._progress[index] = reports.progress
+                for report in reports.items:
+                    self._relay(index, report)
+
+    def _ask_for_reports(self) -> None:
+        for index, rank in enumerate(self.ranks):
+            if index not in self._polls:
+                asked = rank.take_reports.options(concurrency_group=_REPORTS).remote()
+                self._polls[index] = asyncio.ensure_future(awaited(asked))
+
+    def _last_done(self) -> str:
+        """Return what each rank did last, those that did least first: others wait for them."""
+        ordered = sorted(self._progress.items(), key=lambda item: (item[1].count, item[0]))
+        named = [f"{self._name(i)}: {progress.latest}" for i, progress in ordered[:_MOST_NAMED]]
+        more = [f"and {len(ordered) - _MOST_NAMED} more"] if len(ordered) > _MOST_NAMED else []
+        return "; ".join([*named, *more]) or "no rank has answered"
+
+    def _name(self, index: int) -> str:
+        return self._names[index] if index < len(self._names) else f"learner rank {index}"
+
+    def _relay(self, index: int, report: Report) -> None:
+        match report:
+            case Logged():
+                self._telemetry.log(report.metrics, step=report.step)
+            case Progressed():
+                self._telemetry.progress(report.done, report.total, report.note)
+            case logging.LogRecord():
+                message = report.getMessage()
+                if index > 0:
+                    if message in self._warnings:
+                        return
+                    report.msg = f"{self._name(index)}: {message}"
+                self._warnings.add(message)
+                logging.getLogger(report.name).handle(report)
+            case _:
+                assert_never(report)
+
+    async def _cause(self, failed: dict[int, BaseException], tasks: Sequence[asyncio.Future[Any]]) -> BaseException:
+        """Return what to raise for these failed calls, by rank: the death of ranks, or the first error of one."""
+        lost = {i: error for i, error in failed.items() if isinstance(error, LOST)}
+        errors = [cause_of(error) for error in failed.values() if not isinstance(error, LOST)]
+        own = [error for error in errors if isinstance(error, KlearError) or not isinstance(error, RuntimeError)]
+        if own and not lost:
+            return own[0]
+        # torch raises a RuntimeError for a lost peer: ask whether all ranks are still there.
+        lost |= await self._dead_ranks()
+        if not lost:
+            return errors[0]
+        await asyncio.wait(tasks, timeout=_OTHERS_S)
+        lost |= {i: error for i, error in _failures(tasks).items() if isinstance(error, LOST)}
+        named = [f"{self._name(i)} died: {_reason(error)}" for i, error in sorted(lost.items())]
+        cause = next(iter(lost.values()))
+        found = RanksLost("; ".join(named))
+        found.__cause__ = cause
+        return found
+
+    async def _dead_ranks(self) -> dict[int, BaseException]:
+        """Wait until every rank has answered or is known to be dead; return the errors of the dead."""
+        self._ask_for_reports()
+        polls = dict(self._polls)
+        await asyncio.wait(polls.values(), timeout=_GRACE_S)
+        dead: dict[int, BaseException] = {}
+        for index, poll in polls.items():
+            error = poll.exception() if poll.done() else None
+            if isinstance(error, LOST):
+                dead[index] = error
+        return dead
+
+
+def _failures(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:
+    """Return the errors of the calls that have failed, by rank."""
+    failed = {}
+    for index, task in enumerate(tasks):
+        error = task.exception() if task.done() else None
+        if error is not None:
+            failed[index] = error
+    return failed
+
+
+def _with_device(runtime: TrainRuntime, gpus_per_rank: float) -> TrainRuntime:
+    """Return the settings with the planned device in place of `auto`: a rank must not choose another by itself."""
+    if runtime.device != "auto":
+        return runtime
+    return runtime.model_copy(update={"device": "cuda" if gpus_per_rank else "cpu"})
+
+
+def _reason(error: BaseException) -> str:
+    """Return why an actor died, from the text that Ray has for it."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OutOfMemoryError):
+        return "Ray killed it because its node ran out of memory"
+    node = re.search(r"its node has died\. Node Id: \w+ (.*)", text)
+    if node:
+        return f"its node died ({node[1]})"
+    worker = re.search(r"Worker exit detail: (.*?)(?: Some common causes| There are some|$)", text)
+    return worker[1] if worker else text
+
+
+def _rendezvous_address(_actor: RankActor) -> str:
+    """Return an address on the actor's node for the process group to start from; runs in the actor."""
+    import klear_core.train.parallel  # noqa: F401  # slow, so before a port is picked that others may take
+
+    # Port 0 lets the system pick a free one. It is unprotected from here until rank 0 listens on it.
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return f"tcp://{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"

@@ -1,0 +1,30 @@
+"""Count what this learner process has done, so that its driver can tell a slow rank from one that is stuck."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How much a rank has done since it started. It is compared with itself only: another number is progress."""
+
+    count: int = 0
+    latest: str = "nothing yet"
+    """The last thing done, for messages."""
+
+
+_count = 0
+_latest = Progress().latest
+
+
+def made_progress(what: str) -> None:
+    """Count one more thing done: a micro-batch, a shard of a checkpoint, a weight. Cheap; any thread may call it."""
+    global _count, _latest  # noqa: PLW0603  # a process runs one rank
+    _count += 1
+    _latest = what
+
+
+def progress() -> Progress:
+    """Return what this process has done so far."""
+    return Progress(count=_count, latest=_latest)

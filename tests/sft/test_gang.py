@@ -1,0 +1,200 @@
+"""Learner ranks as Ray actors on several raylets: reports come home, deaths are named, and a lost node costs no bits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from gloo_ranks import run_ranks
+from safetensors.torch import load_file
+from sft_traces import config, inputs
+
+from klear_core.cluster.rank_actor import RankActor
+from klear_core.config.train import TrainRuntime
+from klear_core.errors import DataError, TrainingError
+from klear_core.metrics import NullTelemetry, Telemetry
+from klear_core.sft.loop import train_sft
+from klear_core.train.parallel import World
+
+ray = pytest.importorskip("ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from klear_core.cluster.gang import Gang  # noqa: E402
+from klear_core.cluster.nodes import ray_nodes  # noqa: E402
+from klear_core.cluster.run_ranks import run_on_ray  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+TWO = TrainRuntime(device="cpu", num_workers=2, max_restarts=0)
+SMALL_STORE = 100 << 20
+QUICK_DEATH = {  # the default is 15 s
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 1000,
+    "health_check_failure_threshold": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three raylets with one CPU each; two of them have two GPUs, as far as Ray knows."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+    before = os.environ.get("PYTHONPATH")
+    # Workers import this module for the bodies of the ranks.
+    folders = [str(folder) for folder in Path(__file__).parents[:2]]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [before])])
+    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": SMALL_STORE}
+    made = Cluster(initialize_head=True, head_node_args=head | {"_system_config": QUICK_DEATH})
+    for _ in range(2):
+        made.add_node(num_cpus=1, num_gpus=2, object_store_memory=SMALL_STORE)
+    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+    yield made
+    ray.shutdown()
+    made.shutdown()
+    os.environ["PYTHONPATH"] = before or ""
+
+
+class Recorder(NullTelemetry):
+    def __init__(self) -> None:
+        self.heard: list[tuple[object, ...]] = []
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self.heard.append((step, metrics))
+
+    def progress(self, done: int, total: int, note: str = "") -> None:
+        self.heard.append((done, total, note))
+
+
+def speak(world: World, telemetry: Telemetry) -> tuple[int, str, list[float]]:
+    telemetry.progress(1, 2, "half")
+    telemetry.log({"a/b/c": 0.5}, step=7)
+    log = logging.getLogger("klear_core.somewhere")
+    log.warning("all say this")
+    if world.rank == 1:
+        log.warning("only I say this")
+    return world.rank, ray.get_runtime_context().get_node_id(), world.sum(torch.tensor([1.0, 2.0])).tolist()
+
+
+def test_reports_of_ranks_on_two_nodes_come_home(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    heard = Recorder()
+    with caplog.at_level(logging.INFO):
+        rank, node, total = run_on_ray(speak, TWO, heard)
+    assert (rank, total) == (0, [2.0, 4.0])
+    assert node in {n.node_id for n in ray_nodes()}
+    assert heard.heard == [(1, 2, "half"), (7, {"a/b/c": 0.5})]
+    said = [r.getMessage() for r in caplog.records if r.name == "klear_core.somewhere"]
+    assert said.count("all say this") == 1
+    assert [s.partition(": ")[2] for s in said if s.startswith("learner rank 1")] in (
+        ["only I say this"],
+        ["all say this", "only I say this"],  # if rank 1 was heard first
+    )
+
+
+class OddError(Exception):
+    """Cannot be copied: its constructor wants more than its message."""
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def fail_on_rank_one(error: Exception | None, world: World, telemetry: Telemetry) -> None:
+    if world.rank == 1:
+        raise OddError("odd", code=1) if error is None else error
+
+
+def die_on_rank_one(world: World, telemetry: Telemetry) -> None:
+    world.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()  # as in training: torch tells rank 0 of the loss
+
+
+def test_an_error_is_raised_as_itself_and_a_dead_rank_is_named(cluster: Cluster) -> None:
+    """Errors first, because all of them can come from the same ranks."""
+
+    async def drive() -> None:
+        gang = Gang(RankActor, TWO, gpus_per_rank=0, telemetry=NullTelemetry())
+        await gang.start()
+        for error, kind, message in (
+            (DataError("row 3 is bad"), DataError, "row 3 is bad"),
+            (RuntimeError("no memory"), RuntimeError, "no memory"),
+            (None, RuntimeError, "OddError: odd"),
+        ):
+            body = partial(fail_on_rank_one, error)
+            with pytest.raises(kind) as raised:
+                await gang.wait([r.run.remote(body) for r in gang.ranks], "fail", stall_timeout_s=60)
+            assert str(raised.value) == message
+            assert raised.value.__notes__[0].startswith("On rank 1:\nTraceback")
+        body = die_on_rank_one
+        with pytest.raises(TrainingError, match=r"^learner rank 1 \(node [\d.]+, pid \d+\) died: Worker unexpectedly"):
+            await gang.wait([r.run.remote(body) for r in gang.ranks], "die", stall_timeout_s=60)
+        gang.close()
+
+    asyncio.run(drive())
+
+
+class SeesGpus(RankActor):
+    """A rank without torch, which says what Ray has assigned to it."""
+
+    def join(self, runtime: TrainRuntime, rank: int, init_method: str, level: int) -> None:
+        """Join nothing."""
+
+    def assigned(self) -> tuple[str, str]:
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_context_parallel_ranks_are_on_one_node_with_a_gpu_for_each(cluster: Cluster, share: float) -> None:
+    """With half a GPU for a rank Ray itself would put two of them on the same one."""
+
+    async def drive() -> list[tuple[str, str]]:
+        runtime = TrainRuntime(device="cpu", num_workers=4, context_parallel=2)
+        gang = Gang(SeesGpus, runtime, gpus_per_rank=share, telemetry=NullTelemetry())
+        await gang.start()
+        found = await gang.wait([r.assigned.remote() for r in gang.ranks], "say", stall_timeout_s=60)
+        gang.close()
+        return found
+
+    (a, first), (b, second), (c, third), (d, fourth) = asyncio.run(drive())
+    assert (a, c) == (b, d)
+    assert a != c
+    assert {first, second} == {third, fourth} == {"0", "1"}
+
+
+class KillsNode(Recorder):
+    """Kills a raylet with all its processes when a step has been logged."""
+
+    def __init__(self, cluster: Cluster, at_step: int) -> None:
+        super().__init__()
+        self.cluster = cluster
+        self.at_step = at_step
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        super().log(metrics, step=step)
+        if step == self.at_step and len(self.cluster.worker_nodes) == 2:
+            used = {node.node_id for node in ray_nodes()[:2]}  # ranks fill nodes in this order
+            victim = next(node for node in self.cluster.worker_nodes if node.node_id in used)
+            self.cluster.remove_node(victim, allow_graceful=False)
+
+
+def test_a_node_lost_in_mid_run_costs_no_bit(cluster: Cluster, tmp_path: Path) -> None:
+    """Two ranks on two of three raylets, one of which is killed, equal two plain processes. The last test: it takes a node."""
+    model, traces = inputs(tmp_path / "in")
+    cfg = config(every_steps=1, num_workers=2, num_epochs=1)
+    killer = KillsNode(cluster, at_step=2)
+    train = partial(train_sft, cfg, model=model, traces=traces, seed=5)
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "plain").mkdir()
+    train(workdir=tmp_path / "ray", telemetry=killer, run_ranks=run_on_ray)
+    train(workdir=tmp_path / "plain", telemetry=NullTelemetry(), run_ranks=run_ranks)
+    ours, plain = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("ray", "plain"))
+    assert ours.keys() == plain.keys()
+    assert all(torch.equal(ours[k], plain[k]) for k in plain)
+    assert len(ray_nodes()) == 2
