@@ -101,6 +101,8 @@ def stage_lines(stage: Stage, size: ModelSize | None, nodes: Sequence[Node]) -> 
     if training is None:
         return
     try:
+        if size is not None:
+            _check_device(training, size.num_params, nodes, section=stage.section)
         placement = place_training(training, size, nodes)
     except ResourceError:
         return  # a problem of the run, too
