@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from tiny_models import ONE, nll_heads, random_rows
 from torch import nn
 
@@ -15,7 +16,6 @@ from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.optim import apply_update, make_optimizer
 from klear_core.train.packing import pack
 from klear_core.train.parallel import full_weights, load_policy
-from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
 if os.environ.get("KLEAR_REQUIRE_TORCHAO") != "1":

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from pydantic import ValidationError
 from tiny_models import ONE, nll_heads, random_rows, tiny_folder
 
@@ -14,7 +15,6 @@ from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.lora import Adapters
 from klear_core.train.packing import pack
 from klear_core.train.parallel import full_weights, load_policy
-from klear_core.train.ranks import run_ranks
 from klear_core.train.step import Updater
 
 CASES = {"float32": None, "bfloat16": None, "bfloat16 with adapters": Adapters(cfg=LoraConfig(rank=4), seed=1)}
