@@ -115,6 +115,8 @@ class EvalReport(Settings):
     truncated_frac: float = Field(ge=0, le=1)
     """Share of the samples, scored or not, that ran out of tokens."""
     greedy_truncated_frac: float | None = Field(ge=0, le=1)
+    no_answer_frac: float | None = Field(default=None, ge=0, le=1)
+    """Share of the samples in which the judge found no answer; None in reports of earlier versions."""
     mean_tokens: float = Field(ge=0)
     """Mean number of tokens per sample."""
     unscored: dict[Outcome, int]

@@ -54,7 +54,12 @@ def report_inputs(
     for exposure in exposures(config):
         scored = [name for name in exposure.scored_by if name in inputs]
         if scored:
-            warnings.append(of.ScoreWarning(where=", ".join(scored), text=exposure.warning))
+            benchmarks = (*exposure.missed, *exposure.unknown)
+            warnings.append(
+                of.ScoreWarning(
+                    where=", ".join(scored), text=exposure.warning, scored_by=tuple(scored), benchmarks=benchmarks
+                )
+            )
     scores = {stage.scored_model_stage: inputs[stage.name] for stage in stages if stage.scored_model_stage}
     return of.ReportInputs(
         run=run,

@@ -53,6 +53,7 @@ def make_report(
         majority=sampled.majority(confidence=cfg.confidence),
         greedy=greedy.score(confidence=cfg.confidence, has_rerun=False),
         truncated_frac=sampled.truncated_frac,
+        no_answer_frac=sampled.num_no_answer / sampled.num_samples,
         greedy_truncated_frac=greedy.truncated_frac if greedy.num_samples else None,
         mean_tokens=sampled.num_tokens / sampled.num_samples,
         unscored=dict(sampled.unscored),

@@ -79,6 +79,10 @@ class ScoreWarning:
 
     where: str
     text: str
+    scored_by: tuple[str, ...] = ()
+    """Names of these stages."""
+    benchmarks: tuple[str, ...] = ()
+    """Benchmarks that it is about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

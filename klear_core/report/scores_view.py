@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from klear_core.config.engine import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.report.charts import nice_ticks
 from klear_core.report.claims import Standing, standing_of, why_not_tested
+from klear_core.report.contamination import num_contaminated
 from klear_core.report.facts import Facts, ModelFacts
 from klear_core.report.inputs import PairedDifference
 from klear_core.report.published_view import PublishedRow, published_rows
@@ -51,6 +52,10 @@ class ModelRow:
     stable: tuple[tuple[str, str], ...]
     """Name and value of each G-Pass@k: `all of 16`."""
     truncated: str
+    no_answer: str
+    """Share of samples in which the judge found no answer."""
+    contaminated: str
+    """Problems that overlap with the model's training data in this run; `not known` if that data was not compared."""
     unscored: str
     has_unscored: bool
     mean_tokens: str
@@ -171,7 +176,7 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
     differences = [d for d in facts.differences if d.benchmark == name]
     axis = _axis_of(differences)
     decodings = dict.fromkeys(decoding_text(report.decoding) for _, report in scored)
-    rows = [_row(m, report) for m, report in scored]
+    rows = [_row(facts, m, report) for m, report in scored]
     difference_rows = [_difference(facts, d, axis, num_samples=last.num_samples) for d in differences]
     return BenchmarkView(
         name=name,
@@ -189,7 +194,7 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
     )
 
 
-def _row(model: ModelFacts, report: EvalReport) -> ModelRow:
+def _row(facts: Facts, model: ModelFacts, report: EvalReport) -> ModelRow:
     num_answers = report.num_problems * report.num_samples
     num_unscored = sum(report.unscored.values())
     reasons = ", ".join(f"{n:,} {outcome.replace('_', ' ')}" for outcome, n in report.unscored.items())
@@ -206,11 +211,18 @@ def _row(model: ModelFacts, report: EvalReport) -> ModelRow:
         majority=_mean_if_any(report.majority),
         stable=tuple(stable),
         truncated=percent(report.truncated_frac),
+        no_answer=NONE if report.no_answer_frac is None else percent(report.no_answer_frac),
+        contaminated=_contaminated(facts, model, report),
         unscored=unscored,
         has_unscored=num_unscored > 0,
         mean_tokens=number(round(report.mean_tokens)),
         decoding=decoding_text(report.decoding),
     )
+
+
+def _contaminated(facts: Facts, model: ModelFacts, report: EvalReport) -> str:
+    num = num_contaminated(facts, model, report.benchmark)
+    return "not known" if num is None else f"{num:,} of {report.num_problems:,}"
 
 
 def _mean(score: Score) -> Mean:

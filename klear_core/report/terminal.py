@@ -28,7 +28,13 @@ def score_table(facts: Facts, *, with_claims: bool = True) -> RenderableType:
     parts: list[RenderableType] = []
     views = benchmark_views(facts)
     for bench in views:
-        parts += [*([Text("")] if parts else []), _scores(bench), *_changes(bench), *_unscored(bench)]
+        parts += [
+            *([Text("")] if parts else []),
+            _scores(bench),
+            *_changes(bench),
+            *_unscored(bench),
+            *_contaminated(bench),
+        ]
     if views:
         parts.append(_legend(views[0]))
     if with_claims:
@@ -44,12 +50,12 @@ def _scores(bench: BenchmarkView) -> Table:
     table.add_column(f"avg@{bench.num_samples}", justify="right")
     for name in ("re-run", "other problems"):
         table.add_column(name, justify="right", style="dim")
-    for name in ("greedy", f"pass@{bench.k}", "cut off"):
+    for name in ("greedy", f"pass@{bench.k}", "cut off", "unparsed"):
         table.add_column(name, justify="right")
     for row in bench.rows:
         greedy = row.greedy.value if row.greedy else NONE
         scores = (row.avg.value, _span(row.avg.rerun), row.avg.other.text, greedy, row.pass_at_k.value)
-        table.add_row(escape(row.model), *scores, row.truncated)
+        table.add_row(escape(row.model), *scores, row.truncated, row.no_answer)
     return table
 
 
@@ -93,6 +99,17 @@ def _unscored(bench: BenchmarkView) -> list[Text]:
         for row in bench.rows
         if row.has_unscored
     ]
+
+
+def _contaminated(bench: BenchmarkView) -> list[Text]:
+    """Return a line per model whose training data overlaps with the benchmark, or was not compared with it."""
+    lines = []
+    for row in bench.rows:
+        if not row.contaminated.startswith("0 "):
+            lines.append(
+                Text(f"{row.model}: problems that overlap with its training data: {row.contaminated}", "yellow")
+            )
+    return lines
 
 
 def _claims(head: Headline) -> list[Text]:

@@ -1,0 +1,59 @@
+"""Count the benchmark problems that overlap with a model's training data, as the curation of its run found them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from klear_core.report.facts import Facts, ModelFacts, StageFacts
+
+_LEAKS = "leaks"
+"""Folder of a curation's artifact with every prompt that any rule matches with a benchmark question."""
+
+
+def num_contaminated(facts: Facts, model: ModelFacts, benchmark: str) -> int | None:
+    """Return the problems of a benchmark that a training prompt which was kept overlaps with, by any rule.
+
+    None if data behind the model was not compared with the benchmark. Prompts that the configured rules match are
+    dropped, so that what is counted are matches by the other rules.
+    """
+    for warning in facts.score_warnings:
+        if model.stage.name in warning.scored_by and benchmark in warning.benchmarks:
+            return None
+    questions: set[str] = set()
+    for stage in _behind(facts, model.maker.name):
+        questions |= kept_leaks(stage.folder).get(benchmark, frozenset())
+    return len(questions)
+
+
+@cache
+def kept_leaks(artifact: Path) -> Mapping[str, frozenset[str]]:
+    """Return the ids of questions with a match that was kept, by benchmark; empty for artifacts without leaks."""
+    folder = artifact / _LEAKS
+    if not folder.is_dir():
+        return {}
+    import pyarrow.dataset as ds
+
+    # a shard without rows may have no columns
+    shards = [file for file in sorted(folder.glob("*.parquet")) if ds.dataset(file).schema.names]
+    found: dict[str, set[str]] = defaultdict(set)
+    for file in shards:
+        table = ds.dataset(file).to_table(columns=["benchmark", "question_id"], filter=~ds.field("is_dropped"))
+        for row in table.to_pylist():
+            found[row["benchmark"]].add(row["question_id"])
+    return {benchmark: frozenset(ids) for benchmark, ids in found.items()}
+
+
+def _behind(facts: Facts, maker: str) -> list[StageFacts]:
+    """Return the stage that made a model and all stages of the run that it depends on."""
+    by_fingerprint = {stage.manifest.fingerprint: stage for stage in facts.stages}
+    ahead = [stage for stage in facts.stages if stage.name == maker]
+    found: dict[str, StageFacts] = {}
+    while ahead:
+        stage = ahead.pop()
+        found[stage.name] = stage
+        inputs = [by_fingerprint.get(record.fingerprint) for record in stage.manifest.inputs]
+        ahead += [other for other in inputs if other is not None and other.name not in found]
+    return list(found.values())
