@@ -82,4 +82,5 @@ def _change(difference: DifferenceCell | None) -> str:
         return f"[dim]{difference.standing}[/]"
     style = _STYLES.get(difference.standing, "yellow")
     note = ", not shown" if difference.standing == "not_shown" else ""
-    return f"[{style}]{difference.value}[/]\n[dim]{difference.interval}{note}[/]"
+    on = f"{difference.num_problems:,} shared problems"  # runs of other seeds may share a few of many
+    return f"[{style}]{difference.value}[/]\n[dim]{difference.interval}{note}\n{on}[/]"
