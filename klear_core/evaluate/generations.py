@@ -12,6 +12,7 @@ from pydantic import JsonValue, ValidationError
 
 from klear_core.artifacts.manifest import MANIFEST, Manifest, read_manifest
 from klear_core.artifacts.records import read_shards
+from klear_core.config.jobs import BenchmarksJob
 from klear_core.config.load import explained
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ArtifactError, ConfigError
@@ -135,7 +136,7 @@ def rejudged_answers(folder: Path, *, which: Literal["before", "after"] = "after
 def _benchmarks_of(folder: Path, manifest: Manifest) -> Path:
     """Return the artifact folder of the benchmarks that an evaluation was made of."""
     for record in manifest.inputs:
-        if record.role == "benchmarks":
+        if record.role == BenchmarksJob.kind:
             found = folder.absolute().parents[1] / record.kind / record.fingerprint
             if found.is_dir():
                 return found

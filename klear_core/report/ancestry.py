@@ -13,6 +13,7 @@ from klear_core.artifacts.hub import HubFiles
 from klear_core.artifacts.manifest import OUTSIDE_KINDS, Manifest, read_manifest
 from klear_core.artifacts.model_files import licence_in
 from klear_core.config.data import HubRuntime
+from klear_core.config.jobs import BaseJob, BenchmarksJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ArtifactError
 
@@ -89,11 +90,11 @@ def _sources_of(manifest: Manifest) -> Iterator[DataSource]:
     given = manifest.given
     if given is not None:
         yield DataSource(what=what.get(manifest.kind, manifest.stage), name=given.origin, licence=given.licence)
-    elif manifest.kind == "base":
+    elif manifest.kind == BaseJob.kind:
         yield DataSource(what="base model", name="random weights, made by Klear", licence="none needed")
     for source in config.get("curate", {}).get("sources", ()):
         yield _described("problems", source)
-    if manifest.kind == "benchmarks":
+    if manifest.kind == BenchmarksJob.kind:
         for source in config.get("sources", {}).values():
             yield _described("benchmark questions, kept out", source)
     teacher = config.get("distill", {}).get("teacher", {})

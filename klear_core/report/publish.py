@@ -10,9 +10,10 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import MANIFEST
 from klear_core.artifacts.model_files import CARD, check_folder
+from klear_core.config.jobs import BaseJob
 from klear_core.config.toml import profile_toml
 from klear_core.errors import ConfigError
-from klear_core.report.ancestry import Ancestor, ancestors, data_sources, run_config
+from klear_core.report.ancestry import NOT_STATED, Ancestor, ancestors, data_sources, run_config
 from klear_core.report.compared_runs import CountsBy, ScoredModel
 from klear_core.report.model_card import PROFILE_FOLDER, CardFacts, model_card
 from klear_core.scores import DecodingProfile, read_reports
@@ -145,5 +146,8 @@ def _write_evidence(lineage: Sequence[Ancestor], artifact: Path, folder: Path) -
 
 def _own_licence(lineage: Sequence[Ancestor]) -> str:
     """Return the licence that a given base model states; empty if there is none."""
-    stated = [a.manifest.given.licence for a in lineage if a.manifest.given is not None and a.manifest.kind == "base"]
-    return stated[0] if stated and stated[0] != "not stated" else ""
+    for ancestor in lineage:
+        given = ancestor.manifest.given
+        if given is not None and ancestor.manifest.kind == BaseJob.kind:
+            return given.licence if given.licence != NOT_STATED else ""
+    return ""

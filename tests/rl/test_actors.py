@@ -417,7 +417,12 @@ class _SaysWhenToKill(NullTelemetry):
 
 if __name__ == "__main__":
     ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100 << 20
+        address="local",  # not the cluster of another test
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=100 << 20,
     )
     job = RlSetup(cfg=config(), model=Path(sys.argv[1]), seed=0, workdir=Path(sys.argv[2]))
     asyncio.run(run_rl(job, PROBLEMS, low_byte_judge, _SaysWhenToKill(), RayWorkers()))

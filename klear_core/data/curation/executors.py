@@ -161,9 +161,9 @@ def _run_on_ray(executor: RayPipelineExecutor, cfg: RayExecutorConfig, errors_fo
 
     is_ours = not ray.is_initialized()
     if is_ours:
-        address = cfg.address or os.environ.get("RAY_ADDRESS") or None
+        address = cfg.address or os.environ.get("RAY_ADDRESS") or "local"
         # A cluster knows its own cores; a local one is limited to those that this process may use.
-        num_cpus = cfg.workers if address is None else None
+        num_cpus = cfg.workers if address == "local" else None
         ray.init(
             address=address, num_cpus=num_cpus, log_to_driver=False, include_dashboard=False, logging_level="error"
         )
