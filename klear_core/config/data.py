@@ -248,7 +248,8 @@ class DecontaminateConfig(Settings):
     """Rule `share`: share of the n-grams of the prompt or of the question, whichever has fewer. Measured: below 0.2
     shared answer formats ("where m and n are relatively prime") count as leaks."""
     near_share: float = Field(default=0.6, gt=0, le=1)
-    """Rule `near`: the same share of runs of three tokens, numbers and signs included. It finds reworded questions."""
+    """Rule `near`: the same share of runs of three tokens, numbers and signs included, and as many of them at least as
+    `ngram` tokens have. It finds reworded questions."""
     also: tuple[FileSource, ...] = ()
     """Question sets to keep out of training in addition to the benchmarks; they need no references."""
 

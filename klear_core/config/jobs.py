@@ -217,7 +217,7 @@ class CurateJob(Job):
     """Make the training problems."""
 
     kind = "curate"
-    code_version = 5
+    code_version = 6
 
     seed: int
     curate: CurateConfig

@@ -126,10 +126,17 @@ class Decontaminator:
             "ngram": short or overlap.nearest(min_shared=cfg.min_overlap, min_coverage=cfg.min_coverage),
             "any_ngram": short or overlap.nearest() or self._words.common_hit(words),
             "share": short or overlap.nearest(min_share_of_shorter=cfg.min_share),
-            "near": short or self._shingles.overlap_with(tokens).nearest(min_share_of_shorter=cfg.near_share),
+            "near": short or self._near(tokens),
             "contest": self._contest_hit(contest_id),
         }
         return {rule: hit for rule in RULES if (hit := found[rule])}
+
+    def _near(self, tokens: Sequence[str]) -> Hit | None:
+        # Of texts with two or three rare shingles, one in common is a large share and no evidence. As much text is
+        # asked for as an n-gram has.
+        min_shared = self._cfg.ngram - _SHINGLE + 1
+        overlap = self._shingles.overlap_with(tokens)
+        return overlap.nearest(min_shared=min_shared, min_share_of_shorter=self._cfg.near_share)
 
     def _contest_hit(self, contest_id: str) -> Hit | None:
         if contest_id not in self._with_contest_id:

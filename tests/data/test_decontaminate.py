@@ -164,6 +164,13 @@ def test_a_reworded_question_without_a_long_run_of_words_is_near():
     assert rules_that_match(protect(question), "How many pairs (c, d) satisfy c * d < 50?") == []
 
 
+def test_a_large_share_of_very_few_runs_of_tokens_is_not_near():
+    chains = [f"mod 10: {a},-{b},*{c}=?" for a in range(2, 9) for b in range(2, 9) for c in (2, 3, 4)]
+    guard = protect(*chains, "mod 10: 4,-1=?")  # of the last one's runs of three only "4 - 1" is rare
+    assert guard.leak_in(prompt("mod 10: 8,+6,-4,-3,*4,-1,+3=?")) is None
+    assert guard.leaks == []
+
+
 def test_only_any_ngram_drops_for_a_common_phrase():
     phrase = "the input is given from standard input in the following format"
     questions = [f"{phrase} number{i} then more words that nobody else {i} has in this order" for i in range(12)]

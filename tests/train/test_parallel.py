@@ -44,6 +44,10 @@ def run(folder, checkpoints, *, num_workers, num_steps=4, dtype="float32"):
     return run_ranks(body, TrainRuntime(device="cpu", num_workers=num_workers), NullTelemetry())
 
 
+ROUNDING = 5e-5
+"""Half a percent of one update (lr 1e-2). Ranks add up rows in another order, and AdamW divides by gradients near zero."""
+
+
 def assert_same(a, b, atol):
     torch.testing.assert_close(torch.tensor(a[0]), torch.tensor(b[0]), atol=atol, rtol=0)
     assert a[1].keys() == b[1].keys()
@@ -55,7 +59,7 @@ def test_two_ranks_equal_one_process(tmp_path):
     folder = tiny_folder(tmp_path / "base")
     one = run(folder, tmp_path / "one", num_workers=1)
     two = run(folder, tmp_path / "two", num_workers=2)
-    assert_same(one, two, 1e-5)
+    assert_same(one, two, ROUNDING)
 
 
 @pytest.mark.slow
@@ -65,7 +69,7 @@ def test_a_run_saved_by_two_ranks_goes_on_with_one_and_back(tmp_path):
     run(folder, tmp_path / "cut", num_workers=2, num_steps=1)
     run(folder, tmp_path / "cut", num_workers=1, num_steps=2)
     seen, weights = run(folder, tmp_path / "cut", num_workers=2)
-    assert_same((whole[0][2:], whole[1]), (seen, weights), 1e-5)
+    assert_same((whole[0][2:], whole[1]), (seen, weights), ROUNDING)
 
 
 @pytest.mark.slow
