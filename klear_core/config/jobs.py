@@ -432,7 +432,7 @@ class ReportJob(Job):
     """Write the report on a run from its config and artifacts."""
 
     kind = "report"
-    code_version = 2
+    code_version = 3
     page = "report.html"
 
     config: PipelineConfig
