@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, assert_never
@@ -35,6 +36,7 @@ _OTHERS_S = 1.0
 """Seconds to wait for news of further deaths after the first: a node takes all its ranks with it."""
 _MOST_NAMED = 8  # ranks in an error of a thousand
 _NODES_S = 2.0  # between two looks at whether the planned nodes are still there
+_RELEASE_S = 10.0  # a Ray that lives needs milliseconds
 _NODE_LABEL = "ray.io/node-id"
 _REPORTS = "reports"
 
@@ -133,9 +135,13 @@ class Gang:
                 task.cancel()
 
     def close(self) -> None:
-        """Kill all ranks and release their places."""
+        """Kill all ranks and release their places; do not wait long for a Ray that a signal has ended before us."""
         self.kill()
-        self._release()
+        # SIGTERM goes to all processes of a session or container, Ray's own too, and a call to a Ray that is gone blocks
+        # for a minute and then ends this process with an error. What is not released ends with the driver's job.
+        releasing = threading.Thread(target=self._release, daemon=True)
+        releasing.start()
+        releasing.join(_RELEASE_S)
 
     def kill(self) -> None:
         """Kill all ranks, and keep their places for others."""
