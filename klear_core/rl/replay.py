@@ -26,7 +26,8 @@ from klear_core.train.parallel import World
 from klear_core.train.ranks import RunRanks, run_here
 from klear_core.types import TrainSample
 
-_TIMING = "rl/speed/"  # metrics of the clock, which no two runs share
+_OF_THE_MACHINE = ("rl/speed/", "rl/batch/fill", "rl/batch/busy")
+"""Metrics of the clock and of how rows lie on ranks, which a replay on other machines does not repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +161,17 @@ def _dots(a: Tensor, b: Tensor) -> Tensor:
 
 def _difference(logged: Mapping[str, float], replayed: Mapping[str, float]) -> float:
     """Return the largest relative difference of two sets of metrics; infinite if one lacks a metric of the other."""
-    first, second = _untimed(logged), _untimed(replayed)
+    first, second = _of_the_step(logged), _of_the_step(replayed)
     if first.keys() != second.keys():
         return math.inf
     differences = [abs(first[name] - second[name]) / max(abs(first[name]), abs(second[name]), 1e-300) for name in first]
     return max(differences, default=0.0)
 
 
-def _untimed(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: v for name, v in metrics.items() if not name.startswith(_TIMING) and math.isfinite(v)}
+def _of_the_step(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the finite metrics that weights, samples and loss determine."""
+    kept = {}
+    for name, value in metrics.items():
+        if math.isfinite(value) and not name.startswith(_OF_THE_MACHINE):
+            kept[name] = value
+    return kept

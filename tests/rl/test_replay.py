@@ -39,7 +39,7 @@ def learn(base: Path, folder: Path, cfg: RlConfig, *, num_steps: int = 3) -> lis
 
 
 def replayed(base: Path, folder: Path, cfg: RlConfig, step: int, **losses: LossConfig) -> Replayed:
-    return replay(Replay(cfg=cfg, seed=0, model=base, folder=folder, step=step, losses=losses))
+    return replay(Replay(cfg=cfg, seed=0, model=base, folder=folder, step=step, losses=losses), run_ranks)
 
 
 @pytest.mark.parametrize("old_logps", ["sampler", "learner"])
