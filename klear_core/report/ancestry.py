@@ -65,6 +65,21 @@ def data_sources(lineage: Sequence[Ancestor]) -> list[DataSource]:
     return list(found.values())
 
 
+def own_licence(lineage: Sequence[Ancestor]) -> str:
+    """Return the licence of the given model that a model, last in `lineage`, was trained from; empty if none is known.
+
+    A given model that only tagged problems does not count.
+    """
+    known = {(a.manifest.kind, a.manifest.fingerprint): a.manifest for a in lineage}
+    manifest: Manifest | None = lineage[-1].manifest
+    while manifest is not None and manifest.given is None:
+        start = next((i for i in manifest.inputs if i.role == "model"), None)
+        manifest = known.get((start.kind, start.fingerprint)) if start else None
+    if manifest is None or manifest.given is None or manifest.given.licence == NOT_STATED:
+        return ""
+    return manifest.given.licence
+
+
 def run_config(model: Path) -> PipelineConfig | None:
     """Return the settings of the newest run whose report names this model; None if no report here does."""
     own = read_manifest(model)

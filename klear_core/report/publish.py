@@ -10,10 +10,9 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import MANIFEST
 from klear_core.artifacts.model_files import CARD, check_folder
-from klear_core.config.jobs import BaseJob
 from klear_core.config.toml import profile_toml
 from klear_core.errors import ConfigError
-from klear_core.report.ancestry import NOT_STATED, Ancestor, ancestors, data_sources, run_config
+from klear_core.report.ancestry import Ancestor, ancestors, data_sources, own_licence, run_config
 from klear_core.report.compared_runs import CountsBy, ScoredModel
 from klear_core.report.model_card import PROFILE_FOLDER, CardFacts, model_card
 from klear_core.scores import DecodingProfile, read_reports
@@ -65,7 +64,7 @@ def write_model(
     has_profile = _write_evidence(lineage, artifact, beside)
     facts = CardFacts(
         name=name,
-        licence=licence or _own_licence(lineage),
+        licence=licence or own_licence(lineage),
         lineage=lineage,
         sources=data_sources(lineage),
         counts=counts,
@@ -142,12 +141,3 @@ def _write_evidence(lineage: Sequence[Ancestor], artifact: Path, folder: Path) -
     (folder / PROFILE_FOLDER).mkdir()
     (folder / PROFILE_FOLDER / "config.toml").write_text(profile_toml(config), encoding="utf-8")
     return True
-
-
-def _own_licence(lineage: Sequence[Ancestor]) -> str:
-    """Return the licence that a given base model states; empty if there is none."""
-    for ancestor in lineage:
-        given = ancestor.manifest.given
-        if given is not None and ancestor.manifest.kind == BaseJob.kind:
-            return given.licence if given.licence != NOT_STATED else ""
-    return ""
