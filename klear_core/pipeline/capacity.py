@@ -19,7 +19,7 @@ from klear_core.config.train import NO_TORCHAO
 from klear_core.errors import ResourceError
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.estimate import estimate
-from klear_core.pipeline.model_size import model_size
+from klear_core.pipeline.known_models import planned_size
 
 MIN_FREE_GB = 1.0
 """Gigabytes on the workspace's disk for what is not counted: metrics, reports, MLflow's and Prefect's databases."""
@@ -37,6 +37,7 @@ class DiskPart:
 
     what: str
     gb: float
+    is_checkpoint: bool = False
 
 
 def machine_problems(work: PendingWork) -> Iterator[str]:
@@ -54,7 +55,7 @@ def _device_problems(work: PendingWork) -> Iterator[str]:
     Learners, and engines of RL, are checked where they are placed. On a Ray cluster at RAY_ADDRESS the pool of engines
     checks its devices itself.
     """
-    size = model_size(work.config.start_model)
+    size = planned_size(work.config.start_model)
     if size is None or not is_too_large_for_cpu(size.num_params) or joins_a_cluster():
         return
     for stage in work.stages:
@@ -99,11 +100,12 @@ def disk_problem(work: PendingWork, *, free_gb: float) -> str | None:
     if there_gb >= needed_gb:
         return None
     counted = "; ".join(f"{part.what} {part.gb:.1f}" for part in parts if part.gb >= _SHOWN_GB)
+    fewer = ", or lower runtime.checkpoint.keep" if any(part.is_checkpoint for part in parts) else ""
     begun = f" and {work.begun_gb:.1f} GB of these stages' own" if work.begun_gb >= _SHOWN_GB else ""
     return (
         f"workspace.root = {work.config.workspace.root!r}: {free_gb:.2f} GB free there{begun}, "
         f"{needed_gb:.1f} GB needed: {counted}. "
-        f"Choose another disk, or lower runtime.checkpoint.keep"
+        f"Choose another disk{fewer}"
     )
 
 
@@ -123,7 +125,7 @@ def _written_by(work: PendingWork, stage: Stage) -> tuple[list[DiskPart], list[D
     training = stage.job.training()
     if training is None:
         return _text_of(work, stage), []
-    size = model_size(work.config.start_model)
+    size = planned_size(work.config.start_model)
     if size is None:
         return [], []
     # With LoRA checkpoints hold only the adapters, of which those on all layers are the most.
@@ -138,7 +140,7 @@ def _written_by(work: PendingWork, stage: Stage) -> tuple[list[DiskPart], list[D
         made.append(DiskPart(what=f"{num_saved} saved steps of {stage.name}", gb=num_saved * checkpoint_gb))
     count = training.runtime.checkpoint.keep + 1  # the next is complete before the oldest is deleted
     what = f"{count} checkpoints of {stage.name} at {checkpoint_gb:.1f}"
-    return made, [DiskPart(what=what, gb=count * checkpoint_gb)]
+    return made, [DiskPart(what=what, gb=count * checkpoint_gb, is_checkpoint=True)]
 
 
 def _text_of(work: PendingWork, stage: Stage) -> list[DiskPart]:

@@ -20,7 +20,8 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.sft import SftConfig
 from klear_core.errors import ResourceError
 from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.model_size import ModelSize, model_size
+from klear_core.pipeline.known_models import planned_size
+from klear_core.pipeline.model_size import ModelSize
 
 
 def placement_problems(work: PendingWork) -> Iterator[str]:
@@ -35,7 +36,7 @@ def placement_problems(work: PendingWork) -> Iterator[str]:
 
 def problems_on(nodes: Sequence[Node], work: PendingWork) -> Iterator[str]:
     """Yield why the learners and engines of a stage cannot be placed on these nodes."""
-    size = model_size(work.config.start_model)
+    size = planned_size(work.config.start_model)
     has_no_device = not any(node.num_gpus for node in nodes) and not joins_a_cluster()
     for stage in work.stages:
         training = stage.job.training()

@@ -99,6 +99,19 @@ def test_fewer_checkpoints_and_a_kept_optimizer_are_counted(tmp_path: Path) -> N
     assert needed_gb(work_of(kept, "rl")) == pytest.approx(1 + 4 * CHECKPOINT_GB + MODEL_GB)
 
 
+def test_a_known_model_that_is_not_here_yet_is_counted_too(tmp_path: Path) -> None:
+    config = load_profile(
+        CONFIGS / "klear_8b", [f"workspace.root={tmp_path / 'ws'}", f"model.path={tmp_path / 'Qwen3-8B'}"]
+    )
+    assert needed_gb(work_of(config, "sft")) == pytest.approx(312.236, abs=0.02)  # with the norms
+
+
+def test_fewer_checkpoints_are_advised_only_where_there_are_some(tmp_path: Path) -> None:
+    config = large(tmp_path)
+    assert "lower runtime.checkpoint.keep" in (disk_problem(work_of(config, "sft"), free_gb=1) or "")
+    assert (disk_problem(work_of(config, "distill"), free_gb=1) or "").endswith("Choose another disk")
+
+
 def test_saved_steps_are_counted(tmp_path: Path) -> None:
     saving = large(tmp_path, "rl.runtime.save_steps=[1, 50]")
     assert needed_gb(work_of(saving, "rl")) == pytest.approx(1 + 5 * CHECKPOINT_GB + MODEL_GB)
