@@ -184,7 +184,7 @@ def show_work(configs: Collection[PipelineConfig]) -> None:
         ids = fingerprints_of(stages, config.workspace)
         for name in Compared.of(config).chosen:
             own = ids[name]
-            needed[own.kind, own.fingerprint] = store.folder(own.kind, own.fingerprint).is_dir()
+            needed[own.kind, own.fingerprint] = store.exists(own.kind, own.fingerprint)
     to_make = Counter(kind for (kind, _), is_there in needed.items() if not is_there)
     Console(highlight=False, soft_wrap=True).print(
         f"{len(configs)} runs; artifacts to make: {', '.join(f'{kind} {n}' for kind, n in to_make.items()) or 'none'}"

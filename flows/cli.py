@@ -175,9 +175,10 @@ def doctor(
     with_gpu: Annotated[
         bool, typer.Option("--gpu", help="Compare the fast paths of GPU and CPU with plain operations; takes a minute.")
     ] = False,
+    store: Annotated[str, typer.Option(help="URL of a shared store (workspace.store) to check as well.")] = "",
 ) -> None:
     """Check Python, torch, C compiler, Ray, vLLM, firejail, GPU, memory and disk, and say how to fix what is wrong."""
-    from flows.doctor import check_machine, show_checks
+    from flows.doctor import check_machine, check_store, show_checks
 
     if with_gpu:
         from flows.doctor_gpu import check_paths, show_paths
@@ -186,6 +187,8 @@ def doctor(
             raise typer.Exit(1)
         return
     checks = check_machine()
+    if store:
+        checks.append(check_store(store))
     show_checks(checks)
     if any(check.is_fatal for check in checks):
         raise typer.Exit(1)

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from klear_core.artifacts.bucket import Bucket, probe
+from klear_core.errors import ConfigError, ResourceError
 from klear_core.native import COMPILERS
 from klear_core.pipeline.capacity import MIN_FREE_GB
 
@@ -53,6 +55,20 @@ def check_machine() -> list[Check]:
         _memory(),
         _disk(Path.cwd()),
     ]
+
+
+def check_store(url: str) -> Check:
+    """Return the findings about a shared store (`workspace.store`); writes and deletes one small object."""
+    try:
+        found = probe(Bucket(url))
+    except (ConfigError, ResourceError) as e:
+        fix = 'see docs/running.md, "Nodes that share nothing but a store"'
+        return Check(name="store", found=str(e), is_good=False, is_fatal=True, fix=fix)
+    latency = f"writes and reads, {found.latency_s * 1e3:.0f} ms a request"
+    if found.is_conditional:
+        return Check(name="store", found=f"{latency}, conditional writes", is_good=True)
+    fix = "a newer server: of two nodes that build one artifact at once, the last one's is kept, not the first one's"
+    return Check(name="store", found=f"{latency}, no conditional writes", is_good=False, fix=fix)
 
 
 def show_checks(checks: list[Check]) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from flows.find import find_artifact
 from klear_core.artifacts.manifest import Manifest, read_manifest
+from klear_core.artifacts.opened import store_of
 from klear_core.config.jobs import RlJob
 from klear_core.config.load import explained, toml_value
 from klear_core.config.losses import GPPO_PRESETS, LOSS_KINDS, GppoConfig, LossConfig
@@ -94,10 +95,10 @@ def _job_of(folder: Path, manifest: Manifest) -> RlJob:
 def _model_of(folder: Path, manifest: Manifest) -> Path:
     """Return the folder of the model that the stage began with, in the same store."""
     (model,) = [record for record in manifest.inputs if record.role == "model"]
-    found = folder.absolute().parent.parent / model.kind / model.fingerprint
-    if not found.is_dir():
-        raise ArtifactError(f"{found}: the model that {manifest.stage} began with is gone")
-    return found
+    found = store_of(folder).find(model.kind, model.fingerprint)
+    if found is None:
+        raise ArtifactError(f"{model.kind}/{model.fingerprint}: the model that {manifest.stage} began with is gone")
+    return found.path
 
 
 def _table(rows: Mapping[str, LossEffect]) -> Table:

@@ -25,6 +25,8 @@ from klear_core.errors import ArtifactError
 
 MANIFEST = "manifest.json"
 MANIFEST_SUM = "manifest.json.sha256"
+POINTER = "model.json"
+"""File of a model's artifact that only points to a folder of this machine."""
 
 
 class ArtifactId(Settings):
@@ -158,10 +160,28 @@ def read_manifest(folder: Path) -> Manifest:
         raise ArtifactError(f"{path}: missing or unreadable, so this is not a finished artifact ({e})") from e
     if expected != [hashlib.sha256(content).hexdigest()]:
         raise ArtifactError(f"{path}: altered (its SHA-256 is not the one in {MANIFEST_SUM})")
+    return parse_manifest(content, str(path))
+
+
+def lineage_folder(root: Path, own: ArtifactId) -> Path:
+    """Return where a store below `root` keeps the manifest of an ancestor whose files are on other nodes."""
+    return root / ".lineage" / own.kind / own.fingerprint
+
+
+def manifest_folder(root: Path, own: ArtifactId) -> Path | None:
+    """Return the folder that holds an artifact's manifest, with or without its files; None if neither is here."""
+    for folder in (root / own.kind / own.fingerprint, lineage_folder(root, own)):
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def parse_manifest(content: bytes, place: str) -> Manifest:
+    """Return the manifest in `content`. ArtifactError, which names its `place`, if it is not one."""
     try:
         return Manifest.model_validate_json(content)
     except ValidationError as e:
-        raise ArtifactError(f"{path}: not a manifest of this version of Klear: {e}") from e
+        raise ArtifactError(f"{place}: not a manifest of this version of Klear: {e}") from e
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -57,7 +57,7 @@ class LocalSlot:
         self.workdir.rename(target)
         sync_path(target.parent)
         shutil.rmtree(self.workdir.parent)
-        self.ref = _ref_of(manifest, target)
+        self.ref = self.store.seal(_ref_of(manifest, target))
         return self.ref
 
 
@@ -74,6 +74,10 @@ class LocalStore:
     def folder(self, kind: str, fingerprint: str) -> Path:
         """Return the folder where an artifact is, or would be."""
         return self.root / kind / fingerprint
+
+    def exists(self, kind: str, fingerprint: str) -> bool:
+        """Return whether there is an artifact, intact or not."""
+        return self.folder(kind, fingerprint).is_dir()
 
     def find(self, kind: str, fingerprint: str) -> ArtifactRef | None:
         """Return the artifact, if it exists. ArtifactError if its manifest cannot be trusted."""
@@ -180,9 +184,14 @@ class LocalStore:
         """Move an artifact out of use, keep it as evidence, and delete work begun on it; returns its new place."""
         shutil.rmtree(self._building(kind, fingerprint), ignore_errors=True)
         folder = self.folder(kind, fingerprint)
-        if not folder.exists():
-            return None
-        target = self.root / ".aside" / f"{why}-{kind}-{fingerprint}-{time.time_ns()}"
+        return self._move_aside(folder, why=why) if folder.exists() else None
+
+    def seal(self, ref: ArtifactRef) -> ArtifactRef:
+        """Return the artifact as it is: in a local store the rename made it visible."""
+        return ref
+
+    def _move_aside(self, folder: Path, *, why: str) -> Path:
+        target = self.root / ".aside" / f"{why}-{folder.parent.name}-{folder.name}-{time.time_ns()}"
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.rename(target)
         return target

@@ -26,6 +26,13 @@ class WorkspaceConfig(Settings):
 
     root: str = Field(default="runs", min_length=1)
     """Folder for artifacts, tracking and logs; relative paths start at the working directory."""
+    store: str = ""
+    """URL of an object store or shared folder (`s3://bucket/prefix`, `file:///shared/klear`) through which nodes share
+    artifacts; empty: `root` alone holds them."""
+    cache_gb: float | None = Field(default=None, gt=0)
+    """Gigabytes of artifacts fetched from `store` to keep on this node; unused ones are deleted above it. None: all."""
+    lease_s: float = Field(default=60.0, ge=1)
+    """Seconds without a heartbeat after which another node takes over the building of an artifact in `store`."""
     retries: int = Field(default=2, ge=0)
     """Retries of a failed stage, with exponential backoff; an invalid config is never retried."""
     timeout_s: int | None = Field(default=None, ge=1)

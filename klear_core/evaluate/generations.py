@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import JsonValue, ValidationError
 
 from klear_core.artifacts.manifest import MANIFEST, Manifest, read_manifest
+from klear_core.artifacts.opened import store_of
 from klear_core.artifacts.records import read_shards
 from klear_core.config.jobs import BenchmarksJob
 from klear_core.config.load import explained
@@ -137,10 +138,11 @@ def _benchmarks_of(folder: Path, manifest: Manifest) -> Path:
     """Return the artifact folder of the benchmarks that an evaluation was made of."""
     for record in manifest.inputs:
         if record.role == BenchmarksJob.kind:
-            found = folder.absolute().parents[1] / record.kind / record.fingerprint
-            if found.is_dir():
-                return found
-            raise ArtifactError(f"{folder}: its benchmarks {found} are gone; without them there is no reference")
+            ref = store_of(folder).find(record.kind, record.fingerprint)
+            if ref is not None:
+                return ref.path
+            own = f"{record.kind}/{record.fingerprint}"
+            raise ArtifactError(f"{folder}: its benchmarks {own} are gone; without them there is no reference")
     raise ArtifactError(f"{folder}: its manifest names no benchmarks, so that there is no reference to judge by")
 
 

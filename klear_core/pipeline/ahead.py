@@ -49,12 +49,12 @@ class PendingWork:
             ids = fingerprints_of(needed, config.workspace)
         except (ConfigError, OSError):  # a missing file or unusable workspace; preflight reports it with its key
             return cls(config=config, stages=wanted, needed=needed)
-        store = LocalStore(open_store(config.workspace).root, checked_by="size")
+        store = open_store(config.workspace, checked_by="size")
         made = _made(store, ids, again)
         pending = tuple(s for s in wanted if s.name not in made)
         begun = [store.workdir(ids[s.name].kind, ids[s.name].fingerprint) for s in pending]
         loading = [s.name for s in needed if isinstance(s.job, BenchmarksJob)]
-        benchmarks = made.get(loading[0]) if loading else None
+        benchmarks = _folder_of(store, ids[loading[0]]) if loading and loading[0] in made else None
         return cls(
             config=config,
             stages=pending,
@@ -100,20 +100,24 @@ def _with_job(stages: Sequence[Stage], job: type[J]) -> Iterator[tuple[Stage, J]
             yield stage, stage.job
 
 
-def _made(store: LocalStore, ids: Mapping[str, ArtifactId], again: Collection[str]) -> dict[str, Path]:
-    """Return the folders of artifacts that can be reused, by stage name."""
-    folders = {name: store.folder(own.kind, own.fingerprint) for name, own in ids.items() if name not in again}
+def _made(store: LocalStore, ids: Mapping[str, ArtifactId], again: Collection[str]) -> set[str]:
+    """Return the names of stages whose artifacts can be reused."""
     return {
-        name: folder
-        for name, folder in folders.items()
-        if folder.is_dir() and not store.damage(folder.parent.name, folder.name)
+        name
+        for name, own in ids.items()
+        if name not in again and store.exists(own.kind, own.fingerprint) and not store.damage(own.kind, own.fingerprint)
     }
 
 
+def _folder_of(store: LocalStore, own: ArtifactId) -> Path | None:
+    ref = store.find(own.kind, own.fingerprint)
+    return ref.path if ref else None
+
+
 def _unmade_inputs(
-    wanted: Sequence[Stage], needed: Sequence[Stage], made: Mapping[str, Path]
+    wanted: Sequence[Stage], needed: Sequence[Stage], made: Collection[str]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    there = {stage.name for stage in wanted} | made.keys()
+    there = {stage.name for stage in wanted} | {*made}
     for stage in wanted:
         inputs = set(stage.inputs.values())
         missing = tuple(n.name for n in needed if n.name in inputs and n.name not in there)

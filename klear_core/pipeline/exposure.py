@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, Manifest, file_ref, read_manifest
+from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, Manifest, file_ref, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import folder_of
 from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.given_jobs import GivenModelJob
@@ -104,9 +104,11 @@ def _protected_by(model: Path) -> list[Manifest] | None:
         if manifest.given is not None and manifest.kind == GivenModelJob.kind:
             return None  # somebody else's model further back
         for record in manifest.inputs:
-            folder = store / record.kind / record.fingerprint
             if record.kind in OUTSIDE_KINDS:
                 continue
+            folder = manifest_folder(store, record)
+            if folder is None:
+                return None
             if record.role == BenchmarksJob.kind:
                 found.append(folder)
             elif folder not in seen:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint
-from klear_core.artifacts.store import LocalStore
+from klear_core.artifacts.store import CheckedBy, LocalStore
 from klear_core.config.given import GivenFolder, GivenRepo
 from klear_core.config.given_jobs import GivenModelJob, GivenProblemsJob, GivenTracesJob, Rows
 from klear_core.config.jobs import (
@@ -244,9 +244,16 @@ def workspace_root(workspace: WorkspaceConfig) -> Path:
     return Path(workspace.root).expanduser().absolute()
 
 
-def open_store(workspace: WorkspaceConfig) -> LocalStore:
-    """Return the store of the workspace's artifacts."""
-    return LocalStore(workspace_root(workspace) / "artifacts", checked_by=workspace.check_artifacts)
+def open_store(workspace: WorkspaceConfig, *, checked_by: CheckedBy | None = None) -> LocalStore:
+    """Return the store of the workspace's artifacts; `checked_by` replaces `workspace.check_artifacts`."""
+    root, checked_by = workspace_root(workspace) / "artifacts", checked_by or workspace.check_artifacts
+    if not workspace.store:
+        return LocalStore(root, checked_by=checked_by)
+    from klear_core.artifacts.lease import LeaseTimes
+    from klear_core.artifacts.object_store import ObjectStore
+
+    times = LeaseTimes(expiry_s=workspace.lease_s)
+    return ObjectStore(root, workspace.store, checked_by=checked_by, cache_gb=workspace.cache_gb, times=times)
 
 
 def _indices(stages: Sequence[Stage], which: str) -> list[int]:

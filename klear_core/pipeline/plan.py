@@ -58,7 +58,7 @@ def plan_stages(
     stages = stages_of(config)
     names = [stage.name for stage in stages if chosen is None or stage.name in chosen]
     ids = fingerprints_of(with_inputs(stages, names), config.workspace)
-    store = LocalStore(open_store(config.workspace).root, checked_by=checked_by)
+    store = open_store(config.workspace, checked_by=checked_by)
     asked = dict.fromkeys(again, "asked to be made again")
     return [
         _plan_one(stage, ids, config.workspace, store, asked.get(stage.name, ""))
@@ -75,7 +75,7 @@ def _plan_one(
     action: Action = "given" if stage.origin else "run"
     if asked:
         why = asked
-    elif store.folder(own.kind, own.fingerprint).is_dir():
+    elif store.exists(own.kind, own.fingerprint):
         damage = store.damage(own.kind, own.fingerprint)
         action = "damaged" if damage else "reuse"
         already = f"given: {stage.origin}, already taken" if stage.origin else "already made"

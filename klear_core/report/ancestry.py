@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from klear_core.artifacts.hub import HubFiles
-from klear_core.artifacts.manifest import OUTSIDE_KINDS, Manifest, read_manifest
+from klear_core.artifacts.manifest import OUTSIDE_KINDS, Manifest, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import licence_in
 from klear_core.config.data import HubRuntime
 from klear_core.config.jobs import BaseJob, BenchmarksJob
@@ -25,6 +25,7 @@ class Ancestor:
     """An artifact that a model is made from, or the model itself."""
 
     folder: Path
+    """Holds its manifest; its files may be on another node."""
     manifest: Manifest
 
 
@@ -48,8 +49,9 @@ def ancestors(model: Path) -> list[Ancestor]:
             return
         manifest = read_manifest(folder)
         for record in manifest.inputs:
-            if record.kind not in OUTSIDE_KINDS and (store / record.kind / record.fingerprint).is_dir():
-                visit(store / record.kind / record.fingerprint)
+            source = None if record.kind in OUTSIDE_KINDS else manifest_folder(store, record)
+            if source is not None:
+                visit(source)
         found[folder] = Ancestor(folder=folder, manifest=manifest)
 
     visit(model.absolute())

@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import Manifest, read_manifest
+from klear_core.artifacts.opened import store_of
 from klear_core.artifacts.records import read_shards
 from klear_core.errors import ArtifactError
 from klear_core.evaluate.counts import AnswerCounts
@@ -79,13 +80,14 @@ def read_run(report: Path) -> ComparedRun:
     config = manifest.config.get("config")
     if not isinstance(config, dict):
         raise ArtifactError(f"{report}: a {manifest.kind} artifact is not the report of a run")
-    store = report.absolute().parents[1]
+    store = store_of(report)
     stages = []
     for record in manifest.inputs:
-        folder = store / record.kind / record.fingerprint
-        if not folder.is_dir():
-            raise ArtifactError(f"{report}: the run's {record.role} ({folder}) is gone")
-        stages.append(_stage(record.role, folder))
+        found = store.find(record.kind, record.fingerprint)
+        if found is None:
+            where = store.folder(record.kind, record.fingerprint)
+            raise ArtifactError(f"{report}: the run's {record.role} ({where}) is gone")
+        stages.append(_stage(record.role, found.path))
     return ComparedRun(
         label=f"{config.get('name', 'run')}, seed {config.get('seed')}",
         fingerprint=manifest.fingerprint,

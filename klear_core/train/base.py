@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from klear_core.artifacts.files import sha256_of_all
 from klear_core.artifacts.hub import check_content
 from klear_core.artifacts.ledger import FileRecord, GivenRecord, StageSummary
+from klear_core.artifacts.manifest import POINTER
 from klear_core.artifacts.model_files import check_folder, download, licence_in, origin_of, repo_of
 from klear_core.config.train import HubModelConfig, ModelConfig, PublishedModel, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
@@ -20,8 +21,6 @@ from klear_core.seeding import seed_for
 
 if TYPE_CHECKING:
     from torch import nn
-
-POINTER = "model.json"
 
 
 def prepare_base(cfg: ModelConfig, *, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:

@@ -10,7 +10,7 @@ from hub_server import REVISION, hub
 from manifests import manifest
 from test_hf_config import QWEN3, write_config
 
-from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.artifacts.manifest import POINTER, ArtifactRef
 from klear_core.artifacts.model_files import folder_of
 from klear_core.artifacts.records import read_shards
 from klear_core.config.data import BenchmarkConfig, FileSource
@@ -29,7 +29,7 @@ from klear_core.pipeline.model_size import model_size
 from klear_core.pipeline.moved import set_moved_aside
 from klear_core.pipeline.plan import plan_stages
 from klear_core.pipeline.preflight import problems_with
-from klear_core.train.base import POINTER, model_folder
+from klear_core.train.base import model_folder
 from klear_core.types import Problem
 
 CONFIGS = Path(__file__).parents[2] / "configs"

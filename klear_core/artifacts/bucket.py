@@ -1,0 +1,264 @@
+"""Read and write the objects of a shared store (S3 or any other fsspec file system), with errors that name the host.
+
+This module is the one door to fsspec.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from klear_core.artifacts.files import DISK_FULL
+from klear_core.errors import ConfigError, ResourceError
+
+_CONNECT_TIMEOUT_S = 5
+_READ_TIMEOUT_S = 60
+_MAX_TRIES = 3
+_EXTRAS = {"s3": "pip install 'klear[s3]'", "s3a": "pip install 'klear[s3]'"}
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
+_NO_CONNECTION = ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError", "ProxyConnectionError")
+
+
+class Bucket:
+    """Objects below one URL. Keys are relative and use `/`."""
+
+    def __init__(self, url: str) -> None:
+        """Connect lazily: the first request raises ConfigError or ResourceError if the store cannot be used."""
+        self.url = checked_url(url)
+        self._fs, self._root = _file_system(self.url)
+
+    @property
+    def host(self) -> str:
+        """Return the server's address as far as the settings tell it."""
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        if endpoint and self._is_s3:
+            return urlsplit(endpoint).netloc.rpartition("@")[2]
+        return "AWS S3" if self._is_s3 else self.url
+
+    def read(self, key: str) -> bytes | None:
+        """Return an object's content; None if there is no such object."""
+        with self._errors():
+            try:
+                content: bytes = self._fs.cat_file(self._path(key))
+            except FileNotFoundError as e:
+                if "bucket does not exist" in str(e):
+                    raise
+                return None
+        return content
+
+    def size(self, key: str) -> int | None:
+        """Return an object's size in bytes; None if there is no such object."""
+        with self._errors():
+            try:
+                # a listing cached by fsspec would hide what other nodes wrote
+                self._fs.invalidate_cache()
+                found: int = self._fs.info(self._path(key))["size"]
+            except FileNotFoundError:
+                return None
+        return found
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Write an object unless it exists, in one atomic step where the server has conditional writes.
+
+        Returns whether this call wrote it.
+        """
+        with self._errors():
+            self._make_parent(key)
+            try:
+                if self._is_local:
+                    # fsspec's own way is to look and then write, in two steps
+                    _create_file(Path(self._path(key)), content)
+                else:
+                    self._fs.pipe_file(self._path(key), content, mode="create")
+            except FileExistsError:
+                return False
+            except OSError as e:
+                if not _is_precondition(e):
+                    raise
+                return False
+        return True
+
+    def write(self, key: str, content: bytes) -> None:
+        """Write an object, or replace it."""
+        with self._errors():
+            self._make_parent(key)
+            self._fs.pipe_file(self._path(key), content)
+
+    def upload(self, file: Path, key: str) -> None:
+        """Copy a local file to the store; large ones go in parts."""
+        with self._errors():
+            self._make_parent(key)
+            self._fs.put_file(str(file), self._path(key))
+
+    def download(self, key: str, file: Path) -> bool:
+        """Copy an object to a local file; returns False if there is no such object."""
+        with self._errors():
+            try:
+                self._fs.get_file(self._path(key), str(file))
+            except FileNotFoundError:
+                return False
+        return True
+
+    def delete(self, key: str) -> None:
+        """Delete an object; one that is missing is no error."""
+        with self._errors():
+            try:
+                self._fs.rm_file(self._path(key))
+            except FileNotFoundError:
+                return
+
+    def move(self, key: str, target: str) -> None:
+        """Rename an object; one that is missing is no error."""
+        with self._errors():
+            self._make_parent(target)
+            try:
+                self._fs.cp_file(self._path(key), self._path(target))
+                self._fs.rm_file(self._path(key))
+            except FileNotFoundError:
+                return
+
+    def keys(self, prefix: str) -> list[str]:
+        """Return the keys below a prefix that ends at a `/`, sorted."""
+        with self._errors():
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.find(self._path(prefix))
+            except FileNotFoundError:
+                return []
+        start = len(self._root) + 1
+        return sorted(str(path)[start:] for path in found)
+
+    @property
+    def _is_s3(self) -> bool:
+        return self.url.startswith("s3")
+
+    @property
+    def _is_local(self) -> bool:
+        return self.url.startswith("file:")
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _make_parent(self, key: str) -> None:
+        # object stores have no folders
+        if not self._is_s3:
+            self._fs.makedirs(self._path(key).rpartition("/")[0], exist_ok=True)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Translate the errors of the file system's library; no message of ours repeats what may hold a key."""
+        try:
+            yield
+        except (ConfigError, ResourceError):
+            raise
+        except Exception as e:
+            error = self._translated(e)
+            if error is None:
+                raise
+            # the library's own text may quote signed requests
+            raise error from None
+
+    def _translated(self, e: Exception) -> ConfigError | ResourceError | None:
+        kinds = {cls.__name__ for cls in type(e).__mro__}
+        where = f"workspace.store = {self.url!r} (host {self.host})"
+        if kinds.intersection(_NO_CREDENTIALS):
+            remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            return ConfigError(f"{where}: no credentials; {remedy}")
+        if isinstance(e, PermissionError):
+            return ConfigError(f"{where}: access denied; the credentials may not read and write there")
+        if isinstance(e, FileNotFoundError):
+            return ConfigError(f"{where}: no such bucket or folder")
+        if kinds.intersection(_NO_CONNECTION) or isinstance(e, ConnectionError | socket.gaierror | TimeoutError):
+            return ResourceError(f"{where}: cannot be reached ({type(e).__name__})")
+        from_library = type(e).__module__.partition(".")[0] in ("botocore", "aiobotocore", "aiohttp")
+        if from_library or (isinstance(e, OSError) and self._is_s3 and e.errno not in DISK_FULL):
+            return ResourceError(f"{where}: the request failed ({_code(e)})")
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Findings about a store after a few requests with a small object of its own."""
+
+    is_conditional: bool
+    """Whether a second write on condition that there is no such object was refused."""
+    latency_s: float
+    """Mean time of a request."""
+
+
+def probe(bucket: Bucket) -> Probe:
+    """Write, read, write on condition and delete one object. ConfigError or ResourceError if any of it fails."""
+    key, content = f"probe/{uuid.uuid4().hex}", b"klear doctor"
+    started = time.monotonic()
+    bucket.create(key, content)
+    if bucket.read(key) != content:
+        raise ResourceError(f"workspace.store = {bucket.url!r}: an object does not read as it was written")
+    is_conditional = not bucket.create(key, b"second writer")
+    bucket.delete(key)
+    return Probe(is_conditional=is_conditional, latency_s=(time.monotonic() - started) / 4)
+
+
+def checked_url(url: str) -> str:
+    """Return a store's URL without a final `/`. ConfigError for URLs with credentials in them or of no known kind."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise ConfigError(
+            f"workspace.store: the URL of {parts.netloc.rpartition('@')[2]} has credentials in it; they belong in the "
+            "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)"
+        )
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://.+", url):
+        raise ConfigError(f"workspace.store = {url!r}: not a URL such as s3://bucket/prefix or file:///shared/folder")
+    return url.rstrip("/")
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    try:
+        fs, root = fsspec.core.url_to_fs(url, **_options(protocol))
+    except ImportError:
+        fix = _EXTRAS.get(protocol, f"install the fsspec package for {protocol}://")
+        raise ConfigError(f"workspace.store = {url!r}: its library is not installed: {fix}") from None
+    except ValueError:
+        raise ConfigError(f"workspace.store = {url!r}: fsspec knows no {protocol}://") from None
+    return fs, str(root).rstrip("/")
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    if not protocol.startswith("s3"):
+        return {}
+    # the library's defaults wait minutes for a host that is not there
+    retries = {"max_attempts": _MAX_TRIES, "mode": "standard"}
+    config = {"connect_timeout": _CONNECT_TIMEOUT_S, "read_timeout": _READ_TIMEOUT_S, "retries": retries}
+    return {"config_kwargs": config, "use_listings_cache": False}
+
+
+def _create_file(path: Path, content: bytes) -> None:
+    """Create a file with its whole content, or raise FileExistsError; a link is atomic, also on NFS."""
+    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    beside.write_bytes(content)
+    try:
+        os.link(beside, path)
+    finally:
+        beside.unlink()
+
+
+def _code(e: Exception) -> str:
+    """Return the server's code for the error (`SlowDown`), or the error's type."""
+    response = getattr(e.__cause__, "response", None) or {}
+    return str(response.get("Error", {}).get("Code") or type(e).__name__)
+
+
+def _is_precondition(e: OSError) -> bool:
+    """Return whether the server refused a conditional write because the object exists."""
+    return "PreconditionFailed" in str(e) or "412" in str(e) or "ConditionalRequestConflict" in str(e)

@@ -1,0 +1,152 @@
+"""Keep fetched objects on this node by their SHA-256, and give the disk space of unused artifacts back.
+
+Files of fetched artifacts are hard links to the cached objects, so an object that two artifacts share exists once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from klear_core.artifacts.bucket import Bucket
+from klear_core.artifacts.files import file_lock, sha256_of
+from klear_core.artifacts.ledger import FileRecord
+from klear_core.errors import ArtifactError
+
+log = logging.getLogger(__name__)
+
+TRANSFERS = 8
+"""Files that are sent or fetched at once; each large one goes in several parts besides."""
+_in_use: dict[Path, int] = {}
+"""Open markers of artifacts that this process has used, by path; the kernel closes them when the process ends."""
+
+
+def object_key(sha256: str) -> str:
+    """Return the key of a content-addressed object."""
+    return f"objects/{sha256[:2]}/{sha256}"
+
+
+def set_object_aside(bucket: Bucket, sha256: str) -> str:
+    """Move an altered object to where no upload takes it for the true content; returns its new key."""
+    kept = f"aside/objects/{sha256}-{time.time_ns()}"
+    bucket.move(object_key(sha256), kept)
+    return kept
+
+
+class ObjectCache:
+    """Objects below `<root>/.objects`, and markers of the artifacts that were fetched below `<root>/.fetched`."""
+
+    def __init__(self, root: Path, bucket: Bucket, *, max_gb: float | None) -> None:
+        self.root = root
+        self.bucket = bucket
+        self.max_gb = max_gb
+
+    def fetch(self, files: Sequence[FileRecord], folder: Path) -> None:
+        """Put the files into `folder` as hard links to cached objects; fetch what this node does not have.
+
+        ArtifactError names an object that is missing or whose content is not what its name says.
+        """
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            list(pool.map(lambda file: self._link(file, folder), files))
+
+    def mark_used(self, folder: Path, *, is_fetched: bool = False) -> None:
+        """Protect a fetched artifact from eviction until this process ends, and note that it was used now."""
+        marker = self._marker(folder)
+        if is_fetched:
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+            # an eviction may have replaced the marker that this process holds
+            if marker in _in_use:
+                os.close(_in_use.pop(marker))
+        if not marker.exists():
+            return  # built here: never evicted
+        os.utime(marker)
+        if marker not in _in_use:
+            fd = os.open(marker, os.O_RDWR)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            _in_use[marker] = fd
+
+    def evict(self) -> None:
+        """Delete fetched artifacts that no process uses, the longest unused first, until `max_gb` is kept."""
+        if self.max_gb is None:
+            return
+        markers = sorted((self.root / ".fetched").glob("*"), key=lambda marker: marker.stat().st_mtime)
+        total = self._cached_gb()
+        for marker in markers:
+            if total <= self.max_gb:
+                return
+            if self._remove(marker):
+                self._drop_unlinked()
+                total = self._cached_gb()
+        self._drop_unlinked()
+
+    def _link(self, file: FileRecord, folder: Path) -> None:
+        target = folder / file.path
+        if target.exists():
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        cached = self.root / ".objects" / file.sha256[:2] / file.sha256
+        with file_lock(self.root / ".locks" / f"object-{file.sha256[:2]}", on_wait=_log_wait):
+            # a cached file may have been altered through one of its links
+            if not cached.exists() or cached.stat().st_size != file.size or sha256_of(cached) != file.sha256:
+                self._download(file, cached)
+            os.link(cached, target)
+
+    def _download(self, file: FileRecord, cached: Path) -> None:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        partial = cached.with_name(f"{cached.name}.part")
+        key, found = object_key(file.sha256), ""
+        # a transfer may have failed unseen, so that a wrong hash is believed the second time
+        for _ in range(2):
+            if not self.bucket.download(key, partial):
+                raise ArtifactError(f"{self.bucket.url}/{key}: missing; it is the content of {file.path}")
+            found = sha256_of(partial)
+            if found == file.sha256:
+                partial.replace(cached)
+                return
+        partial.unlink()
+        kept = set_object_aside(self.bucket, file.sha256)
+        raise ArtifactError(
+            f"{self.bucket.url}/{key}: altered (SHA-256 {found[:12]}…), so it was moved to {kept}; it was the content "
+            f"of {file.path}"
+        )
+
+    def _remove(self, marker: Path) -> bool:
+        """Delete a fetched artifact unless a process uses it; returns whether it is gone."""
+        if marker in _in_use:
+            return False
+        fd = os.open(marker, os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        else:
+            kind, _, fingerprint = marker.name.rpartition("-")
+            shutil.rmtree(self.root / kind / fingerprint, ignore_errors=True)
+            marker.unlink()
+            log.info("evicted %s %s from this node; the store still has it", kind, fingerprint)
+            return True
+        finally:
+            os.close(fd)
+
+    def _drop_unlinked(self) -> None:
+        """Delete cached objects that no artifact on this node links to."""
+        for path in (self.root / ".objects").glob("*/*"):
+            if path.suffix != ".part" and path.stat().st_nlink == 1:
+                path.unlink()
+
+    def _cached_gb(self) -> float:
+        return sum(path.stat().st_size for path in (self.root / ".objects").glob("*/*")) / 1e9
+
+    def _marker(self, folder: Path) -> Path:
+        return self.root / ".fetched" / f"{folder.parent.name}-{folder.name}"
+
+
+def _log_wait(holder: str) -> None:
+    log.info("another process on this node fetches the same file (%s): waiting for it", holder)

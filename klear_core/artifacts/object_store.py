@@ -1,0 +1,328 @@
+"""Share artifacts among nodes by an object store; each node reads them from its own disk.
+
+In the store, every file is an object named by its SHA-256 (`objects/`), the manifest too. `artifacts/<kind>/
+<fingerprint>` is the seal: one small object with the SHA-256 of the manifest, written last and only if there is none.
+An artifact exists if its seal does, so half-uploaded ones are never visible, and of two writers one wins. A seal that
+was set aside is kept in `aside/`: copies on other nodes that have it are out of use as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from klear_core.artifacts.bucket import Bucket
+from klear_core.artifacts.files import sha256_of
+from klear_core.artifacts.lease import LeaseTimes, lease
+from klear_core.artifacts.ledger import FileRecord
+from klear_core.artifacts.manifest import (
+    MANIFEST,
+    MANIFEST_SUM,
+    OUTSIDE_KINDS,
+    POINTER,
+    ArtifactRef,
+    InputRecord,
+    Manifest,
+    lineage_folder,
+    parse_manifest,
+    read_manifest,
+)
+from klear_core.artifacts.object_cache import TRANSFERS, ObjectCache, object_key, set_object_aside
+from klear_core.artifacts.opened import node_id, write_shared
+from klear_core.artifacts.store import CheckedBy, LocalSlot, LocalStore
+from klear_core.errors import ArtifactError
+
+log = logging.getLogger(__name__)
+
+_CORRUPT = "corrupt"
+"""Reason for which artifacts are set aside that an intact copy of a node replaces."""
+
+
+class ObjectStore(LocalStore):
+    """Artifacts in a bucket, with a folder of this node for those that it built or fetched.
+
+    Stages are built in the local folder and read from it.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        url: str,
+        *,
+        checked_by: CheckedBy = "content",
+        cache_gb: float | None = None,
+        times: LeaseTimes | None = None,
+    ) -> None:
+        super().__init__(root, checked_by=checked_by)
+        self.bucket = Bucket(url)
+        self.cache = ObjectCache(self.root, self.bucket, max_gb=cache_gb)
+        self._times = times or LeaseTimes()
+
+    def exists(self, kind: str, fingerprint: str) -> bool:
+        """Return whether the artifact is sealed in the store, without fetching it."""
+        if self._is_pointer(kind, fingerprint):
+            return True
+        return self.bucket.read(_seal_key(kind, fingerprint)) is not None
+
+    def find(self, kind: str, fingerprint: str) -> ArtifactRef | None:
+        """Return the artifact, fetched to this node if it is not there yet; None if it is not sealed in the store."""
+        if self._is_pointer(kind, fingerprint):
+            return super().find(kind, fingerprint)
+        seal = self.bucket.read(_seal_key(kind, fingerprint))
+        if seal is None:
+            return None
+        folder = self.folder(kind, fingerprint)
+        self.cache.mark_used(folder)  # before the look at the folder: another process may be evicting it
+        if folder.is_dir() and not _has_seal(folder, seal):
+            # another node sealed its own build, first or after a rerun, and all nodes must use the same one
+            self._move_aside(folder, why="replaced")
+        if not folder.is_dir():
+            self._fetch(kind, fingerprint, seal)
+        return super().find(kind, fingerprint)
+
+    def find_intact(self, kind: str, fingerprint: str) -> ArtifactRef | None:
+        """Return the verified artifact; a damaged copy on this node is fetched again, a damaged one in the store is
+        set aside there."""
+        if self._is_pointer(kind, fingerprint):
+            return super().find_intact(kind, fingerprint)
+        folder = self.folder(kind, fingerprint)
+        if self.damage(kind, fingerprint):
+            kept = self._move_aside(folder, why="corrupt")
+            log.warning("a damaged copy of %s %s is fetched again; it was moved to %s", kind, fingerprint, kept)
+        if folder.is_dir() and not self.exists(kind, fingerprint):
+            return self._seal_or_move_aside(kind, fingerprint)
+        try:
+            # what was there is intact by now, and what is fetched is compared with its hashes on the way
+            return self.find(kind, fingerprint)
+        except ArtifactError as e:
+            self.set_aside(kind, fingerprint, why=_CORRUPT)
+            log.warning("a damaged artifact is not used and will be built again: %s", e)
+            return None
+
+    def damage(self, kind: str, fingerprint: str) -> str:
+        """Return what is wrong with this node's copy; empty if it is intact or would be fetched."""
+        folder = self.folder(kind, fingerprint)
+        if not folder.is_dir():
+            return ""
+        try:
+            super().verify(self._local(kind, fingerprint))
+        except ArtifactError as e:
+            return str(e).replace(f"{folder}/", "")
+        return ""
+
+    def verify(self, ref: ArtifactRef) -> None:
+        """Compare an artifact with its manifest, and with the one that is sealed in the store.
+
+        ArtifactError also if another node has made the artifact again or has set it aside.
+        """
+        super().verify(ref)
+        if self._is_pointer(ref.kind, ref.fingerprint):
+            return
+        seal = self.bucket.read(_seal_key(ref.kind, ref.fingerprint))
+        if seal is None or not _has_seal(ref.path, seal):
+            raise ArtifactError(f"{ref.path}: no longer the artifact that is sealed in {self.bucket.url}")
+
+    @contextmanager
+    def create(self, kind: str, fingerprint: str) -> Iterator[LocalSlot]:
+        """Hold the artifact's lock on this node and its lease in the store for the block.
+
+        A second builder, on this node or another, waits here and then finds the artifact in its slot.
+        """
+        write_shared(self.root, self.bucket.url)
+        with super().create(kind, fingerprint) as slot:
+            if slot.ref is not None:
+                yield slot
+                return
+
+            def warn(holder: str) -> None:
+                log.warning("%s %s is being built by %s: waiting for it", kind, fingerprint, holder)
+
+            key, node = f"leases/{kind}-{fingerprint}", node_id(self.root)
+            with lease(self.bucket, key, self._times, node=node, on_wait=warn):
+                # only now: while this node waited, another may have built the artifact
+                slot.ref = self.find_intact(kind, fingerprint)
+                if slot.ref is not None:
+                    shutil.rmtree(self._building(kind, fingerprint), ignore_errors=True)
+                yield slot
+
+    def seal(self, ref: ArtifactRef) -> ArtifactRef:
+        """Upload an artifact and make it visible to all nodes; returns the one that is sealed, which may be another
+        node's.
+
+        Objects that are already there are not sent again, so an interrupted upload goes on. Of a pointer to a model of
+        this machine only the manifest is sent, so that other nodes can follow the lineage of what is made from it.
+        """
+        manifest, folder = read_manifest(ref.path), ref.path
+        seal = (folder / MANIFEST_SUM).read_bytes()
+        if self._is_pointer(ref.kind, ref.fingerprint):
+            self._upload(manifest.model_copy(update={"files": ()}), folder)
+            self.bucket.write(_pointer_key(ref.kind, ref.fingerprint), seal)
+            return ref
+        self._upload(manifest, folder)
+        self.bucket.create(_seal_key(ref.kind, ref.fingerprint), seal)
+        sealed = self.find(ref.kind, ref.fingerprint)
+        assert sealed is not None, "a seal was written or found"
+        return sealed
+
+    def set_aside(self, kind: str, fingerprint: str, *, why: str) -> Path | None:
+        """Move an artifact out of use in the store and on this node; returns its new place on this node."""
+        key = _seal_key(kind, fingerprint)
+        seal = self.bucket.read(key)
+        if seal is not None:
+            self.bucket.write(f"{_aside_keys(kind, fingerprint)}{why}-{time.time_ns()}", seal)
+            self.bucket.delete(key)
+        return super().set_aside(kind, fingerprint, why=why)
+
+    def _seal_or_move_aside(self, kind: str, fingerprint: str) -> ArtifactRef | None:
+        """Seal this node's artifact, which is not sealed in the store, unless it was set aside there.
+
+        It was built here before its upload was complete or before the workspace had a store, its objects were
+        corrupted, or it is a copy of an artifact that another node makes again.
+        """
+        folder = self.folder(kind, fingerprint)
+        withdrawn = [key for key in self.bucket.keys(_aside_keys(kind, fingerprint)) if f"/{_CORRUPT}-" not in key]
+        if any(_has_seal(folder, self.bucket.read(key) or b"") for key in withdrawn):
+            kept = self._move_aside(folder, why="replaced")
+            log.warning("%s %s is made again: the old one of this node was moved to %s", kind, fingerprint, kept)
+            return None
+        return self.seal(self._local(kind, fingerprint))
+
+    def _is_pointer(self, kind: str, fingerprint: str) -> bool:
+        """Return whether this node's artifact only points to files of this machine, which means nothing on another."""
+        return (self.folder(kind, fingerprint) / POINTER).exists()
+
+    def _local(self, kind: str, fingerprint: str) -> ArtifactRef:
+        ref = super().find(kind, fingerprint)
+        assert ref is not None, "the caller has seen its folder"
+        return ref
+
+    def _upload(self, manifest: Manifest, folder: Path) -> None:
+        started, path = time.monotonic(), folder / MANIFEST
+        own = FileRecord(path=MANIFEST, size=path.stat().st_size, sha256=sha256_of(path))
+        # equal files are one object
+        unique = {file.sha256: file for file in (*manifest.files, own)}
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            sent = sum(pool.map(lambda file: self._send(file, folder), unique.values()))
+        log.info(
+            "uploaded %s %s: %.1f MB sent in %.1f s",
+            manifest.kind,
+            manifest.fingerprint,
+            sent / 1e6,
+            time.monotonic() - started,
+        )
+
+    def _send(self, file: FileRecord, folder: Path) -> int:
+        """Upload one file unless its object is there; returns the bytes sent.
+
+        The size tells an object that was cut short where the store's own uploads are not atomic.
+        """
+        key = object_key(file.sha256)
+        if self.bucket.size(key) == file.size:
+            return 0
+        self.bucket.upload(folder / file.path, key)
+        return file.size
+
+    def _fetch(self, kind: str, fingerprint: str, seal: bytes) -> None:
+        """Fetch an artifact's files, and the manifests of all that it was made from, to this node."""
+        write_shared(self.root, self.bucket.url)
+        place = f"{self.bucket.url}/{_seal_key(kind, fingerprint)}"
+        manifest, content = self._sealed_manifest(kind, fingerprint, seal, place)
+        self._fetch_lineage(manifest, set())
+        started = time.monotonic()
+        partial = self.root / ".fetching" / f"{kind}-{fingerprint}-{time.time_ns()}"
+        partial.mkdir(parents=True)
+        try:
+            self.cache.fetch(manifest.files, partial)
+            (partial / MANIFEST).write_bytes(content)
+            (partial / MANIFEST_SUM).write_bytes(seal)
+            self._move_into_place(partial, self.folder(kind, fingerprint))
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        megabytes = sum(file.size for file in manifest.files) / 1e6
+        log.info("fetched %s %s: %.1f MB in %.1f s", kind, fingerprint, megabytes, time.monotonic() - started)
+        self.cache.mark_used(self.folder(kind, fingerprint), is_fetched=True)
+        self.cache.evict()
+
+    def _fetch_lineage(self, manifest: Manifest, seen: set[Path]) -> None:
+        """Fetch the manifests of an artifact's ancestors, as far as they are in the store."""
+        for record in manifest.inputs:
+            folder = lineage_folder(self.root, record)
+            if record.kind in OUTSIDE_KINDS or folder in seen:
+                continue
+            seen.add(folder)
+            try:
+                found = self._ancestor(record)
+            except ArtifactError as e:
+                log.warning(
+                    "%s %s, from which an artifact was made, is damaged: %s", record.kind, record.fingerprint, e
+                )
+                continue
+            if found is None:
+                continue
+            ancestor, content, seal = found
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / MANIFEST_SUM).write_bytes(seal)
+            (folder / MANIFEST).write_bytes(content)
+            self._fetch_lineage(ancestor, seen)
+
+    def _ancestor(self, record: InputRecord) -> tuple[Manifest, bytes, bytes] | None:
+        """Return the manifest of an artifact or of a pointer to a model, parsed and as it is, and its seal."""
+        for key in (_seal_key(record.kind, record.fingerprint), _pointer_key(record.kind, record.fingerprint)):
+            seal = self.bucket.read(key)
+            if seal is not None:
+                place = f"{self.bucket.url}/{key}"
+                return *self._sealed_manifest(record.kind, record.fingerprint, seal, place), seal
+        return None
+
+    def _sealed_manifest(self, kind: str, fingerprint: str, seal: bytes, place: str) -> tuple[Manifest, bytes]:
+        """Return the manifest that the seal at `place` names, parsed and as it is."""
+        sha256 = (seal.split() or [b""])[0].decode(errors="replace")
+        content = self.bucket.read(object_key(sha256)) if len(sha256) == 64 else None
+        if content is None:
+            raise ArtifactError(f"{place}: names no manifest that is in the store")
+        if hashlib.sha256(content).hexdigest() != sha256:
+            kept = set_object_aside(self.bucket, sha256)
+            raise ArtifactError(
+                f"{self.bucket.url}/{object_key(sha256)}: altered, so it was moved to {kept}; it was the manifest of "
+                f"{place}"
+            )
+        manifest = parse_manifest(content, place)
+        if (manifest.kind, manifest.fingerprint) != (kind, fingerprint):
+            raise ArtifactError(f"{place}: describes {manifest.kind} {manifest.fingerprint}, not {kind} {fingerprint}")
+        return manifest, content
+
+    @staticmethod
+    def _move_into_place(partial: Path, folder: Path) -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            # another process of this node fetched the same artifact meanwhile
+
+
+def _seal_key(kind: str, fingerprint: str) -> str:
+    return f"artifacts/{kind}/{fingerprint}"
+
+
+def _pointer_key(kind: str, fingerprint: str) -> str:
+    return f"pointers/{kind}/{fingerprint}"
+
+
+def _aside_keys(kind: str, fingerprint: str) -> str:
+    """Return the prefix of the seals that were set aside, each under the reason and the time."""
+    return f"aside/{kind}/{fingerprint}/"
+
+
+def _has_seal(folder: Path, seal: bytes) -> bool:
+    try:
+        return (folder / MANIFEST_SUM).read_bytes().split()[:1] == seal.split()[:1]
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,159 @@
+"""The shared store on a real server of the S3 protocol; nodes are folders and processes that share nothing else."""
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from manifests import manifest
+
+from flows.doctor import check_store
+from klear_core.artifacts.bucket import Bucket
+from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.artifacts.object_store import ObjectStore
+from klear_core.artifacts.store import LocalStore
+from klear_core.errors import ArtifactError, ConfigError, ResourceError
+
+pytestmark = pytest.mark.slow
+SECRET = "the-secret-key"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Start a server with the bucket `klear`; returns its address."""
+    moto_server = pytest.importorskip("moto.server", reason="needs moto[server], of the extra `dev`")
+    pytest.importorskip("s3fs", reason="needs s3fs, of the extra `s3`")
+    running = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    patch.setenv("AWS_ACCESS_KEY_ID", "klear")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    import s3fs
+
+    s3fs.S3FileSystem().mkdir("klear")
+    yield f"{host}:{port}"
+    patch.undo()
+    running.stop()
+
+
+def build(store: LocalStore, content: bytes = b"0123456789") -> ArtifactRef:
+    with store.create("sft", "f1") as slot:
+        if slot.ref is not None:
+            return slot.ref
+        (slot.workdir / "model").mkdir()
+        (slot.workdir / "model" / "weights").write_bytes(content)
+        return slot.publish(manifest())
+
+
+def test_an_artifact_goes_from_node_to_node(server: str, tmp_path: Path):
+    url = "s3://klear/both"
+    ref = build(ObjectStore(tmp_path / "a", url), b"x" * (12 << 20))  # more than one part
+    other = build(ObjectStore(tmp_path / "b", url), b"never built")
+    assert other.path != ref.path
+    assert (other.path / "model" / "weights").read_bytes() == b"x" * (12 << 20)
+
+
+def test_of_many_writers_of_one_object_exactly_one_wins(server: str):
+    bucket, wins = Bucket("s3://klear/race"), []
+    threads = [
+        threading.Thread(target=lambda i=i: bucket.create("seal", b"%d" % i) and wins.append(i)) for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wins) == 1
+    assert bucket.read("seal") == b"%d" % wins[0]
+
+
+def test_doctor_tells_that_the_server_has_conditional_writes(server: str):
+    check = check_store("s3://klear/doctor")
+    assert check.is_good, check.found
+    assert "conditional writes" in check.found
+    assert Bucket("s3://klear/doctor").keys("probe/") == []
+
+
+def test_a_corrupted_object_is_named(server: str, tmp_path: Path):
+    a = ObjectStore(tmp_path / "a", "s3://klear/corrupt")
+    sha = a.manifest(build(a)).files[0].sha256
+    a.bucket.write(f"objects/{sha[:2]}/{sha}", b"9876543210")
+    with pytest.raises(ArtifactError, match=rf"s3://klear/corrupt/objects/{sha[:2]}/{sha}: altered .* model/weights"):
+        ObjectStore(tmp_path / "b", "s3://klear/corrupt").find("sft", "f1")
+
+
+BUILDER = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from manifests import manifest
+from klear_core.artifacts.bucket import Bucket
+from klear_core.artifacts.object_store import ObjectStore
+
+class Killed(Bucket):
+    def upload(self, file, key):
+        if len(self.keys("objects/")) >= 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().upload(file, key)
+
+store = ObjectStore(Path(sys.argv[1]), sys.argv[2])
+store.bucket = Killed(sys.argv[2])
+with store.create("sft", "f1") as slot:
+    for i in range(16):
+        (slot.workdir / str(i)).write_text(f"file {{i}}")
+    slot.publish(manifest())
+"""
+
+
+def test_a_node_that_is_killed_in_mid_upload_leaves_nothing_visible_and_its_objects_to_the_next(
+    server: str, tmp_path: Path
+):
+    url, code = "s3://klear/killed", BUILDER.format(here=str(Path(__file__).parents[1]))
+    a, b = ObjectStore(tmp_path / "a", url), ObjectStore(tmp_path / "b", url)
+    builder = subprocess.run([sys.executable, "-c", code, str(a.root), url], check=False)
+    assert builder.returncode == -signal.SIGKILL
+    sent = a.bucket.keys("objects/")
+    assert 2 <= len(sent) < 16
+    assert b.find("sft", "f1") is None
+    with a.create("sft", "f1") as slot:  # its own next run goes on with the upload
+        assert slot.ref is not None
+    assert set(sent) <= set(a.bucket.keys("objects/"))
+    found = b.find("sft", "f1")
+    assert found is not None
+    assert (found.path / "15").read_text() == "file 15"
+
+
+@pytest.mark.parametrize(
+    ("url", "changes", "error", "says"),
+    [
+        ("s3://nosuch/x", {}, ConfigError, "no such bucket"),
+        ("s3://klear/x", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, ResourceError, "127.0.0.1:9.*cannot be reached"),
+        ("s3://klear/x", {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, ConfigError, "no credentials"),
+    ],
+)
+def test_an_unusable_server_is_named_at_the_first_request_and_no_key_is_shown(
+    server: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    changes: dict[str, str],
+    error: type[Exception],
+    says: str,
+):
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    # no shared credentials of the machine, and no metadata service to ask
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(error, match=says) as raised:
+        ObjectStore(tmp_path, url).exists("sft", "f1")
+    assert SECRET not in str(raised.value)
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -1,0 +1,345 @@
+"""Facts that hold for every artifact store: in a folder, on a shared folder and in fsspec's memory."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from manifests import manifest
+
+from klear_core.artifacts.bucket import Bucket
+from klear_core.artifacts.lease import LeaseTimes
+from klear_core.artifacts.manifest import MANIFEST_SUM, POINTER, ArtifactRef, InputRecord
+from klear_core.artifacts.object_store import ObjectStore
+from klear_core.artifacts.opened import store_of
+from klear_core.artifacts.store import LocalStore
+from klear_core.errors import ArtifactError, ConfigError
+from klear_core.report.ancestry import ancestors
+
+QUICK = LeaseTimes(expiry_s=0.4, poll_s=0.02)
+Node = Callable[[str], ObjectStore]
+
+
+def build(store: LocalStore, *, content: bytes = b"0123456789", kind: str = "sft", **changes) -> ArtifactRef:
+    with store.create(kind, "f1") as slot:
+        if slot.ref is not None:
+            return slot.ref
+        (slot.workdir / "model").mkdir()
+        (slot.workdir / "model" / "weights").write_bytes(content)
+        (slot.workdir / "copy").write_bytes(content)
+        (slot.workdir / "rows").write_bytes(b"rows")
+        (slot.workdir / "scratch").mkdir()
+        (slot.workdir / "scratch" / "checkpoint").write_bytes(content)
+        return slot.publish(manifest(kind=kind, **changes))
+
+
+@pytest.fixture(params=["file", "memory"])
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Node:
+    """Open the shared store from a node with a disk of its own."""
+    urls = {"file": (tmp_path / "shared").as_uri(), "memory": f"memory://{uuid.uuid4().hex}"}
+    return lambda name: ObjectStore(tmp_path / name, urls[request.param], times=QUICK)
+
+
+@pytest.fixture(params=["local", "file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> LocalStore:
+    urls = {"file": (tmp_path / "shared").as_uri(), "memory": f"memory://{uuid.uuid4().hex}"}
+    root = tmp_path / "node"
+    return LocalStore(root) if request.param == "local" else ObjectStore(root, urls[request.param], times=QUICK)
+
+
+# every store
+
+
+def test_a_published_artifact_is_found_without_its_scratch(store: LocalStore):
+    assert not store.exists("sft", "f1")
+    ref = build(store)
+    assert store.exists("sft", "f1")
+    assert store.find("sft", "f1") == ref
+    assert [f.path for f in store.manifest(ref).files] == ["copy", "model/weights", "rows"]
+    assert store.folders() == [ref.path]
+    store.verify(ref)
+
+
+def fail_halfway(store: LocalStore) -> None:
+    with store.create("sft", "f1") as slot:
+        (slot.workdir / "half").write_text("half")
+        raise RuntimeError
+
+
+def test_a_build_that_fails_leaves_nothing_visible_and_its_work_to_the_next(store: LocalStore):
+    with pytest.raises(RuntimeError):
+        fail_halfway(store)
+    assert store.find("sft", "f1") is None
+    assert store.is_begun("sft", "f1")
+    with store.create("sft", "f1") as slot:
+        assert (slot.attempt, (slot.workdir / "half").read_text()) == (2, "half")
+
+
+def test_an_artifact_that_was_set_aside_is_built_again(store: LocalStore):
+    build(store)
+    assert store.set_aside("sft", "f1", why="rerun") is not None
+    assert store.find("sft", "f1") is None
+    assert build(store, content=b"other").path.joinpath("copy").read_bytes() == b"other"
+
+
+def test_an_altered_file_is_named(store: LocalStore):
+    ref = build(store)
+    (ref.path / "model" / "weights").write_bytes(b"9876543210")
+    with pytest.raises(ArtifactError, match="model/weights: altered"):
+        store.verify(ref)
+
+
+# stores that nodes share
+
+
+def test_another_node_finds_the_artifact_and_reads_plain_files_from_its_own_disk(node: Node):
+    ref, other = build(node("a")), node("b").find("sft", "f1")
+    assert other is not None
+    assert other.path != ref.path
+    assert (other.path / "model" / "weights").read_bytes() == b"0123456789"
+    node("b").verify(other)
+    # equal files are fetched once and linked: the cache, `copy` and `model/weights`
+    assert (other.path / "copy").stat().st_nlink == 3
+
+
+def test_only_the_manifest_is_fetched_of_what_an_artifact_was_made_from(node: Node):
+    a = node("a")
+    with a.create("base", "f1") as slot:
+        (slot.workdir / POINTER).write_text('{"path": "/models/x"}')  # given: its files stay on their machine
+        slot.publish(manifest(kind="base"))
+    build(a, kind="curate", inputs=(InputRecord(role="file", kind="file", fingerprint="outside"),))
+    build(a, inputs=(InputRecord(role="problems", kind="curate", fingerprint="f1"),))
+    inputs = (
+        InputRecord(role="model", kind="base", fingerprint="f1"),
+        InputRecord(role="traces", kind="sft", fingerprint="f1"),
+    )
+    build(a, kind="rl", inputs=inputs)
+    b = node("b")
+    ref = b.find("rl", "f1")
+    assert ref is not None
+    assert [f.parent.name for f in b.folders()] == ["rl"]
+    assert [one.manifest.kind for one in ancestors(ref.path)] == ["base", "curate", "sft", "rl"]
+    assert not b.exists("base", "f1")
+    # a command that is given only the folder fetches what it needs
+    problems = store_of(ref.path).find("curate", "f1")
+    assert problems is not None
+    assert (problems.path / "rows").read_bytes() == b"rows"
+
+
+def test_nothing_is_visible_before_the_seal_and_what_was_sent_is_not_sent_again(node: Node):
+    a = node("a")
+    ref = build(LocalStore(a.root))
+    a._upload(a.manifest(ref), ref.path)
+    assert len(a.bucket.keys("objects/")) == 3  # two different contents and the manifest
+    assert node("b").find("sft", "f1") is None
+    # what is there by its name and size is believed, so this content would stay if it were not sent again
+    sha = a.manifest(ref).files[0].sha256
+    a.bucket.write(f"objects/{sha[:2]}/{sha}", b"9876543210")
+    a.seal(ref)
+    assert a.bucket.read(f"objects/{sha[:2]}/{sha}") == b"9876543210"
+
+
+def test_an_artifact_whose_upload_was_interrupted_is_uploaded_by_the_next_run(node: Node):
+    a = node("a")
+    ref = build(LocalStore(a.root))  # complete on disk, as after a kill between the rename and the seal
+    assert a.find("sft", "f1") is None
+    assert not node("b").exists("sft", "f1")
+    with a.create("sft", "f1") as slot:
+        assert slot.ref == ref
+    assert node("b").find("sft", "f1") is not None
+
+
+def test_an_object_that_was_cut_short_is_sent_again(node: Node):
+    a = node("a")
+    ref = build(LocalStore(a.root))
+    sha = a.manifest(ref).files[0].sha256
+    a.bucket.write(f"objects/{sha[:2]}/{sha}", b"012")
+    a.seal(ref)
+    assert node("b").find("sft", "f1") is not None
+
+
+def test_a_corrupted_object_is_named_and_the_artifact_is_built_again(node: Node, caplog: pytest.LogCaptureFixture):
+    ref = build(node("a"))
+    sha = next(f.sha256 for f in node("a").manifest(ref).files if f.path == "rows")
+    key = f"objects/{sha[:2]}/{sha}"
+    node("a").bucket.write(key, b"swor")
+    b = node("b")
+    with pytest.raises(ArtifactError, match=rf"{key}: altered .* it was the content of rows"):
+        b.find("sft", "f1")
+    b.bucket.write(key, b"swor")
+    assert build(b).path.joinpath("rows").read_bytes() == b"rows"
+    assert "will be built again" in caplog.text
+    assert node("c").find("sft", "f1") is not None
+
+
+def test_an_altered_object_is_kept_as_evidence(node: Node):
+    a = node("a")
+    sha = next(f.sha256 for f in a.manifest(build(a)).files if f.path == "rows")
+    a.bucket.write(f"objects/{sha[:2]}/{sha}", b"swor")
+    with pytest.raises(ArtifactError, match=rf"so it was moved to aside/objects/{sha}-\d+;"):
+        node("b").find("sft", "f1")
+    (kept,) = a.bucket.keys("aside/objects/")
+    assert a.bucket.read(kept) == b"swor"
+    assert a.bucket.read(f"objects/{sha[:2]}/{sha}") is None
+
+
+def test_an_altered_manifest_is_kept_as_evidence(node: Node):
+    a = node("a")
+    seal = build(a).path.joinpath(MANIFEST_SUM).read_text().split()[0]
+    a.bucket.write(f"objects/{seal[:2]}/{seal}", b"{}")
+    with pytest.raises(ArtifactError, match=rf"so it was moved to aside/objects/{seal}-\d+; it was the manifest"):
+        node("b").find("sft", "f1")
+    assert [a.bucket.read(key) for key in a.bucket.keys("aside/objects/")] == [b"{}"]
+
+
+def test_a_rerun_is_not_undone_by_another_nodes_copy_of_the_old_artifact(node: Node):
+    a, b = node("a"), node("b")
+    build(a, content=b"old")
+    assert b.find("sft", "f1") is not None
+    a.set_aside("sft", "f1", why="rerun")
+    assert b.find_intact("sft", "f1") is None  # before the new one is made
+    assert not a.exists("sft", "f1")
+    assert build(a, content=b"new").path.joinpath("copy").read_bytes() == b"new"
+    assert build(b, content=b"never built").path.joinpath("copy").read_bytes() == b"new"
+
+
+def test_an_artifact_that_another_node_made_again_is_no_longer_valid_here(node: Node):
+    a, b = node("a"), node("b")
+    build(a, content=b"old")
+    old = b.find("sft", "f1")
+    assert old is not None
+    b.verify(old)
+    a.set_aside("sft", "f1", why="rerun")
+    build(a, content=b"new")
+    with pytest.raises(ArtifactError, match="no longer the artifact that is sealed"):
+        b.verify(old)
+    found = b.find_intact("sft", "f1")
+    assert found is not None
+    assert found.path.joinpath("copy").read_bytes() == b"new"
+
+
+def test_a_corrupted_object_is_replaced_by_the_intact_copy_of_a_node(node: Node):
+    a, b = node("a"), node("b")
+    sha = a.manifest(build(a)).files[0].sha256
+    a.bucket.write(f"objects/{sha[:2]}/{sha}", b"9876543210")
+    assert b.find_intact("sft", "f1") is None
+    assert build(a, content=b"never built").path.joinpath("copy").read_bytes() == b"0123456789"
+    assert b.find_intact("sft", "f1") is not None
+
+
+def test_a_damaged_copy_on_a_node_is_fetched_again(node: Node):
+    build(node("a"))
+    b = node("b")
+    ref = b.find("sft", "f1")
+    assert ref is not None
+    (ref.path / "copy").write_bytes(b"9876543210")  # also alters the cache, through its link
+    with b.create("sft", "f1") as slot:
+        assert slot.ref == ref
+    assert (ref.path / "copy").read_bytes() == b"0123456789"
+
+
+def test_two_writers_at_once_leave_one_artifact_that_both_use(node: Node):
+    a, b = node("a"), node("b")
+    # neither waits for the other: as after a lease that ran out while its holder was stopped
+    first, second = build(LocalStore(a.root), content=b"aaa"), build(LocalStore(b.root), content=b"bbb")
+    sealed = [a.seal(first), b.seal(second)]
+    assert [(ref.path / "copy").read_bytes() for ref in sealed] == [b"aaa", b"aaa"]
+    assert [p.name.split("-")[0] for p in (b.root / ".aside").iterdir()] == ["replaced"]
+
+
+def test_of_two_nodes_one_builds_and_the_other_waits_and_takes_it(node: Node, caplog: pytest.LogCaptureFixture):
+    built: list[str] = []
+
+    def run(name: str) -> None:
+        with node(name).create("sft", "f1") as slot:
+            if slot.ref is None:
+                time.sleep(1)  # longer than the lease without heartbeats
+                built.append(name)
+                slot.publish(manifest())
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+    assert "sft f1 is being built by process" in caplog.text
+
+
+def test_a_lease_without_heartbeat_is_taken_over(node: Node):
+    a = node("a")
+    a.bucket.create("leases/sft-f1/000000001", json.dumps({"holder": "a killed one", "at": "then"}).encode())
+    with a.create("sft", "f1") as slot:
+        assert slot.ref is None
+        assert a.bucket.keys("leases/")[-1].endswith("000000002")
+
+
+def test_the_next_run_of_a_node_does_not_wait_for_the_lease_of_its_killed_one(node: Node):
+    a = node("a")
+    with a.create("sft", "f1"):
+        left = a.bucket.read(a.bucket.keys("leases/")[0])
+        assert left is not None
+    a.bucket.create("leases/sft-f1/000000002", left)
+    a._times = LeaseTimes(expiry_s=1e6)
+    with a.create("sft", "f1") as slot:
+        assert slot.ref is None
+
+
+def test_a_pointer_to_files_of_this_machine_stays_on_it(node: Node):
+    a = node("a")
+    with a.create("base", "f1") as slot:
+        (slot.workdir / POINTER).write_text('{"path": "/models/x"}')
+        ref = slot.publish(manifest(kind="base"))
+    assert a.find("base", "f1") == ref
+    assert node("b").find("base", "f1") is None
+
+
+FETCH = """
+import sys
+from pathlib import Path
+from klear_core.artifacts.object_store import ObjectStore
+print(ObjectStore(Path(sys.argv[1]), sys.argv[2]).find("sft", "f1").path)
+"""
+
+
+def test_an_artifact_that_no_process_uses_is_evicted_above_the_limit_and_fetched_again(tmp_path: Path):
+    url = (tmp_path / "shared").as_uri()
+    build(ObjectStore(tmp_path / "a", url))
+    # fetched by a process that has ended
+    command = [sys.executable, "-c", FETCH, str(tmp_path / "b"), url]
+    folder = Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+    b = ObjectStore(tmp_path / "b", url, cache_gb=1e-9)
+    assert folder.is_dir()
+    b.cache.evict()
+    assert not folder.exists()
+    assert not list((b.root / ".objects").glob("*/*"))
+    assert b.find("sft", "f1") is not None
+    b.cache.evict()
+    assert folder.is_dir()  # in use by this process
+
+
+def test_what_a_node_built_itself_is_never_evicted(node: Node):
+    a = node("a")
+    a.cache.max_gb = 1e-9
+    ref = build(a)
+    a.cache.evict()
+    assert ref.path.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3://AKIA123:secret@bucket/x", "credentials in it"),
+        ("bucket/x", "not a URL"),
+        ("nosuch://bucket/x", "fsspec knows no nosuch://"),
+    ],
+)
+def test_an_unusable_url_is_refused_without_repeating_a_key(url: str, says: str):
+    with pytest.raises(ConfigError, match=says) as error:
+        Bucket(url)
+    assert "secret" not in str(error.value)
