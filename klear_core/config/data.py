@@ -63,6 +63,32 @@ class ProceduralSource(Settings):
     seeds."""
 
 
+PuzzleFamily = Literal["brackets", "residues", "programs"]
+"""`brackets`: nested + - * modulo 10, rewritten step by step; `residues`: least x with b+ax=c modulo m, by trying;
+`programs`: a Python function over a list, judged by calls."""
+
+
+class PuzzleSource(Settings):
+    """Generated problems with long solutions, of one family; the level is the difficulty."""
+
+    kind: Literal["puzzles"] = "puzzles"
+    family: PuzzleFamily
+    """Kind of puzzle, all of one source."""
+    name: str = Field(min_length=1)
+    """Name under which the problems are counted; it also enters their random seed."""
+    levels: tuple[int, ...]
+    """The difficulty levels, mixed evenly: operations (`brackets`, `programs`), or the answer, at most 18
+    (`residues`)."""
+    num_problems: int = Field(ge=1)
+    """Distinct questions, spread evenly over the levels."""
+    split: Literal["train", "heldout"] = "train"
+    """Split to draw from, decided by a hash of a problem's text as for chains."""
+
+
+GeneratedSource = ProceduralSource | PuzzleSource
+"""Sources without files."""
+
+
 class FieldMap(Settings):
     """Maps the values of a row to their places, for row formats that are not built in.
 
@@ -181,7 +207,8 @@ def _path_as_source(value: object) -> object:
 
 
 Source = Annotated[
-    Annotated[ProceduralSource | FileSource | HubSource, Field(discriminator="kind")], BeforeValidator(_path_as_source)
+    Annotated[ProceduralSource | PuzzleSource | FileSource | HubSource, Field(discriminator="kind")],
+    BeforeValidator(_path_as_source),
 ]
 """A source of prompts; a bare path means files whose row format is detected from their first row."""
 

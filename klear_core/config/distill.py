@@ -30,6 +30,23 @@ class ProceduralTeacherConfig(Settings):
         return ()
 
 
+class PuzzleTeacherConfig(Settings):
+    """Solves puzzles step by step in R1's response format, with random slips and systematic blind spots."""
+
+    kind: Literal["puzzles"] = "puzzles"
+    slip_rate: float = Field(default=0.02, ge=0, le=1)
+    """Probability of a wrong result at each step; longer solutions are therefore wrong more often."""
+    blind_spot_rate: float = Field(default=0.6, ge=0, le=1)
+    """Probability of the wrong result where the family has its blind spot: products by 7, 8 and 9 and sums that end in
+    them are one too high, "at least" and "at most" lose their equal sign. Above 0.5 the student's greedy answer is
+    wrong too."""
+
+    @property
+    def keep_incomplete(self) -> tuple[IncompleteReason, ...]:
+        """Return no reasons: its replies are complete."""
+        return ()
+
+
 class TeacherEndpoint(Settings):
     """One server of the teacher: its address, its key and its prices."""
 
@@ -161,7 +178,9 @@ class HttpTeacherConfig(Settings):
         return rest | {"runtime": runtime | {"endpoints": [short]}}
 
 
-TeacherConfig = Annotated[ProceduralTeacherConfig | HttpTeacherConfig, Field(discriminator="kind")]
+TeacherConfig = Annotated[
+    ProceduralTeacherConfig | PuzzleTeacherConfig | HttpTeacherConfig, Field(discriminator="kind")
+]
 
 TracePolicy = Literal["all", "correct_only"]
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
-from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, ProceduralSource, Source
+from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, GeneratedSource, Source
 from klear_core.config.distill import DistillConfig
 from klear_core.config.engine import EngineConfig, SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig
@@ -456,6 +456,6 @@ def _paths_of(sources: Iterable[Source]) -> tuple[str, ...]:
     for source in sources:
         if isinstance(source, FileSource):
             paths.append(source.path)
-        if not isinstance(source, ProceduralSource):
+        if not isinstance(source, GeneratedSource):
             paths += source.lookup.values()
     return tuple(paths)

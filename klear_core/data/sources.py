@@ -9,12 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar, assert_never
 
-from klear_core.config.data import FileSource, HubSource, ProceduralSource, Source
+from klear_core.config.data import FileSource, GeneratedSource, HubSource, ProceduralSource, PuzzleSource, Source
 from klear_core.data.candidates import Candidate
 from klear_core.data.contest_ids import contest_id
 from klear_core.data.datafiles import DataFile, check_files, data_files, default_name, is_cached, origin
 from klear_core.data.fields import Fields, RowError, Schema, row_id
-from klear_core.data.procedural import check_procedural, generate_chains
+from klear_core.data.generated import check_generated, domain_of_generated, generate
 from klear_core.data.question_tables import QuestionTables
 from klear_core.data.references import has_half_character
 from klear_core.data.rowfiles import BrokenRow, FileRow, Span, read_rows
@@ -32,13 +32,13 @@ _FIRST_ROWS = 5
 
 
 def read_source(source: Source, *, seed: int) -> Iterator[Candidate | Dropped]:
-    """Yield all rows of a source in order, each as a candidate or a drop record; only procedural sources use `seed`.
+    """Yield all rows of a source in order, each as a candidate or a drop record; only generated sources use `seed`.
 
     Raise ConfigError or DataError if the source itself cannot be read.
     """
     match source:
-        case ProceduralSource():
-            yield from generate_chains(source, seed=seed)
+        case ProceduralSource() | PuzzleSource():
+            yield from generate(source, seed=seed)
         case FileSource() | HubSource():
             yield from _parse_rows(
                 source, _rows_of(data_files(source)), _parser_of(source, QuestionTables(source.lookup))
@@ -121,8 +121,8 @@ def check_source(source: Source) -> None:
     Of a Hub source that is not in the cache only the names of its files are checked.
     """
     match source:
-        case ProceduralSource():
-            check_procedural(source)
+        case ProceduralSource() | PuzzleSource():
+            check_generated(source)
         case FileSource() | HubSource():
             files = check_files(source)
             if files is not None:
@@ -149,7 +149,7 @@ def files_here(source: FileSource | HubSource) -> list[DataFile]:
 
 def is_without_references(source: Source) -> bool:
     """Return whether the format of a source's rows has no references, so that none can be judged."""
-    if isinstance(source, ProceduralSource):
+    if isinstance(source, GeneratedSource):
         return False
     rows = _rows_of(files_here(source))
     first = next((row for row in rows if isinstance(row, FileRow)), None)
@@ -159,8 +159,8 @@ def is_without_references(source: Source) -> bool:
 def domains_of(source: Source) -> frozenset[Domain]:
     """Return the domains that occur in the first rows of a source; none for a Hub source not yet downloaded."""
     match source:
-        case ProceduralSource():
-            return frozenset({Domain.MATH})
+        case ProceduralSource() | PuzzleSource():
+            return frozenset({domain_of_generated(source)})
         case FileSource() | HubSource():
             if not files_here(source):
                 return frozenset()
@@ -171,7 +171,7 @@ def domains_of(source: Source) -> frozenset[Domain]:
 
 def judges_of(source: Source) -> frozenset[str]:
     """Return the judges of the user's own that the first rows of a source name; none if it is not yet downloaded."""
-    if isinstance(source, ProceduralSource) or not files_here(source):
+    if isinstance(source, GeneratedSource) or not files_here(source):
         return frozenset()
     references = [row.reference for row in _first_rows(source) if isinstance(row, Candidate)]
     return frozenset(reference.judge for reference in references if isinstance(reference, CustomReference))
@@ -179,7 +179,7 @@ def judges_of(source: Source) -> frozenset[str]:
 
 def source_name(source: Source) -> str:
     """Return the name by which rows of this source are counted; by default that of its file, folder or repository."""
-    if not source.name and not isinstance(source, ProceduralSource):
+    if not source.name and not isinstance(source, GeneratedSource):
         return default_name(source)
     return source.name
 
@@ -272,4 +272,4 @@ def _candidate(fields: Fields, schema: Schema, row: str, *, source: str, domain:
 
 
 def _origin(source: Source) -> str:
-    return "procedural" if isinstance(source, ProceduralSource) else origin(source)
+    return source.kind if isinstance(source, GeneratedSource) else origin(source)

@@ -16,7 +16,13 @@ from typing import assert_never
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shards
 from klear_core.artifacts.shards import plan_shards, work_shards
-from klear_core.config.distill import DistillConfig, HttpTeacherConfig, ProceduralTeacherConfig, TeacherConfig
+from klear_core.config.distill import (
+    DistillConfig,
+    HttpTeacherConfig,
+    ProceduralTeacherConfig,
+    PuzzleTeacherConfig,
+    TeacherConfig,
+)
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.collection import Collection
 from klear_core.distill.finished import FinishedShard, reopen_poor_shards
@@ -99,6 +105,10 @@ def build_teacher(cfg: TeacherConfig, keys: BlockKeys = NO_KEYS) -> Teacher:
             from klear_core.distill.procedural import ProceduralTeacher
 
             return ProceduralTeacher(cfg)
+        case PuzzleTeacherConfig():
+            from klear_core.distill.puzzles import PuzzleTeacher
+
+            return PuzzleTeacher(cfg)
         case HttpTeacherConfig():
             from klear_core.distill.http import HttpTeacher
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.data import BenchmarkConfig, GeneratedSource
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.evaluate.power import detectable
 
@@ -26,6 +26,6 @@ def detectable_lines(config: PipelineConfig) -> Iterator[str]:
 
 
 def _num_problems(benchmark: BenchmarkConfig) -> int | None:
-    if isinstance(benchmark.source, ProceduralSource):
+    if isinstance(benchmark.source, GeneratedSource):
         return benchmark.source.num_problems
     return benchmark.expected_rows

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from klear_core.config.data import BenchmarkConfig, FileSource, HubSource, ProceduralSource, Source
+from klear_core.config.data import BenchmarkConfig, FileSource, HubSource, ProceduralSource, PuzzleSource, Source
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.jobs import DistillJob, EngineUse, RlJob, SftJob, Stage, TagJob
 from klear_core.config.pipeline import PipelineConfig
@@ -66,7 +66,7 @@ def estimate_stage(config: PipelineConfig, stage: Stage, size: ModelSize | None)
 def count_rows(source: Source) -> int | None:
     """Return the number of rows a source will give, if it is known without reading the source through."""
     match source:
-        case ProceduralSource(num_problems=n):
+        case ProceduralSource(num_problems=n) | PuzzleSource(num_problems=n):
             return n
         case FileSource(limit=limit) | HubSource(limit=limit):
             from klear_core.data.sources import files_here
@@ -144,7 +144,7 @@ def _distill(stage: str, config: PipelineConfig) -> StageEstimate:
     traces = _num_traces(config)
     teacher = config.distill.teacher
     if not isinstance(teacher, HttpTeacherConfig):
-        note = f"{traces or 'unknown number of'} traces by the procedural teacher"
+        note = f"{traces or 'unknown number of'} traces by the {teacher.kind} teacher"
         return StageEstimate(stage=stage, max_tokens=None, memory_gb=None, note=note)
     tokens = None if traces is None else traces * teacher.max_tokens
     note = f"{teacher.model}: {traces or 'unknown number of'} traces"

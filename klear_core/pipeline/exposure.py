@@ -13,7 +13,7 @@ from typing import Any
 
 from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, Manifest, file_ref, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import folder_of
-from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
+from klear_core.config.data import BenchmarkConfig, FileSource, GeneratedSource
 from klear_core.config.given_jobs import GivenModelJob
 from klear_core.config.jobs import BenchmarksJob, Stage
 from klear_core.config.pipeline import PipelineConfig
@@ -123,7 +123,7 @@ def _protected_by(model: Path) -> list[Manifest] | None:
 def _protects(manifest: Manifest, benchmark: BenchmarkConfig, cache: Path) -> bool:
     """Return whether a set of benchmarks holds the rows of this one."""
     source = benchmark.source
-    if isinstance(source, ProceduralSource):
+    if isinstance(source, GeneratedSource):
         return source.split == "heldout"  # a hash of the text keeps its problems out of every training split
     sources: Any = manifest.result_config["sources"]
     rows = _rows_of(source.model_dump(mode="json"))

@@ -18,7 +18,7 @@ from klear_core.artifacts.files import matching_files
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.model_files import check_model, folder_of
 from klear_core.cluster.nodes import joins_a_cluster
-from klear_core.config.data import FileSource, ProceduralSource, Source
+from klear_core.config.data import FileSource, GeneratedSource, Source
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig
 from klear_core.config.given_jobs import GivenModelJob, GivenTracesJob, origin_of
@@ -98,7 +98,7 @@ def _file_problems(work: PendingWork) -> Iterator[str]:
     for use in _sources_of(work.needed):
         if isinstance(use.source, FileSource) and not _is_there(use.source):
             yield f"{use.key}: {use.source.path}: no such file"
-        if not isinstance(use.source, ProceduralSource):
+        if not isinstance(use.source, GeneratedSource):
             tables = [path for path in use.source.lookup.values() if not _is_path_there(path)]
             yield from (f"{use.key}: lookup: {path}: no such file" for path in tables)
     for stage, job in work.needs(CurateJob):

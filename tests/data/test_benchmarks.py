@@ -8,7 +8,7 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import config_digest
 from klear_core.config.verify import CodeConfig, MathConfig, VerifyConfig
 from klear_core.data.benchmarks import check_benchmarks, load_benchmark, prepare_benchmarks, read_benchmarks
-from klear_core.data.procedural import is_held_out
+from klear_core.data.spaces import is_held_out
 from klear_core.errors import ConfigError, DataError
 from klear_core.metrics import NullTelemetry
 from klear_core.types import Difficulty, Domain, problem_id_of

@@ -11,7 +11,15 @@ from itertools import islice
 from pathlib import Path
 
 from klear_core.artifacts.files import is_pattern, matching_files
-from klear_core.config.data import CurateConfig, FileSource, HubSource, ProceduralSource, Source
+from klear_core.config.data import (
+    CurateConfig,
+    FileSource,
+    GeneratedSource,
+    HubSource,
+    ProceduralSource,
+    PuzzleSource,
+    Source,
+)
 from klear_core.config.settings import result_settings
 from klear_core.data.candidates import Candidate
 from klear_core.data.datafiles import DataFile, data_files
@@ -44,7 +52,7 @@ class Block:
     source: int
     """Index of the source."""
     pieces: tuple[Piece, ...]
-    """The rows; none for a procedural source, which is one block."""
+    """The rows; none for a generated source, which is one block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +86,7 @@ def make_plan(cfg: CurateConfig, protected: Iterable[Protected], *, seed: int) -
     Raise ConfigError or DataError as `read_source` does.
     """
     sources = sources_to_read(cfg)
-    files = {i: data_files(s) for i, s in enumerate(sources) if not isinstance(s, ProceduralSource)}
+    files = {i: data_files(s) for i, s in enumerate(sources) if not isinstance(s, GeneratedSource)}
     num_bytes = sum(_size(source, files.get(i, ())) for i, source in enumerate(sources))
     block_bytes = max(_BLOCK_BYTES, num_bytes // _MAX_BLOCKS)
     plans = tuple(_source_plan(source, files.get(i, ()), cfg, seed) for i, source in enumerate(sources))
@@ -118,7 +126,7 @@ def load_plan(file: Path) -> Plan:
 
 
 def _source_plan(source: Source, files: Sequence[DataFile], cfg: CurateConfig, seed: int) -> SourcePlan:
-    first = None if isinstance(source, ProceduralSource) else first_row(source, files)
+    first = None if isinstance(source, GeneratedSource) else first_row(source, files)
     templates = Templates(openings=(), endings=())
     if cfg.dedup.near.enabled:
         templates = templates_of(list(islice(_distinct(source, cfg, seed), SAMPLE_SIZE)))
@@ -140,7 +148,7 @@ def _distinct(source: Source, cfg: CurateConfig, seed: int) -> Iterator[list[str
 
 def _divided(source: Source, files: Sequence[DataFile], num_bytes: int) -> list[tuple[Piece, ...]]:
     """Return the pieces of each block of a source."""
-    if isinstance(source, ProceduralSource):
+    if isinstance(source, GeneratedSource):
         return [()]
     left = source.limit
     blocks: list[tuple[Piece, ...]] = []
@@ -182,7 +190,7 @@ def _piece_bytes(piece: Piece) -> int:
 def _size(source: Source, files: Sequence[DataFile]) -> int:
     """Return the size of a source's rows in memory, roughly."""
     match source:
-        case ProceduralSource(num_problems=num_problems):
+        case ProceduralSource(num_problems=num_problems) | PuzzleSource(num_problems=num_problems):
             return _PROCEDURAL_ROW_BYTES * num_problems
         case FileSource() | HubSource():
             return sum(_unpacked_size(file.path) for file in files)
@@ -195,7 +203,7 @@ def _unpacked_size(path: Path) -> int:
 
 def _looked_up(source: Source) -> Iterator[Path]:
     """Yield the files in which a source's questions are looked up."""
-    if isinstance(source, ProceduralSource):
+    if isinstance(source, GeneratedSource):
         return
     for path in source.lookup.values():
         found = matching_files(path) if is_pattern(path) else sorted(Path(path).rglob("*")) or [Path(path)]

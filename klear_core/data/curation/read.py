@@ -14,17 +14,17 @@ from uuid import uuid4
 import numpy as np
 
 from klear_core.artifacts.tests_file import StoredTestsWriter, sizes_of_tests
-from klear_core.config.data import CurateConfig, ProceduralSource, QuestionSet
+from klear_core.config.data import CurateConfig, GeneratedSource, QuestionSet
 from klear_core.data.candidates import Candidate, dropped_row
 from klear_core.data.curation.plan import Block, Plan, SourcePlan, load_plan
 from klear_core.data.curation.segment import PlacedDrop, PlacedLeak, write_rest, write_segment
 from klear_core.data.decontaminate import Decontaminator
 from klear_core.data.dedup import exact_key, keys_array, written_answers
 from klear_core.data.difficulty import difficulty_of
+from klear_core.data.generated import generate
 from klear_core.data.meaning import marks_of
 from klear_core.data.near import near_table
 from klear_core.data.normalise import tokens_of
-from klear_core.data.procedural import generate_chains
 from klear_core.data.question_tables import QuestionTables
 from klear_core.data.ragged import Numbers, Ragged, joined, ragged
 from klear_core.data.sources import READ, read_pieces
@@ -106,8 +106,8 @@ def _question_tables(lookup: tuple[tuple[QuestionSet, str], ...]) -> QuestionTab
 def _rows_of(plan: Plan, block: Block) -> Iterator[Row]:
     source_plan = plan.sources[block.source]
     source = source_plan.source
-    if isinstance(source, ProceduralSource):
-        return generate_chains(source, seed=plan.seed)
+    if isinstance(source, GeneratedSource):
+        return generate(source, seed=plan.seed)
     tables = _question_tables(tuple(source.lookup.items()))
     return iter(read_pieces(source, block.pieces, source_plan.first, tables))
 
