@@ -15,6 +15,7 @@ from flows.resolve import profile_folder
 from flows.watched import carry_out
 from klear_core.artifacts.hub import commit_of
 from klear_core.config.data import BenchmarkConfig
+from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.rowfiles import stem_of
@@ -23,10 +24,8 @@ from klear_core.hf_config import read_hf_config
 from klear_core.pipeline.graph import stages_of
 from klear_core.train.base import model_folder
 
-_SECTIONS = ("benchmarks", "evaluate", "verify", "seed")
+_SECTIONS = ("benchmarks", "evaluate", "verify", "judge", "seed", "data_until")
 """Sections of a profile that an evaluation has."""
-_NAMED = "klear_8b"
-"""Profile whose benchmarks can be named without a profile: the paper's."""
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TORCH_FAMILY = "qwen3"
@@ -94,10 +93,21 @@ def _benchmark(name: str, named: Mapping[str, dict[str, Any]]) -> dict[str, Any]
     path = Path(name)
     if path.exists():
         return {"name": _as_name(path), "source": {"kind": "file", "path": str(path)}}
-    known = named or {b["name"]: dict(b) for b in read_profile(profile_folder(_NAMED)).get("benchmarks", [])}
-    if name in known:
-        return known[name]
-    raise ConfigError(f"--benchmarks {name}: no such file, and no benchmark of that name; names: {', '.join(known)}")
+    known, _, copy = name.partition("=")
+    if known in KNOWN_BENCHMARKS:
+        return {"known": known, "source": copy} if copy else _on_hub(known)
+    names = ", ".join({**named, **KNOWN_BENCHMARKS})
+    raise ConfigError(
+        f"--benchmarks {name}: no such file, and no benchmark of that name; names: {names}; "
+        "NAME=FILE reads one of these from a local copy"
+    )
+
+
+def _on_hub(known: str) -> dict[str, Any]:
+    """Return the settings of a known benchmark from the Hub, at the commit that we know, else at its present one."""
+    benchmark = KNOWN_BENCHMARKS[known]
+    revision = benchmark.revision or commit_of(benchmark.repo, "main", repo_type="dataset")
+    return {"known": known, "source": {"kind": "hub", "repo": benchmark.repo, "revision": revision}}
 
 
 def _as_name(path: Path) -> str:

@@ -87,14 +87,16 @@ def published_files(repo: HubFiles) -> list[HubFile]:
     return [HubFile(name=file.rfilename, size=file.size, sha256=_sha256_in(file.lfs)) for file in info.siblings or ()]
 
 
-def commit_of(repo: str, revision: str, *, endpoint: str = "") -> str:
-    """Return the commit that a branch or tag of a model's repository names now; ConfigError as `published_files`."""
+def commit_of(repo: str, revision: str, *, repo_type: Literal["dataset", "model"] = "model", endpoint: str = "") -> str:
+    """Return the commit that a branch or tag of a repository names now; ConfigError as `published_files`."""
     from huggingface_hub import HfApi
 
     runtime = HubRuntime(endpoint=endpoint)
-    named = HubFiles(type="model", repo=repo, revision=revision, runtime=runtime)
+    named = HubFiles(type=repo_type, repo=repo, revision=revision, runtime=runtime)
     with _hub_errors(named, if_unreachable=ConfigError):
-        info = HfApi(endpoint=endpoint or None).model_info(repo, revision=revision, timeout=_TIMEOUT_S)
+        info = HfApi(endpoint=endpoint or None).repo_info(
+            repo, repo_type=repo_type, revision=revision, timeout=_TIMEOUT_S
+        )
     assert info.sha is not None, repo
     return info.sha
 

@@ -19,6 +19,7 @@ from klear_core.config.engine import EngineConfig, SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.given import GivenFacts, GivenModel
 from klear_core.config.hardware import HardwareConfig
+from klear_core.config.known_benchmarks import DateWindow
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
@@ -169,6 +170,8 @@ class BenchmarksRuntime(Settings):
 
     expected_rows: dict[str, int] = {}
     """Rows by benchmark name; a wrong count fails the stage."""
+    known: dict[str, str] = {}
+    """Published benchmarks that they are, by benchmark name; messages say what is known about these."""
     verify: VerifyConfig = VerifyConfig()
     """Settings of the judge, to check that it can read the references."""
     max_unscored_rate: float = EvaluateConfig().max_unscored_rate
@@ -185,6 +188,8 @@ class BenchmarksJob(Job):
     seed: int
     sources: dict[str, Source]
     """Source of each benchmark, by benchmark name."""
+    windows: dict[str, DateWindow] = Field(default={}, exclude_if=lambda windows: not windows)
+    """Days of the contests that are read, by benchmark name; all days of the others."""
     runtime: BenchmarksRuntime = BenchmarksRuntime()
 
     @classmethod
@@ -194,15 +199,26 @@ class BenchmarksJob(Job):
         sources = {b.name: b.source for b in config.benchmarks}
         runtime = BenchmarksRuntime(
             expected_rows=expected,
+            known={b.name: b.known for b in config.benchmarks if b.known},
             verify=config.judge_of("evaluate"),
             max_unscored_rate=config.evaluate.max_unscored_rate,
         )
-        return cls(seed=config.seed, sources=sources, runtime=runtime)
+        windows = {b.name: b.window for b in config.benchmarks if b.window is not None}
+        return cls(seed=config.seed, sources=sources, windows=windows, runtime=runtime)
 
     def benchmarks(self) -> tuple[BenchmarkConfig, ...]:
         """Return the benchmark settings that `prepare_benchmarks` takes."""
-        expected = self.runtime.expected_rows
-        return tuple(BenchmarkConfig(name=n, source=s, expected_rows=expected.get(n)) for n, s in self.sources.items())
+        checks = self.runtime
+        return tuple(
+            BenchmarkConfig(
+                name=name,
+                known=checks.known.get(name, ""),
+                source=source,
+                expected_rows=checks.expected_rows.get(name),
+                window=self.windows.get(name),
+            )
+            for name, source in self.sources.items()
+        )
 
     def files(self) -> tuple[str, ...]:
         """Return the files of the benchmarks."""
@@ -403,12 +419,13 @@ class EvaluateJob(Job):
     evaluate: EvaluateConfig
     verify: VerifyConfig
     benchmarks: tuple[BenchmarkConfig, ...]
-    """Benchmarks, for their names and sample counts; without row counts, which are checked when they are loaded."""
+    """Benchmarks, for their names and sample counts; without what was checked when they were loaded."""
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
         """Return the job with the settings of a pipeline config that determine the scores of a model."""
-        benchmarks = tuple(b.model_copy(update={"expected_rows": None}) for b in config.benchmarks)
+        without = {"expected_rows": None, "known": "", "window": None, "published": None}
+        benchmarks = tuple(b.model_copy(update=without) for b in config.benchmarks)
         return cls(
             seed=config.seed, evaluate=config.evaluate, verify=config.judge_of("evaluate"), benchmarks=benchmarks
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from datetime import date
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -57,6 +58,9 @@ class PipelineConfig(Settings):
     """Judge settings of single stages, over the common ones."""
     benchmarks: tuple[BenchmarkConfig, ...] = ()
     """Problem sets to evaluate on; decontamination keeps them out of training."""
+    data_until: date | None = Field(default=None, exclude_if=lambda day: day is None)
+    """Last day of the texts that the models of this run learned from, those of the base model included: benchmarks that
+    were published later are named as fresh. None: not known, and none is."""
     curate: CurateConfig = CurateConfig()
     curate_rl: CurateConfig | None = None
     """Separate prompts for RL (the paper's MathSub and CodeSub); None trains RL on the problems of `curate`."""

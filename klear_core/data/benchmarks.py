@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from klear_core.artifacts.floors import Share
@@ -14,6 +16,7 @@ from klear_core.artifacts.records import read_shards, shard_name, write_shard
 from klear_core.artifacts.store import SCRATCH
 from klear_core.config.data import BenchmarkConfig, DifficultyConfig
 from klear_core.config.jobs import BenchmarksRuntime
+from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.data.candidates import Candidate, problem_from, with_stored_tests
 from klear_core.data.reference_check import ReferenceCheck, check_references, listed
 from klear_core.data.sources import READ, check_source, read_source
@@ -46,17 +49,17 @@ def prepare_benchmarks(
         for i, benchmark in enumerate(benchmarks):
             telemetry.progress(i, len(benchmarks), benchmark.name)
             try:
-                rows = with_stored_tests(
-                    read_source(benchmark.source, seed=seed), workdir / SCRATCH / f"{benchmark.name}.tests"
-                )
-                candidates = _candidates_of(benchmark, rows)
+                outside = _Outside()
+                read = _in_window(benchmark, read_source(benchmark.source, seed=seed), outside)
+                rows = with_stored_tests(read, workdir / SCRATCH / f"{benchmark.name}.tests")
+                candidates = _candidates_of(benchmark, rows, outside)
                 problems = [problem_from(candidate, DifficultyConfig()) for candidate in candidates]
                 check = check_references(problems, judges, runtime.max_unscored_rate, benchmark=benchmark.name)
             except DataError as e:
                 errors.append(str(e))
                 continue
             write_shard(workdir / benchmark.name / shard_name(0, 1), problems)
-            ledger.append(_ledger_step(benchmark.name, len(problems), check))
+            ledger.append(_ledger_step(benchmark.name, len(problems), outside.num_rows, check))
             notes += check.notes
             contest_ids |= {c.problem_id: c.contest_id for c in candidates if c.contest_id}
     if errors:
@@ -68,10 +71,15 @@ def prepare_benchmarks(
     return StageSummary(counts=counts, ledger=tuple(ledger), notes=tuple(dict.fromkeys(notes)))
 
 
-def _ledger_step(benchmark: str, num_problems: int, check: ReferenceCheck) -> LedgerStep:
+def _ledger_step(benchmark: str, num_problems: int, num_outside: int, check: ReferenceCheck) -> LedgerStep:
     # A problem with a bad reference stays in its benchmark: its answers are counted as unscored.
     return LedgerStep(
-        step=_READ + benchmark, unit="problem", num_in=num_problems, num_out=num_problems, noted=check.counts
+        step=_READ + benchmark,
+        unit="problem",
+        num_in=num_problems + num_outside,
+        num_out=num_problems,
+        dropped={"outside_window": num_outside} if num_outside else {},
+        noted=check.counts,
     )
 
 
@@ -81,7 +89,7 @@ def recheck_references(artifact: Path, runtime: BenchmarksRuntime) -> None:
     Raise DataError as `prepare_benchmarks` does.
     """
     made_with = read_manifest(artifact).config.get("runtime")
-    present = runtime.model_dump(mode="json", exclude={"expected_rows"})
+    present = runtime.model_dump(mode="json", exclude={"expected_rows", "known"})
     if isinstance(made_with, dict) and made_with.items() >= present.items():
         return
     suite: dict[str, list[Problem]] = {}
@@ -105,12 +113,59 @@ def num_rows(manifest: Manifest) -> dict[str, int]:
 
 def load_benchmark(benchmark: BenchmarkConfig, *, seed: int) -> list[Problem]:
     """Return the problems of one benchmark, in source order; raise DataError as `prepare_benchmarks` does."""
-    candidates = _candidates_of(benchmark, read_source(benchmark.source, seed=seed))
-    return [problem_from(candidate, DifficultyConfig()) for candidate in candidates]
+    outside = _Outside()
+    rows = _in_window(benchmark, read_source(benchmark.source, seed=seed), outside)
+    return [problem_from(candidate, DifficultyConfig()) for candidate in _candidates_of(benchmark, rows, outside)]
 
 
-def _candidates_of(benchmark: BenchmarkConfig, rows: Iterable[Candidate | Dropped]) -> list[Candidate]:
+@dataclass(slots=True)
+class _Outside:
+    """The rows outside of a benchmark's window."""
+
+    num_rows: int = 0
+    first: date = date.max
+    last: date = date.min
+
+    def add(self, day: date) -> None:
+        """Count a row of a contest of this day."""
+        self.num_rows += 1
+        self.first, self.last = min(self.first, day), max(self.last, day)
+
+    def __str__(self) -> str:
+        return f"{self.num_rows} rows of {self.first} to {self.last} are outside" if self.num_rows else ""
+
+
+def _in_window(
+    benchmark: BenchmarkConfig, rows: Iterable[Candidate | Dropped], outside: _Outside
+) -> Iterator[Candidate | Dropped]:
+    """Yield the rows of the benchmark's window, and count the others."""
+    for row in rows:
+        if benchmark.window is None or isinstance(row, Dropped):
+            yield row
+            continue
+        day = _contest_day(benchmark, row)
+        if day in benchmark.window:
+            yield row
+        else:
+            outside.add(day)
+
+
+def _contest_day(benchmark: BenchmarkConfig, row: Candidate) -> date:
+    try:
+        return date.fromisoformat(row.contest_date[:10])
+    except ValueError as e:
+        found = f"contest_date {row.contest_date!r}" if row.contest_date else "no contest_date"
+        raise DataError(
+            f"benchmark {benchmark.name}: {row.row} has {found}, so that nobody can say whether it is of the window "
+            f"{benchmark.window}; give rows a date, or name the file as a benchmark of your own, without a window"
+        ) from e
+
+
+def _candidates_of(
+    benchmark: BenchmarkConfig, rows: Iterable[Candidate | Dropped], outside: _Outside
+) -> list[Candidate]:
     candidates: dict[str, Candidate] = {}
+    rows_by_id: dict[str, str] = {}
     unusable: list[Dropped] = []
     for row in rows:
         if not isinstance(row, Candidate):
@@ -125,20 +180,40 @@ def _candidates_of(benchmark: BenchmarkConfig, rows: Iterable[Candidate | Droppe
                 f"benchmark {benchmark.name}: the question {row.question[:100]!r} comes twice; "
                 "remove one of the two rows"
             )
+        _refuse_repeated_id(benchmark, row, rows_by_id)
         candidates[row.problem_id] = row
     if unusable:
         lost = Counter(row.reason for row in unusable)
         num_in = len(candidates) + len(unusable)
         share = Share(what=f"rows of benchmark {benchmark.name} can be used", num_in=num_in, lost=lost)
         raise DataError(f"{share}. A benchmark must be whole: {listed([row.detail for row in unusable])}")
-    if benchmark.expected_rows is not None and len(candidates) != benchmark.expected_rows:
-        raise DataError(
-            f"benchmark {benchmark.name}: expected_rows is {benchmark.expected_rows}, "
-            f"but its source has {len(candidates)} rows"
-        )
-    if not candidates:
-        raise DataError(f"benchmark {benchmark.name}: its source has no rows")
+    _check_count(benchmark, len(candidates), outside)
     return list(candidates.values())
+
+
+def _refuse_repeated_id(benchmark: BenchmarkConfig, row: Candidate, rows_by_id: dict[str, str]) -> None:
+    """Raise DataError if an earlier row has the id of this one; else remember the id."""
+    if not row.stated_id:
+        return
+    if row.stated_id in rows_by_id:
+        raise DataError(
+            f"benchmark {benchmark.name}: {rows_by_id[row.stated_id]} and {row.row} have the id {row.stated_id!r} and "
+            "different questions, so files of two benchmarks may be mixed; give them different ids, or remove the id"
+        )
+    rows_by_id[row.stated_id] = row.row
+
+
+def _check_count(benchmark: BenchmarkConfig, num_rows: int, outside: _Outside) -> None:
+    """Raise DataError that names the benchmark and both numbers if it has not the rows that are expected."""
+    name, expected = benchmark.name, benchmark.expected_rows
+    where = "its source" if benchmark.window is None else f"its window {benchmark.window}"
+    more = f"; {outside}" if outside.num_rows else ""
+    if expected is not None and num_rows != expected:
+        known = KNOWN_BENCHMARKS.get(benchmark.known)
+        whose = f" ({', '.join(filter(None, (known.title, known.note)))})" if known else ""
+        raise DataError(f"benchmark {name}: expected_rows is {expected}{whose}, but {where} has {num_rows} rows{more}")
+    if not num_rows:
+        raise DataError(f"benchmark {name}: {where} has no rows{more}")
 
 
 def check_benchmarks(benchmarks: Sequence[BenchmarkConfig]) -> None:

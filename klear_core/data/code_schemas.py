@@ -130,7 +130,24 @@ def _mbpp_question(fields: Fields) -> str:
     tests = value_at(fields, "test_list")
     if not isinstance(tests, list) or not tests:
         raise RowError("no_reference", "test_list", "no test")
-    return f"{text_at(fields, 'text')}\n\nIt must pass this test:\n```python\n{tests[0]}\n```"
+    return f"{_mbpp_statement(fields)}\n\nIt must pass this test:\n```python\n{tests[0]}\n```"
+
+
+def _mbpp_question_with_tests(fields: Fields) -> str:
+    """Return the statement with all tests of `test_list`, as MBPP's authors prompt.
+
+    Two of its 500 test problems differ by their later tests alone.
+    """
+    tests = value_at(fields, "test_list")
+    if not isinstance(tests, list) or not tests:
+        raise RowError("no_reference", "test_list", "no test")
+    listed = "\n".join(map(str, tests))
+    return f"{_mbpp_statement(fields)}\n\nIt must pass these tests:\n```python\n{listed}\n```"
+
+
+def _mbpp_statement(fields: Fields) -> str:
+    """Return the statement, which is in `text`, in the sanitised files and in MBPP+ in `prompt`."""
+    return text_at(fields, "text" if "text" in fields else "prompt")
 
 
 def _apps_question(fields: Fields) -> str:
@@ -234,9 +251,23 @@ CODE_SCHEMAS = (
     ),
     Schema(
         name="mbpp",
-        signatures=keys("text test_list"),
+        signatures=keys("text test_list", "prompt test_list"),
         question=_mbpp_question,
         reference=code_reference,
+        rating=no_rating,
+    ),
+    Schema(  # the benchmark; never detected, but named
+        name="mbpp_benchmark",
+        signatures=(),
+        question=_mbpp_question_with_tests,
+        reference=code_reference,
+        rating=no_rating,
+    ),
+    Schema(  # evalplus/mbppplus: `test` is one program, which has the tests of `test_list` and many more
+        name="mbpp_plus",
+        signatures=keys("prompt test_list test"),
+        question=_mbpp_question_with_tests,
+        reference=lambda fields: reference_in({"functional": text_at(fields, "test")}),
         rating=no_rating,
     ),
     Schema(

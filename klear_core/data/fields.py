@@ -56,15 +56,15 @@ class RowError(Exception):
         self.detail = detail
 
 
-_ID_KEYS = ("id", "problem_id", "question_id", "uuid", "unique_id", "task_id", "hash", "uid", "__index_level_0__")
+_ID_KEYS = ("id", "problem_id", "question_id", "uuid", "unique_id", "task_id", "hash", "uid")
 
 
-def row_id(fields: Fields) -> str:
-    """Return ` (id 17)` with the id that the source gave the row; empty if it gave none."""
+def stated_id(fields: Fields) -> str:
+    """Return the id that the source gave the row; empty if it gave none."""
     for key in _ID_KEYS:
         value = fields.get(key)
         if isinstance(value, str | int) and value != "":
-            return f" (id {str(value)[:80]})"
+            return str(value)[:80]
     return ""
 
 

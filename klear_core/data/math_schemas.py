@@ -10,6 +10,7 @@ from klear_core.data.fields import (
     RowError,
     Schema,
     answer_at,
+    answers_at,
     bare_answer,
     keys,
     no_rating,
@@ -51,6 +52,35 @@ def _klear_bench_reference(fields: Fields) -> MathReference:
     if not isinstance(meta, Mapping):
         return _one_answer(fields, "answer")
     return _one_answer(fields, "meta", "answer" if "answer" in meta else "solution")
+
+
+def _benchmark_question(fields: Fields) -> str:
+    """Return the question of a math benchmark, whoever packed it: a chat's only question, `problem` or `question`.
+
+    OlympiadBench has what several of its questions share in `context`.
+    """
+    if "messages" in fields:
+        return user_message(fields, "messages")
+    question = text_at(fields, "problem" if "problem" in fields else "question")
+    context = fields.get("context")
+    return f"{context.strip()}\n{question}" if isinstance(context, str) and context.strip() else question
+
+
+def _benchmark_reference(fields: Fields) -> Reference:
+    """Return the answer of a math benchmark, whoever packed it; of rows with a worked solution alone, its box."""
+    if isinstance(fields.get("meta"), Mapping):
+        return _klear_bench_reference(fields)
+    if "final_answer" in fields:  # OlympiadBench: all elements are the answer, and not alternatives
+        return MathReference(answers=(", ".join(answers_at(fields, "final_answer")),))
+    for key in ("answer", "expected_answer"):
+        if key in fields:
+            return _one_answer(fields, key)
+    return boxed_reference(fields, "solution")
+
+
+def _benchmark_rating(fields: Fields) -> float | None:
+    """Return the level of a MATH problem; other benchmarks have no rating that we read."""
+    return rating_at(fields, "level", top=_TOP_OF_MATH_LEVELS) if "subject" in fields else None
 
 
 def _deepscaler_rating(fields: Fields) -> float | None:
@@ -133,6 +163,13 @@ MATH_SCHEMAS = (
         question=lambda fields: user_message(fields, "messages"),
         reference=_klear_bench_reference,
         rating=no_rating,
+    ),
+    Schema(  # the columns of all math benchmarks in klear_core/config/known_benchmarks.py; never detected, but named
+        name="math_benchmark",
+        signatures=(),
+        question=_benchmark_question,
+        reference=_benchmark_reference,
+        rating=_benchmark_rating,
     ),
     Schema(
         name="gsm8k",

@@ -13,7 +13,7 @@ from klear_core.config.data import FileSource, GeneratedSource, HubSource, Proce
 from klear_core.data.candidates import Candidate
 from klear_core.data.contest_ids import contest_id
 from klear_core.data.datafiles import DataFile, check_files, data_files, default_name, is_cached, origin
-from klear_core.data.fields import Fields, RowError, Schema, row_id
+from klear_core.data.fields import Fields, RowError, Schema, stated_id
 from klear_core.data.generated import check_generated, domain_of_generated, generate
 from klear_core.data.question_tables import QuestionTables
 from klear_core.data.references import has_half_character
@@ -251,7 +251,8 @@ def _parse_rows(
         try:
             yield parse(row.fields, schema, row.where)
         except RowError as e:
-            named = f"{row.where}{row_id(row.fields)}"
+            given = stated_id(row.fields)
+            named = f"{row.where} (id {given})" if given else row.where
             yield Dropped(problem_id=row.where, step=READ, reason=e.reason, detail=f"{named}: {e}")
 
 
@@ -268,6 +269,8 @@ def _candidate(fields: Fields, schema: Schema, row: str, *, source: str, domain:
         rating=schema.rating(fields),
         row=row,
         contest_id=contest_id(fields),
+        contest_date=str(fields.get("contest_date") or ""),
+        stated_id=stated_id(fields),
     )
 
 

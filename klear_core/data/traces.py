@@ -9,7 +9,7 @@ from itertools import islice
 from klear_core.config.data import FileSource, HubSource
 from klear_core.data.contest_ids import contest_id
 from klear_core.data.datafiles import check_files, data_files, origin
-from klear_core.data.fields import Fields, RowError, keys, row_id, text_at, user_message, value_at
+from klear_core.data.fields import Fields, RowError, keys, stated_id, text_at, user_message, value_at
 from klear_core.data.question_tables import QuestionTables
 from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows
 from klear_core.data.trace_schemas import TRACE_SCHEMAS
@@ -136,7 +136,8 @@ def _rows(source: FileSource | HubSource, complete: Callable[[Fields], Fields]) 
         try:
             yield _trace(row, complete(row.fields), found, stated)
         except RowError as e:
-            named = f"{row.where}{row_id(row.fields)}"
+            given = stated_id(row.fields)
+            named = f"{row.where} (id {given})" if given else row.where
             yield Dropped(problem_id=row.where, step=READ, reason=e.reason, detail=f"{named}: {e}")
 
 

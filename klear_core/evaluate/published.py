@@ -10,12 +10,13 @@ from typing import Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import explained
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError
 from klear_core.scores import EvalReport
 
-SIZES = {"aime24": 30, "aime25": 30, "aime26": 30, "hmmt25": 30, "lcb_v5": 279, "lcb_v6": 131}
+SIZES = {name: known.rows for name, known in KNOWN_BENCHMARKS.items()}
 """Problems of the published benchmarks; another number under the same name is another benchmark."""
 _ROUNDING = 0.0005
 """Published scores are rounded to a tenth of a percent."""

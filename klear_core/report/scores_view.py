@@ -116,6 +116,8 @@ class BenchmarkView:
     """All scores and differences on one benchmark."""
 
     name: str
+    age: str
+    """When its problems were published, and whether that is after the models' data; empty if one is not known."""
     num_problems: int
     num_samples: int
     k: int
@@ -180,6 +182,7 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
     difference_rows = [_difference(facts, d, axis, num_samples=last.num_samples) for d in differences]
     return BenchmarkView(
         name=name,
+        age=_age(facts, name),
         num_problems=last.num_problems,
         num_samples=last.num_samples,
         k=last.pass_at[-1].k,
@@ -192,6 +195,17 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
         published=published_rows(facts.published, [model for model, _ in scored], name),
         num_compared=len(facts.differences),
     )
+
+
+def _age(facts: Facts, name: str) -> str:
+    """Say when a benchmark was published, and whether that was after the data of the models."""
+    published = next((b.published_on for b in facts.config.benchmarks if b.name == name), None)
+    until = facts.config.data_until
+    if published is None or until is None:
+        return f"Published on {published}." if published else ""
+    if published > until:
+        return f"Fresh: published on {published}, after the models' data, which ends on {until}."
+    return f"Not fresh: published on {published}, and the models' data ends on {until}."
 
 
 def _row(facts: Facts, model: ModelFacts, report: EvalReport) -> ModelRow:

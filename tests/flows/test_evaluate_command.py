@@ -39,11 +39,15 @@ def test_models_that_our_sampler_does_not_run_go_to_vllm(tmp_path: Path, model_t
     assert config(tmp_path, "aime24", model_type=model_type).evaluate.engine.kind == engine
 
 
-def test_the_paper_s_benchmarks_go_by_name_and_others_are_refused_with_the_names(tmp_path: Path) -> None:
-    aime, code = config(tmp_path, "aime24", "lcb_v6").benchmarks
+def test_known_benchmarks_go_by_name_from_the_hub_or_a_copy_and_others_are_refused_with_the_names(
+    tmp_path: Path,
+) -> None:
+    aime, code, copy = config(tmp_path, "aime24", "lcb_v6", "minerva=a.jsonl").benchmarks
+    assert (aime.source.kind, copy.source.kind) == ("hub", "file")
+    assert (copy.name, copy.expected_rows) == ("minerva", 272)
     assert (aime.name, aime.num_samples, aime.expected_rows) == ("aime24", 64, 30)
     assert (code.name, code.num_samples) == ("lcb_v6", 8)
-    with pytest.raises(ConfigError, match=r"--benchmarks aime99: .*names: aime24, aime25, hmmt25"):
+    with pytest.raises(ConfigError, match=r"--benchmarks aime99: .*names: aime24, aime25, aime26, hmmt25"):
         config(tmp_path, "aime99")
     with pytest.raises(ConfigError, match="name what to score it on"):
         config(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 
@@ -225,6 +226,31 @@ def test_a_part_of_a_run_shows_its_scores_and_claims_nothing(run: ReportInputs) 
     assert "Base" in text
     assert "avg@" in text
     assert "nothing is claimed" not in text
+
+
+@pytest.mark.parametrize(
+    ("published", "until", "expected"),
+    [
+        (None, date(2025, 1, 1), ""),
+        (date(2025, 2, 6), None, "Published on 2025-02-06."),
+        (
+            date(2025, 2, 6),
+            date(2025, 2, 6),
+            "Not fresh: published on 2025-02-06, and the models' data ends on 2025-02-06.",
+        ),
+        (
+            date(2025, 2, 6),
+            date(2025, 2, 5),
+            "Fresh: published on 2025-02-06, after the models' data, which ends on 2025-02-05.",
+        ),
+    ],
+)
+def test_a_benchmark_newer_than_the_models_data_is_named_as_fresh(
+    facts: Facts, published: date | None, until: date | None, expected: str
+) -> None:
+    benchmarks = tuple(b.model_copy(update={"published": published}) for b in facts.config.benchmarks)
+    dated = facts.config.model_copy(update={"benchmarks": benchmarks, "data_until": until})
+    assert benchmark_views(replace(facts, config=dated))[0].age == expected
 
 
 def test_published_scores_stand_beside_ours(facts: Facts) -> None:
