@@ -32,6 +32,9 @@ def rejudge(
         Path | None, typer.Option(help="Folder for the result; by default below rejudged/ in the workspace.")
     ] = None,
     layout: LayoutOption = None,
+    num_samples: Annotated[
+        int | None, typer.Option("--samples", min=1, help="Refuse answers of which a problem has fewer samples.")
+    ] = None,
     root: Root = Path("runs"),
 ) -> None:
     """Judge stored answers again with another judge or setting, and show what changed, answer by answer.
@@ -42,7 +45,7 @@ def rejudge(
     """
     from flows.stored_answers import rejudge_answers
 
-    rejudge_answers(which, overrides or [], root=root, layout=layout, out=out)
+    rejudge_answers(which, overrides or [], root=root, layout=layout, out=out, num_samples=num_samples)
 
 
 @evaluations.command()

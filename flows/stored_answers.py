@@ -27,6 +27,7 @@ from klear_core.evaluate.generations import (
     is_evaluation,
     is_rejudged,
     rejudged_answers,
+    require_samples,
 )
 from klear_core.evaluate.layout_rows import Layout
 from klear_core.evaluate.layouts import foreign_answers
@@ -80,10 +81,21 @@ def newest_evaluation(model: Path) -> Path:
 
 
 def rejudge_answers(
-    which: str, overrides: Sequence[str], *, root: Path, layout: Layout | None, out: Path | None
+    which: str,
+    overrides: Sequence[str],
+    *,
+    root: Path,
+    layout: Layout | None,
+    out: Path | None,
+    num_samples: int | None = None,
 ) -> None:
-    """Judge stored answers again, print what changed, and write the answers with both verdicts and their page."""
+    """Judge stored answers again, print what changed, and write the answers with both verdicts and their page.
+
+    With `num_samples`, raise DataError first if a problem has fewer.
+    """
     source = find_answers(which, root, layout)
+    if num_samples is not None:
+        require_samples(source, num_samples)
     verify = _judge_settings(source, overrides)
     if source.verify is not None and config_digest(source.verify) == config_digest(verify):
         same = (

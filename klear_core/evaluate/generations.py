@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from klear_core.artifacts.records import read_shards
 from klear_core.config.jobs import BenchmarksJob
 from klear_core.config.load import explained
 from klear_core.config.verify import VerifyConfig
-from klear_core.errors import ArtifactError, ConfigError
+from klear_core.errors import ArtifactError, ConfigError, DataError
 from klear_core.scores import REPORT_FILE
 from klear_core.types import EvalSample, FinishReason, Outcome, Problem, Reference, Verdict
 
@@ -94,6 +95,25 @@ class AnswerSource:
     verify: VerifyConfig | None
     """Settings of the judge that made the stored verdicts; None if another program made them."""
     read: Callable[[], Iterator[Generation | UnreadRow]]
+
+
+def require_samples(source: AnswerSource, num_samples: int) -> None:
+    """Raise DataError, before anything is judged, if a problem has fewer sampled answers than `num_samples`.
+
+    Rows that cannot be read count as missing. Greedy answers are one a problem, and not counted.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in source.read():
+        if isinstance(row, Generation):
+            counts[row.benchmark, row.problem_id] += row.decoding == "sampled"
+    short = [(key, count) for key, count in counts.items() if count < num_samples]
+    if short or not counts:
+        shown = "; ".join(f"{benchmark} {problem_id}: {count}" for (benchmark, problem_id), count in short[:5])
+        raise DataError(
+            f"{source.origin}: {len(short)} of {len(counts)} problems have fewer than the {num_samples} stored samples "
+            f"that --samples asks for ({shown}): a score of n = {num_samples} cannot be told from them; give a smaller "
+            "n, or complete the answers"
+        )
 
 
 def is_evaluation(folder: Path) -> bool:

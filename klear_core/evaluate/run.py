@@ -189,6 +189,7 @@ class _AnswerWorker:
         # a shard belongs to one benchmark, where problem ids are unique
         problems = {planned.problem.problem_id: planned.problem for planned in shard.items}
         earlier = read_shard(shard.path, EvalSample)
+        _require_planned(shard, earlier)
         samples = await asyncio.gather(*(self._judge_again(s, problems[s.problem_id]) for s in earlier))
         if samples != earlier:
             write_shard(shard.path, samples)
@@ -252,6 +253,20 @@ class _AnswerWorker:
                 f"the last: problem {sample.problem_id}: {sample.verdict.detail}. "
                 "Finished shards are kept, and the next run judges their unscored answers again"
             )
+
+
+def _require_planned(shard: Shard[PlannedAnswer], stored: Sequence[EvalSample]) -> None:
+    """Raise DataError if a finished shard does not hold the answers that are planned for it, all and no others."""
+    planned = Counter((item.problem.problem_id, item.decoding, item.sample_idx) for item in shard.items)
+    found = Counter((sample.problem_id, sample.decoding, sample.sample_idx) for sample in stored)
+    missing, others = planned - found, found - planned
+    if missing or others:
+        problem_id, decoding, idx = next(iter(missing or others))
+        raise DataError(
+            f"{shard.path}: holds {len(stored)} of {len(shard.items)} planned answers to benchmark "
+            f"{shard.items[0].benchmark!r} ({missing.total()} missing, {others.total()} that nobody planned; the first: "
+            f"problem {problem_id}, {decoding} {idx}); delete the file, and its answers are sampled again"
+        )
 
 
 def sampling_params(cfg: SamplingConfig, planned: PlannedAnswer, *, seed: int) -> SamplingParams:

@@ -160,7 +160,10 @@ def _point_to(folder: Path, max_position_embeddings: int | None, workdir: Path) 
 
     weights = _weight_sizes(folder)
     tokenizer = load_tokenizer(folder)
-    check_template(tokenizer)
+    try:
+        check_template(tokenizer)
+    except ConfigError as e:
+        raise ConfigError(f"{folder}: {e}") from e
     # Models round their vocabulary up, so that it may exceed the tokenizer's.
     vocab_size = read_hf_config(folder).vocab_size
     if vocab_size < len(tokenizer):

@@ -8,7 +8,7 @@ import pytest
 from evaluate_fakes import UNJUDGED, FakeEngine, FakeJudge, make_exam, make_problem
 
 from klear_core.artifacts.ledger import StageSummary
-from klear_core.artifacts.records import read_shards
+from klear_core.artifacts.records import read_shard, read_shards, write_shard
 from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, ResourceError
@@ -103,6 +103,23 @@ def test_a_finished_shard_is_not_asked_again_and_the_result_is_that_of_one_run(t
     assert len(second.asked) == 20 - 6
     assert samples(tmp_path / "broken") == samples(tmp_path / "straight")
     assert read_reports(tmp_path / "broken") == read_reports(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("change", ["one_less", "one_twice", "another_problem"])
+def test_a_stored_shard_without_its_planned_answers_is_refused_before_the_first_token(
+    tmp_path: Path, change: str
+) -> None:
+    run(tmp_path, make_exam())
+    shards = sorted((tmp_path / "samples").glob("*.parquet"))
+    stored = read_shard(shards[0], EvalSample)
+    other = dataclasses.replace(stored[0], problem_id="p009")
+    changed = {"one_less": stored[1:], "one_twice": [*stored, stored[0]], "another_problem": [other, *stored[1:]]}
+    write_shard(shards[0], changed[change])
+    shards[1].unlink()
+    engine = FakeEngine()
+    with pytest.raises(DataError, match=rf"{shards[0].name}: holds \d of \d planned answers to benchmark 'toy'"):
+        run(tmp_path, make_exam(engine))
+    assert not engine.asked
 
 
 def test_what_could_not_be_judged_is_judged_again_but_not_sampled_again(tmp_path: Path) -> None:

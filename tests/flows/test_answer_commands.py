@@ -42,6 +42,16 @@ def test_other_settings_and_other_artifacts_are_refused_by_name(klear: Klear, tm
     assert "no evaluation of it" in klear("answers", "benchmarks", "--root", tmp_path).err
 
 
+def test_fewer_stored_samples_than_n_are_refused_before_anything_is_judged(klear: Klear, tmp_path: Path) -> None:
+    evaluation(tmp_path, [sample(1, 0, said(1), RIGHT), sample(1, 1, said(1), RIGHT), sample(2, 0, said(2), RIGHT)])
+    refused = klear("rejudge", "rl", "--samples", "2", "--root", tmp_path, "--out", tmp_path / "again")
+    assert refused.status == 2
+    assert "1 of 2 problems have fewer than the 2 stored samples" in " ".join(refused.err.split())
+    assert f"toy {2:016x}: 1" in refused.err
+    assert not (tmp_path / "again").exists()
+    assert klear("rejudge", "rl", "--samples", "1", "--root", tmp_path, "--out", tmp_path / "again").status == 0
+
+
 def test_compare_takes_fingerprints_and_workspaces(klear: Klear, tmp_path: Path) -> None:
     for seed, verdict in ((0, WRONG), (1, RIGHT)):
         root = tmp_path / f"w{seed}"

@@ -9,11 +9,12 @@ import torch
 from tiny_models import tiny_folder
 from transformers import AutoModelForCausalLM
 
+from klear_core.config.given import GivenFolder
 from klear_core.config.train import HfModelConfig, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import check_template, load_tokenizer
-from klear_core.train.base import model_folder, prepare_base, wanted_window
+from klear_core.train.base import model_folder, prepare_base, take_model, wanted_window
 
 
 def point(path: Path, workdir: Path, window: int | None = None):
@@ -69,6 +70,26 @@ def test_what_a_folder_lacks_is_named(tmp_path):
         (broken / missing).unlink()
         with pytest.raises(ConfigError, match=str(broken)):
             point(broken, tmp_path / "base")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("", "the tokenizer has no chat template"),
+        ("{{ 'Hello<|im_end|>' }}", "template: an assistant's turn ends in"),
+        (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
+            "template: the question '1\\+1 = \\?' is not in the prompt",
+        ),
+    ],
+)
+def test_a_model_whose_chat_template_is_missing_or_does_not_fit_is_refused_by_its_folder(tmp_path, template, message):
+    folder = tiny_folder(tmp_path / "hf")
+    (folder / "chat_template.jinja").write_text(template)
+    cfg = GivenFolder(path=str(folder)).as_model()
+    (tmp_path / "given").mkdir()
+    with pytest.raises(ConfigError, match=f"{folder}: .*{message}"):
+        take_model(cfg, licence="", workdir=tmp_path / "given", telemetry=NullTelemetry())
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tmp_path):
