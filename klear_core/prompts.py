@@ -125,9 +125,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer = _tokenizer_class(json.loads(path.read_text())).from_pretrained(folder, local_files_only=True)
     if not tokenizer.chat_template:
         raise ConfigError(f"{folder}: the tokenizer has no chat template")
+    try:
+        turn_end = _turn_end(tokenizer)
+    except ConfigError as e:
+        raise ConfigError(f"{folder}: {e}") from e
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token or _turn_end(tokenizer)
-    tokenizer.eos_token = _turn_end(tokenizer)
+        tokenizer.pad_token = tokenizer.eos_token or turn_end
+    tokenizer.eos_token = turn_end
     return tokenizer
 
 
