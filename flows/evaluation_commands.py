@@ -1,4 +1,4 @@
-"""The commands of `klear` about evaluations that exist: judge again, look at answers, compare, publish."""
+"""The commands of `klear` about evaluations that exist: judge again, look at answers, compare, promote, publish."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import typer
 evaluations = typer.Typer(rich_markup_mode="rich")
 
 Root = Annotated[Path, typer.Option(help="Workspace to look in.")]
+ChampionOf = Annotated[
+    str, typer.Option("--model", help="Registered model in MLflow, as promote.registered_model names it.")
+]
 LayoutOption = Annotated[
     Literal["klear", "lm-eval", "lighteval", "matharena", "qwen-math", "rows"] | None,
     typer.Option(help="Layout of another program's files; by default it is told by the first row."),
@@ -93,6 +96,35 @@ def compare(
     from flows.compare import compare as compare_runs
 
     compare_runs(which, root=root, out=out)
+
+
+@evaluations.command()
+def champion(root: Root = Path("runs"), model: ChampionOf = "klear") -> None:
+    """Show the champion of MLflow's model registry, the evidence by which it became so, and those before it.
+
+    klear champion
+
+    klear champion --root /data/klear --model math
+    """
+    from flows.champion import show_champion
+
+    show_champion(model, root=root)
+
+
+@evaluations.command()
+def rollback(
+    why: Annotated[str, typer.Option(help="Reason, for the record.")],
+    by: Annotated[str, typer.Option(help="Person, for the record; by default the name of the user.")] = "",
+    root: Root = Path("runs"),
+    model: ChampionOf = "klear",
+) -> None:
+    """Make the former champion champion again. The model that is rolled back is not promoted again.
+
+    klear rollback --why "answers in Chinese"
+    """
+    from flows.champion import roll_back
+
+    roll_back(model, root=root, why=why, by=by)
 
 
 @evaluations.command()

@@ -31,11 +31,13 @@ def intact_artifacts(config: PipelineConfig, chosen: Sequence[str]) -> dict[str,
     """Return the artifacts of the chosen stages and their inputs if all exist and pass the checks of a run, else None.
 
     A run on them is no flow run, because it has nothing that Prefect could retry, cancel or show. None also if
-    PREFECT_API_URL names a server, which should list every run.
+    PREFECT_API_URL names a server, which should list every run, or if a chosen stage asks the registry.
     """
     if os.environ.get("PREFECT_API_URL"):
         return None
     stages = stages_of(config)
+    if any(stage.job.asks_registry for stage in stages if stage.name in chosen):
+        return None
     needed = {*chosen} | {name for stage in stages if stage.name in chosen for name in stage.inputs.values()}
     ids = fingerprints_of(with_inputs(stages, needed), config.workspace)
     store = open_store(config.workspace)

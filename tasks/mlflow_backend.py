@@ -1,4 +1,7 @@
-"""The only module that calls MLflow's API: one parent run per pipeline run, one child run per stage."""
+"""Send runs to MLflow: one parent run per pipeline run, one child run per stage.
+
+This module and `tasks.registry` are the only ones that call MLflow's API.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,19 @@ _SETTINGS = {
 @cache
 def mlflow_backend(uri: str, workspace: Path) -> MlflowBackend:
     """Return the backend of a tracking URI. ConfigError if it is a database that cannot be used."""
+    # A server has its own place for artifacts; a database file needs one here.
+    artifacts = (workspace / "mlflow" / "artifacts").as_uri() if database_file(uri) is not None else None
+    return MlflowBackend(mlflow_client(uri), lock=lock_of(workspace), artifacts=artifacts)
+
+
+def lock_of(workspace: Path) -> Path:
+    """Return the lock file that processes of a workspace hold while they change several things in MLflow."""
+    return workspace / "mlflow" / ".lock"
+
+
+@cache
+def mlflow_client(uri: str) -> MlflowClient:
+    """Return a client of tracking and registry. ConfigError if the URI is a database that cannot be used."""
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     file = database_file(uri)
     if file is not None:
@@ -49,11 +65,7 @@ def mlflow_backend(uri: str, workspace: Path) -> MlflowBackend:
 
     for noisy in ("mlflow", "alembic"):  # after the import, which sets levels itself
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # A server has its own place for artifacts; a database file needs one here.
-    artifacts = (workspace / "mlflow" / "artifacts").as_uri() if file is not None else None
-    return MlflowBackend(
-        MlflowClient(tracking_uri=uri, registry_uri=uri), lock=workspace / "mlflow" / ".lock", artifacts=artifacts
-    )
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 class MlflowBackend:
@@ -66,7 +78,7 @@ class MlflowBackend:
 
     def open(self, record: TrackedRun) -> OpenRun:
         """Open the stage's run and its parent, or reopen existing ones, and log parameters and inputs."""
-        with _translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
+        with translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
             experiment_id = self._experiment()
             parent, parent_ended = self._parent(record, experiment_id)
             if record.status == "RUNNING":  # an ended stage's record is delivered without the artifact's lock
@@ -84,14 +96,14 @@ class MlflowBackend:
 
     def last_step(self, run_id: str, name: str) -> int | None:
         """Return the last step with a value of the metric; None if there is none."""
-        with _translated():
+        with translated():
             return max((m.step for m in self._client.get_metric_history(run_id, name)), default=None)
 
     def log_metrics(self, run_id: str, points: list[MetricPoint]) -> None:
         """Send metric values, at most `MAX_POINTS_PER_REQUEST`."""
         from mlflow.entities import Metric
 
-        with _translated():
+        with translated():
             self._client.log_batch(run_id, metrics=[Metric(p.name, p.value, p.at_ms, p.step) for p in points])
 
     def finish(self, run: OpenRun, record: TrackedRun) -> None:
@@ -105,7 +117,7 @@ class MlflowBackend:
         self.log_metrics(run.run_id, counts)
         scores = _scores(record, ref)
         self.log_metrics(run.parent_id, [*counts, *scores])
-        with _translated():
+        with translated():
             self._client.set_tag(run.run_id, "klear.uri", ref.uri)
             if record.makes_model:
                 self._reference_model(run, ref, record.stage)
@@ -116,12 +128,12 @@ class MlflowBackend:
 
     def end(self, run_id: str, status: RunStatus, at_ms: int) -> None:
         """Close a run."""
-        with _translated():
+        with translated():
             self._client.set_terminated(run_id, status=status, end_time=at_ms)
 
     def end_pipeline(self, record: TrackedRun) -> None:
         """Close the pipeline's run."""
-        with _translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
+        with translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
             parent, _ = self._parent(record, self._experiment())
             self._client.set_terminated(parent.info.run_id, status=record.status, end_time=record.ended_ms)
 
@@ -176,7 +188,7 @@ class MlflowBackend:
     def _show_columns(self, metrics: Sequence[str], at_ms: int) -> None:
         """Add columns for these metrics to the shared view of the runs, if the user may change the experiment."""
         try:
-            with _translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
+            with translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
                 experiment_id = self._experiment()
                 tag = self._client.get_experiment(experiment_id).tags.get(VIEW_TAG)
                 view = scores_view(tag, metrics, at_ms=at_ms)
@@ -242,7 +254,7 @@ def _dataset_inputs(inputs: Sequence[InputRecord]) -> list[Any]:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def translated() -> Iterator[None]:
     """Translate errors of MLflow, of the network and of the database to Unreachable or Refused."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError

@@ -95,7 +95,9 @@ def _may_pass(error: object) -> bool:
     return not isinstance(error, _OURS_OR_THE_USERS)
 
 
-def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:  # noqa: ARG001  Prefect's signature
-    """Return `kind-fingerprint`, which is also the name of the result file."""
+def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str | None:  # noqa: ARG001  Prefect's signature
+    """Return `kind-fingerprint`, which is also the name of the result file; None for a stage that runs every time."""
+    if parameters["job"].asks_registry:
+        return None
     own = artifact_id(parameters["job"], parameters["inputs"], parameters["info"].workspace)
     return f"{own.kind}-{own.fingerprint}"

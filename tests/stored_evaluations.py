@@ -16,12 +16,13 @@ from klear_core.config.jobs import EvaluateJob
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.summarise import make_report
 from klear_core.evaluate.tally import tally
-from klear_core.scores import write_reports
+from klear_core.scores import JudgeRecord, write_reports
 from klear_core.types import Difficulty, Domain, EvalSample, MathReference, Outcome, Problem, Verdict
 
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="equal text")
 WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="different text")
 SILENT = Verdict(outcome=Outcome.NO_ANSWER, score=0.0, detail="no </think>")
+JUDGE = JudgeRecord(settings=VerifyConfig(), cpu="", num_cores=2, math_workers=2, code_workers=2)
 UNJUDGED = Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail="worker died")
 
 
@@ -64,8 +65,12 @@ def evaluation(
     model: str = "rl",
     seed: int = 0,
     files: Path | None = None,
+    judged: bool = False,
 ) -> ArtifactRef:
-    """Publish benchmarks, a model of these files, and the evaluation with these samples; return the evaluation."""
+    """Publish benchmarks, a model of these files, and the evaluation with these samples; return the evaluation.
+
+    `judged` says that the report has a record of the judge.
+    """
     store = LocalStore(root / "artifacts")
     numbers = sorted({int(s.problem_id, 16) for s in samples})
     problems = [problem(number) for number in numbers]
@@ -82,7 +87,12 @@ def evaluation(
             return slot.ref
         write_shard(slot.workdir / "samples" / "toy-00000-of-00001.parquet", samples)
         report = make_report(
-            tally(samples, problems), EvaluateConfig(), benchmark="toy", num_samples=num_samples, seed=seed
+            tally(samples, problems),
+            EvaluateConfig(),
+            benchmark="toy",
+            num_samples=num_samples,
+            seed=seed,
+            judge=JUDGE if judged else None,
         )
         write_reports(slot.workdir, (report,))
         return slot.publish(_manifest(stage, "evaluate", fingerprint, inputs, config=job.model_dump(mode="json")))

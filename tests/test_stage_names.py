@@ -4,8 +4,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from klear_core.config.data import CurateConfig
+from klear_core.config.data import BenchmarkConfig, CurateConfig, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.promote import PromoteConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.tag import TagConfig
 from klear_core.pipeline.graph import stages_of
@@ -15,7 +16,14 @@ DEFINE_STAGES = {"klear_core/config/jobs.py", "klear_core/pipeline/graph.py"}
 NAMES = {
     stage.name
     for stage in stages_of(
-        PipelineConfig(curate_rl=CurateConfig(), tag=TagConfig(), tag_rl=TagConfig(), rl_code=RlConfig())
+        PipelineConfig(
+            benchmarks=(BenchmarkConfig(name="b", source=ProceduralSource()),),
+            curate_rl=CurateConfig(),
+            tag=TagConfig(),
+            tag_rl=TagConfig(),
+            rl_code=RlConfig(),
+            promote=PromoteConfig(),
+        )
     )
 }
 

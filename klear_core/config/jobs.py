@@ -76,6 +76,9 @@ class Job(Settings):
     """Whether the artifact holds the scores of the input `model`."""
     page: ClassVar[str] = ""
     """File of the artifact to open in a browser; empty if there is none."""
+    asks_registry: ClassVar[bool] = False
+    """Whether the result also depends on the present champion. Such a stage runs every time, and its artifact gets its
+    fingerprint when it runs."""
 
     def files(self) -> tuple[str, ...]:
         """Return the local files and folders that the result depends on, as the settings name them."""

@@ -14,6 +14,7 @@ from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.given import GivenConfig
 from klear_core.config.hardware import HardwareConfig
 from klear_core.config.judge import JudgedStage, StageJudges, judge_of
+from klear_core.config.promote import PromoteConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
 from klear_core.config.sft import SftConfig
@@ -78,6 +79,9 @@ class PipelineConfig(Settings):
     rl_code: RlConfig | None = None
     """Code RL, run after math RL by the same code; None skips it."""
     evaluate: EvaluateConfig = EvaluateConfig()
+    promote: PromoteConfig | None = Field(default=None, exclude_if=lambda promote: promote is None)
+    """Rule by which the last model becomes champion in MLflow's model registry; None promotes none. It is left out of
+    configs without it, so that reports of those keep their fingerprint."""
 
     @property
     def start_model(self) -> ModelConfig:
@@ -108,6 +112,21 @@ class PipelineConfig(Settings):
             there = ", ".join(names) or "none"
             raise ValueError(
                 f"given.score_despite: {', '.join(map(repr, unknown))} is none of the benchmarks, which are: {there}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _promotes_on_benchmarks_that_there_are(self) -> PipelineConfig:
+        if self.promote is None:
+            return self
+        names = [b.name for b in self.benchmarks]
+        if not names:
+            raise ValueError("promote: there are no benchmarks to compare models on")
+        unknown = [name for name in self.promote.margins if name not in names]
+        if unknown:
+            raise ValueError(
+                f"promote.margins: {', '.join(map(repr, unknown))} is none of the benchmarks, which are: "
+                f"{', '.join(names)}"
             )
         return self
 

@@ -68,12 +68,17 @@ class Comparison(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Evaluation:
+class Evaluation:
     """The reports and the counts of one evaluation's artifact folder."""
 
     folder: Path
     reports: Mapping[str, EvalReport]
     counts: Mapping[tuple[str, Decoding], Counts]
+
+    def problem_ids(self, benchmark: str) -> frozenset[str]:
+        """Return the ids of all problems of a benchmark that were asked, scored or not."""
+        scored = self.counts.get((benchmark, "sampled"), {})
+        return frozenset([*scored, *self.reports[benchmark].unscored_problems])
 
 
 def compare(before: Path, after: Path) -> tuple[Comparison, ...]:
@@ -89,7 +94,7 @@ def compare_pairs(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Comparison, 
     DataError if the benchmarks of a pair differ or one has no scored problem in common.
     """
     folders = dict.fromkeys(folder for pair in pairs for folder in pair)
-    evaluations = {folder: _read(folder) for folder in folders}
+    evaluations = {folder: read_evaluation(folder) for folder in folders}
     compared = [_compare(evaluations[before], evaluations[after]) for before, after in pairs]
     corrected = iter(holm([c.p for comparisons in compared for c in comparisons]))
     results = []
@@ -98,12 +103,20 @@ def compare_pairs(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Comparison, 
     return results
 
 
-def _read(folder: Path) -> _Evaluation:
+def compare_sampled(before: Evaluation, after: Evaluation) -> tuple[Comparison, ...]:
+    """Compare avg@n alone: greedy answers are no part of the correction for several comparisons."""
+    compared = [c for c in _compare(before, after) if c.decoding == "sampled"]
+    corrected = holm([c.p for c in compared])
+    return tuple(c.model_copy(update={"p_corrected": p}) for c, p in zip(compared, corrected, strict=True))
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Read the reports and count the answers of an evaluation's artifact folder."""
     reports = {report.benchmark: report for report in read_reports(folder)}
-    return _Evaluation(folder=folder, reports=reports, counts=_problem_counts(folder))
+    return Evaluation(folder=folder, reports=reports, counts=_problem_counts(folder))
 
 
-def _compare(before: _Evaluation, after: _Evaluation) -> list[Comparison]:
+def _compare(before: Evaluation, after: Evaluation) -> list[Comparison]:
     if before.reports.keys() != after.reports.keys():
         raise DataError(
             f"{before.folder} and {after.folder} cannot be compared: the one has the benchmarks "
@@ -117,7 +130,7 @@ def _compare(before: _Evaluation, after: _Evaluation) -> list[Comparison]:
     return comparisons
 
 
-def _compare_one(before: _Evaluation, after: _Evaluation, *, benchmark: str, decoding: Decoding) -> Comparison:
+def _compare_one(before: Evaluation, after: Evaluation, *, benchmark: str, decoding: Decoding) -> Comparison:
     counts_before, counts_after = before.counts[benchmark, decoding], after.counts[benchmark, decoding]
     shared = sorted(counts_before.keys() & counts_after.keys())
     if not shared:

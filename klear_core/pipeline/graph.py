@@ -3,11 +3,12 @@
     benchmarks ─┬─► curate ─┬─► distill ─► sft ─► rl ─► rl_code
     base ───────│───────────│──────────────┘      │
                 │           └─────────────────────┘ (problems)
-                └─► evaluate_base, evaluate_sft, evaluate_rl, … ─► report
+                └─► evaluate_base, evaluate_sft, evaluate_rl, … ─► promote ─► report
 
 With `curate_rl` set, RL has its own problems, curated separately. With `tag` set, its stage follows `curate` and hands
 on the problems with new difficulty tags; `tag_rl` does so with the problems of RL. A stage's fingerprint includes those
-of its inputs, so all fingerprints follow from the config and the content of local files.
+of its inputs, so all fingerprints follow from the config and the content of local files. Only `promote`, which there is
+if it is set, also depends on the present champion.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint
+from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint, read_manifest
 from klear_core.artifacts.store import CheckedBy, LocalStore
 from klear_core.config.given import GivenFolder, GivenRepo
 from klear_core.config.given_jobs import GivenModelJob, GivenProblemsJob, GivenTracesJob, Rows
@@ -33,9 +34,11 @@ from klear_core.config.jobs import (
     TagJob,
 )
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.config.promote_job import PromoteJob
+from klear_core.config.settings import result_settings
 from klear_core.config.tag import TagConfig
 from klear_core.config.train import HubModelConfig
-from klear_core.errors import ConfigError
+from klear_core.errors import ArtifactError, ConfigError
 
 
 def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
@@ -44,11 +47,20 @@ def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
     With a given result, only the stages that lead from it to the last model are left.
     """
     stages = _with_given(config, _makers(config))
-    for model in _scored_models(config, stages):
+    models = _scored_models(config, stages)
+    for model in models:
         inputs = {"model": model, "benchmarks": "benchmarks"}
         stages.append(_stage(f"evaluate_{model}", EvaluateJob.of(config), inputs, section="evaluate"))
+    if config.promote:
+        stages.append(_stage("promote", PromoteJob.of(config), _promote_inputs(models)))
     everything = {stage.name: stage.name for stage in stages}
     return (*stages, _stage("report", ReportJob.of(config), everything))
+
+
+def _promote_inputs(models: Sequence[str]) -> dict[str, str]:
+    """Return the inputs of `promote`: the last model, its scores, and those of the first model if there are several."""
+    inputs = {"model": models[-1], "evaluation": f"evaluate_{models[-1]}"}
+    return inputs if len(models) == 1 else {**inputs, "first": f"evaluate_{models[0]}"}
 
 
 def _with_given(config: PipelineConfig, stages: list[Stage]) -> list[Stage]:
@@ -215,12 +227,34 @@ def stages_again(stages: Sequence[Stage], rerun_from: str | None, chosen: Collec
 
 
 def fingerprints_of(stages: Sequence[Stage], workspace: WorkspaceConfig) -> dict[str, ArtifactId]:
-    """Return the name of each stage's artifact, by stage name, before anything has run."""
+    """Return the name of each stage's artifact, by stage name, before anything has run.
+
+    Of a stage that asks the registry it is the newest artifact that was made from these inputs.
+    """
     ids: dict[str, ArtifactId] = {}
     for stage in stages:
         made_from = {role: ids[name] for role, name in stage.inputs.items()}
-        ids[stage.name] = artifact_id(stage.job, made_from, workspace)
+        own = artifact_id(stage.job, made_from, workspace)
+        newest = _newest_made_from(stage.job, made_from, workspace) if stage.job.asks_registry else None
+        ids[stage.name] = newest or own
     return ids
+
+
+def _newest_made_from(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> ArtifactId | None:
+    """Return the newest artifact with the job's settings and these inputs, whatever the registry added to them."""
+    wanted = {(role, own.kind, own.fingerprint) for role, own in inputs.items()}
+    settings = {key: value for key, value in result_settings(job).items() if value}
+    found = []
+    for folder in open_store(workspace).folders(job.kind):
+        try:
+            manifest = read_manifest(folder)
+        except ArtifactError:
+            continue  # damaged: a run makes it again
+        made_from = {(record.role, record.kind, record.fingerprint) for record in manifest.inputs}
+        is_same = all(manifest.result_config.get(key) == value for key, value in settings.items())
+        if is_same and wanted <= made_from and manifest.code_version == job.code_version:
+            found.append((manifest.created_at, manifest.fingerprint))
+    return ArtifactId(kind=job.kind, fingerprint=max(found)[1]) if found else None
 
 
 def artifact_id(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> ArtifactId:

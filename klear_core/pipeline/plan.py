@@ -59,7 +59,8 @@ def plan_stages(
     names = [stage.name for stage in stages if chosen is None or stage.name in chosen]
     ids = fingerprints_of(with_inputs(stages, names), config.workspace)
     store = open_store(config.workspace, checked_by=checked_by)
-    asked = dict.fromkeys(again, "asked to be made again")
+    asked = {stage.name: "asks each time which model is champion" for stage in stages if stage.job.asks_registry}
+    asked |= dict.fromkeys(again, "asked to be made again")
     return [
         _plan_one(stage, ids, config.workspace, store, asked.get(stage.name, ""))
         for stage in stages

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
+from klear_core.report.ancestry import ancestors
 from klear_core.report.facts import Facts, ModelFacts, StageFacts
 
 _LEAKS = "leaks"
@@ -57,3 +58,13 @@ def _behind(facts: Facts, maker: str) -> list[StageFacts]:
         inputs = [by_fingerprint.get(record.fingerprint) for record in stage.manifest.inputs]
         ahead += [other for other in inputs if other is not None and other.name not in found]
     return list(found.values())
+
+
+def num_overlapping(model: Path, benchmarks: Iterable[str]) -> dict[str, int]:
+    """Return the problems of each benchmark that overlap with the data behind a model's artifact, by any rule."""
+    questions: dict[str, set[str]] = {benchmark: set() for benchmark in benchmarks}
+    for ancestor in ancestors(model):
+        leaks = kept_leaks(ancestor.folder)
+        for benchmark in questions:
+            questions[benchmark] |= leaks.get(benchmark, frozenset())
+    return {benchmark: len(ids) for benchmark, ids in questions.items()}

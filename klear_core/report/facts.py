@@ -8,6 +8,7 @@ from pathlib import Path
 from klear_core.artifacts.manifest import Manifest
 from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.evaluate.decision import Decision
 from klear_core.evaluate.published import PublishedModel
 from klear_core.report.charts import Series
 from klear_core.report.inputs import PairedDifference, RunInfo, ScoreWarning
@@ -79,6 +80,8 @@ class Facts:
     differences: tuple[PairedDifference, ...]
     score_warnings: tuple[ScoreWarning, ...] = ()
     published: tuple[PublishedModel, ...] = ()
+    decision: Decision | None = None
+    """The decision on the champion; None if none was asked for."""
 
     def model(self, maker: str) -> ModelFacts:
         """Return the evaluated model that the stage `maker` made."""

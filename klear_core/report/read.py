@@ -8,6 +8,7 @@ from pathlib import Path
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.records import read_shards
 from klear_core.config.jobs import Stage
+from klear_core.evaluate.decision import DECISION_FILE, read_decision
 from klear_core.metrics import METRICS_FILE, read_metrics
 from klear_core.report.charts import Series
 from klear_core.report.facts import Facts, MissingStage, ModelFacts, StageFacts
@@ -23,6 +24,7 @@ def read_facts(inputs: ReportInputs) -> Facts:
     """Read every stage's folder. Raise ArtifactError with the file that is missing or cannot be read."""
     makers = {stage.name: stage for stage in inputs.pipeline if stage.job.makes_model}
     stages, missing, models, unscored = [], [], [], []
+    decision = None
     for planned in inputs.stages:
         stage, folder = planned.stage, planned.folder
         if folder is None:
@@ -33,6 +35,8 @@ def read_facts(inputs: ReportInputs) -> Facts:
             stages.append(_stage(planned, folder))
             if stage.scored_model_stage:
                 models.append(_model(stage, folder, makers))
+            if (folder / DECISION_FILE).is_file():
+                decision = read_decision(folder)
     return Facts(
         run=inputs.run,
         config=inputs.config,
@@ -43,6 +47,7 @@ def read_facts(inputs: ReportInputs) -> Facts:
         differences=inputs.differences,
         score_warnings=inputs.score_warnings,
         published=inputs.published,
+        decision=decision,
     )
 
 

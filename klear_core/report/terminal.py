@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from klear_core.evaluate.decision import Decision
 from klear_core.report.claims import Headline, headline
 from klear_core.report.facts import Facts
 from klear_core.report.notices import Notice, notices
@@ -39,7 +40,20 @@ def score_table(facts: Facts, *, with_claims: bool = True) -> RenderableType:
         parts.append(_legend(views[0]))
     if with_claims:
         parts += _claims(headline(facts))
+    if facts.decision is not None:
+        parts += decision_lines(facts.decision)
     return Group(*parts, *(_line(n) for n in notices(facts)))
+
+
+def decision_lines(decision: Decision, *, with_all: bool = False) -> list[Text]:
+    """Return the decision on the champion in a sentence, and the checks that failed, or all of them."""
+    style = "green" if decision.is_passed else "yellow"
+    lines = [Text(""), Text(f"{decision.sentence}.", style=f"bold {style}")]
+    for check in decision.checks:
+        if with_all or not check.is_passed:
+            mark = ("✓ ", "green") if check.is_passed else ("✗ ", "red")
+            lines.append(Text.assemble(mark, (f"{check.name}: ", "bold"), check.text))
+    return lines
 
 
 def _scores(bench: BenchmarkView) -> Table:

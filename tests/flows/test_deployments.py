@@ -8,9 +8,10 @@ from prefect.flows import Flow, load_flow_from_entrypoint
 from flows.execute import label_of
 from flows.resolve import profile_folder, resolve
 from flows.sweep_rules import SILENT_S
-from klear_core.config.data import CurateConfig
+from klear_core.config.data import BenchmarkConfig, CurateConfig, ProceduralSource
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.promote import PromoteConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.tag import TagConfig
 from klear_core.errors import ConfigError
@@ -43,15 +44,22 @@ def test_the_deployment_of_a_stage_runs_that_stage_of_a_profile_that_has_it(name
 
 def test_every_stage_can_be_deployed_alone_and_the_evaluations_together():
     every_stage = stages_of(
-        PipelineConfig(curate_rl=CurateConfig(), tag=TagConfig(), tag_rl=TagConfig(), rl_code=RlConfig())
+        PipelineConfig(
+            benchmarks=(BenchmarkConfig(name="b", source=ProceduralSource()),),
+            curate_rl=CurateConfig(),
+            tag=TagConfig(),
+            tag_rl=TagConfig(),
+            rl_code=RlConfig(),
+            promote=PromoteConfig(),
+        )
     )
     assert STAGES_ALONE.keys() == {stage.section for stage in every_stage}
-    assert {d["name"] for d in DEPLOYMENTS} - STAGES_ALONE.keys() == {"pipeline", "retrain"}
+    assert {d["name"] for d in DEPLOYMENTS} - STAGES_ALONE.keys() == {"pipeline", "retrain", "retrain-and-promote"}
 
 
 def test_retraining_is_scheduled_and_paused():
-    (retrain,) = (d for d in DEPLOYMENTS if d["name"] == "retrain")
-    assert [(s["cron"], s["active"]) for s in retrain["schedules"]] == [("0 3 * * 1", False)]
+    scheduled = {d["name"]: [(s["cron"], s["active"]) for s in d["schedules"]] for d in DEPLOYMENTS if "schedules" in d}
+    assert scheduled == {"retrain": [("0 3 * * 1", False)], "retrain-and-promote": [("0 3 * * 2", False)]}
 
 
 def test_the_form_shows_every_setting_with_its_bounds():

@@ -13,9 +13,13 @@ import pytest
 from report_runs import WHEN, Made, config, laptop_run, publish, samples, stage_folder, with_stage, write_evaluation
 
 from klear_core.artifacts.store import LocalStore
+from klear_core.config.promote import PromoteConfig
+from klear_core.config.promote_job import PromoteJob
 from klear_core.errors import ArtifactError
+from klear_core.evaluate.decision import DECISION_FILE, Check, Contender, Decision, SharedProblems
+from klear_core.pipeline.graph import stages_of
 from klear_core.report.build import build_report
-from klear_core.report.inputs import ReportInputs
+from klear_core.report.inputs import ReportInputs, StageFolder
 from klear_core.types import EvalSample
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)></pre></style>\"'&{{ 7*7 }}"
@@ -236,3 +240,39 @@ def test_the_curations_page_of_leaks_is_linked_from_where_the_report_is_read(tmp
 
 def test_without_such_a_page_there_is_no_link(html: str) -> None:
     assert "leaks.html" not in html
+
+
+def test_the_decision_on_the_champion_is_on_the_page_with_every_check(run: ReportInputs, tmp_path: Path) -> None:
+    decision = Decision(
+        is_passed=False,
+        sentence="rl b does not become champion",
+        candidate=Contender(model="rl/b", evaluation="evaluate/b", run="r2"),
+        rival=Contender(model="rl/a", evaluation="evaluate/a", run="r1", version=1),
+        rival_is="champion",
+        rule=PromoteConfig(),
+        checks=(
+            Check(rule="non-inferior", benchmark="heldout", is_passed=True, text="+1.0 points (-2.0 to +4.0)"),
+            Check(rule="better", is_passed=False, text="no gain is shown: heldout +1.0 points, p = 0.30"),
+        ),
+        comparisons=(),
+        shared=(SharedProblems(benchmark="heldout", num_shared=256, num_only_new=0, num_only_old=0),),
+    )
+
+    def write(folder: Path) -> None:
+        (folder / DECISION_FILE).write_text(decision.model_dump_json())
+
+    rule = config().model_copy(update={"promote": PromoteConfig()})
+    made = Made(kind="promote", settings=PromoteJob.of(rule))
+    folder = publish(LocalStore(tmp_path / "store"), "promote", made, write).path
+    (stage,) = [stage for stage in stages_of(rule) if stage.job.asks_registry]
+    with_decision = replace(run, stages=(*run.stages, StageFolder(stage=stage, folder=folder)))
+    text = text_of(page_of(with_decision, tmp_path))
+    assert "rl b does not become champion." in text
+    # cells of a row follow one another without a space
+    assert "betterallnono gain is shown: heldout +1.0 points, p = 0.30" in text
+    assert "non-inferiorheldoutyes+1.0 points (-2.0 to +4.0)" in text
+    assert "heldout: 256 problems shared." in text
+
+
+def test_without_a_decision_the_page_has_no_champion(html: str) -> None:
+    assert 'id="promotion"' not in html

@@ -1,0 +1,84 @@
+"""`klear champion` and `klear rollback`: show the champion with its evidence, and go back to the former one."""
+
+from __future__ import annotations
+
+import getpass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flows.reachable import check_tracking
+from klear_core.config.pipeline import WorkspaceConfig
+from klear_core.errors import ArtifactError, ConfigError
+from klear_core.evaluate.decision import Decision, read_decision, short_name
+from klear_core.report.terminal import decision_lines
+from tasks.mlflow_database import database_file
+from tasks.registry import Registry, Version, folder_of, open_registry
+from tasks.tracking import tracking_uri
+
+
+def show_champion(name: str, *, root: Path) -> None:
+    """Print the champion, the decision that made it so, and all versions. ConfigError if there is none."""
+    registry = _registry(name, root)
+    champion = registry.champion()
+    if champion is None:
+        raise ConfigError(
+            f"{name!r} has no champion: a run whose profile has [promote] makes one, if its model passes the rule"
+        )
+    console = Console(highlight=False, soft_wrap=True)
+    promotion = champion.promotion
+    console.print(f"[bold]{name}, version {champion.number}[/]  {short_name(promotion.model)}", highlight=False)
+    if champion.rollback is not None:
+        console.print("[yellow]a rollback of this version was begun and not finished: repeat `klear rollback`[/]")
+    console.print(f"model    {folder_of(promotion.model_uri)}\nscores   {folder_of(promotion.evaluation_uri)}")
+    console.print(f"decided  {champion.promoted_at} in run {promotion.run}, {folder_of(promotion.decision_uri)}")
+    for line in _evidence(folder_of(promotion.decision_uri)):
+        console.print(line)
+    console.print()
+    console.print(_table(registry.versions(), champion))
+
+
+def roll_back(name: str, *, root: Path, why: str, by: str) -> None:
+    """Give the alias back to the former champion and say so. ConfigError if there is none, or no reason is given."""
+    if not why.strip():
+        raise ConfigError('klear rollback --why "": a reason is needed, for whoever asks later')
+    lost, has = _registry(name, root).roll_back(by=by or getpass.getuser(), why=why.strip())
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"version {has.number} ({short_name(has.promotion.model)}) is champion of {name!r} again; "
+        f"version {lost.number} ({short_name(lost.promotion.model)}) was rolled back"
+    )
+
+
+def _registry(name: str, root: Path) -> Registry:
+    workspace = WorkspaceConfig(root=str(root))
+    file = database_file(tracking_uri(workspace))
+    if file is not None and not file.is_file():
+        raise ConfigError(
+            f"{file}: no such database, so {name!r} has no champion; --root names the workspace of a run, or "
+            "MLFLOW_TRACKING_URI the server that it was tracked by"
+        )
+    check_tracking(workspace)
+    return open_registry(workspace, name)
+
+
+def _evidence(folder: Path) -> list[Text]:
+    try:
+        decision: Decision = read_decision(folder)
+    except ArtifactError as e:
+        return [Text(f"the evidence is gone: {e}", style="yellow")]
+    return decision_lines(decision, with_all=True)
+
+
+def _table(versions: list[Version], champion: Version) -> Table:
+    table = Table("version", "model", "promoted", "in place of", "then", box=None, pad_edge=False)
+    for version in versions:
+        then = "champion" if version.number == champion.number else ""
+        if version.rollback is not None:
+            then = version.rollback.sentence
+        over = "" if version.promotion.over is None else str(version.promotion.over)
+        model = short_name(version.promotion.model)
+        table.add_row(str(version.number), model, version.promoted_at or "never", over, Text(then))
+    return table

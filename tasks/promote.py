@@ -1,0 +1,133 @@
+"""The task that decides whether a run's last model becomes champion, and moves the alias."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import MANIFEST, ArtifactRef, read_manifest
+from klear_core.config.promote import Champion
+from klear_core.config.promote_job import PromoteJob
+from klear_core.errors import ResourceError
+from klear_core.metrics import Telemetry
+from klear_core.pipeline.exposure import exposures
+from klear_core.pipeline.graph import open_store
+from tasks.registry import Registry, artifact_name, folder_of, open_registry, promotion_of
+from tasks.run_info import RunInfo
+from tasks.stage import run_stage
+from tasks.task import Inputs, stage_task
+
+if TYPE_CHECKING:
+    from klear_core.evaluate.promotion import Rival
+
+log = logging.getLogger(__name__)
+
+_MAX_DECISIONS = 5
+"""Decisions of one run while other runs keep changing the champion."""
+
+
+@stage_task
+def promote(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
+    """Compare `evaluation`, of `model`, with the champion's, or with `first`; make `model` champion if it passes."""
+    from klear_core.evaluate.decision import read_decision
+
+    registry = open_registry(info.workspace, job.promote.registered_model)
+    for _ in range(_MAX_DECISIONS):
+        asked = _with_registry(job, registry, inputs)
+        decision = _decide(info, asked, inputs)
+        if not read_decision(decision.path).is_passed:
+            return decision
+        promotion = promotion_of(
+            model=inputs["model"],
+            evaluation=inputs["evaluation"],
+            decision=decision,
+            run=info.run_id,
+            over=asked.champion,
+        )
+        if registry.crown(promotion):
+            return decision
+        log.warning("%s: another model has become champion meanwhile: deciding again", info.stage)
+    raise ResourceError(f"the champion changed {_MAX_DECISIONS} times while this run decided; run it again")
+
+
+def _with_registry(job: PromoteJob, registry: Registry, inputs: Inputs) -> PromoteJob:
+    """Return the job with what the registry says of its rival and of its model."""
+    model = artifact_name(inputs["model"])
+    rival = registry.rival_of(model)
+    champion = rival.as_champion() if rival else None
+    return job.model_copy(update={"champion": champion, "withdrawn": registry.withdrawn(model)})
+
+
+def _decide(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
+    """Return the artifact of the decision: the same job and inputs give the same one."""
+    champion = _champion_scores(info, job.champion)
+
+    def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:  # noqa: ARG001  there is nothing to measure
+        from klear_core.evaluate.decision import Contender
+        from klear_core.evaluate.promotion import Candidate, decide
+
+        contender = Contender(
+            model=artifact_name(inputs["model"]), evaluation=artifact_name(inputs["evaluation"]), run=info.run_id
+        )
+        candidate = Candidate(
+            contender=contender,
+            evaluation=inputs["evaluation"].path,
+            contaminated=_contaminated(job, inputs["model"]),
+            withdrawn=job.withdrawn,
+        )
+        return decide(job.promote, candidate, _rival(info, job, inputs, champion), workdir=workdir)
+
+    roles = {**inputs, "champion": champion} if champion else inputs
+    return run_stage(info, job, roles, body)
+
+
+def _champion_scores(info: RunInfo, champion: Champion | None) -> ArtifactRef | None:
+    """Return the champion's scores, from this workspace or from where they were made; None if they are gone."""
+    if champion is None:
+        return None
+    kind, _, fingerprint = champion.evaluation.partition("/")
+    found = open_store(info.workspace).find(kind, fingerprint)
+    folder = folder_of(champion.evaluation_uri)
+    if found is not None or not (folder / MANIFEST).is_file():
+        return found
+    manifest = read_manifest(folder)
+    return ArtifactRef(
+        kind=manifest.kind,
+        fingerprint=manifest.fingerprint,
+        uri=champion.evaluation_uri,
+        created_at=manifest.created_at,
+        counts=manifest.counts,
+    )
+
+
+def _rival(info: RunInfo, job: PromoteJob, inputs: Inputs, scores: ArtifactRef | None) -> Rival | None:
+    """Return the model to compare with: the champion, or without one the first model of the run if the rule asks."""
+    from klear_core.evaluate.decision import Contender
+    from klear_core.evaluate.promotion import Rival
+
+    if job.champion is not None:
+        champion = job.champion
+        contender = Contender(
+            model=champion.model, evaluation=champion.evaluation, run=champion.run, version=champion.version
+        )
+        return Rival(contender=contender, is_="champion", evaluation=scores.path if scores else None)
+    first = inputs.get("first")
+    if first is None or job.promote.first == "any":
+        return None
+    model = next(i for i in read_manifest(first.path).inputs if i.role == "model")
+    contender = Contender(model=f"{model.kind}/{model.fingerprint}", evaluation=artifact_name(first), run=info.run_id)
+    return Rival(contender=contender, is_="first model of the run", evaluation=first.path)
+
+
+def _contaminated(job: PromoteJob, model: ArtifactRef) -> dict[str, int | None]:
+    """Return the problems of each benchmark that the data behind the model overlaps with; None where not known."""
+    from klear_core.report.contamination import num_overlapping
+
+    config = job.runtime.config
+    found: dict[str, int | None] = dict(num_overlapping(model.path, [b.name for b in config.benchmarks]))
+    for exposure in exposures(config):
+        # every model that comes after a given one is scored by one of these stages
+        found |= dict.fromkeys((*exposure.missed, *exposure.unknown))
+    return found

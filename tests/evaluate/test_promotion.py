@@ -1,0 +1,205 @@
+"""The rule by which a model becomes champion, part by part, on answers that nobody sampled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from evaluate_fakes import RIGHT, SILENT, UNJUDGED, WRONG, make_problem, make_sample
+
+from klear_core.artifacts.records import write_shard
+from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
+from klear_core.config.promote import PromoteConfig
+from klear_core.config.verify import MathConfig, VerifyConfig
+from klear_core.errors import ArtifactError
+from klear_core.evaluate.decision import Contender, Decision, read_decision
+from klear_core.evaluate.promotion import Candidate, Rival, decide
+from klear_core.evaluate.summarise import make_report
+from klear_core.evaluate.tally import tally
+from klear_core.scores import JudgeRecord, write_reports
+from klear_core.types import Verdict
+
+JUDGE = JudgeRecord(settings=VerifyConfig(), cpu="a", num_cores=2, math_workers=2, code_workers=2)
+HARD, EASY = (WRONG, WRONG), (RIGHT, RIGHT)
+RULE = PromoteConfig(margin=5)
+
+
+def scored(
+    folder: Path,
+    cfg: EvaluateConfig | None = None,
+    judge: JudgeRecord | None = JUDGE,
+    start: int = 0,
+    **pairs: list[tuple[Verdict, Verdict]],
+) -> Path:
+    """Write an evaluation with these verdicts of two samples a problem, by benchmark; problems count from `start`."""
+    cfg = cfg or EvaluateConfig()
+    samples, reports = [], []
+    for benchmark, verdicts in pairs.items():
+        own = []
+        for i, pair in enumerate(verdicts, start=start):
+            for j, verdict in enumerate(pair):
+                cut = "length" if verdict is SILENT else "stop"
+                own.append(make_sample(i, j, verdict, benchmark=benchmark, finish_reason=cut))
+        problems = [make_problem(i) for i in range(start, start + len(verdicts))]
+        reports.append(make_report(tally(own, problems), cfg, benchmark=benchmark, num_samples=2, seed=0, judge=judge))
+        samples += own
+    write_shard(folder / "samples" / "a.parquet", samples)
+    write_reports(folder, tuple(reports))
+    return folder
+
+
+def decided(
+    tmp_path: Path, new: Path, old: Path | None, rule: PromoteConfig = RULE, withdrawn: str = "", **contaminated
+) -> Decision:
+    names = [*read_benchmarks(new)]
+    candidate = Candidate(
+        contender=Contender(model="rl/new", evaluation="evaluate/new", run="r2"),
+        evaluation=new,
+        contaminated=dict.fromkeys(names, 0) | contaminated,
+        withdrawn=withdrawn,
+    )
+    champion = Contender(model="rl/old", evaluation="evaluate/old", run="r1", version=1)
+    rival = Rival(contender=champion, is_="champion", evaluation=old) if old else None
+    summary = decide(rule, candidate, rival, workdir=tmp_path)
+    decision = read_decision(tmp_path)
+    assert summary.counts["promoted"] == decision.is_passed
+    return decision
+
+
+def read_benchmarks(folder: Path) -> list[str]:
+    return [report["benchmark"] for report in json.loads((folder / "report.json").read_text())]
+
+
+def failed(decision: Decision) -> list[tuple[str, str]]:
+    return [(check.rule, check.benchmark) for check in decision.checks if not check.is_passed]
+
+
+def test_a_model_that_is_better_on_one_benchmark_and_as_good_on_the_other_passes(tmp_path: Path) -> None:
+    """Ten of 100 problems gained: p = 2 / 2^10 twice. On the other nothing changes: the floor is 2 points, below 5."""
+    old = scored(tmp_path / "old", a=[EASY] * 50 + [HARD] * 50, b=[EASY] * 100)
+    new = scored(tmp_path / "new", a=[EASY] * 60 + [HARD] * 40, b=[EASY] * 100)
+    decision = decided(tmp_path, new, old)
+    assert failed(decision) == []
+    assert decision.is_passed
+    gain, same = decision.comparisons
+    assert (gain.difference, gain.p, gain.p_corrected) == (pytest.approx(0.1), 2 / 2**10, 4 / 2**10)
+    assert (same.difference, same.new_problems.low, same.p) == (0, pytest.approx(-0.02), 1)
+    assert [(s.benchmark, s.num_shared) for s in decision.shared] == [("a", 100), ("b", 100)]
+    assert json.loads((tmp_path / "problems.json").read_text())["b"][0] == "p000"
+    assert (
+        decision.sentence == "rl new becomes champion: it passes all 13 checks against the champion (rl old, version 1)"
+    )
+
+
+def test_an_equal_model_does_not_take_the_champions_place(tmp_path: Path) -> None:
+    old = scored(tmp_path / "old", a=[EASY] * 50 + [HARD] * 50)
+    assert failed(decided(tmp_path, old, old)) == [("better", "")]
+
+
+def test_a_gain_on_one_benchmark_does_not_pay_for_a_loss_on_another(tmp_path: Path) -> None:
+    old = scored(tmp_path / "old", a=[HARD] * 100, b=[EASY] * 100)
+    new = scored(tmp_path / "new", a=[EASY] * 100, b=[EASY] * 90 + [HARD] * 10)
+    assert failed(decided(tmp_path, new, old)) == [("non-inferior", "b")]
+    # unless the whole interval of the loss is within what is allowed there
+    low = decided(tmp_path, new, old).comparisons[1].new_problems.low
+    assert failed(decided(tmp_path, new, old, RULE.model_copy(update={"margins": {"b": -100 * low + 0.1}}))) == []
+    assert failed(decided(tmp_path, new, old, RULE.model_copy(update={"margins": {"b": -100 * low - 0.1}}))) != []
+
+
+def test_the_p_value_is_corrected_for_all_benchmarks(tmp_path: Path) -> None:
+    """Six of six problems changed: p = 2 / 2^6 = 0.031 is a gain on one benchmark, and none on one of two."""
+    rule = PromoteConfig(margin=100)
+    old, new = [HARD] * 6 + [EASY] * 20, [EASY] * 26
+    alone = scored(tmp_path / "a", a=old), scored(tmp_path / "b", a=new)
+    assert failed(decided(tmp_path, alone[1], alone[0], rule)) == []
+    two = scored(tmp_path / "c", a=old, b=new), scored(tmp_path / "d", a=new, b=new)
+    assert failed(decided(tmp_path, two[1], two[0], rule)) == [("better", "")]
+
+
+def test_few_problems_cannot_show_that_an_equal_model_is_as_good(tmp_path: Path) -> None:
+    old = scored(tmp_path / "old", a=[HARD] * 100, aime=[EASY] * 30)
+    new = scored(tmp_path / "new", a=[EASY] * 100, aime=[EASY] * 30)
+    decision = decided(tmp_path, new, old)
+    assert failed(decision) == [("non-inferior", "aime")]
+    text = next(check.text for check in decision.checks if not check.is_passed)
+    assert "30 problems never show less than a loss of 6.7 points" in text
+
+
+@pytest.mark.parametrize(
+    ("verdict", "rule", "num_in_limit"),
+    [(SILENT, "truncated", 10), (SILENT, "no answer", 10), (UNJUDGED, "judge failed", 1)],
+)
+def test_failures_up_to_their_limit_pass(tmp_path: Path, verdict: Verdict, rule: str, num_in_limit: int) -> None:
+    """Limits are shares of all samples: 10 of 100 may be cut off or without an answer, 1 of 100 not judged."""
+    old = scored(tmp_path / "old", a=[HARD] * 50)
+    for num, is_passed in ((num_in_limit, True), (num_in_limit + 1, False)):
+        pairs = [(RIGHT, verdict)] * num + [EASY] * (50 - num)
+        decision = decided(tmp_path, scored(tmp_path / f"new{num}", a=pairs), old)
+        assert ((rule, "a") not in failed(decision)) is is_passed
+
+
+def test_contaminated_problems_and_unknown_data_refuse_a_model(tmp_path: Path) -> None:
+    old = scored(tmp_path / "old", a=[HARD] * 50)
+    new = scored(tmp_path / "new", a=[EASY] * 50)
+    assert failed(decided(tmp_path, new, old, a=1)) == [("contaminated", "a")]
+    assert failed(decided(tmp_path, new, old, a=None)) == [("contaminated", "a")]
+    assert failed(decided(tmp_path, new, old, PromoteConfig(margin=5, max_contaminated=0.02), a=1)) == []
+    assert failed(decided(tmp_path, new, old, PromoteConfig(margin=5, max_contaminated=1), a=None)) == []
+
+
+def test_a_model_that_was_rolled_back_is_not_promoted_again(tmp_path: Path) -> None:
+    old, new = scored(tmp_path / "old", a=[HARD] * 50), scored(tmp_path / "new", a=[EASY] * 50)
+    decision = decided(tmp_path, new, old, withdrawn="rolled back to version 1 by ann: rude")
+    assert failed(decision) == [("not rolled back", "")]
+    assert "rude" in decision.checks[0].text
+
+
+def test_scores_that_do_not_compare_are_refused_by_name(tmp_path: Path) -> None:
+    pairs = [EASY] * 50
+    old = scored(tmp_path / "old", a=[HARD] * 50)
+    warm = EvaluateConfig(sampling=EvaluateSamplingConfig(temperature=0.9))
+    strict = JUDGE.model_copy(update={"settings": VerifyConfig(math=MathConfig(box="required"))})
+    cases = {
+        "other problems: 40 are shared, 10 are new, 10 are gone": scored(tmp_path / "1", start=10, a=pairs),
+        "decoded otherwise: sampling.temperature 0.6 -> 0.9": scored(tmp_path / "2", warm, a=pairs),
+        'judged otherwise: math.box "optional" -> "required"': scored(tmp_path / "3", judge=strict, a=pairs),
+        "the judge of the scores was not recorded": scored(tmp_path / "4", judge=None, a=pairs),
+        "only the new model was scored on it": scored(tmp_path / "5", a=pairs, b=pairs),
+    }
+    for reason, new in cases.items():
+        decision = decided(tmp_path, new, old)
+        assert [check.text for check in decision.checks if not check.is_passed] == [reason]
+        assert decision.comparisons == ()
+    gone = Rival(
+        contender=Contender(model="rl/old", evaluation="evaluate/old", run="r1", version=1),
+        is_="champion",
+        evaluation=None,
+    )
+    candidate = Candidate(
+        contender=Contender(model="rl/new", evaluation="evaluate/new", run="r2"),
+        evaluation=old,
+        contaminated={"a": 0},
+        withdrawn="",
+    )
+    decide(RULE, candidate, gone, workdir=tmp_path)
+    assert failed(read_decision(tmp_path)) == [("comparable", "")]
+
+
+def test_another_machine_or_number_of_samples_is_no_reason_against_a_comparison(tmp_path: Path) -> None:
+    elsewhere = JUDGE.model_copy(update={"cpu": "b", "num_cores": 64})
+    old, new = scored(tmp_path / "old", a=[HARD] * 50), scored(tmp_path / "new", judge=elsewhere, a=[EASY] * 50)
+    assert failed(decided(tmp_path, new, old)) == []
+
+
+def test_without_a_champion_and_without_another_model_the_rule_must_say_that_any_will_do(tmp_path: Path) -> None:
+    new = scored(tmp_path / "new", a=[EASY] * 50)
+    assert failed(decided(tmp_path, new, None)) == [("better", "")]
+    decision = decided(tmp_path, new, None, PromoteConfig(first="any"))
+    assert (decision.is_passed, decision.rival, decision.rival_is) == (True, None, "nobody")
+
+
+def test_a_damaged_decision_is_named(tmp_path: Path) -> None:
+    (tmp_path / "decision.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="not a decision"):
+        read_decision(tmp_path)

@@ -1,0 +1,261 @@
+"""The champion in a real model registry: once for each decision, safe against kills and against another run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from stored_evaluations import RIGHT, WRONG, evaluation, said, sample
+
+from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.config.promote import PromoteConfig
+from klear_core.config.promote_job import PromoteJob
+from klear_core.errors import ConfigError
+from klear_core.evaluate.decision import read_decision
+from klear_core.pipeline.graph import open_store
+from tasks.mlflow_backend import mlflow_client
+from tasks.progress import SilentConsole, set_console
+from tasks.promote import promote
+from tasks.registry import Promotion, Registry, open_registry
+from tasks.run_info import RunInfo
+from tasks.tracking import tracking_uri
+
+_names = count()
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> WorkspaceConfig:
+    """One for all tests here, for making MLflow's database takes seconds; each test has a registered model of its own."""
+    return WorkspaceConfig(root=str(tmp_path_factory.mktemp("workspace")))
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    set_console(SilentConsole())
+
+
+@pytest.fixture
+def name() -> str:
+    return f"model{next(_names)}"
+
+
+@pytest.fixture
+def registry(workspace: WorkspaceConfig, name: str) -> Registry:
+    return open_registry(workspace, name)
+
+
+def promotion(model: str, over: int | None, decision: str = "promote/d1") -> Promotion:
+    return Promotion(
+        model=model,
+        model_uri=f"file:///{model}",
+        evaluation=f"evaluate/{model}",
+        evaluation_uri="file:///e",
+        decision=decision,
+        decision_uri="file:///d",
+        run="r",
+        over=over,
+    )
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class DyingClient:
+    """MLflow's client; its process ends just before or just after the call that writes for the n-th time."""
+
+    WRITES = ("create_registered_model", "create_model_version", "set_registered_model_alias", "set_model_version_tag")
+
+    def __init__(self, client: MlflowClient, *, at: int, after: bool) -> None:
+        self.client, self.at, self.after, self.num = client, at, after, 0
+
+    def __getattr__(self, method: str) -> Callable[..., object]:
+        call = getattr(self.client, method)
+        if method not in self.WRITES:
+            return call
+
+        def write(*args: object, **kwargs: object) -> object:
+            self.num += 1
+            if self.num == self.at and not self.after:
+                raise Killed
+            result = call(*args, **kwargs)
+            if self.num == self.at:
+                raise Killed
+            return result
+
+        return write
+
+
+def dying(workspace: WorkspaceConfig, name: str, *, at: int, after: bool) -> Registry:
+    client = DyingClient(mlflow_client(tracking_uri(workspace)), at=at, after=after)
+    return Registry(client, name, lock=Path(workspace.root) / "lock", server="s")  # type: ignore[arg-type]
+
+
+def test_a_model_becomes_champion_once_however_often_it_is_crowned(registry: Registry) -> None:
+    assert registry.champion() is None
+    for _ in range(3):
+        assert registry.crown(promotion("rl/a", None))
+    (version,) = registry.versions()
+    champion = registry.champion()
+    assert champion is not None
+    assert (champion.number, champion.promotion.model, champion.rollback) == (1, "rl/a", None)
+    assert champion.promoted_at
+    assert version == champion
+
+
+def test_a_model_is_not_crowned_over_a_champion_that_it_was_not_compared_with(registry: Registry) -> None:
+    assert registry.crown(promotion("rl/a", None))
+    assert not registry.crown(promotion("rl/b", None))  # decided when there was no champion yet
+    assert registry.crown(promotion("rl/b", 1))
+    assert not registry.crown(promotion("rl/c", 1))
+    champion = registry.champion()
+    assert champion is not None
+    assert champion.promotion.model == "rl/b"
+    assert [v.promotion.model for v in registry.versions()] == ["rl/a", "rl/b"]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_promotion_that_was_killed_at_any_write_is_completed_by_the_next_attempt(
+    workspace: WorkspaceConfig, registry: Registry, name: str, at: int, after: bool
+) -> None:
+    with pytest.raises(Killed):
+        dying(workspace, name, at=at, after=after).crown(promotion("rl/a", None))
+    assert registry.crown(promotion("rl/a", None))
+    (version,) = registry.versions()
+    assert version == registry.champion()
+    assert version.promoted_at
+
+
+def test_rollback_goes_back_one_champion_at_a_time_and_says_who_why_and_when(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match="no champion, so there is nothing to roll back"):
+        registry.roll_back(by="ann", why="x")
+    for model, over in (("rl/a", None), ("rl/b", 1), ("rl/c", 2)):
+        assert registry.crown(promotion(model, over))
+    lost, has = registry.roll_back(by="ann", why="rude")
+    assert (lost.number, has.number) == (3, 2)
+    assert "rolled back to version 2 by ann at 20" in registry.withdrawn("rl/c")
+    assert registry.withdrawn("rl/c").endswith(": rude")
+    assert registry.withdrawn("rl/b") == ""
+    # the next one is compared with version 2 and goes back to it
+    assert registry.crown(promotion("rl/d", 2))
+    assert registry.roll_back(by="ann", why="y")[1].number == 2
+    assert registry.roll_back(by="ann", why="y")[1].number == 1
+    with pytest.raises(ConfigError, match=r"version 1 of .* has no former champion to go back to: it was the first"):
+        registry.roll_back(by="ann", why="y")
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_a_rollback_that_was_killed_at_any_write_is_completed_by_the_next(
+    workspace: WorkspaceConfig, registry: Registry, name: str, at: int
+) -> None:
+    assert registry.crown(promotion("rl/a", None))
+    assert registry.crown(promotion("rl/b", 1))
+    with pytest.raises(Killed):
+        dying(workspace, name, at=at, after=False).roll_back(by="ann", why="x")
+    lost, has = registry.roll_back(by="bob", why="y")
+    assert (lost.number, has.number) == (2, 1)
+    assert "by bob" in registry.withdrawn("rl/b")
+
+
+def test_an_alias_that_somebody_else_set_is_named(workspace: WorkspaceConfig, registry: Registry, name: str) -> None:
+    client = mlflow_client(tracking_uri(workspace))
+    client.create_registered_model(name)
+    client.create_model_version(name, source="file:///x")
+    client.set_registered_model_alias(name, "champion", "1")
+    with pytest.raises(ConfigError, match="Klear did not promote it"):
+        registry.champion()
+
+
+# ---- the stage ----
+
+
+def inputs_of(workspace: WorkspaceConfig, num_right: int, seed: int, **more: ArtifactRef) -> dict[str, ArtifactRef]:
+    """Store a model that answers so many of 60 problems right, and return it with its scores."""
+    samples = [sample(i, 0, said(i), RIGHT if i < num_right else WRONG) for i in range(60)]
+    scores = evaluation(Path(workspace.root), samples, seed=seed, judged=True)
+    model = open_store(workspace).find("rl", f"rl{seed}".ljust(20, "0"))
+    assert model is not None
+    return {"model": model, "evaluation": scores, **more}
+
+
+def run_promote(workspace: WorkspaceConfig, name: str, inputs: dict[str, ArtifactRef], **rule: object) -> ArtifactRef:
+    bench = BenchmarkConfig(name="toy", source=ProceduralSource(split="heldout", num_problems=60))
+    cfg = PromoteConfig.model_validate({"registered_model": name, **rule})
+    job = PromoteJob.of(PipelineConfig(benchmarks=(bench,), promote=cfg))
+    info = RunInfo(workspace=workspace, run_id="r", run_name="n", stage="promote", started_at=datetime.now(UTC))
+    return promote.fn(info, job, inputs)
+
+
+def test_the_stage_promotes_refuses_and_decides_the_same_when_it_is_run_again(
+    workspace: WorkspaceConfig, registry: Registry, name: str
+) -> None:
+    first, better, worse = (inputs_of(workspace, num, seed) for num, seed in ((20, 1), (50, 2), (30, 3)))
+    assert not read_decision(run_promote(workspace, name, first).path).is_passed  # nothing to compare with
+    a = run_promote(workspace, name, first, first="any")
+    b = run_promote(workspace, name, better)
+    c = run_promote(workspace, name, worse)
+    assert [read_decision(ref.path).is_passed for ref in (a, b, c)] == [True, True, False]
+    assert read_decision(b.path).rival is not None
+    # a retry of what has become champion meets the rival that it met, not itself
+    assert run_promote(workspace, name, better) == b
+    assert [version.number for version in registry.versions()] == [1, 2]
+
+    registry.roll_back(by="ann", why="rude")
+    again = run_promote(workspace, name, better)
+    assert again.fingerprint != b.fingerprint
+    assert "rude" in read_decision(again.path).checks[0].text
+    champion = registry.champion()
+    assert champion is not None
+    assert champion.number == 1
+
+
+class Meanwhile(SilentConsole):
+    """Calls `act` once when a stage has made its artifact."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.acts = iter([act])
+
+    def stage_done(self, stage: str, ref: ArtifactRef, *, was_reused: bool, wall_s: float) -> None:
+        for act in self.acts:
+            act()
+
+
+def test_the_second_of_two_runs_is_compared_with_the_new_champion(
+    workspace: WorkspaceConfig, registry: Registry, name: str
+) -> None:
+    """Both decide against version 1; the other run's model is champion before this one's alias moves."""
+    first, ours, theirs = (inputs_of(workspace, num, seed) for num, seed in ((20, 4), (40, 5), (58, 6)))
+    run_promote(workspace, name, first, first="any")
+    set_console(Meanwhile(lambda: run_promote(workspace, name, theirs)))
+    decision = read_decision(run_promote(workspace, name, ours).path)
+    assert decision.rival is not None
+    assert (decision.rival.version, decision.is_passed) == (2, False)
+    champion = registry.champion()
+    assert champion is not None
+    assert champion.number == 2
+
+
+def test_a_first_champion_must_beat_the_first_model_of_its_run(workspace: WorkspaceConfig, name: str) -> None:
+    base = inputs_of(workspace, 30, 7)["evaluation"]
+    same, better = inputs_of(workspace, 30, 8, first=base), inputs_of(workspace, 45, 9, first=base)
+    refused = read_decision(run_promote(workspace, name, same).path)
+    assert (refused.is_passed, refused.rival_is) == (False, "first model of the run")
+    assert read_decision(run_promote(workspace, name, better).path).is_passed
+
+
+def test_a_champion_whose_scores_are_gone_is_not_replaced(
+    workspace: WorkspaceConfig, registry: Registry, name: str
+) -> None:
+    assert registry.crown(promotion("rl/gone", None))
+    decision = read_decision(run_promote(workspace, name, inputs_of(workspace, 60, 10)).path)
+    assert [check.text for check in decision.checks if not check.is_passed] == [
+        "the scores of the champion (evaluate/rl/gone) are gone"
+    ]
