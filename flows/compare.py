@@ -46,6 +46,9 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     for row in comparison.rows:
         if row.decoding == "sampled":
             console.print(_table(row, comparison))
+            for run, cell in zip(comparison.runs, row.cells, strict=True):
+                if cell is not None and cell.templates:
+                    console.print(f"  templates, {escape(run.label)}: {cell.templates}")
     for setting in comparison.settings[:_MAX_SETTINGS]:
         console.print(f"[dim]{setting.key}[/] {escape(' | '.join(setting.values))}")
     if len(comparison.settings) > _MAX_SETTINGS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import NormalDist, fmean, stdev
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -89,6 +90,31 @@ class DifficultyScore(Settings):
     greedy: Score | None
 
 
+class TemplateScore(Settings):
+    """avg@n of the same problems, asked in another prompt template."""
+
+    name: str
+    text: str
+    """The template; `{question}` is the question."""
+    avg: Score
+    truncated_frac: float = Field(ge=0, le=1)
+    no_answer_frac: float = Field(ge=0, le=1)
+    unscored: dict[Outcome, int]
+    """Samples that could not be judged, by outcome."""
+
+
+class TemplateSpread(Settings):
+    """Spread of avg@n over several prompt templates, the plain question among them."""
+
+    num_templates: int = Field(ge=2)
+    least: float = Field(ge=0, le=1)
+    most: float = Field(ge=0, le=1)
+    std: float = Field(ge=0, le=1)
+    """Standard deviation of the scores, divided by their number less one."""
+    sampling_std: float | None = Field(ge=0, le=1)
+    """The standard deviation to expect if all templates were equally good, from the re-run intervals; None without."""
+
+
 class EvalReport(Settings):
     """One benchmark's scores of one model. Answers that could not be judged are in no mean; they are counted here."""
 
@@ -127,6 +153,23 @@ class EvalReport(Settings):
     by_difficulty: tuple[DifficultyScore, ...]
     judge: JudgeRecord | None = None
     """The judge and its machine; None if the answers were counted without it."""
+    templates: tuple[TemplateScore, ...] = ()
+    """Scores of the same problems in other prompt templates; empty if none was asked for."""
+
+    @property
+    def template_spread(self) -> TemplateSpread | None:
+        """Spread of avg@n over the plain question and all templates; None if there is no template."""
+        if not self.templates:
+            return None
+        scores = [self.avg, *(template.avg for template in self.templates)]
+        values = [score.value for score in scores]
+        widths = [score.rerun.high - score.rerun.low for score in scores if score.rerun]
+        # an interval is about z standard errors wide on each side; scores of n samples have nearly the same width
+        z = NormalDist().inv_cdf(0.5 + self.confidence / 2)
+        sampling_std = fmean(widths) / (2 * z) if widths else None
+        return TemplateSpread(
+            num_templates=len(values), least=min(values), most=max(values), std=stdev(values), sampling_std=sampling_std
+        )
 
 
 _REPORTS: TypeAdapter[tuple[EvalReport, ...]] = TypeAdapter(tuple[EvalReport, ...])

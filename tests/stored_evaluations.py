@@ -16,7 +16,7 @@ from klear_core.config.jobs import EvaluateJob
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.summarise import make_report
 from klear_core.evaluate.tally import tally
-from klear_core.scores import JudgeRecord, write_reports
+from klear_core.scores import JudgeRecord, TemplateScore, write_reports
 from klear_core.types import Difficulty, Domain, EvalSample, MathReference, Outcome, Problem, Verdict
 
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="equal text")
@@ -66,6 +66,7 @@ def evaluation(
     seed: int = 0,
     files: Path | None = None,
     judged: bool = False,
+    templates: Sequence[TemplateScore] = (),
 ) -> ArtifactRef:
     """Publish benchmarks, a model of these files, and the evaluation with these samples; return the evaluation.
 
@@ -94,7 +95,7 @@ def evaluation(
             seed=seed,
             judge=JUDGE if judged else None,
         )
-        write_reports(slot.workdir, (report,))
+        write_reports(slot.workdir, (report.model_copy(update={"templates": tuple(templates)}),))
         return slot.publish(_manifest(stage, "evaluate", fingerprint, inputs, config=job.model_dump(mode="json")))
 
 

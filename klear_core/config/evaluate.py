@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints, field_validator
 
 from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig
 from klear_core.config.settings import Settings
@@ -28,6 +28,14 @@ class EvaluateRuntime(Settings):
     """CPU threads of the sampler."""
 
 
+QUESTION = "{question}"
+"""Where a prompt template has the question."""
+PLAIN_TEMPLATE = "plain"
+"""Name of the question as it stands, without a template."""
+
+TemplateName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+$")]
+
+
 class EvaluateSamplingConfig(SamplingConfig):
     """Sampling parameters for benchmark answers (section 4.1)."""
 
@@ -46,8 +54,26 @@ class EvaluateConfig(Settings):
     sampling: EvaluateSamplingConfig = EvaluateSamplingConfig()
     greedy: bool = True
     """Also decode one greedy answer per problem and report its score next to avg@n."""
+    templates: dict[TemplateName, str] = Field(default={}, exclude_if=lambda templates: not templates)
+    """Other wordings of every question, by name, to see how much the score depends on the wording:
+    `boxed = "{question} Put your final answer within \\boxed{}."`. Each is sampled n times a problem, too. The score is
+    that of the question as it stands, the paper's protocol; empty: it alone."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """Confidence level of all intervals, over problems; 0.95 by convention. The paper gives no intervals."""
     max_unscored_rate: float = Field(default=0.02, ge=0, le=1)
     """The stage stops above this share of judge failures, because the score would then measure the judge."""
     runtime: EvaluateRuntime = EvaluateRuntime()
+
+    @field_validator("templates")
+    @classmethod
+    def _have_the_question_once(cls, templates: dict[str, str]) -> dict[str, str]:
+        texts: dict[str, str] = {}
+        for name, text in templates.items():
+            if text.count(QUESTION) != 1:
+                raise ValueError(f"template {name!r} has {QUESTION} {text.count(QUESTION)} times, not once: {text!r}")
+            if name == PLAIN_TEMPLATE or text == QUESTION:
+                raise ValueError(f"template {name!r}: the question as it stands is always asked, as {PLAIN_TEMPLATE!r}")
+            if text in texts:
+                raise ValueError(f"templates {texts[text]!r} and {name!r} are the same text")
+            texts[text] = name
+        return templates

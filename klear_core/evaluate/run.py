@@ -25,15 +25,16 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
 from klear_core.evaluate.compute import Compute
 from klear_core.evaluate.judge_record import judge_record
-from klear_core.evaluate.suite import Benchmark, PlannedAnswer, plan_answers
+from klear_core.evaluate.suite import Benchmark, PlannedAnswer, plan_answers, plan_suite
 from klear_core.evaluate.summarise import ledger_step, make_report, metrics_of, warning_lines
 from klear_core.evaluate.tally import read_math_vote, tally
+from klear_core.evaluate.templates import asked, template_scores
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.generate.factory import EngineSpec
 from klear_core.generate.longest_first import LongestFirst
 from klear_core.metrics import Telemetry
 from klear_core.prompts import completed
-from klear_core.scores import EvalReport, write_reports
+from klear_core.scores import EvalReport, TemplateScore, write_reports
 from klear_core.seeding import seed_for
 from klear_core.types import EvalSample, Judge, Outcome, Problem
 
@@ -146,7 +147,7 @@ async def answer_benchmarks(
     telemetry: Telemetry,
 ) -> None:
     """Sample and judge every answer whose shard is missing, and write each shard when it is complete."""
-    shards = [shard for benchmark in suite for shard in plan_answers(cfg, benchmark, workdir)]
+    shards = plan_suite(cfg, suite, workdir)
     todo = [shard for shard in shards if not shard.is_done]
     if len(todo) < len(shards):
         log.info("evaluate: %d of %d shards were finished by an earlier run", len(shards) - len(todo), len(shards))
@@ -180,7 +181,8 @@ class _AnswerWorker:
         self.gate = gate
         self.seed = seed
         self.telemetry = telemetry
-        self.num_asked = {b.name: len(b.problems) * (b.num_samples + cfg.greedy) for b in suite}
+        per_problem = {b.name: b.num_samples * (1 + len(cfg.templates)) + cfg.greedy for b in suite}
+        self.num_asked = {b.name: len(b.problems) * per_problem[b.name] for b in suite}
         self.unscored: dict[str, Counter[Outcome]] = {b.name: Counter() for b in suite}
         self.num_done = 0
 
@@ -207,9 +209,10 @@ class _AnswerWorker:
         params = sampling_params(self.cfg.sampling, planned, seed=self.seed)
         # All benchmarks are one queue, so that the engine is idle at the end of the last alone.
         key = (planned.benchmark, problem.problem_id)
+        question = asked(problem.question, self.cfg, planned.template)
         try:
             async with self.gate.slot(key):
-                (sampled,) = await self.setup.engine.generate(self.setup.render(problem.question), params)
+                (sampled,) = await self.setup.engine.generate(self.setup.render(question), params)
             completion = completed(sampled, self.setup.opening)
         except KlearError:  # DataError and ConfigError are ValueErrors too; their messages already name the cause
             raise
@@ -225,7 +228,7 @@ class _AnswerWorker:
         sample = EvalSample(
             benchmark=planned.benchmark,
             problem_id=problem.problem_id,
-            question=problem.question,
+            question=question,
             difficulty=problem.difficulty,
             decoding=planned.decoding,
             sample_idx=planned.sample_idx,
@@ -274,6 +277,7 @@ def sampling_params(cfg: SamplingConfig, planned: PlannedAnswer, *, seed: int) -
     temperature, top_p, top_k = cfg.temperature, cfg.top_p, cfg.top_k
     if planned.decoding == "greedy":
         temperature, top_p, top_k = 0.0, 1.0, 0
+    template = (planned.template,) if planned.template else ()  # plain answers are the same with and without templates
     return SamplingParams(
         num_samples=1,
         temperature=temperature,
@@ -281,7 +285,9 @@ def sampling_params(cfg: SamplingConfig, planned: PlannedAnswer, *, seed: int) -
         top_k=top_k,
         repetition_penalty=cfg.repetition_penalty,
         max_new_tokens=cfg.max_new_tokens,
-        seed=seed_for(seed, "evaluate/sample", planned.benchmark, planned.problem.problem_id, planned.sample_idx),
+        seed=seed_for(
+            seed, "evaluate/sample", planned.benchmark, planned.problem.problem_id, planned.sample_idx, *template
+        ),
     )
 
 
@@ -301,12 +307,15 @@ def report_scores(
     for benchmark in suite:
         samples = (s for shard in plan_answers(cfg, benchmark, workdir) for s in read_shard(shard.path, EvalSample))
         tallies = tally(samples, benchmark.problems, read_vote=partial(read_math_vote, verify))
-        reports.append(
-            make_report(
-                tallies, cfg, benchmark=benchmark.name, num_samples=benchmark.num_samples, seed=seed, judge=judge
-            )
+        report = make_report(
+            tallies, cfg, benchmark=benchmark.name, num_samples=benchmark.num_samples, seed=seed, judge=judge
         )
         ledger.append(ledger_step(benchmark.name, tallies))
+        templates: list[TemplateScore] = []
+        for score, step in template_scores(cfg, benchmark, workdir):
+            templates.append(score)
+            ledger.append(step)
+        reports.append(report.model_copy(update={"templates": tuple(templates)}))
     write_reports(workdir, tuple(reports))
     metrics: dict[str, float] = {}
     counts: dict[str, int | float] = {}

@@ -31,6 +31,8 @@ class PlannedAnswer:
     problem: Problem
     decoding: Literal["sampled", "greedy"]
     sample_idx: int
+    template: str = ""
+    """Name of the prompt template; empty: the question as it stands."""
 
 
 def read_suite(folder: Path, configs: Sequence[BenchmarkConfig]) -> list[Benchmark]:
@@ -45,13 +47,44 @@ def read_benchmark(folder: Path, cfg: BenchmarkConfig) -> Benchmark:
 
 
 def plan_answers(cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path) -> list[Shard[PlannedAnswer]]:
-    """Return all answers to sample for a benchmark, problem by problem, cut into shards."""
+    """Return all answers to sample for a benchmark's plain questions, problem by problem, cut into shards."""
     answers: list[PlannedAnswer] = []
     for problem in benchmark.problems:
-        for i in range(benchmark.num_samples):
-            answers.append(PlannedAnswer(benchmark=benchmark.name, problem=problem, decoding="sampled", sample_idx=i))
+        answers += _samples(benchmark, problem)
         if cfg.greedy:
             answers.append(PlannedAnswer(benchmark=benchmark.name, problem=problem, decoding="greedy", sample_idx=0))
     return plan_shards(
         workdir / "samples", answers, items_per_shard=cfg.runtime.answers_per_shard, prefix=f"{benchmark.name}-"
     )
+
+
+def plan_template(
+    cfg: EvaluateConfig, benchmark: Benchmark, template: str, workdir: Path
+) -> list[Shard[PlannedAnswer]]:
+    """Return all answers to sample for a benchmark's questions in one of `cfg.templates`, cut into shards."""
+    answers: list[PlannedAnswer] = []
+    for problem in benchmark.problems:
+        answers += _samples(benchmark, problem, template)
+    return plan_shards(
+        workdir / "templates" / template,
+        answers,
+        items_per_shard=cfg.runtime.answers_per_shard,
+        prefix=f"{benchmark.name}-",
+    )
+
+
+def plan_suite(cfg: EvaluateConfig, suite: Sequence[Benchmark], workdir: Path) -> list[Shard[PlannedAnswer]]:
+    """Return all answers to sample for all benchmarks and templates, cut into shards."""
+    shards: list[Shard[PlannedAnswer]] = []
+    for benchmark in suite:
+        shards += plan_answers(cfg, benchmark, workdir)
+        for template in cfg.templates:
+            shards += plan_template(cfg, benchmark, template, workdir)
+    return shards
+
+
+def _samples(benchmark: Benchmark, problem: Problem, template: str = "") -> list[PlannedAnswer]:
+    return [
+        PlannedAnswer(benchmark=benchmark.name, problem=problem, decoding="sampled", sample_idx=i, template=template)
+        for i in range(benchmark.num_samples)
+    ]

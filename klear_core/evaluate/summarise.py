@@ -132,6 +132,11 @@ def metrics_of(report: EvalReport) -> dict[str, float]:
         metrics[f"{prefix}/maj_at_{n}"] = report.majority.value
     if report.greedy is not None:
         metrics[f"{prefix}/greedy"] = report.greedy.value
+    for template in report.templates:
+        metrics[f"{prefix}/template_{template.name}"] = template.avg.value
+    if report.template_spread is not None:
+        spread = report.template_spread
+        metrics |= {f"{prefix}/template_std": spread.std, f"{prefix}/template_range": spread.most - spread.least}
     for pass_at in report.pass_at:
         metrics[f"{prefix}/pass_at_{pass_at.k}"] = pass_at.score.value
     return metrics

@@ -205,8 +205,9 @@ def _evaluate(config: PipelineConfig, size: ModelSize | None, stages: Collection
     if None in counts:
         return StageEstimate(stage="evaluate", max_tokens=None, memory_gb=memory, note="a benchmark file is missing")
     answers = 0
+    num_wordings = 1 + len(config.evaluate.templates)
     for num_problems, benchmark in zip(counts, config.benchmarks, strict=True):
-        answers += (num_problems or 0) * (benchmark.num_samples + config.evaluate.greedy)
+        answers += (num_problems or 0) * (benchmark.num_samples * num_wordings + config.evaluate.greedy)
     tokens = len(stages) * answers * config.evaluate.sampling.max_new_tokens
     first = next(iter(stages))
     return StageEstimate(

@@ -20,6 +20,7 @@ from klear_core.evaluate.generations import Decoding, is_evaluation
 from klear_core.metrics import METRICS_FILE
 from klear_core.report.charts import Series
 from klear_core.report.read import SAMPLES_FOLDER, read_series
+from klear_core.scores import EvalReport, read_reports
 from klear_core.types import EvalSample
 
 CountsBy = Mapping[tuple[str, Decoding], AnswerCounts]
@@ -50,6 +51,11 @@ class ScoredModel:
         for sample in read_shards(self.evaluation / SAMPLES_FOLDER, EvalSample):
             found[sample.benchmark, sample.decoding].add(sample.problem_id, sample.finish_reason, sample.verdict)
         return dict(found)
+
+    @cached_property
+    def reports(self) -> Mapping[str, EvalReport]:
+        """Its stored scores by benchmark."""
+        return {report.benchmark: report for report in read_reports(self.evaluation)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

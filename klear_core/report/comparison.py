@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from klear_core.config.evaluate import PLAIN_TEMPLATE
 from klear_core.errors import DataError
 from klear_core.evaluate.counts import AnswerCounts, Difference, Shares, paired_estimate
 from klear_core.evaluate.generations import Decoding, evaluation_answers
@@ -17,7 +18,7 @@ from klear_core.report.build import page_template, stylesheet
 from klear_core.report.charts import LineChart, Series, line_chart
 from klear_core.report.compared_runs import ComparedRun, DifferentSetting, RunStage, different_settings
 from klear_core.report.curves import RL_CHARTS, SFT_CHARTS, ChartSpec
-from klear_core.report.text import NONE, duration, p_value, percent, points, range_text
+from klear_core.report.text import NONE, duration, p_value, percent, points, range_text, spread_text
 from klear_core.scores import Range
 
 COMPARISON_PAGE = "comparison.html"
@@ -39,6 +40,8 @@ class ScoreCell:
     score: float | None
     rerun: str
     """Interval over other samples of these problems; empty with one answer a problem."""
+    templates: str = ""
+    """Scores in other prompt templates and their spread; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +176,11 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
         cells = []
         for i, difference in differences.items():
             cells.append(_difference(i, difference, next(corrected)) if difference else _unpaired(i))
-        scores = [_cell(each.shares(confidence=CONFIDENCE)) if each else None for each in own]
+        wordings = [_templates(run, maker, benchmark) if decoding == "sampled" else "" for run in runs]
+        scores = [
+            _cell(each.shares(confidence=CONFIDENCE), templates) if each else None
+            for each, templates in zip(own, wordings, strict=True)
+        ]
         row = ScoreRow(
             benchmark=benchmark, maker=maker, decoding=decoding, cells=tuple(scores), differences=tuple(cells)
         )
@@ -197,7 +204,19 @@ def _differences(counts: Sequence[AnswerCounts | None]) -> dict[int, Difference 
     return differences
 
 
-def _cell(shares: Shares) -> ScoreCell:
+def _templates(run: ComparedRun, maker: str, benchmark: str) -> str:
+    """Return a model's scores in other prompt templates with their spread; empty if it has none."""
+    model = run.model(maker)
+    report = model.reports.get(benchmark) if model else None
+    spread = report.template_spread if report else None
+    if report is None or spread is None:
+        return ""
+    scores = [(PLAIN_TEMPLATE, report.avg), *((template.name, template.avg) for template in report.templates)]
+    listed = ", ".join(f"{name} {percent(score.value)}" for name, score in scores)
+    return f"{listed}; {spread_text(spread)}"
+
+
+def _cell(shares: Shares, templates: str) -> ScoreCell:
     score, num = shares.score, shares.num_answers
     value, interval, rerun = NONE, "", ""
     if score is not None:
@@ -211,6 +230,7 @@ def _cell(shares: Shares) -> ScoreCell:
         no_answer=percent(shares.num_no_answer / num),
         not_judged=percent(shares.num_unscored / num),
         score=score.value if score else None,
+        templates=templates,
     )
 
 

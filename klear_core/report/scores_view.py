@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass
 
 from klear_core.config.engine import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.evaluate import PLAIN_TEMPLATE, QUESTION
 from klear_core.report.charts import nice_ticks
 from klear_core.report.claims import Standing, standing_of, why_not_tested
 from klear_core.report.contamination import num_contaminated
 from klear_core.report.facts import Facts, ModelFacts
 from klear_core.report.inputs import PairedDifference
 from klear_core.report.published_view import PublishedRow, published_rows
-from klear_core.report.text import MINUS, NONE, number, p_value, percent, points, range_text
+from klear_core.report.text import MINUS, NONE, number, p_value, percent, points, range_text, spread_text
 from klear_core.scores import DecodingProfile, EvalReport, Range, Score
 
 
@@ -112,6 +113,20 @@ class DifferenceRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateRow:
+    """One model's scores in several prompt templates."""
+
+    tone: int
+    model: str
+    means: tuple[Mean, ...]
+    """In the order of the view's `templates`."""
+    spread: str
+    """Range and standard deviation over the templates: `61.0 to 64.2, standard deviation 1.3 points`."""
+    sampling: str
+    """Standard deviation to expect from sampling alone; empty if it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkView:
     """All scores and differences on one benchmark."""
 
@@ -129,6 +144,9 @@ class BenchmarkView:
     differences: tuple[DifferenceRow, ...]
     difference_axis: Axis
     published: tuple[PublishedRow, ...]
+    templates: tuple[tuple[str, str], ...]
+    """Name and text of each prompt template, the plain question first; empty if there is no other."""
+    template_rows: tuple[TemplateRow, ...]
     num_compared: int
     """Differences of the whole report, for which p-values are corrected."""
 
@@ -193,7 +211,28 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
         differences=tuple(difference_rows),
         difference_axis=axis,
         published=published_rows(facts.published, [model for model, _ in scored], name),
+        templates=_templates(last),
+        template_rows=tuple(_template_row(model, report) for model, report in scored if report.templates),
         num_compared=len(facts.differences),
+    )
+
+
+def _templates(report: EvalReport) -> tuple[tuple[str, str], ...]:
+    if not report.templates:
+        return ()
+    return ((PLAIN_TEMPLATE, QUESTION), *((template.name, template.text) for template in report.templates))
+
+
+def _template_row(model: ModelFacts, report: EvalReport) -> TemplateRow:
+    spread = report.template_spread
+    assert spread is not None, report.benchmark
+    sampling = "" if spread.sampling_std is None else f"{100 * spread.sampling_std:.1f}"
+    return TemplateRow(
+        tone=model.tone,
+        model=model.maker.label,
+        means=(_mean(report.avg), *(_mean(template.avg) for template in report.templates)),
+        spread=spread_text(spread),
+        sampling=sampling,
     )
 
 

@@ -6,7 +6,7 @@ import math
 import unicodedata
 from collections.abc import Sequence
 
-from klear_core.scores import Range
+from klear_core.scores import Range, TemplateSpread
 
 NBSP = "\u00a0"
 NONE = "\u2013"
@@ -29,6 +29,11 @@ def points(difference: float) -> str:
 def range_text(ends: Range) -> str:
     """Format an interval of a difference in percentage points: `+27.9 to +33.6`."""
     return f"{points(ends.low)} to {points(ends.high)}"
+
+
+def spread_text(spread: TemplateSpread) -> str:
+    """Format the spread of a score over templates: `61.0 to 64.2, standard deviation 1.6 points`."""
+    return f"{100 * spread.least:.1f} to {100 * spread.most:.1f}, standard deviation {100 * spread.std:.1f} points"
 
 
 def p_value(p: float) -> str:

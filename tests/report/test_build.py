@@ -20,6 +20,7 @@ from klear_core.evaluate.decision import DECISION_FILE, Check, Contender, Decisi
 from klear_core.pipeline.graph import stages_of
 from klear_core.report.build import build_report
 from klear_core.report.inputs import ReportInputs, StageFolder
+from klear_core.scores import TemplateScore, read_reports, write_reports
 from klear_core.types import EvalSample
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)></pre></style>\"'&{{ 7*7 }}"
@@ -93,6 +94,27 @@ def test_the_decoding_profile_stands_beside_the_scores(html: str) -> None:
         "temperature 1, top-p off, top-k off, repetition penalty off, up to 96 new tokens; torch engine in float32"
         in text_of(html)
     )
+
+
+def test_scores_in_other_templates_and_their_spread_are_on_the_page(tmp_path: Path) -> None:
+    run = laptop_run(tmp_path)
+    for stage in run.stages:
+        if stage.stage.scored_model_stage:
+            (report,) = read_reports(stage.folder)
+            boxed = TemplateScore(
+                name="boxed",
+                text=r"{question} <b>\boxed{}</b>",
+                avg=report.avg.model_copy(update={"value": report.avg.value / 2}),
+                truncated_frac=0,
+                no_answer_frac=0,
+                unscored={},
+            )
+            stage.folder.joinpath("report.json").chmod(0o644)
+            write_reports(stage.folder, (report.model_copy(update={"templates": (boxed,)}),))
+    text = text_of(page_of(run, tmp_path))
+    # RL: 97.8 and half of it, whose standard deviation is their difference over the root of 2
+    assert "48.9 to 97.8, standard deviation 34.6 points" in text
+    assert r"boxed: {question} <b>\boxed{}</b>" in text
 
 
 def test_the_page_loads_nothing_and_runs_nothing(html: str) -> None:

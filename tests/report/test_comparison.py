@@ -11,6 +11,7 @@ from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, published_repor
 from klear_core.errors import ArtifactError, DataError
 from klear_core.report.compared_runs import different_settings, read_run
 from klear_core.report.comparison import COMPARISON_PAGE, compare_runs
+from klear_core.scores import Range, Score, TemplateScore
 
 
 def run(root: Path, marks: str, *, seed: int = 0, first: int = 1, **config: object) -> Path:
@@ -49,6 +50,28 @@ def test_runs_on_other_problems_stand_side_by_side_without_a_difference(tmp_path
     comparison = compare_runs([read_run(report) for report in reports], tmp_path / "out")
     (difference,) = comparison.rows[0].differences
     assert (difference.is_paired, difference.standing) == (False, "no problem in common")
+
+
+def test_scores_in_other_templates_stand_beside_the_plain_one_with_their_spread(tmp_path: Path) -> None:
+    samples = [sample(i, j, said(i), RIGHT if i < 3 else WRONG) for i in range(1, 5) for j in range(2)]
+    one = Score(
+        value=0.9, new_problems=Range(low=0, high=1), rerun=Range(low=0.8, high=1), num_problems=4, num_samples=8
+    )
+    boxed = TemplateScore(name="boxed", text="{question}!", avg=one, truncated_frac=0, no_answer_frac=0, unscored={})
+    ref = evaluation(tmp_path / "a", samples, templates=[boxed])
+    reports = [published_report(tmp_path / "a", {"evaluate_rl": ref}, {"name": "toy", "seed": 0})]
+    reports.append(run(tmp_path / "b", "RRWW", seed=1))
+    comparison = compare_runs([read_run(report) for report in reports], tmp_path / "out")
+    first, second = comparison.rows[0].cells
+    assert first is not None
+    assert second is not None
+    # the standard deviation of 50 and 90 is 40 / sqrt(2)
+    assert first.templates.replace("\u00a0", " ") == (
+        "plain 50.0 %, boxed 90.0 %; 50.0 to 90.0, standard deviation 28.3 points"
+    )
+    assert second.templates == ""
+    page = (tmp_path / "out" / COMPARISON_PAGE).read_text()
+    assert page.count("templates: plain") == 1
 
 
 def test_two_runs_of_one_name_have_labels_that_differ(tmp_path: Path) -> None:
