@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.losses import ErcConfig, GppoConfig, LossConfig
@@ -77,6 +77,12 @@ class CustomReward(UserFunction):
         return self
 
 
+FormatReward = Annotated[
+    Annotated[float, Field(ge=-100, le=100)] | None, BeforeValidator(lambda value: None if value == "none" else value)
+]
+"""Reward of a missing tag; None, which profiles write as `"none"` because TOML has no null, gives no such reward."""
+
+
 class RewardConfig(Settings):
     """Mapping from verdicts to rewards; defaults from the published code (`reward_config.py`)."""
 
@@ -87,11 +93,12 @@ class RewardConfig(Settings):
     -1 to 1."""
     soft: bool = True
     """Reward partial scores (the share of passed tests); False rewards only the full score."""
-    missing_close: float | None = Field(default=-0.5, ge=-100, le=100)
-    """Reward of an answer without `</think>`, whatever its content; None judges it like any other. A value above
+    missing_close: FormatReward = -0.5
+    """Reward of an answer without `</think>`, whatever its content; `"none"` judges it like any other. A value above
     `wrong` favours truncated answers."""
-    missing_open: float | None = Field(default=-2.0, ge=-100, le=100)
-    """Reward of an answer without `<think>` (checked second); a chat template that opens it in the prompt counts."""
+    missing_open: FormatReward = -2.0
+    """Reward of an answer without `<think>` (checked second); `"none"` judges it like any other. A chat template that
+    opens it in the prompt counts."""
     custom: tuple[CustomReward, ...] = ()
     """Functions of the user's own, whose weighted values are added for every answer, well-formed or not."""
 

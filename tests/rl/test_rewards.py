@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from klear_core.config.load import load_profile
 from klear_core.config.rl import OverlongConfig, RewardConfig
+from klear_core.errors import ConfigError
 from klear_core.rl.rewards import is_positive, overlong_penalty, reward_of
 from klear_core.types import Completion, Outcome, Verdict
 
+SMOKE = Path(__file__).parents[2] / "configs" / "smoke"
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0)
 WRONG = Verdict(outcome=Outcome.SCORED, score=0.0)
 NOTHING = Verdict(outcome=Outcome.NO_ANSWER, score=0.0)
@@ -33,6 +38,16 @@ def test_missing_tags_are_checked_before_the_verdict_and_the_closing_one_first()
 def test_format_terms_can_be_left_out() -> None:
     cfg = RewardConfig(missing_close=None, missing_open=None)
     assert reward_of(answer("\\boxed{1}"), RIGHT, cfg) == 1
+
+
+def test_a_profile_leaves_format_terms_out_by_the_word_none() -> None:
+    cfg = load_profile(SMOKE, ["rl.reward.missing_close=none", 'rl.reward.missing_open="none"']).rl.reward
+    assert (cfg.missing_close, cfg.missing_open) == (None, None)
+    assert is_positive(answer("\\boxed{1}"), RIGHT, cfg)
+    with pytest.raises(ConfigError, match=r"rl\.reward\.missing_close"):
+        load_profile(SMOKE, ["rl.reward.missing_close=off"])
+    with pytest.raises(ConfigError, match=r"rl\.reward\.missing_open.*100"):
+        load_profile(SMOKE, ["rl.reward.missing_open=-101"])
 
 
 @pytest.mark.parametrize(
