@@ -23,6 +23,8 @@ from klear_core.errors import ConfigError, ResourceError
 _CONNECT_TIMEOUT_S = 5
 _READ_TIMEOUT_S = 60
 _MAX_TRIES = 3
+_BEING_CREATED = ".being-created"
+"""Ending of a file in a shared folder that has not got its name yet."""
 _EXTRAS = {"s3": "pip install 'klear[s3]'", "s3a": "pip install 'klear[s3]'"}
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
 _NO_CONNECTION = ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError", "ProxyConnectionError")
@@ -135,7 +137,7 @@ class Bucket:
             except FileNotFoundError:
                 return []
         start = len(self._root) + 1
-        return sorted(str(path)[start:] for path in found)
+        return sorted(str(path)[start:] for path in found if not str(path).endswith(_BEING_CREATED))
 
     @property
     def _is_s3(self) -> bool:
@@ -245,7 +247,7 @@ def _options(protocol: str) -> dict[str, Any]:
 
 def _create_file(path: Path, content: bytes) -> None:
     """Create a file with its whole content, or raise FileExistsError; a link is atomic, also on NFS."""
-    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_BEING_CREATED}")
     beside.write_bytes(content)
     try:
         os.link(beside, path)

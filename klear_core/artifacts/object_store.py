@@ -35,7 +35,8 @@ from klear_core.artifacts.manifest import (
 )
 from klear_core.artifacts.object_cache import TRANSFERS, ObjectCache, object_key, set_object_aside
 from klear_core.artifacts.opened import node_id, write_shared
-from klear_core.artifacts.store import CheckedBy, LocalSlot, LocalStore
+from klear_core.artifacts.store import ATTEMPTS, CheckedBy, LocalSlot, LocalStore
+from klear_core.artifacts.work import WorkCopy
 from klear_core.errors import ArtifactError
 
 log = logging.getLogger(__name__)
@@ -58,11 +59,13 @@ class ObjectStore(LocalStore):
         checked_by: CheckedBy = "content",
         cache_gb: float | None = None,
         times: LeaseTimes | None = None,
+        share_work_s: float = 60.0,
     ) -> None:
         super().__init__(root, checked_by=checked_by)
         self.bucket = Bucket(url)
         self.cache = ObjectCache(self.root, self.bucket, max_gb=cache_gb)
         self._times = times or LeaseTimes()
+        self._share_work_s = share_work_s
 
     def exists(self, kind: str, fingerprint: str) -> bool:
         """Return whether the artifact is sealed in the store, without fetching it."""
@@ -134,7 +137,6 @@ class ObjectStore(LocalStore):
 
         A second builder, on this node or another, waits here and then finds the artifact in its slot.
         """
-        write_shared(self.root, self.bucket.url)
         with super().create(kind, fingerprint) as slot:
             if slot.ref is not None:
                 yield slot
@@ -149,7 +151,15 @@ class ObjectStore(LocalStore):
                 slot.ref = self.find_intact(kind, fingerprint)
                 if slot.ref is not None:
                     shutil.rmtree(self._building(kind, fingerprint), ignore_errors=True)
-                yield slot
+                    yield slot
+                    return
+                work = self._work(kind, fingerprint)
+                slot.attempt = work.restore(slot.attempt)
+                (slot.workdir.parent / ATTEMPTS).write_text(str(slot.attempt))
+                with work.kept(self._share_work_s):
+                    yield slot
+                if slot.ref is not None:
+                    work.clear()
 
     def seal(self, ref: ArtifactRef) -> ArtifactRef:
         """Upload an artifact and make it visible to all nodes; returns the one that is sealed, which may be another
@@ -177,6 +187,7 @@ class ObjectStore(LocalStore):
         if seal is not None:
             self.bucket.write(f"{_aside_keys(kind, fingerprint)}{why}-{time.time_ns()}", seal)
             self.bucket.delete(key)
+        self._work(kind, fingerprint).clear()
         return super().set_aside(kind, fingerprint, why=why)
 
     def _seal_or_move_aside(self, kind: str, fingerprint: str) -> ArtifactRef | None:
@@ -192,6 +203,12 @@ class ObjectStore(LocalStore):
             log.warning("%s %s is made again: the old one of this node was moved to %s", kind, fingerprint, kept)
             return None
         return self.seal(self._local(kind, fingerprint))
+
+    def _work(self, kind: str, fingerprint: str) -> WorkCopy:
+        return WorkCopy(self.bucket, self.workdir(kind, fingerprint), node=node_id(self.root))
+
+    def _note_shared(self) -> None:
+        write_shared(self.root, self.bucket.url)
 
     def _is_pointer(self, kind: str, fingerprint: str) -> bool:
         """Return whether this node's artifact only points to files of this machine, which means nothing on another."""

@@ -26,6 +26,12 @@ from klear_core.errors import ArtifactError
 log = logging.getLogger(__name__)
 
 SCRATCH = "scratch"
+BUILDING = ".building"
+"""Folder of unfinished work."""
+ATTEMPTS = "attempts"
+"""File beside a working folder with the number of builds that were started."""
+SHARED = ".shared-store"
+"""File with the URL of the shared store that the artifacts of a folder were last built with."""
 
 CheckedBy = Literal["content", "size"]
 """The comparison of an artifact with its manifest: all bytes, or only names and sizes."""
@@ -145,6 +151,7 @@ class LocalStore:
             log.warning("%s %s is being built by %s: waiting for it", kind, fingerprint, holder)
 
         with DiskErrors(self.root), file_lock(lock, on_wait=warn):
+            self._note_shared()
             if earlier_holders:
                 log.warning("%s %s: no longer held by %s", kind, fingerprint, earlier_holders[0])
             # only now: while this process waited, another may have built the artifact
@@ -190,6 +197,10 @@ class LocalStore:
         """Return the artifact as it is: in a local store the rename made it visible."""
         return ref
 
+    def _note_shared(self) -> None:
+        """Note for code that is only given a folder that there is no shared store."""
+        (self.root / SHARED).unlink(missing_ok=True)
+
     def _move_aside(self, folder: Path, *, why: str) -> Path:
         target = self.root / ".aside" / f"{why}-{folder.parent.name}-{folder.name}-{time.time_ns()}"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -197,13 +208,13 @@ class LocalStore:
         return target
 
     def _building(self, kind: str, fingerprint: str) -> Path:
-        return self.root / ".building" / f"{kind}-{fingerprint}"
+        return self.root / BUILDING / f"{kind}-{fingerprint}"
 
 
 def _begin_attempt(building: Path) -> int:
     """Count this attempt, and create the working folder if it is missing."""
     (building / "work").mkdir(parents=True, exist_ok=True)
-    counter = building / "attempts"
+    counter = building / ATTEMPTS
     attempt = int(counter.read_text() or 0) + 1 if counter.exists() else 1
     counter.write_text(str(attempt))
     return attempt

@@ -35,6 +35,8 @@ class WorkspaceConfig(Settings):
     """Gigabytes of artifacts fetched from `store` to keep on this node; unused ones are deleted above it. None: all."""
     lease_s: float = Field(default=60.0, ge=1)
     """Seconds without a heartbeat after which another node takes over the building of an artifact in `store`."""
+    share_work_s: float = Field(default=60.0, gt=0)
+    """Seconds between copies of a stage's unfinished work to `store`; checkpoints are copied once they are written."""
     retries: int = Field(default=2, ge=0)
     """Retries of a failed stage, with exponential backoff; an invalid config is never retried."""
     timeout_s: int | None = Field(default=None, ge=1)

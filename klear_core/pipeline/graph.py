@@ -287,7 +287,14 @@ def open_store(workspace: WorkspaceConfig, *, checked_by: CheckedBy | None = Non
     from klear_core.artifacts.object_store import ObjectStore
 
     times = LeaseTimes(expiry_s=workspace.lease_s)
-    return ObjectStore(root, workspace.store, checked_by=checked_by, cache_gb=workspace.cache_gb, times=times)
+    return ObjectStore(
+        root,
+        workspace.store,
+        checked_by=checked_by,
+        cache_gb=workspace.cache_gb,
+        times=times,
+        share_work_s=workspace.share_work_s,
+    )
 
 
 def _indices(stages: Sequence[Stage], which: str) -> list[int]:

@@ -5,16 +5,13 @@ A checkpoint is a folder `step-00000100`: written under another name, sealed wit
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
-import os
 import shutil
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,15 +30,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ArtifactError, ResourceError
+from klear_core.train.checkpoint_copies import CheckpointCopies
+from klear_core.train.checkpoint_files import SEAL, digests_of, files_of_rank, find_damage
 from klear_core.train.parallel import World
 from klear_core.train.progress import made_progress
 
 log = logging.getLogger(__name__)
 # This warning is expected, because a single rank saves without a process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
-
-SEAL = "seal.json"
-_HASH_THREADS = 8  # a thread hashes about 1 GB a second, so that 8 are as fast as a local disk
 
 Counters = Mapping[str, int | float]
 """Other numbers that a training loop needs to resume (policy version, skipped steps, data position)."""
@@ -59,6 +55,7 @@ class Checkpoints:
         # The writer thread needs a separate process group: collective calls of two threads would mix on a shared one.
         is_group_needed = cfg.asynchronous and world.size > 1
         self._group = dist.new_group(backend="gloo") if is_group_needed else None
+        self._copies = CheckpointCopies.of(folder)
         folder.mkdir(parents=True, exist_ok=True)
 
     def is_due(self, step: int) -> bool:
@@ -92,9 +89,9 @@ class Checkpoints:
         """Restore the newest complete checkpoint and return its step and counters; None if there is none.
 
         A damaged checkpoint is skipped with a warning: resuming from the one before it loses less than starting over.
+        With a shared store the newest complete copy counts, and is fetched to every rank's disk.
         """
-        # Rank 0 alone verifies checksums and chooses, so that all ranks load the same step.
-        name = self.world.broadcast(self._newest_complete() if self.world.rank == 0 else None)
+        name = self._newest_here() if self._copies is None else self._newest_copy(self._copies)
         if name is None:
             return None
         folder = self.folder / name
@@ -126,7 +123,7 @@ class Checkpoints:
     def _write(self, step: int, state: dict[str, Any], seal: dict[str, Any]) -> None:
         # Collective call. The barriers keep this order on all ranks: clean up, write shards, seal and rename, return.
         temporary, final = self.folder / "unfinished", self.folder / f"step-{step:08d}"
-        if self.world.rank == 0:
+        if self._is_writer_of_disk:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(final, ignore_errors=True)  # damaged: a run resumes from a complete one
         self._barrier()
@@ -141,13 +138,51 @@ class Checkpoints:
         except CheckpointException as e:  # a BaseException, which `except Exception` would miss
             raise ResourceError(f"checkpoint {final} could not be written: {_causes(e)}") from e
         self._barrier()
-        if self.world.rank == 0:
-            seal["files"] = _digests(sorted(temporary.iterdir()))
+        if self._copies is not None:
+            self._send(self._copies, seal, temporary, final)
+        elif self.world.rank == 0:
+            seal["files"] = digests_of(sorted(temporary.iterdir()))
             (temporary / SEAL).write_text(json.dumps(seal, allow_nan=False))
             temporary.rename(final)
-            for old in self._names()[: -self.cfg.keep]:
-                shutil.rmtree(self.folder / old)
         self._barrier()
+        if self._is_writer_of_disk:
+            for old in self._names()[: -self.cfg.keep]:
+                shutil.rmtree(self.folder / old, ignore_errors=True)
+        self._barrier()
+
+    def _send(self, copies: CheckpointCopies, seal: dict[str, Any], temporary: Path, final: Path) -> None:
+        """Send this rank's files to the store, and seal the copy and what is on each disk (collective call)."""
+        own = files_of_rank(temporary, self.world.rank)
+        digests = digests_of(own)
+        copies.send(final.name, own)
+        seal["files"] = {name: digest for each in self._gather(digests) for name, digest in each.items()}
+        content = json.dumps(seal, allow_nan=False)
+        if self.world.rank == 0:
+            copies.seal(final.name, content)
+            for old in copies.sealed()[: -self.cfg.keep]:
+                copies.drop(old)
+        # Of the ranks that share a disk any may be the one that renames; its files are all there after the gathering.
+        beside = self.folder / f"{SEAL}.{self.world.rank}"
+        beside.write_text(content)
+        try:
+            beside.replace(temporary / SEAL)
+            temporary.rename(final)
+        except FileNotFoundError:
+            beside.unlink(missing_ok=True)
+            if not final.is_dir():
+                raise
+
+    @property
+    def _is_writer_of_disk(self) -> bool:
+        """Return whether this rank cleans up its disk: rank 0, or with a shared store all, whose disks may differ."""
+        return self.world.rank == 0 or self._copies is not None
+
+    def _gather(self, value: dict[str, str]) -> list[dict[str, str]]:
+        if self.world.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def _barrier(self) -> None:
         if self.world.size > 1:
@@ -156,9 +191,36 @@ class Checkpoints:
     def _names(self) -> list[str]:
         return sorted(p.name for p in self.folder.glob("step-*") if p.is_dir())
 
+    def _newest_here(self) -> str | None:
+        """Return the newest complete checkpoint on the disk of all ranks (collective call)."""
+        # Rank 0 alone verifies checksums and chooses, so that all ranks load the same step.
+        name: str | None = self.world.broadcast(self._newest_complete() if self.world.rank == 0 else None)
+        return name
+
+    def _newest_copy(self, copies: CheckpointCopies) -> str | None:
+        """Return the newest checkpoint of the shared store that all ranks could fetch (collective call).
+
+        One that only this disk has counts if there is a single rank: it was not sent before a kill.
+        """
+        here = self._newest_complete() if self.world.size == 1 else None
+        names: list[str] = self.world.broadcast(copies.sealed() if self.world.rank == 0 else None)
+        for name in reversed(names):
+            if here is not None and here >= name:
+                return here
+            try:
+                copies.fetch(name, self.folder / name)
+                trouble = ""
+            except ArtifactError as e:
+                trouble = str(e)
+            troubles = [found for found in self.world.gather(trouble) if found]
+            if not troubles:
+                return name
+            log.warning("checkpoint %s is skipped: %s", name, troubles[0])
+        return here
+
     def _newest_complete(self) -> str | None:
         for name in reversed(self._names()):
-            damage = _find_damage(self.folder / name)
+            damage = find_damage(self.folder / name)
             if damage is None:
                 return name
             log.warning("checkpoint %s is skipped: %s", self.folder / name, damage)
@@ -212,30 +274,3 @@ def _copy(state: Any) -> Any:
 
 def _causes(failure: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {error!r}" for rank, (error, _trace) in failure.failures.items())
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as f:
-        digest = hashlib.file_digest(f, "blake2b").hexdigest()[:32]
-    made_progress(f"checksum of {file.name}")
-    return digest
-
-
-def _digests(files: Sequence[Path]) -> dict[str, str]:
-    """Return the checksum of each file by its name, several files at a time: hashing releases Python's lock."""
-    with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as threads:
-        return dict(zip([file.name for file in files], threads.map(_digest, files), strict=True))
-
-
-def _find_damage(folder: Path) -> str | None:
-    """Return in words what is wrong with a checkpoint; None if it is complete."""
-    try:
-        seal = json.loads((folder / SEAL).read_text())
-    except (OSError, json.JSONDecodeError) as e:
-        return f"{SEAL} cannot be read ({e})"
-    missing = [name for name in seal["files"] if not (folder / name).is_file()]
-    if missing:
-        return f"{missing[0]} is missing"
-    found = _digests([folder / name for name in seal["files"]])
-    damaged = [name for name, digest in seal["files"].items() if found[name] != digest]
-    return f"{damaged[0]} is damaged" if damaged else None

@@ -279,6 +279,77 @@ def test_a_lease_without_heartbeat_is_taken_over(node: Node):
         assert a.bucket.keys("leases/")[-1].endswith("000000002")
 
 
+def begin(store: ObjectStore, files: dict[str, str]) -> int:
+    """Write files in a stage that is then killed, as far as its store can tell: nothing is sent at its end."""
+    with store.create("sft", "f1") as slot:
+        for name, text in files.items():
+            file = slot.workdir / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        time.sleep(0.02)  # a pass leaves files of its own moment to the next
+        return slot.attempt
+
+
+def found_by(store: ObjectStore) -> dict[str, str]:
+    with store.create("sft", "f1") as slot:
+        files = sorted(path for path in slot.workdir.rglob("*") if path.is_file())
+        return {path.relative_to(slot.workdir).as_posix(): path.read_text() for path in files}
+
+
+def test_another_node_goes_on_with_unfinished_work(node: Node):
+    begin(node("a"), {"traces/0.parquet": "0", "metrics.jsonl": "1\n", "scratch/shown/1": "s", "scratch/tokens": "t"})
+    assert found_by(node("b")) == {"traces/0.parquet": "0", "metrics.jsonl": "1\n", "scratch/shown/1": "s"}
+    assert begin(node("b"), {"traces/1.parquet": "1", "metrics.jsonl": "1\n2\n"}) == 3
+    # its first node has older work by now
+    assert found_by(node("a")) == {
+        "traces/0.parquet": "0",
+        "traces/1.parquet": "1",
+        "metrics.jsonl": "1\n2\n",
+        "scratch/shown/1": "s",
+    }
+
+
+def test_unfinished_work_is_sent_while_the_stage_runs_and_no_file_before_those_that_it_follows(node: Node):
+    a = node("a")
+    a._share_work_s = 0.01
+    bucket = a.bucket
+    with a.create("sft", "f1") as slot:
+        for i in range(20):
+            (slot.workdir / f"b{i}").write_text("first")
+            (slot.workdir / f"a{i}").write_text("second")
+            content = bucket.read("work/sft-f1/index")
+            names = json.loads(content)["files"] if content else {}
+            assert all(f"b{name[1:]}" in names for name in names)
+            time.sleep(0.01)
+        deadline = time.monotonic() + 20
+        while bucket.read("work/sft-f1/index") is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_what_changed_is_replaced_in_the_copy_and_a_finished_artifact_leaves_none(node: Node):
+    a = node("a")
+    begin(a, {"metrics.jsonl": "1\n", "traces/0": "0"})
+    begin(a, {"metrics.jsonl": "1\n2\n"})
+    assert found_by(node("b"))["metrics.jsonl"] == "1\n2\n"
+    build(a)
+    assert a.bucket.keys("work/") == []
+
+
+def test_a_rerun_does_not_go_on_with_work_that_was_given_up_on_another_node(node: Node):
+    begin(node("a"), {"traces/0.parquet": "0"})
+    node("b").set_aside("sft", "f1", why="rerun")
+    assert found_by(node("a")) == {}
+
+
+def test_altered_unfinished_work_is_begun_anew(node: Node, caplog: pytest.LogCaptureFixture):
+    a = node("a")
+    begin(a, {"traces/0.parquet": "0", "traces/1.parquet": "1"})
+    a.bucket.write(a.bucket.keys("work/sft-f1/files/")[0], b"x")
+    assert found_by(node("b")) == {}
+    assert "altered" in caplog.text
+
+
 def test_the_next_run_of_a_node_does_not_wait_for_the_lease_of_its_killed_one(node: Node):
     a = node("a")
     with a.create("sft", "f1"):

@@ -1,15 +1,21 @@
 """A checkpoint is whole or not there, and training from it is training without a break."""
 
 import json
+import shutil
+from functools import partial
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from tiny_models import ONE, nll_heads, packed, random_rows, tiny_folder
 
-from klear_core.config.train import CheckpointConfig, OptimConfig
+from klear_core.artifacts.opened import write_shared
+from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 from klear_core.errors import ResourceError
+from klear_core.metrics import NullTelemetry
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.model import load_model
+from klear_core.train.parallel import load_policy, local_weights
 from klear_core.train.step import Updater
 
 BATCHES = [packed(random_rows([9, 20], seed=s)) for s in range(6)]
@@ -138,3 +144,76 @@ def test_the_seal_names_every_file(folder, tmp_path):
     made = tmp_path / "a" / "step-00000005"
     seal = json.loads((made / "seal.json").read_text())
     assert set(seal["files"]) | {"seal.json"} == {p.name for p in made.iterdir()}
+
+
+def node(tmp_path, name):
+    """Return the folder of a stage's checkpoints on a node's own disk."""
+    write_shared(tmp_path / name, (tmp_path / "shared").as_uri())
+    return tmp_path / name / ".building" / "sft-f1" / "work" / "scratch" / "checkpoints"
+
+
+def test_another_node_resumes_from_the_newest_checkpoint_in_the_store(folder, tmp_path):
+    lost = Run(folder, node(tmp_path, "a"), keep=2, asynchronous=True)
+    for step in range(4):
+        lost.steps(step, step + 1)
+        lost.save(step + 1, version=step + 1)
+    lost.checkpoints.wait()
+    lost.steps(4, 6)
+    other = Run(folder, node(tmp_path, "b"))
+    assert other.load() == (4, {"version": 4})
+    other.steps(4, 6)
+    assert same(lost.weights(), other.weights())
+    copies = tmp_path / "shared" / "work" / "sft-f1" / "work" / "scratch" / "checkpoints"
+    assert sorted(path.name for path in copies.iterdir() if list(path.iterdir())) == ["step-00000003", "step-00000004"]
+
+
+def test_a_node_that_comes_back_takes_what_another_has_done_since(folder, tmp_path):
+    first = Run(folder, node(tmp_path, "a"))
+    first.steps(0, 2)
+    first.save(2)
+    second = Run(folder, node(tmp_path, "b"))
+    second.load()
+    second.steps(2, 4)
+    second.save(4)
+    assert Run(folder, node(tmp_path, "a")).load() == (4, {})
+
+
+def test_a_copy_that_is_not_sealed_or_is_damaged_is_skipped(folder, tmp_path, caplog):
+    run = Run(folder, node(tmp_path, "a"), keep=3)
+    for step in (1, 2, 3):
+        run.save(step)
+    copies = tmp_path / "shared" / "work" / "sft-f1" / "work" / "scratch" / "checkpoints"
+    (copies / "step-00000003" / "seal.json").unlink()
+    (copies / "step-00000002" / "__0_0.distcp").write_bytes(b"x")
+    assert Run(folder, node(tmp_path, "b")).load() == (1, {})
+    assert "checkpoint step-00000002 is skipped" in caplog.text
+    # the node that wrote it still has it whole
+    assert Run(folder, node(tmp_path, "a")).load() == (3, {})
+
+
+def _save_apart(folder, root, world, _telemetry):
+    place = root / str(world.rank) / ".building" / "sft-f1" / "work" / "scratch" / "checkpoints"
+    write_shared(root / str(world.rank), (root / "shared").as_uri())
+    policy = load_policy(folder, world, dtype="float32", activation_checkpointing=False)
+    updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=6)
+    checkpoints = Checkpoints(place, CheckpointConfig(asynchronous=True), world)
+    assert checkpoints.load_latest(policy, updater.optimizer) is None
+    saved = local_weights(policy)
+    checkpoints.save(1, policy, updater.optimizer, {"version": 1})
+    checkpoints.wait()
+    written = sorted(f.name for f in (place / "step-00000001").iterdir())
+    shutil.rmtree(place)  # another node takes the rank's place
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.mul_(2)
+    assert checkpoints.load_latest(policy, updater.optimizer) == (1, {"version": 1})
+    assert same(saved, local_weights(policy))
+    return world.gather([written, sorted(f.name for f in (place / "step-00000001").iterdir())])
+
+
+@pytest.mark.slow
+def test_ranks_with_disks_of_their_own_send_their_files_and_resume_on_new_disks(folder, tmp_path):
+    runtime = TrainRuntime(num_workers=2, device="cpu")
+    files = run_ranks(partial(_save_apart, folder, tmp_path), runtime, NullTelemetry())
+    whole = [".metadata", "__0_0.distcp", "__1_0.distcp", "seal.json"]
+    assert files == [[[".metadata", "__0_0.distcp", "seal.json"], whole], [["__1_0.distcp", "seal.json"], whole]]

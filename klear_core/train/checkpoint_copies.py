@@ -1,0 +1,102 @@
+"""Keep copies of checkpoints in the shared store, to which every rank sends its own files.
+
+A copy is sealed by `seal.json`, which is written last, as on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from klear_core.artifacts.bucket import Bucket
+from klear_core.artifacts.files import file_lock
+from klear_core.artifacts.opened import WorkPlace, work_place
+from klear_core.errors import ArtifactError
+from klear_core.train.checkpoint_files import SEAL, find_damage
+from klear_core.train.progress import made_progress
+
+_TRANSFERS = 8  # files at once; each large one goes in several parts besides
+
+
+class CheckpointCopies:
+    """The copies of one folder's checkpoints."""
+
+    def __init__(self, place: WorkPlace) -> None:
+        self._bucket = Bucket(place.url)
+        self._prefix = place.prefix
+        self._locks = place.root / ".locks"
+
+    @classmethod
+    def of(cls, folder: Path) -> CheckpointCopies | None:
+        """Return the copies of a stage's folder of checkpoints; None if its workspace has no shared store."""
+        place = work_place(folder)
+        return cls(place) if place else None
+
+    def send(self, name: str, files: Sequence[Path]) -> None:
+        """Send files of the checkpoint `name`; it does not count as a copy before `seal`."""
+
+        def send_one(file: Path) -> None:
+            self._bucket.upload(file, self._key(name, file.name))
+            made_progress(f"copy of {file.name} to the store")
+
+        with ThreadPoolExecutor(_TRANSFERS) as threads:
+            list(threads.map(send_one, files))
+
+    def seal(self, name: str, content: str) -> None:
+        """Make the copy complete, after all its files were sent."""
+        self._bucket.write(self._key(name, SEAL), content.encode())
+
+    def sealed(self) -> list[str]:
+        """Return the names of the complete copies, oldest first."""
+        keys = self._bucket.keys(f"{self._prefix}/")
+        return [key.split("/")[-2] for key in keys if key.endswith(f"/{SEAL}")]
+
+    def drop(self, name: str) -> None:
+        """Delete a copy, its seal first."""
+        self._bucket.delete(self._key(name, SEAL))
+        for key in self._bucket.keys(f"{self._prefix}/{name}/"):
+            self._bucket.delete(key)
+
+    def fetch(self, name: str, folder: Path) -> None:
+        """Fetch what `folder` lacks of a copy, once for all ranks of a disk. ArtifactError if it is not whole."""
+        content = self._bucket.read(self._key(name, SEAL))
+        if content is None:
+            raise ArtifactError(f"{self._place(name)}: its {SEAL} is gone")
+        with file_lock(self._locks / f"checkpoint-{name}", on_wait=lambda _: None):
+            if _seal_in(folder) != content:
+                shutil.rmtree(folder, ignore_errors=True)  # another attempt's
+            elif find_damage(folder) is None:
+                return
+            folder.mkdir(parents=True, exist_ok=True)
+            files = json.loads(content)["files"]
+            missing = [file for file in files if not (folder / file).is_file()]
+            self._download(name, missing or files, folder)
+            (folder / SEAL).write_bytes(content)
+            damage = find_damage(folder)
+            if damage is not None:
+                raise ArtifactError(f"{self._place(name)}: {damage}")
+
+    def _download(self, name: str, files: Iterable[str], folder: Path) -> None:
+        def download_one(file: str) -> None:
+            if not self._bucket.download(self._key(name, file), folder / file):
+                raise ArtifactError(f"{self._place(name)}: {file} is missing")
+            made_progress(f"fetching of {file} from the store")
+
+        with ThreadPoolExecutor(_TRANSFERS) as threads:
+            list(threads.map(download_one, files))
+
+    def _key(self, name: str, file: str) -> str:
+        return f"{self._prefix}/{name}/{file}"
+
+    def _place(self, name: str) -> str:
+        return f"{self._bucket.url}/{self._prefix}/{name}"
+
+
+def _seal_in(folder: Path) -> bytes:
+    try:
+        return (folder / SEAL).read_bytes()
+    except FileNotFoundError:
+        return b""
