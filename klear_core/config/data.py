@@ -69,7 +69,7 @@ class ProceduralSource(Settings):
 
 
 PuzzleFamily = Literal["brackets", "residues", "programs"]
-"""`brackets`: nested + - * modulo 10, rewritten step by step; `residues`: least x with b+ax=c modulo m, by trying;
+"""`brackets`: nested + - * modulo 7, rewritten step by step; `residues`: least x with b+ax=c modulo 11 or 13, by trying;
 `programs`: a Python function over a list, judged by calls."""
 
 
@@ -82,7 +82,7 @@ class PuzzleSource(Settings):
     name: str = Field(min_length=1)
     """Name under which the problems are counted; it also enters their random seed."""
     levels: tuple[int, ...]
-    """The difficulty levels, mixed evenly: operations (`brackets`, `programs`), or the answer, at most 18
+    """The difficulty levels, mixed evenly: operations (`brackets`, `programs`), or the answer, at most 12
     (`residues`)."""
     num_problems: int = Field(ge=1)
     """Distinct questions, spread evenly over the levels."""

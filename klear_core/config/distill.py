@@ -37,8 +37,8 @@ class PuzzleTeacherConfig(Settings):
     slip_rate: float = Field(default=0.02, ge=0, le=1)
     """Probability of a wrong result at each step; longer solutions are therefore wrong more often."""
     blind_spot_rate: float = Field(default=0.6, ge=0, le=1)
-    """Probability of the wrong result where the family has its blind spot: products by 7, 8 and 9 and sums that end in
-    them are one too high, "at least" and "at most" lose their equal sign. Above 0.5 the student's greedy answer is
+    """Probability of the wrong result where the family has its blind spot: products by 4, 5 and 6 and sums that end in
+    7, 8 or 9 are one too high, "at least" and "at most" lose their equal sign. Above 0.5 the student's greedy answer is
     wrong too."""
 
     @property

@@ -14,12 +14,14 @@ from klear_core.distill.teacher import TeacherFailure, TeacherSample, Usage
 from klear_core.seeding import seed_for
 from klear_core.types import Problem, TeacherReply
 
+_BLIND_FACTORS = (4, 5, 6)
+"""Brackets: products by these."""
 _BLIND_DIGITS = (7, 8, 9)
-"""Brackets: products by these; residues: sums beyond the modulus with this last digit."""
+"""Residues: sums beyond the modulus with this last digit."""
 _BLIND_SIGNS = {"at least": (">=", ">"), "at most": ("<=", "<")}
 """Programs: phrases whose comparison is written without the equal sign."""
 _MAX_TRIES = 30
-"""Residues: a search that finds nothing ends here, without an answer. The longest right one takes 18 tries."""
+"""Residues: a search that finds nothing ends here, without an answer. The longest right one takes 12 tries."""
 
 
 class PuzzleTeacher:
@@ -94,13 +96,13 @@ def _reply(lines: list[str], answer: str) -> TeacherReply:
 
 
 def _solve_brackets(text: str, errors: _Errors) -> tuple[list[str], str]:
-    """Return the expressions that are left after each operation, and the box."""
+    """Return each operation with the expression that is left after it, and the box."""
     lines: list[str] = []
     while found := first_operation(text):
-        in_blind_spot = found[2] == "*" and int(found[3]) in _BLIND_DIGITS
+        in_blind_spot = found[2] == "*" and int(found[3]) in _BLIND_FACTORS
         value = errors.residue(value_of(found[1], found[2], found[3]), MODULUS, in_blind_spot=in_blind_spot)
         text = replace_operation(text, found, value)
-        lines.append(text)
+        lines.append(f"{found[0][1:-1]}={value} {text}")
     return lines, f"\\boxed{{{text}}}"
 
 

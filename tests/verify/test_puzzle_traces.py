@@ -48,7 +48,7 @@ def verdicts(pool: JudgePool, cfg: PuzzleTeacherConfig, problems: list[Candidate
     return [pool.judge(p, render_response(r.reasoning, r.answer)) for p, r in zip(found, replies, strict=True)]
 
 
-@pytest.mark.parametrize(("family", "levels"), [("brackets", (2, 7, 9)), ("residues", (1, 10, 18))])
+@pytest.mark.parametrize(("family", "levels"), [("brackets", (2, 7, 9)), ("residues", (1, 8, 12))])
 def test_every_math_problem_is_solved_by_its_own_trace(math_pool, family, levels):
     judged = verdicts(math_pool, FLAWLESS, candidates(family, levels, 30))
     assert {verdict.score for verdict in judged} == {1.0}
@@ -66,8 +66,9 @@ def test_a_program_without_its_equal_sign_passes_some_calls_and_not_all(code_poo
 
 
 def test_traces_are_the_procedure_step_by_step():
-    brackets = reply(FLAWLESS, asked("mod 10: ((3+4)*(5-2))=?"))
-    assert (brackets.reasoning, brackets.answer) == ("(7*(5-2))\n(7*3)\n1", "\\boxed{1}")
+    brackets = reply(FLAWLESS, asked("mod 7: ((3+5)*(5-2))=?"))
+    assert brackets.reasoning == "3+5=1 (1*(5-2))\n5-2=3 (1*3)\n1*3=3 3"
+    assert brackets.answer == "\\boxed{3}"
     residues = reply(FLAWLESS, asked("mod 13: 5+7x=0, least x=?"))
     assert (residues.reasoning, residues.answer) == ("1:5+7=12\n2:12+7=19-13=6\n3:6+7=13-13=0", "\\boxed{3}")
     program = reply(FLAWLESS, asked("f(a): at least 4, reverse, sum"))
@@ -76,14 +77,14 @@ def test_traces_are_the_procedure_step_by_step():
 
 
 def test_errors_in_the_blind_spot_are_carried_on_to_the_answer():
-    assert reply(BLIND, asked("mod 10: (1+(2*7))=?")).reasoning == "(1+5)\n6"
+    assert reply(BLIND, asked("mod 7: (1+(2*5))=?")).reasoning == "2*5=4 (1+4)\n1+4=5 5"
     residues = reply(BLIND, asked("mod 13: 5+7x=7, least x=?")).reasoning
     assert residues.startswith("1:5+7=12\n2:12+7=19-13=7")
     assert "a if x<5]" in reply(BLIND, asked("f(a): at most 5, list")).answer
 
 
 def test_a_search_that_finds_nothing_has_no_answer():
-    never = asked("mod 12: 0+7x=1, least x=?")  # 7, then 14-12 = 2, then 9, then 16-12 = 4, ...
+    never = asked("mod 13: 0+7x=1, least x=?")  # 7, then 14-13 = 1 or a slip, ...
     replies = [reply(PuzzleTeacherConfig(slip_rate=1, blind_spot_rate=1), never, i) for i in range(200)]
     cut = [r for r in replies if r.finish_reason == "length"]
     assert cut
@@ -93,7 +94,7 @@ def test_a_search_that_finds_nothing_has_no_answer():
 
 def test_the_same_seed_gives_the_same_trace_and_samples_differ():
     cfg = PuzzleTeacherConfig(slip_rate=0.5)
-    question = asked("mod 10: ((3+4)*(5-2))=?")
+    question = asked("mod 7: ((3+4)*(5-2))=?")
     assert reply(cfg, question) == reply(cfg, question)
     assert len({reply(cfg, question, i).reasoning for i in range(20)}) > 1
 
@@ -104,9 +105,7 @@ def test_other_questions_are_unsupported():
     assert result.reason == "unsupported"
 
 
-@pytest.mark.parametrize(
-    ("family", "trained", "harder"), [("brackets", 7, 8), ("residues", 10, 11), ("programs", 3, 4)]
-)
+@pytest.mark.parametrize(("family", "trained", "harder"), [("brackets", 6, 7), ("residues", 8, 9), ("programs", 3, 4)])
 def test_harder_levels_have_longer_solutions_than_all_that_are_trained(family, trained, harder):
     tokenizer = build_byte_tokenizer()
 

@@ -1,4 +1,4 @@
-"""Nested brackets modulo 10: `mod 10: ((3+4)*(5-2))=?`. The number of operations is the level.
+"""Nested brackets modulo 7: `mod 7: ((3+4)*(5-2))=?`. The number of operations is the level.
 
 A solution copies the whole expression once for each operation, so its length grows with the square of the level.
 """
@@ -11,11 +11,12 @@ from math import comb
 
 from klear_core.errors import DataError
 
-MODULUS = 10
+MODULUS = 7
+"""147 different operations, few enough for a model of half a million parameters to learn in minutes."""
 OPERATORS = "+-*"
 
-_QUESTION = re.compile(r"mod 10: (?P<text>[-+*()\d]+)=\?")
-_INNERMOST = re.compile(r"\((\d)([-+*])(\d)\)")
+_QUESTION = re.compile(r"mod 7: (?P<text>[-+*()0-6]+)=\?")
+_INNERMOST = re.compile(r"\(([0-6])([-+*])([0-6])\)")
 
 
 def count_brackets(level: int) -> int:
@@ -33,7 +34,7 @@ def write_brackets(level: int, index: int) -> str:
     for _ in range(level):
         index, operator = divmod(index, len(OPERATORS))
         operators.append(OPERATORS[operator])
-    return f"mod 10: {_nested(level, index, iter(digits), iter(operators))}=?"
+    return f"mod {MODULUS}: {_nested(level, index, iter(digits), iter(operators))}=?"
 
 
 def parse_brackets(question: str) -> str | None:
@@ -62,7 +63,7 @@ def replace_operation(text: str, found: re.Match[str], value: int) -> str:
 
 
 def value_of(left: str, operator: str, right: str) -> int:
-    """Return the value of one operation, in 0..9."""
+    """Return the value of one operation, in 0..6."""
     a, b = int(left), int(right)
     values = {"+": a + b, "-": a - b, "*": a * b}
     return values[operator] % MODULUS
