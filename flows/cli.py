@@ -36,9 +36,7 @@ Profile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override one setting; the value is TOML. May be given many times."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; the value is TOML. May be repeated."),
 ]
 
 
@@ -54,7 +52,7 @@ def klear(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Turn a base language model into a reasoning model, and prove every score it reports."""
+    """Turn a base language model into a reasoning model. Scores have confidence intervals; their answers are kept."""
 
 
 @app.command()
@@ -63,13 +61,14 @@ def run(
     overrides: Overrides = None,
     only: Annotated[str | None, typer.Option(help="Run this stage alone, on the artifacts that exist.")] = None,
     from_: Annotated[
-        str | None, typer.Option("--from", help="Start at this stage; what comes before must exist.")
+        str | None,
+        typer.Option("--from", help="Start at this stage; the artifacts of the stages before it must exist."),
     ] = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     rerun_from: Annotated[
         str | None,
         typer.Option(
-            "--rerun-from", help="Make this stage and all that follows from it again, though nothing has changed."
+            "--rerun-from", help="Run this stage and all that depend on it again, though nothing has changed."
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and stop.")] = False,
@@ -149,12 +148,15 @@ def ablate(
 def plan(
     profile: Profile,
     overrides: Overrides = None,
-    with_config: Annotated[bool, typer.Option("--config", help="Print all settings below, defaults included.")] = False,
+    with_config: Annotated[
+        bool, typer.Option("--config", help="Also print all settings with their values, defaults included, as JSON.")
+    ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Read artifacts byte by byte; without, names and sizes are compared.")
+        bool,
+        typer.Option("--check", help="Read artifacts byte by byte; without this option names and sizes are compared."),
     ] = False,
     is_exact: Annotated[
-        bool, typer.Option("--exact", help="Measure the memory of trainings on fake tensors; up to a minute each.")
+        bool, typer.Option("--exact", help="Measure the memory of each training on fake tensors, in up to a minute.")
     ] = False,
 ) -> None:
     """Validate a profile and show what a run would do: stages, reuse, damaged artifacts, tokens, memory. Runs nothing.
@@ -199,7 +201,7 @@ def curate(
     sources: Annotated[list[str], typer.Argument(help="Files, folders or globs of problems in a published format.")],
     out: Annotated[Path, typer.Option(help="Folder for the result; new, empty, or of an earlier such command.")],
     benchmarks: Annotated[
-        list[str] | None, typer.Option("--benchmark", help="File of questions to keep out; may be given several times.")
+        list[str] | None, typer.Option("--benchmark", help="File of questions to keep out; may be repeated.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -219,14 +221,18 @@ def show(
     artifact: Annotated[
         str,
         typer.Argument(
-            help="A stage or a kind (its newest), a fingerprint or its first digits, a folder; or the word problem."
+            help="A stage or kind (its newest artifact), a fingerprint or its first digits, a folder; or: problem."
         ),
     ],
-    problem_id: Annotated[str | None, typer.Argument(help="With problem: its id or the first digits.")] = None,
+    problem_id: Annotated[
+        str | None, typer.Argument(help="After the word problem: the id of the problem or its first digits.")
+    ] = None,
     root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
-    num_records: Annotated[int, typer.Option("--records", min=0, help="Records to print of each table.")] = 2,
+    num_records: Annotated[
+        int, typer.Option("--records", min=0, help="Number of records to print from each table.")
+    ] = 2,
 ) -> None:
-    """Show an artifact: its manifest, its ledger and its first records; or all that is known of one problem.
+    """Show an artifact: its manifest, its ledger and its first records; or everything about one problem.
 
     klear show evaluate_sft --root /data/klear
 
@@ -248,17 +254,21 @@ def show(
 @app.command()
 def chat(
     model: Annotated[
-        str, typer.Argument(help="A stage (its newest model): base, sft, rl; or an artifact, or a model folder.")
+        str, typer.Argument(help="A stage (base, sft, rl: its newest model), an artifact, or a model folder.")
     ],
-    question: Annotated[str | None, typer.Argument(help="Without it, every line of standard input is one.")] = None,
-    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of an answer; by default what the model's window leaves.")
+    question: Annotated[
+        str | None, typer.Argument(help="The question; without it, every line of standard input is one.")
     ] = None,
-    num_samples: Annotated[int, typer.Option("--samples", min=1, help="Answers to each question.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
-    engine: Annotated[Literal["torch", "vllm"], typer.Option(help="torch runs Qwen3 models.")] = "torch",
+    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer; by default what the model's window leaves.")
+    ] = None,
+    num_samples: Annotated[int, typer.Option("--samples", min=1, help="Number of answers to each question.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    engine: Annotated[
+        Literal["torch", "vllm"], typer.Option(help="Engine that samples; torch runs Qwen3 models only.")
+    ] = "torch",
 ) -> None:
     """Ask a model of this workspace, or any model folder, a question of your own.
 
@@ -275,18 +285,23 @@ def chat(
 
 @rl_app.command()
 def replay(
-    step: Annotated[int, typer.Argument(min=1, help="RL step, as it is logged; it must be in rl.runtime.save_steps.")],
+    step: Annotated[int, typer.Argument(min=1, help="RL step as logged; it must be in rl.runtime.save_steps.")],
     losses: Annotated[
         list[str] | None,
         typer.Option(
-            "--loss", metavar="KIND[,KEY=VALUE]", help="May be given many times; without it, all at their defaults."
+            "--loss",
+            metavar="KIND[,KEY=VALUE]",
+            help="Loss to try; may be repeated. Default: all losses with their defaults.",
         ),
     ] = None,
     artifact: Annotated[
-        str, typer.Option("--of", help="The RL stage (its newest), a fingerprint or its first digits, or a folder.")
+        str,
+        typer.Option("--of", help="An RL stage (its newest artifact), a fingerprint or its first digits, or a folder."),
     ] = "rl",
     root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
-    workers: Annotated[int | None, typer.Option(min=1, help="Learner processes; by default those of the run.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of learner processes; by default that of the run.")
+    ] = None,
 ) -> None:
     """Train other losses on a saved step of a run, and show what would have differed. Samples nothing.
 
@@ -302,8 +317,8 @@ def replay(
 @app.command()
 def ui(
     root: Annotated[Path, typer.Option(help="Workspace whose runs to look at.")] = Path("runs"),
-    prefect_port: Annotated[int, typer.Option(min=1, max=65535)] = 4200,
-    mlflow_port: Annotated[int, typer.Option(min=1, max=65535)] = 5000,
+    prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the Prefect UI.")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the MLflow UI.")] = 5000,
 ) -> None:
     """Serve the Prefect and MLflow UIs of a workspace, until Ctrl-C.
 
@@ -335,7 +350,9 @@ def judge(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="verify.KEY=VALUE", help="Override a judge setting.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write a row an answer here: id, outcome, score, detail.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the verdicts, one row per answer: id, outcome, score, detail.")
+    ] = None,
     bare_code: Annotated[
         bool, typer.Option("--bare-code", help="Responses are programs, without a fence around them.")
     ] = False,
@@ -354,7 +371,7 @@ def judge(
 
 
 @app.command()
-def bench(name: Annotated[str, typer.Argument(help="Subject: a file bench_NAME.py under tests/bench.")]) -> None:
+def bench(name: Annotated[str, typer.Argument(help="Name of a file bench_NAME.py under tests/bench.")]) -> None:
     """Run one benchmark of this checkout and print a table, then a JSON line per measurement.
 
     klear bench sampler

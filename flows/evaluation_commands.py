@@ -15,7 +15,7 @@ ChampionOf = Annotated[
 ]
 LayoutOption = Annotated[
     Literal["klear", "lm-eval", "lighteval", "matharena", "qwen-math", "rows"] | None,
-    typer.Option(help="Layout of another program's files; by default it is told by the first row."),
+    typer.Option(help="Layout of another program's files; by default detected from the first row."),
 ]
 
 
@@ -36,7 +36,7 @@ def rejudge(
     ] = None,
     layout: LayoutOption = None,
     num_samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Refuse answers of which a problem has fewer samples.")
+        int | None, typer.Option("--samples", min=1, help="Refuse answers if a problem has fewer samples than this.")
     ] = None,
     root: Root = Path("runs"),
 ) -> None:
@@ -158,13 +158,18 @@ def evaluate(
     ],
     benchmarks: Annotated[
         list[str] | None,
-        typer.Option("--benchmarks", help="A file of problems, or a name such as aime24; may be given many times."),
+        typer.Option("--benchmarks", help="A file of problems, or a name such as aime24; may be repeated."),
     ] = None,
     profile: Annotated[
         str | None, typer.Option(help="Profile whose benchmarks, sampling and judges to use, such as klear_8b.")
     ] = None,
-    num_samples: Annotated[int | None, typer.Option("--samples", min=1, help="Answers to each problem.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
+    num_samples: Annotated[
+        int | None,
+        typer.Option("--samples", min=1, help="Number of answers to each problem; by default that of the benchmark."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer; by default 32,768, or that of the profile.")
+    ] = None,
     engine: Annotated[
         Literal["auto", "torch", "vllm"], typer.Option(help="auto: torch for Qwen3 folders, vLLM for other models.")
     ] = "auto",
