@@ -21,10 +21,19 @@ from klear_core.config.ablation import AblationConfig
 from klear_core.config.jobs import RlJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError, KlearError
-from klear_core.evaluate.ablation import AblationTable, RunResult, as_markdown, read_run, rows_of
+from klear_core.evaluate.ablation import AblationTable, RunResult, as_markdown, best_runs, read_run, rows_of
 from klear_core.evaluate.cells import CellRecord, write_cells
-from klear_core.pipeline.graph import evaluation_of, fingerprints_of, open_store, select_stages, stages_of
+from klear_core.pipeline.graph import (
+    evaluation_of,
+    fingerprints_of,
+    open_store,
+    select_stages,
+    stages_of,
+    with_inputs,
+    workspace_root,
+)
 from klear_core.pipeline.preflight import require_ready
+from klear_core.report.chosen import Choice, write_choice
 
 Artifacts = Mapping[str, ArtifactRef]
 """The artifacts of one run, by stage."""
@@ -90,8 +99,11 @@ def require_ready_cells(configs: Mapping[Cell, PipelineConfig]) -> None:
             raise ConfigError(f"{cell}: {e}") from e
 
 
-def run_grid(cfg: AblationConfig, run: Callable[[Cell], RunResult]) -> AblationTable:
-    """Run all cells and return the table. A run that ends in a KlearError is left out and listed under `failures`."""
+def run_grid(cfg: AblationConfig, run: Callable[[Cell], RunResult], *, benchmarks: Sequence[str] = ()) -> AblationTable:
+    """Run all cells and return the table. A run that ends in a KlearError is left out and listed under `failures`.
+
+    `benchmarks` are the names of those that the cells are scored on.
+    """
     runs: dict[str, dict[float, dict[int, RunResult]]] = {}
     for variant in cfg.variants:
         runs[variant] = {rate: {} for rate in cfg.learning_rates}
@@ -101,7 +113,9 @@ def run_grid(cfg: AblationConfig, run: Callable[[Cell], RunResult]) -> AblationT
             runs[cell.variant][cell.rate][cell.seed] = run(cell)
         except KlearError as e:
             failures[str(cell)] = str(e)
-    return AblationTable(reference=cfg.reference, rows=rows_of(runs, cfg.reference), failures=failures)
+    return AblationTable(
+        reference=cfg.reference, benchmarks=tuple(benchmarks), rows=rows_of(runs, cfg.reference), failures=failures
+    )
 
 
 def made_runs(configs: Mapping[Cell, PipelineConfig]) -> dict[Cell, Artifacts]:
@@ -154,6 +168,22 @@ def _record_of(cell: Cell, run: RunResult, configs: Mapping[Cell, PipelineConfig
         collapsed=run.has_collapsed,
         result=run,
     )
+
+
+def record_choice(table: AblationTable, configs: Mapping[Cell, PipelineConfig], name: str) -> None:
+    """Record which models the grid's scores put first: their scores are marked wherever they are shown."""
+    best = best_runs(table)
+    if not best:
+        return
+    models: dict[str, None] = {}
+    for row, seed in best:
+        assert row.learning_rate is not None, row.variant
+        config = configs[Cell(variant=row.variant, rate=row.learning_rate, seed=seed)]
+        rl = Compared.of(config).rl
+        own = fingerprints_of(with_inputs(stages_of(config), [rl]), config.workspace)[rl]
+        models[f"{own.kind}/{own.fingerprint}"] = None
+    choice = Choice(by=f"klear ablate {name}", among=len(configs), benchmarks=table.benchmarks, models=tuple(models))
+    write_choice(workspace_root(next(iter(configs.values())).workspace), name, choice)
 
 
 def write_table(table: AblationTable, cells: Sequence[CellRecord], folder: Path, name: str) -> None:

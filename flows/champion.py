@@ -6,7 +6,6 @@ import getpass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from flows.reachable import check_tracking
@@ -37,7 +36,8 @@ def show_champion(name: str, *, root: Path) -> None:
     for line in _evidence(folder_of(promotion.decision_uri)):
         console.print(line)
     console.print()
-    console.print(_table(registry.versions(), champion))
+    for version in registry.versions():
+        console.print(_line(version, champion))
 
 
 def roll_back(name: str, *, root: Path, why: str, by: str) -> None:
@@ -72,13 +72,14 @@ def _evidence(folder: Path) -> list[Text]:
     return decision_lines(decision, with_all=True)
 
 
-def _table(versions: list[Version], champion: Version) -> Table:
-    table = Table("version", "model", "promoted", "in place of", "then", box=None, pad_edge=False)
-    for version in versions:
-        then = "champion" if version.number == champion.number else ""
-        if version.rollback is not None:
-            then = version.rollback.sentence
-        over = "" if version.promotion.over is None else str(version.promotion.over)
-        model = short_name(version.promotion.model)
-        table.add_row(str(version.number), model, version.promoted_at or "never", over, Text(then))
-    return table
+def _line(version: Version, champion: Version) -> Text:
+    """Describe a version: its model, when it became champion in whose place, and what came of it."""
+    promotion = version.promotion
+    over = "" if promotion.over is None else f" in place of version {promotion.over}"
+    text = f"version {version.number}  {short_name(promotion.model)}  "
+    text += (
+        f"promoted {version.promoted_at}{over}" if version.promoted_at else "never promoted: its run was ended before"
+    )
+    if version.rollback is not None:
+        text += f"; {version.rollback.sentence}"
+    return Text(text, style="bold" if version.number == champion.number else "dim")

@@ -139,7 +139,9 @@ def ablate(
                 watcher.console.print(f"[red]error:[/] {_escaped(str(e))}", soft_wrap=True)  # run_grid continues
                 raise
 
-        table = grid.run_grid(cfg, run_cell)
+        names = dict.fromkeys(b.name for config in configs.values() for b in config.benchmarks)
+        table = grid.run_grid(cfg, run_cell, benchmarks=tuple(names))
+    grid.record_choice(table, configs, file.stem)
     grid.write_table(table, grid.records_of(table, configs), workspace_root(first.workspace) / "ablations", file.stem)
     grid.require_complete(table, num_runs=len(configs))
 

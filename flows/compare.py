@@ -49,6 +49,8 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
             for run, cell in zip(comparison.runs, row.cells, strict=True):
                 if cell is not None and cell.templates:
                     console.print(f"  templates, {escape(run.label)}: {cell.templates}")
+                if cell is not None and cell.chosen:
+                    console.print(f"  [yellow]chosen on this benchmark[/], {escape(run.label)}: {escape(cell.chosen)}")
     for setting in comparison.settings[:_MAX_SETTINGS]:
         console.print(f"[dim]{setting.key}[/] {escape(' | '.join(setting.values))}")
     if len(comparison.settings) > _MAX_SETTINGS:

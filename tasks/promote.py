@@ -53,11 +53,18 @@ def promote(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
 
 
 def _with_registry(job: PromoteJob, registry: Registry, inputs: Inputs) -> PromoteJob:
-    """Return the job with what the registry says of its rival and of its model."""
+    """Return the job with what the registry says of its rival and of its model, and how that was chosen."""
+    from klear_core.report.chosen import chosen_on
+
     model = artifact_name(inputs["model"])
     rival = registry.rival_of(model)
     champion = rival.as_champion() if rival else None
-    return job.model_copy(update={"champion": champion, "withdrawn": registry.withdrawn(model)})
+    found = {
+        "champion": champion,
+        "withdrawn": registry.withdrawn(model),
+        "chosen_on": chosen_on(inputs["model"].path),
+    }
+    return job.model_copy(update=found)
 
 
 def _decide(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
@@ -76,6 +83,7 @@ def _decide(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
             evaluation=inputs["evaluation"].path,
             contaminated=_contaminated(job, inputs["model"]),
             withdrawn=job.withdrawn,
+            chosen_on=job.chosen_on,
         )
         return decide(job.promote, candidate, _rival(info, job, inputs, champion), workdir=workdir)
 

@@ -25,6 +25,9 @@ class GivenModelFacts(GivenFacts):
 
     decontaminated_against: Literal["unknown"] | tuple[str, ...] = "unknown"
     """Names of the benchmarks that its training data was compared with; scores on others carry a warning."""
+    chosen_on: tuple[str, ...] = ()
+    """Names of the benchmarks by whose scores it was chosen among several models, such as checkpoints, learning rates
+    or seeds. Its scores on them, and those of models trained from it, are marked."""
 
 
 class GivenFolder(GivenModelFacts):

@@ -28,6 +28,8 @@ class PromoteJob(Job):
     """The champion to compare with; filled in when the stage runs. None compares with the first model of the run."""
     withdrawn: str = ""
     """Why the model was rolled back earlier; filled in when the stage runs. Empty if it was not."""
+    chosen_on: dict[str, str] = {}
+    """Why the model is marked as chosen by its score, by benchmark; filled in when the stage runs."""
     runtime: PromoteRuntime = PromoteRuntime()
 
     @classmethod

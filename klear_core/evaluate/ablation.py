@@ -82,6 +82,8 @@ class AblationTable(Settings):
     """The table's rows, and the runs that gave no result."""
 
     reference: str
+    benchmarks: tuple[str, ...] = ()
+    """Benchmarks whose mean is the score; empty in tables of earlier versions."""
     rows: tuple[TableRow, ...]
     failures: dict[str, str]
     """Reasons by run, for the runs without a result."""
@@ -165,6 +167,21 @@ def at_own_rate(runs_by_rate: Mapping[float, Runs]) -> Runs:
     return chosen
 
 
+def best_runs(table: AblationTable) -> list[tuple[TableRow, int]]:
+    """Return the runs that the table's scores put first, each as its row and seed: those of the row with the best mean,
+    and the best run of each seed. Empty if there is only one row."""
+    rows = [row for row in table.rows if row.learning_rate is not None]
+    if len(rows) < 2:
+        return []
+    best_row = max(rows, key=lambda row: row.score.mean)
+    found = [(best_row, seed) for seed in best_row.runs]
+    for seed in sorted({seed for row in rows for seed in row.runs}):
+        best = max((row for row in rows if seed in row.runs), key=lambda row: row.runs[seed].after)
+        if best is not best_row:
+            found.append((best, seed))
+    return found
+
+
 def _row(variant: str, rate: float | None, runs: Runs, reference: Runs, *, is_reference: bool) -> TableRow | None:
     shared = [seed for seed in runs if seed in reference]
     if len(shared) < 2:
@@ -201,6 +218,12 @@ def as_markdown(table: AblationTable) -> str:
     for row in table.rows:
         if row.learning_rate is not None:  # a row without a rate repeats runs of other rows
             lines += _lines_of_missing_metrics(row)
+    if len(table.rows) > 1 and table.benchmarks:
+        names = ", ".join(table.benchmarks)
+        lines.append(
+            f"- chosen on this benchmark: whatever row is best here was chosen by its score on {names}, which is too "
+            "high by that; the rates of `own` were chosen on the same problems, by other seeds"
+        )
     lines += [f"- no result: {run}: {why}" for run, why in table.failures.items()]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -57,6 +57,8 @@ class Candidate:
     """Problems that overlap with its training data, by benchmark; None where that is not known."""
     withdrawn: str
     """Why it was rolled back earlier; empty if it was not."""
+    chosen_on: Mapping[str, str]
+    """Why it is marked as chosen by its score, by benchmark: a gain there does not count."""
 
 
 def decide(rule: PromoteConfig, candidate: Candidate, rival: Rival | None, *, workdir: Path) -> StageSummary:
@@ -70,12 +72,13 @@ def decide(rule: PromoteConfig, candidate: Candidate, rival: Rival | None, *, wo
     if rival is None:
         checks.append(_without_rival(rule))
     else:
-        comparable = _comparable(new, old, rival)
-        checks += comparable
-        if old is not None and all(check.is_passed for check in comparable):
+        reasons = _comparable(new, old, rival)
+        checks += reasons
+        is_comparable = all(check.is_passed for check in reasons)
+        if old is not None and is_comparable:
             comparisons = compare_sampled(old, new)
             checks += [_non_inferior(rule, c) for c in comparisons]
-            checks.append(_better(comparisons))
+            checks.append(_better(comparisons, candidate.chosen_on))
     failed = [check for check in checks if not check.is_passed]
     decision = Decision(
         is_passed=not failed,
@@ -210,13 +213,16 @@ def _non_inferior(rule: PromoteConfig, c: Comparison) -> Check:
     return Check(rule="non-inferior", benchmark=c.benchmark, is_passed=is_passed, text=text)
 
 
-def _better(comparisons: Sequence[Comparison]) -> Check:
-    """Return whether the sign-flip test, corrected for all benchmarks, shows a gain on at least one."""
-    shown = [c for c in comparisons if c.is_better]
+def _better(comparisons: Sequence[Comparison], chosen_on: Mapping[str, str]) -> Check:
+    """Return whether the sign-flip test, corrected for all benchmarks, shows a gain where the model was not chosen."""
+    shown = [c for c in comparisons if c.is_better and c.benchmark not in chosen_on]
     listed = [f"{c.benchmark} {points(c.difference)} points, {p_value(c.p_corrected)}" for c in shown or comparisons]
     corrected = f", corrected for {len(comparisons)} benchmarks" if len(comparisons) > 1 else ""
     what = "a gain is shown on" if shown else "no gain is shown:"
-    return Check(rule="better", is_passed=bool(shown), text=f"{what} {'; '.join(listed)}{corrected}")
+    text = f"{what} {'; '.join(listed)}{corrected}"
+    for benchmark, reason in chosen_on.items():
+        text += f". A gain on {benchmark} does not count: {reason}"
+    return Check(rule="better", is_passed=bool(shown), text=text)
 
 
 def _shared(new: Evaluation, old: Evaluation | None) -> list[SharedProblems]:

@@ -44,6 +44,13 @@ class ScoredModel:
     maker: str
     evaluation: Path
 
+    @property
+    def artifact(self) -> Path | None:
+        """Artifact of the model; None if it is gone."""
+        models = [i for i in read_manifest(self.evaluation).inputs if i.role == "model"]
+        folders = [self.evaluation.parents[1] / i.kind / i.fingerprint for i in models]
+        return next((folder for folder in folders if folder.is_dir()), None)
+
     @cached_property
     def counts(self) -> CountsBy:
         """Counts of all its answers, which are read once, in a stream."""

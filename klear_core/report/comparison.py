@@ -16,6 +16,7 @@ from klear_core.report.answers import PAGE as ANSWERS_PAGE
 from klear_core.report.answers import Viewer, write_viewer
 from klear_core.report.build import page_template, stylesheet
 from klear_core.report.charts import LineChart, Series, line_chart
+from klear_core.report.chosen import chosen_on
 from klear_core.report.compared_runs import ComparedRun, DifferentSetting, RunStage, different_settings
 from klear_core.report.curves import RL_CHARTS, SFT_CHARTS, ChartSpec
 from klear_core.report.text import NONE, duration, p_value, percent, points, range_text, spread_text
@@ -42,6 +43,8 @@ class ScoreCell:
     """Interval over other samples of these problems; empty with one answer a problem."""
     templates: str = ""
     """Scores in other prompt templates and their spread; empty if there is none."""
+    chosen: str = ""
+    """Why the score is marked as one that the model was chosen by; empty if it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +181,8 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
             cells.append(_difference(i, difference, next(corrected)) if difference else _unpaired(i))
         wordings = [_templates(run, maker, benchmark) if decoding == "sampled" else "" for run in runs]
         scores = [
-            _cell(each.shares(confidence=CONFIDENCE), templates) if each else None
-            for each, templates in zip(own, wordings, strict=True)
+            _cell(each.shares(confidence=CONFIDENCE), templates, _chosen(run, maker, benchmark)) if each else None
+            for run, each, templates in zip(runs, own, wordings, strict=True)
         ]
         row = ScoreRow(
             benchmark=benchmark, maker=maker, decoding=decoding, cells=tuple(scores), differences=tuple(cells)
@@ -216,7 +219,14 @@ def _templates(run: ComparedRun, maker: str, benchmark: str) -> str:
     return f"{listed}; {spread_text(spread)}"
 
 
-def _cell(shares: Shares, templates: str) -> ScoreCell:
+def _chosen(run: ComparedRun, maker: str, benchmark: str) -> str:
+    """Return why a model's score is marked as one that it was chosen by; empty if it is not."""
+    model = run.model(maker)
+    artifact = model.artifact if model else None
+    return chosen_on(artifact).get(benchmark, "") if artifact else ""
+
+
+def _cell(shares: Shares, templates: str, chosen: str) -> ScoreCell:
     score, num = shares.score, shares.num_answers
     value, interval, rerun = NONE, "", ""
     if score is not None:
@@ -231,6 +241,7 @@ def _cell(shares: Shares, templates: str) -> ScoreCell:
         not_judged=percent(shares.num_unscored / num),
         score=score.value if score else None,
         templates=templates,
+        chosen=chosen,
     )
 
 

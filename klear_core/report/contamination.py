@@ -24,7 +24,7 @@ def num_contaminated(facts: Facts, model: ModelFacts, benchmark: str) -> int | N
         if model.stage.name in warning.scored_by and benchmark in warning.benchmarks:
             return None
     questions: set[str] = set()
-    for stage in _behind(facts, model.maker.name):
+    for stage in stages_behind(facts, model.maker.name):
         questions |= kept_leaks(stage.folder).get(benchmark, frozenset())
     return len(questions)
 
@@ -47,7 +47,7 @@ def kept_leaks(artifact: Path) -> Mapping[str, frozenset[str]]:
     return {benchmark: frozenset(ids) for benchmark, ids in found.items()}
 
 
-def _behind(facts: Facts, maker: str) -> list[StageFacts]:
+def stages_behind(facts: Facts, maker: str) -> list[StageFacts]:
     """Return the stage that made a model and all stages of the run that it depends on."""
     by_fingerprint = {stage.manifest.fingerprint: stage for stage in facts.stages}
     ahead = [stage for stage in facts.stages if stage.name == maker]

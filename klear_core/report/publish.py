@@ -13,6 +13,7 @@ from klear_core.artifacts.model_files import CARD, check_folder
 from klear_core.config.toml import profile_toml
 from klear_core.errors import ConfigError
 from klear_core.report.ancestry import Ancestor, ancestors, data_sources, own_licence, run_config
+from klear_core.report.chosen import chosen_on
 from klear_core.report.compared_runs import CountsBy, ScoredModel
 from klear_core.report.model_card import PROFILE_FOLDER, CardFacts, model_card
 from klear_core.scores import DecodingProfile, read_reports
@@ -52,6 +53,7 @@ def write_model(
     lineage = ancestors(artifact)
     counts, decoding = _scores(evaluation)
     notes = [*warnings] if evaluation else [*warnings, "no evaluation of this model is known"]
+    notes += [f"its score on {benchmark}: {reason}" for benchmark, reason in chosen_on(artifact).items()]
     beside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)

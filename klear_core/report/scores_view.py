@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from klear_core.config.engine import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.evaluate import PLAIN_TEMPLATE, QUESTION
 from klear_core.report.charts import nice_ticks
+from klear_core.report.chosen import chosen_in_run
 from klear_core.report.claims import Standing, standing_of, why_not_tested
 from klear_core.report.contamination import num_contaminated
 from klear_core.report.facts import Facts, ModelFacts
@@ -57,6 +58,8 @@ class ModelRow:
     """Share of samples in which the judge found no answer."""
     contaminated: str
     """Problems that overlap with the model's training data in this run; `not known` if that data was not compared."""
+    chosen: str
+    """Why the score is marked as one that the model was chosen by; empty if it is not."""
     unscored: str
     has_unscored: bool
     mean_tokens: str
@@ -266,6 +269,7 @@ def _row(facts: Facts, model: ModelFacts, report: EvalReport) -> ModelRow:
         truncated=percent(report.truncated_frac),
         no_answer=NONE if report.no_answer_frac is None else percent(report.no_answer_frac),
         contaminated=_contaminated(facts, model, report),
+        chosen=chosen_in_run(facts, model).get(report.benchmark, ""),
         unscored=unscored,
         has_unscored=num_unscored > 0,
         mean_tokens=number(round(report.mean_tokens)),

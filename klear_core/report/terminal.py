@@ -35,6 +35,7 @@ def score_table(facts: Facts, *, with_claims: bool = True) -> RenderableType:
             *_changes(bench),
             *_unscored(bench),
             *_contaminated(bench),
+            *_chosen(bench),
         ]
     if views:
         parts.append(_legend(views[0]))
@@ -124,6 +125,13 @@ def _contaminated(bench: BenchmarkView) -> list[Text]:
                 Text(f"{row.model}: problems that overlap with its training data: {row.contaminated}", "yellow")
             )
     return lines
+
+
+def _chosen(bench: BenchmarkView) -> list[Text]:
+    """Return a line per model that was chosen by its score on this benchmark."""
+    return [
+        Text(f"{row.model}: chosen on this benchmark: {row.chosen}", style="yellow") for row in bench.rows if row.chosen
+    ]
 
 
 def _claims(head: Headline) -> list[Text]:

@@ -50,7 +50,13 @@ def scored(
 
 
 def decided(
-    tmp_path: Path, new: Path, old: Path | None, rule: PromoteConfig = RULE, withdrawn: str = "", **contaminated
+    tmp_path: Path,
+    new: Path,
+    old: Path | None,
+    rule: PromoteConfig = RULE,
+    withdrawn: str = "",
+    chosen_on=(),
+    **contaminated,
 ) -> Decision:
     names = [*read_benchmarks(new)]
     candidate = Candidate(
@@ -58,6 +64,7 @@ def decided(
         evaluation=new,
         contaminated=dict.fromkeys(names, 0) | contaminated,
         withdrawn=withdrawn,
+        chosen_on=dict.fromkeys(chosen_on, "best of 12"),
     )
     champion = Contender(model="rl/old", evaluation="evaluate/old", run="r1", version=1)
     rival = Rival(contender=champion, is_="champion", evaluation=old) if old else None
@@ -155,6 +162,15 @@ def test_a_model_that_was_rolled_back_is_not_promoted_again(tmp_path: Path) -> N
     assert "rude" in decision.checks[0].text
 
 
+def test_a_gain_on_a_benchmark_that_the_model_was_chosen_on_does_not_count(tmp_path: Path) -> None:
+    old = scored(tmp_path / "old", a=[HARD] * 50, b=[HARD] * 50)
+    new = scored(tmp_path / "new", a=[EASY] * 50, b=[EASY] * 50)
+    assert failed(decided(tmp_path, new, old, chosen_on=["a"])) == []  # there is another gain
+    decision = decided(tmp_path, new, old, chosen_on=["a", "b"])
+    assert failed(decision) == [("better", "")]
+    assert "A gain on b does not count: best of 12" in decision.checks[-1].text
+
+
 def test_scores_that_do_not_compare_are_refused_by_name(tmp_path: Path) -> None:
     pairs = [EASY] * 50
     old = scored(tmp_path / "old", a=[HARD] * 50)
@@ -181,6 +197,7 @@ def test_scores_that_do_not_compare_are_refused_by_name(tmp_path: Path) -> None:
         evaluation=old,
         contaminated={"a": 0},
         withdrawn="",
+        chosen_on={},
     )
     decide(RULE, candidate, gone, workdir=tmp_path)
     assert failed(read_decision(tmp_path)) == [("comparable", "")]

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from klear_command import FEW_PROBLEMS, ROOT, start
 
-from flows.ablate import Cell, cells_of, config_of, records_of, require_complete, run_grid
+from flows.ablate import Cell, cells_of, config_of, record_choice, records_of, require_complete, run_grid
 from klear_core.config.ablation import AblationConfig, load_ablation
 from klear_core.config.data import ProceduralSource
 from klear_core.errors import KlearError, TrainingError
-from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable, RunResult
+from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable, RunResult, as_markdown
 from klear_core.evaluate.cells import read_cells, table_of
+from klear_core.pipeline.graph import fingerprints_of, stages_of
+from klear_core.report.chosen import Choice
 
 GRID = AblationConfig(
     profile="smoke",
@@ -52,7 +54,7 @@ def test_every_variant_runs_at_every_rate_on_every_seed() -> None:
     runs = Runs(SCORES)
     table = run_grid(GRID, runs)
     assert runs.asked == [cell(v, r, s) for r in (1e-4, 2e-4) for s in (1, 2) for v in ("paper", "clip")]
-    assert [(row.variant, row.learning_rate, row.score.value) for row in table.rows] == [
+    assert [(row.variant, row.learning_rate, row.score.mean) for row in table.rows] == [
         ("paper", 1e-4, pytest.approx(0.315)),
         ("clip", 1e-4, pytest.approx(0.215)),
         ("paper", 2e-4, pytest.approx(0.115)),
@@ -60,6 +62,38 @@ def test_every_variant_runs_at_every_rate_on_every_seed() -> None:
         ("paper", None, pytest.approx(0.315)),
         ("clip", None, pytest.approx(0.415)),
     ]
+
+
+def test_the_models_that_a_grid_puts_first_are_recorded(tmp_path: Path) -> None:
+    """`clip` at 2e-4 has the best mean; on seed 1 `paper` at 1e-4 was better."""
+    scores = {("paper", 1e-4): 0.3, ("paper", 2e-4): 0.1, ("clip", 1e-4): 0.2, ("clip", 2e-4): 0.4}
+    runs = Runs(scores)
+
+    def run(cell: Cell) -> RunResult:
+        result = runs(cell)
+        lucky = (cell.variant, cell.rate, cell.seed) == ("paper", 1e-4, 1)
+        return result.model_copy(update={"after": 0.45}) if lucky else result
+
+    configs = {cell: config_of(GRID, cell, [f"workspace.root={tmp_path}"]) for cell in cells_of(GRID)}
+    table = run_grid(GRID, run, benchmarks=["heldout"])
+    record_choice(table, configs, "grid")
+    choice = Choice.model_validate_json((tmp_path / "choices" / "grid.json").read_text())
+    assert (choice.by, choice.among, choice.benchmarks) == ("klear ablate grid", 8, ("heldout",))
+    first = [cell("clip", 2e-4, 1), cell("clip", 2e-4, 2), cell("paper", 1e-4, 1)]
+    ids = [fingerprints_of(stages_of(configs[c]), configs[c].workspace)["rl"] for c in first]
+    assert choice.models == tuple(f"rl/{own.fingerprint}" for own in ids)
+    assert "- chosen on this benchmark: whatever row is best here was chosen by its score on heldout" in as_markdown(
+        table
+    )
+
+
+def test_a_grid_of_one_row_chooses_nothing(tmp_path: Path) -> None:
+    alone = GRID.model_copy(update={"variants": {"paper": ()}, "learning_rates": (1e-4,)})
+    configs = {cell: config_of(alone, cell, [f"workspace.root={tmp_path}"]) for cell in cells_of(alone)}
+    table = run_grid(alone, Runs(SCORES), benchmarks=["heldout"])
+    record_choice(table, configs, "grid")
+    assert not (tmp_path / "choices").exists()
+    assert "chosen on" not in as_markdown(table)
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on() -> None:
