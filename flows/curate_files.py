@@ -83,6 +83,9 @@ class _Bar:
     def log(self, metrics: object, *, step: int) -> None:
         """Do nothing."""
 
+    def add(self, metrics: object, *, step: int) -> None:
+        """Do nothing."""
+
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Update the bar."""
         self._bar.update(self._task, completed=done, total=total, description=note or "reading")

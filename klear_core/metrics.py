@@ -18,6 +18,9 @@ class Telemetry(Protocol):
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record numbers at one step, named `stage/noun/stat` (letters, digits, `_`, `-`, `.`, `/`)."""
 
+    def add(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record more numbers of a step that may be over; those that were logged of it and of later steps stay."""
+
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Report that `done` of `total` units are finished; `note` is a few words for a person."""
 
@@ -26,6 +29,9 @@ class NullTelemetry:
     """Ignores everything; for tests and scripts."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Ignore."""
+
+    def add(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Ignore."""
 
     def progress(self, done: int, total: int, note: str = "") -> None:

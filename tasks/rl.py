@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from klear_core.artifacts.ledger import StageSummary
@@ -20,19 +21,21 @@ def rl(info: RunInfo, job: RlJob, inputs: Inputs) -> ArtifactRef:
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.cluster.rl_workers import RayWorkers
+        from klear_core.evaluate.checkpoints import open_exam
+        from klear_core.rl.curve import no_exam
         from klear_core.rl.loop import train_rl
+        from klear_core.rl.workers import RlSetup
 
         model, problems = inputs["model"].path, inputs["problems"].path
+        workers, curve = RayWorkers(), job.runtime.curve
         with ray_session(needs_of(job.rl, model)):
             return train_rl(
-                job.rl,
+                RlSetup(cfg=job.rl, model=model, seed=job.seed, workdir=workdir),
                 job.verify,
-                model=model,
                 problems=problems,
-                seed=job.seed,
-                workdir=workdir,
                 telemetry=telemetry,
-                workers=RayWorkers(),
+                workers=workers,
+                open_exam=no_exam if curve is None else partial(open_exam, curve, workers.judges, seed=job.seed),
             )
 
     return run_stage(info, job, inputs, body)

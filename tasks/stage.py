@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -71,6 +72,7 @@ class StageTelemetry:
         self._run = run
         self._prefect = PrefectProgress(stage, artifact_of_current_run(stage))
         self._last_step: int | None = None
+        self._lock = threading.Lock()  # a stage may add numbers from a thread of its own
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Log one row; it replaces rows of this and later steps, which a killed attempt or a lost learner left.
@@ -84,11 +86,18 @@ class StageTelemetry:
             log.warning(
                 "%s: step %d: these metrics are left out because they are not finite: %s", self.stage, step, left_out
             )
-        if self._last_step is None or step <= self._last_step:
-            self._file.rewind(step)
-        self._last_step = step
-        self._file.append(finite_metrics, step=step)
-        self._run.log(finite_metrics, step=step)
+        with self._lock:
+            if self._last_step is None or step <= self._last_step:
+                self._file.rewind(step)
+            self._last_step = step
+            self._file.append(finite_metrics, step=step)
+            self._run.log(finite_metrics, step=step)
+
+    def add(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Log more numbers of a step in a row of their own; other rows stay. Only finite values are logged."""
+        with self._lock:
+            self._file.append(metrics, step=step)
+            self._run.log(finite(metrics), step=step)
 
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Show `done` of `total` units on the console and in Prefect."""

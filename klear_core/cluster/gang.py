@@ -240,6 +240,8 @@ class Gang:
 
     def _relay(self, index: int, report: Report) -> None:
         match report:
+            case Logged(is_added=True):
+                self._telemetry.add(report.metrics, step=report.step)
             case Logged():
                 self._telemetry.log(report.metrics, step=report.step)
             case Progressed():

@@ -26,10 +26,11 @@ LOGGER = "klear_core"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """A call of `Telemetry.log`."""
+    """A call of `Telemetry.log`, or of `Telemetry.add`."""
 
     metrics: dict[str, float]
     step: int
+    is_added: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,10 @@ class Outbox:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Keep metrics; see `Telemetry.log`."""
         self._reports.append(Logged(metrics=dict(metrics), step=step))
+
+    def add(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Keep metrics of an earlier step; see `Telemetry.add`."""
+        self._reports.append(Logged(metrics=dict(metrics), step=step, is_added=True))
 
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Keep progress; see `Telemetry.progress`."""

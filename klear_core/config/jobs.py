@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
+from klear_core.config.curve import CurveRuntime
 from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, GeneratedSource, Source
 from klear_core.config.distill import DistillConfig
 from klear_core.config.engine import EngineConfig, SamplingConfig
@@ -378,13 +379,15 @@ class RlJob(Job):
     seed: int
     rl: RlConfig
     verify: VerifyConfig
+    runtime: CurveRuntime = CurveRuntime()
 
     @classmethod
     def of(cls, config: PipelineConfig, section: Literal["rl", "rl_code"]) -> Self:
         """Return the job with the settings of a pipeline config that determine the result of this RL stage."""
         rl = config.rl if section == "rl" else config.rl_code
         assert rl is not None, section
-        return cls(seed=config.seed, rl=rl, verify=config.judge_of(section))
+        runtime = CurveRuntime.of(rl.runtime.curve, config)
+        return cls(seed=config.seed, rl=rl, verify=config.judge_of(section), runtime=runtime)
 
     def files(self) -> tuple[str, ...]:
         """Return the sources of the user's rewards and judges. Raise ConfigError if one is missing or broken."""

@@ -133,6 +133,19 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _curves_are_of_benchmarks_that_there_are(self) -> PipelineConfig:
+        names = [b.name for b in self.benchmarks]
+        for section, training in (("rl", self.rl), ("rl_code", self.rl_code)):
+            curve = training.runtime.curve if training else None
+            if curve is not None and curve.benchmark not in names:
+                there = ", ".join(names) or "none"
+                raise ValueError(
+                    f"{section}.runtime.curve.benchmark = {curve.benchmark!r} is none of the benchmarks, which are: "
+                    f"{there}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _optimizer_can_continue(self) -> PipelineConfig:
         if self.rl.continue_optimizer:
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from klear_core.config.curve import CurveConfig
 from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.losses import ErcConfig, GppoConfig, LossConfig
 from klear_core.config.settings import RareFloor, Settings
@@ -219,6 +220,8 @@ class RlRuntime(TrainRuntime):
     save_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """RL steps, as logged from 1, that are kept in the artifact for `klear rl replay`: samples, weights and optimizer
     state, 12 bytes a parameter for each."""
+    curve: CurveConfig | None = None
+    """Scores on a small fixed set of problems while training goes on, by the engines that sample; None: none."""
     num_rollout_actors: int = Field(default=2, ge=1)
     """Rollout actors (sampling processes), each with its own engine."""
     requests_per_actor: int = Field(default=256, ge=1)

@@ -267,7 +267,7 @@ def _require_planned(shard: Shard[PlannedAnswer], stored: Sequence[EvalSample]) 
         problem_id, decoding, idx = next(iter(missing or others))
         raise DataError(
             f"{shard.path}: holds {len(stored)} of {len(shard.items)} planned answers to benchmark "
-            f"{shard.items[0].benchmark!r} ({missing.total()} missing, {others.total()} that nobody planned; the first: "
+            f"{shard.items[0].benchmark!r} ({missing.total()} missing, {others.total()} not planned; the first: "
             f"problem {problem_id}, {decoding} {idx}); delete the file, and its answers are sampled again"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from klear_core.config.curve import CurveJob
 from klear_core.config.jobs import Job, RlJob, SftJob
 from klear_core.report.charts import LineChart, Series, line_chart, sparkline
 from klear_core.report.facts import MissingStage, StageFacts
@@ -60,7 +61,14 @@ SFT_CHARTS = (
     ChartSpec(title="Learning rate", metrics=(("optim/lr", ""),)),
     ChartSpec(title="Tokens per second", metrics=(("time/tokens_per_s", ""),)),
 )
+_SCORE = ChartSpec(
+    title="Score on a fixed set",
+    metrics=(("eval/avg", "score"), ("eval/avg_rerun_low", "re-run, low"), ("eval/avg_rerun_high", "re-run, high")),
+    note="while it trained, with the interval over other samples of these problems",
+    is_share=True,
+)
 RL_CHARTS = (
+    _SCORE,
     ChartSpec(title="Reward, mean", metrics=(("reward/mean", ""),), note="of all judged answers"),
     ChartSpec(
         title="Pass rate", metrics=(("pass/rate", ""),), note="share of sampled answers that are right", is_share=True
@@ -140,13 +148,31 @@ def _curves(stage: StageFacts | MissingStage) -> StageCurves:
     for spec in _charts_of(stage.stage.job):
         series = [(label, by_name[metric]) for metric, label in spec.metrics if metric in by_name]
         named |= {metric for metric, _ in spec.metrics}
-        chart = line_chart(spec.title, series, note=spec.note, is_share=spec.is_share)
+        note = spec.note + (_whose_problems(stage) if spec is _SCORE else "")
+        chart = line_chart(spec.title, series, note=note, is_share=spec.is_share)
         if chart is not None:
             drawn.append(chart)
     phases = _phases(by_name)
     others = [_other(s) for name, s in by_name.items() if name not in named]
     title = stage.stage.title + (" (failed)" if isinstance(stage, MissingStage) else "")
     return StageCurves(stage=stage.name, title=title, charts=tuple(drawn), phases=phases, others=tuple(others))
+
+
+def _whose_problems(stage: StageFacts | MissingStage) -> str:
+    """Say which benchmark the problems of the scores during training are from: its scores are reported, too."""
+    if isinstance(stage, StageFacts):
+        # of the artifact: it may be older than the settings of this run
+        runtime = stage.manifest.config.get("runtime")
+        held = runtime.get("curve") if isinstance(runtime, dict) else None
+        job = None if held is None else CurveJob.model_validate(held)
+    else:
+        job = stage.stage.job.runtime.curve if isinstance(stage.stage.job, RlJob) else None
+    if job is None:
+        return ""
+    return (
+        f"; at most {job.curve.num_problems} problems of {job.curve.benchmark}, whose score is reported: a checkpoint "
+        "that is chosen by this curve is chosen on its benchmark"
+    )
 
 
 def _charts_of(job: Job) -> tuple[ChartSpec, ...]:

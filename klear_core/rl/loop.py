@@ -15,6 +15,7 @@ from klear_core.generate.engine import SleepingEngine, TrainableEngine
 from klear_core.metrics import Telemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.continuous import ContinuousRollouts
+from klear_core.rl.curve import Curve, Exam, OpenExam, no_exam
 from klear_core.rl.groups import to_samples
 from klear_core.rl.metrics import describe_groups, gather_shown, last_shown, save_shown
 from klear_core.rl.problems import choose_problems
@@ -33,32 +34,30 @@ _NUM_SHOWN = 20  # number of steps, spread over the run, whose first answers are
 
 
 def train_rl(
-    cfg: RlConfig,
+    setup: RlSetup,
     verify: VerifyConfig,
     *,
-    model: Path,
     problems: Path,
-    seed: int,
-    workdir: Path,
     telemetry: Telemetry,
     workers: Workers,
+    open_exam: OpenExam = no_exam,
 ) -> StageSummary:
-    """Train `model` on problems of the configured domain; write `workdir/model` and `workdir/sample_rollouts.parquet`.
+    """Train the model on problems of the configured domain; write `model` and `sample_rollouts.parquet` to the workdir.
 
     A rerun with the same `workdir` continues from the last checkpoint. Raise DataError if the domain has no problems or
     almost no group is informative, TrainingError if sampling makes no progress, too many updates are skipped or too
-    many workers are lost.
+    many workers are lost. `open_exam` opens the scores that are taken while training goes on.
     """
+    cfg, workdir = setup.cfg, setup.workdir
     chosen, choice = choose_problems(problems, cfg.domain, cfg.prompts)
-    setup = RlSetup(cfg=cfg, model=model, seed=seed, workdir=workdir)
-    with workers.judges(verify) as judges:
+    with workers.judges(verify) as judges, open_exam(model_folder(setup.model)) as exam:
         notes = judges.prepare(chosen)
         rewards = UserRewards(cfg.reward.custom, judges)
-        progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards))
+        progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards, exam))
     shown = workdir / "scratch" / "shown"
     warnings = check_trained_share(progress, cfg.runtime.informative, shown=shown)
     gather_shown(shown, workdir / "sample_rollouts.parquet")
-    summary = progress.summary(choice, minibatches_per_step=cfg.minibatches_per_step, seed=seed)
+    summary = progress.summary(choice, minibatches_per_step=cfg.minibatches_per_step, seed=setup.seed)
     return summary.model_copy(update={"notes": (*warnings, *summary.notes, *notes)})
 
 
@@ -69,6 +68,7 @@ async def run_rl(
     telemetry: Telemetry,
     workers: Workers,
     custom_rewards: RewardValues = no_rewards,
+    exam: Exam | None = None,
 ) -> Progress:
     """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint."""
     try:
@@ -92,7 +92,8 @@ async def run_rl(
                     custom_rewards=custom_rewards,
                 )
                 rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
-                await run_steps(setup, learner, engine, rollouts, progress, telemetry)
+                async with Curve(exam, telemetry, setup.cfg) as curve:
+                    await run_steps(setup, learner, engine, rollouts, progress, telemetry, curve)
                 if not (setup.workdir / "model").exists():  # a run killed after the export has only to return
                     await learner.export(setup.workdir / "model")
             except LearnerLost as lost:
@@ -110,6 +111,7 @@ async def run_steps(
     rollouts: Rollouts,
     progress: Progress,
     telemetry: Telemetry,
+    curve: Curve,
 ) -> None:
     """Run the training loop; with `max_staleness` above 0, later groups are sampled while the learner updates."""
     cfg, now = setup.cfg, asyncio.get_running_loop().time
@@ -117,6 +119,8 @@ async def run_steps(
     sleeper = _sleeper(engine, cfg.rollout)
     # After a restore the learner has the checkpoint's weights, and the engines still have others.
     await sync_weights(learner, engine, sleeper, version=progress.step)
+    if progress.step < cfg.num_steps:
+        curve.start(engine, step=progress.step)
     async with rollouts as ahead:
         for step in range(progress.step, cfg.num_steps):
             start = now()
@@ -125,10 +129,13 @@ async def run_steps(
             sampled = now()
             # No request is running now: the config refuses sleeping engines together with `max_staleness` above 0.
             if sleeper is not None:
+                await curve.finish()
                 await sleeper.sleep()
             update = await learner.step(samples.rows)
+            await curve.finish()  # its answers are of the weights before this step
             trained = now()
             await sync_weights(learner, engine, sleeper, version=step + 1)
+            curve.start(engine, step=step + 1)
             synced = now()
             # The engines have the new weights now, so that more groups stay within `max_staleness` versions.
             ahead.allow_another()
@@ -158,6 +165,7 @@ async def run_steps(
                 await learner.save(progress.counters())
             if progress.step >= _CHECK_FROM_STEP:
                 check_trained_share(progress, cfg.runtime.informative, shown=shown)
+        await curve.finish()
 
 
 def check_trained_share(progress: Progress, floor: Floor, *, shown: Path) -> tuple[str, ...]:

@@ -13,11 +13,13 @@ import pytest
 from report_runs import BROKEN_BY_RL, config, laptop_run, stage_folder, with_stage
 from rich.console import Console
 
+from klear_core.config.curve import CurveConfig, CurveJob, CurveRuntime
 from klear_core.config.data import FileSource
 from klear_core.config.losses import ClipConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.evaluate.published import PublishedModel
 from klear_core.report import curves
+from klear_core.report.charts import Series
 from klear_core.report.config_view import changed_settings
 from klear_core.report.curves import RL_CHARTS, SFT_CHARTS, stage_curves
 from klear_core.report.examples import pick_examples
@@ -251,6 +253,24 @@ def test_a_benchmark_newer_than_the_models_data_is_named_as_fresh(
     benchmarks = tuple(b.model_copy(update={"published": published}) for b in facts.config.benchmarks)
     dated = facts.config.model_copy(update={"benchmarks": benchmarks, "data_until": until})
     assert benchmark_views(replace(facts, config=dated))[0].age == expected
+
+
+def test_the_curve_of_scores_says_which_reported_benchmark_its_problems_are_from(facts: Facts) -> None:
+    points = [("rl/eval/avg", 0.5), ("rl/eval/avg_rerun_low", 0.4), ("rl/eval/avg_rerun_high", 0.6)]
+    scores = tuple(Series(name=name, steps=(0, 10), values=(0.1, value)) for name, value in points)
+    rl = next(stage for stage in facts.stages if stage.name == "rl")
+    job = CurveJob.of(CurveConfig(benchmark="heldout", num_problems=8), facts.config)
+    runtime = CurveRuntime(curve=job).model_dump(mode="json")
+    manifest = rl.manifest.model_copy(update={"config": {**rl.manifest.config, "runtime": runtime}})
+    (drawn,) = stage_curves([replace(rl, manifest=manifest, metrics=scores)])
+    (chart,) = drawn.charts
+    assert [line.label for line in chart.lines] == ["score", "re-run, low", "re-run, high"]
+    assert (
+        "8 problems of heldout, whose score is reported: a checkpoint that is chosen by this curve is chosen"
+        in chart.note
+    )
+    (plain,) = stage_curves([replace(rl, metrics=scores)])
+    assert "chosen" not in plain.charts[0].note
 
 
 def test_published_scores_stand_beside_ours(facts: Facts) -> None:

@@ -366,10 +366,8 @@ def test_the_stage_leaves_a_model_sample_answers_and_books_that_add_up(base: Pat
 
 def train(cfg: RlConfig, base: Path, problems: Path, workdir: Path) -> StageSummary:
     """The whole stage with the real judge, to whom an untrained model says nothing right."""
-    seen, by = NullTelemetry(), LocalWorkers()
-    return train_rl(
-        cfg, VerifyConfig(), model=base, problems=problems, seed=0, workdir=workdir, telemetry=seen, workers=by
-    )
+    setup, seen = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir), NullTelemetry()
+    return train_rl(setup, VerifyConfig(), problems=problems, telemetry=seen, workers=LocalWorkers())
 
 
 def test_a_stage_in_which_no_group_taught_anything_is_an_error_whatever_the_floor(base: Path, tmp_path: Path) -> None:

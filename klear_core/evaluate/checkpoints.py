@@ -1,0 +1,119 @@
+"""Score a model while it trains, on a small fixed set of problems."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from klear_core.config.curve import CurveJob
+from klear_core.config.verify import VerifyConfig
+from klear_core.data.benchmarks import load_benchmark
+from klear_core.evaluate.run import sampling_params
+from klear_core.evaluate.suite import PlannedAnswer
+from klear_core.evaluate.tally import Tally, tally
+from klear_core.generate.engine import InferenceEngine
+from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
+from klear_core.seeding import seed_for
+from klear_core.types import EvalSample, Judge, Problem
+from klear_core.verify import JudgePool
+
+
+def fixed_set(job: CurveJob, *, seed: int) -> tuple[Problem, ...]:
+    """Return the problems of the fixed set: the same for every stage and step of a run.
+
+    They are the first in an order by a hash of seed and problem id, so that a larger set holds a smaller one. Raise
+    DataError as `load_benchmark` does.
+    """
+    problems = load_benchmark(job.source, seed=seed)
+    drawn = sorted(problems, key=lambda problem: seed_for(seed, "evaluate/curve", problem.problem_id))
+    return tuple(drawn[: job.curve.num_problems])
+
+
+@contextmanager
+def open_exam(
+    job: CurveJob, judges: Callable[[VerifyConfig], JudgePool], folder: Path, *, seed: int
+) -> Iterator[CheckpointExam]:
+    """Yield the exam for a model of this folder's tokenizer, with judges of its own.
+
+    Raise DataError or SandboxError, before anything is spent, if the problems cannot be read or judged.
+    """
+    problems = fixed_set(job, seed=seed)
+    tokenizer = load_tokenizer(folder)
+    with judges(job.verify) as pool:
+        pool.prepare(problems)
+        yield CheckpointExam(
+            job=job,
+            problems=problems,
+            render=partial(render_prompt, tokenizer),
+            judge=pool.judge_async,
+            opening=opening_of(tokenizer),
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointExam:
+    """Answers and judges the fixed set with whatever weights an engine has."""
+
+    job: CurveJob
+    problems: Sequence[Problem]
+    render: Callable[[str], tuple[int, ...]]
+    """Turns a question into prompt token ids."""
+    judge: Judge
+    opening: str
+    """Start of every response that its prompt holds; see `opening_of`."""
+    seed: int
+
+    async def score(self, engine: InferenceEngine) -> dict[str, float]:
+        """Return the score with its intervals and what stands beside it, by the last part of the metric's name.
+
+        All answers have the same seeds at every step, so that unchanged weights give an unchanged score. Of answers
+        that could not be judged only the share is returned; without one judged answer there is no score.
+        """
+        planned: list[PlannedAnswer] = []
+        for problem in self.problems:
+            for i in range(self.job.curve.num_samples):
+                planned.append(
+                    PlannedAnswer(benchmark=self.job.source.name, problem=problem, decoding="sampled", sample_idx=i)
+                )
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._answer(engine, answer)) for answer in planned]
+        counts = tally([task.result() for task in tasks], self.problems)["sampled"]
+        return curve_metrics(counts, confidence=self.job.confidence)
+
+    async def _answer(self, engine: InferenceEngine, planned: PlannedAnswer) -> EvalSample:
+        params = sampling_params(self.job.sampling, planned, seed=self.seed)
+        (sampled,) = await engine.generate(self.render(planned.problem.question), params)
+        completion = completed(sampled, self.opening)
+        return EvalSample(
+            benchmark=planned.benchmark,
+            problem_id=planned.problem.problem_id,
+            question=planned.problem.question,
+            difficulty=planned.problem.difficulty,
+            decoding="sampled",
+            sample_idx=planned.sample_idx,
+            response=completion.text,
+            num_tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
+            verdict=await self.judge(planned.problem, completion.text),
+        )
+
+
+def curve_metrics(counts: Tally, *, confidence: float) -> dict[str, float]:
+    """Return a point of the curve by the last part of each metric's name."""
+    metrics = {
+        "truncated_frac": counts.truncated_frac,
+        "unscored_frac": counts.unscored.total() / counts.num_samples,
+        "tokens_mean": counts.num_tokens / counts.num_samples,
+    }
+    score = counts.score(confidence=confidence)
+    if score is None:
+        return metrics
+    metrics |= {"avg": score.value, "avg_low": score.new_problems.low, "avg_high": score.new_problems.high}
+    if score.rerun is not None:
+        metrics |= {"avg_rerun_low": score.rerun.low, "avg_rerun_high": score.rerun.high}
+    return metrics

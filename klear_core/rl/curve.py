@@ -1,0 +1,88 @@
+"""Score the policy on a fixed set every few steps, by the engines that sample, while training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from klear_core.config.rl import RlConfig
+from klear_core.generate.engine import InferenceEngine
+from klear_core.metrics import Telemetry
+
+_METRICS = {
+    "avg": "rl/eval/avg",
+    "avg_low": "rl/eval/avg_low",
+    "avg_high": "rl/eval/avg_high",
+    "avg_rerun_low": "rl/eval/avg_rerun_low",
+    "avg_rerun_high": "rl/eval/avg_rerun_high",
+    "truncated_frac": "rl/eval/truncated_frac",
+    "unscored_frac": "rl/eval/unscored_frac",
+    "tokens_mean": "rl/eval/tokens_mean",
+}
+"""Metric by what an exam calls it."""
+
+
+class Exam(Protocol):
+    """Answers and judges a fixed set of problems with the weights that an engine has."""
+
+    async def score(self, engine: InferenceEngine) -> dict[str, float]:
+        """Return the score and what stands beside it, by the names in `_METRICS`."""
+        ...
+
+
+OpenExam = Callable[[Path], AbstractContextManager[Exam | None]]
+"""Returns a context of the exam, with its judges, for the model in a folder; of None if no scores are to be taken."""
+
+
+def no_exam(_folder: Path) -> AbstractContextManager[Exam | None]:
+    """Return a context of None."""
+    return nullcontext()
+
+
+class Curve:
+    """Points of the curve, one at a time; leaving the context cancels the one that is being made.
+
+    A point is of one version of the weights: its requests are sent when the engines have got these, run beside the next
+    rollouts and the learner's update, and are waited for before the engines get new weights.
+    """
+
+    def __init__(self, exam: Exam | None, telemetry: Telemetry, cfg: RlConfig) -> None:
+        self._exam = exam
+        self._telemetry = telemetry
+        curve = cfg.runtime.curve
+        self._every_steps = curve.every_steps if curve is not None else 0
+        self._num_steps = cfg.num_steps
+        self._running: tuple[int, asyncio.Task[dict[str, float]]] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._running is not None:
+            _, task = self._running
+            self._running = None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def start(self, engine: InferenceEngine, *, step: int) -> None:
+        """Start the point of these weights, those after `step` steps, if one is due."""
+        if self._exam is None:
+            return
+        if step % self._every_steps == 0 or step == self._num_steps:
+            assert self._running is None, step
+            self._running = (step, asyncio.create_task(self._exam.score(engine)))
+
+    async def finish(self) -> None:
+        """Wait for the point that is being made, if there is one, and log it."""
+        if self._running is None:
+            return
+        step, task = self._running
+        metrics = await task
+        self._running = None
+        self._telemetry.add({_METRICS[name]: value for name, value in metrics.items()}, step=step)
