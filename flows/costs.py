@@ -175,6 +175,6 @@ def _measurements(config: PipelineConfig, stages: Collection[Stage]) -> Iterator
         shown = ", ".join(f"{kind} {num_bytes / 1e9:.2f}" for kind, num_bytes in parts if num_bytes > 1e7)
         measured_gb = found.measured.num_bytes / 1e9
         yield (
-            f"exact {stage.name}: {measured_gb:.2f} GB a rank on fake tensors, in {found.measured.moment} ({shown}); "
+            f"exact {stage.name}: {measured_gb:.2f} GB per rank on fake tensors, in {found.measured.moment} ({shown}); "
             f"the table's closed form is {100 * found.difference:+.2f} % off"
         )

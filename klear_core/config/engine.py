@@ -107,7 +107,7 @@ class HttpRuntime(Settings):
 
     max_concurrency: int = Field(default=1024, ge=1)
     """Most concurrent requests. Below it the number follows the endpoint's throughput, from 8 on: it grows while more
-    requests give more tokens a second, and falls when the endpoint refuses them (429, 503, timeouts)."""
+    requests give more tokens per second, and falls when the endpoint refuses them (429, 503, timeouts)."""
     probe_s: float = Field(default=10.0, gt=0)
     """Least seconds, and at least one round of replies, for which a number of requests is measured."""
     timeout_s: float = Field(default=600, gt=0)

@@ -219,7 +219,7 @@ class RlRuntime(TrainRuntime):
     checkpoint: RlCheckpointConfig = RlCheckpointConfig()
     save_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """RL steps, as logged from 1, that are kept in the artifact for `klear rl replay`: samples, weights and optimizer
-    state, 12 bytes a parameter for each."""
+    state, 12 bytes per parameter for each."""
     curve: CurveConfig | None = None
     """Scores on a small fixed set of problems while training goes on, by the engines that sample; None: none."""
     num_rollout_actors: int = Field(default=2, ge=1)

@@ -102,7 +102,7 @@ class SandboxConfig(Settings):
     output_mb: int = Field(default=16, ge=1, le=512)
     """Maximum size of standard output, of any file, and of a call's result."""
     total_memory_mb: int = Field(default=3072, ge=256)
-    """Maximum resident memory of all processes of a jail together, polled 20 times a second."""
+    """Maximum resident memory of all processes of a jail together, polled 20 times per second."""
     python: str = ""
     """Interpreter inside the sandbox; empty: /usr/bin/python3 if it exists, else the one that runs Klear, without its
     virtual environment."""

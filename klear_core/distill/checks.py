@@ -54,7 +54,7 @@ def usage_warnings(usage: Usage, *, teacher: str) -> tuple[str, ...]:
         notes.append(
             f"{usage.estimated:,} of {usage.replies:,} replies of {teacher} came without token counts: tokens "
             f"and cost are "
-            "estimated at 4 characters a token"
+            "estimated at 4 characters per token"
         )
     if usage.unseeded and usage.unseeded == usage.replies:
         notes.append(

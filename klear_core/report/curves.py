@@ -116,7 +116,7 @@ RL_CHARTS = (
     ),
     ChartSpec(title="Staleness, versions", metrics=(("staleness/mean", "mean"), ("staleness/max", "largest"))),
     ChartSpec(
-        title="Seconds a step",
+        title="Seconds per step",
         metrics=(
             ("time/rollout_s", "sampling"),
             ("time/wait_s", "waiting for it"),

@@ -59,7 +59,7 @@ async def check_engine(learner: LearnerHandle, engine: TrainableEngine, setup: R
     if distance <= allowed:  # false for NaN
         return ""
     note = (
-        f"the engine's log-probs are {distance:.3g} nats a token from the learner's on the initial model, and "
+        f"the engine's log-probs are {distance:.3g} nats per token from the learner's on the initial model, and "
         f"{allowed:g} are allowed: they may have other weights, positions or temperatures"
     )
     if cfg.runtime.engine_check == "refuse":

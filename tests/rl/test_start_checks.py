@@ -72,9 +72,9 @@ def config(check: str, temperature: float = 0.7) -> RlConfig:
 @pytest.mark.parametrize(
     ("change", "stated"),
     [
-        (lambda logp: logp - 0.5, "0.5 nats a token"),
-        (lambda logp: logp + 0.002, "0.002 nats a token"),
-        (lambda logp: math.nan, "nan nats a token"),
+        (lambda logp: logp - 0.5, "0.5 nats per token"),
+        (lambda logp: logp + 0.002, "0.002 nats per token"),
+        (lambda logp: math.nan, "nan nats per token"),
     ],
 )
 def test_an_engine_with_other_log_probs_is_noted(
@@ -92,7 +92,7 @@ def test_an_engine_that_agrees_or_that_is_not_checked_gets_no_note(base: Path, t
 
 
 def test_training_with_an_engine_that_disagrees_can_be_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"9 nats a token.*engine_check = .refuse."):
+    with pytest.raises(TrainingError, match=r"9 nats per token.*engine_check = .refuse."):
         checked(base, tmp_path, lambda logp: logp - 9, config("refuse"))
 
 
