@@ -37,6 +37,7 @@ from klear_core.generate.factory import num_slots
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.engines import engine_fit
 from klear_core.pipeline.known_models import known_size
+from klear_core.rl.curve import Curve
 from klear_core.rl.loop import rollouts_of, run_steps
 from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import PromptStream, Sampler
@@ -177,7 +178,7 @@ async def _simulate(setup: Setup, folder: Path) -> list[dict[str, object]]:
     rollouts = rollouts_of(cfg, sampler, PromptStream(_problems(), seed=0), progress)
     job = RlSetup(cfg=cfg, model=folder, seed=0, workdir=folder)
     with suppress(_Measured):
-        await run_steps(job, learner, engines, rollouts, progress, probe)
+        await run_steps(job, learner, engines, rollouts, progress, probe, Curve(None, probe, job.cfg))
     return _entries(setup, probe, judges, learner, engines)
 
 
