@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import MANIFEST, ArtifactRef, read_manifest
-from klear_core.config.promote import Champion
+from klear_core.config.jobs import EvaluateJob
 from klear_core.config.promote_job import PromoteJob
 from klear_core.errors import ResourceError
 from klear_core.metrics import Telemetry
 from klear_core.pipeline.exposure import exposures
 from klear_core.pipeline.graph import open_store
+from tasks.evaluate import evaluate
 from tasks.registry import Registry, artifact_name, folder_of, open_registry, promotion_of
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
@@ -69,7 +70,7 @@ def _with_registry(job: PromoteJob, registry: Registry, inputs: Inputs) -> Promo
 
 def _decide(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
     """Return the artifact of the decision: the same job and inputs give the same one."""
-    champion = _champion_scores(info, job.champion)
+    champion = _champion_scores(info, job, inputs)
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:  # noqa: ARG001  there is nothing to measure
         from klear_core.evaluate.decision import Contender
@@ -91,20 +92,38 @@ def _decide(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
     return run_stage(info, job, roles, body)
 
 
-def _champion_scores(info: RunInfo, champion: Champion | None) -> ArtifactRef | None:
-    """Return the champion's scores, from this workspace or from where they were made; None if they are gone."""
+def _champion_scores(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef | None:
+    """Return the champion's scores: those that made it champion, or new ones if the rule asks for it; None if gone."""
+    from klear_core.evaluate.promotion import are_comparable
+
+    champion = job.champion
     if champion is None:
         return None
-    kind, _, fingerprint = champion.evaluation.partition("/")
+    found = _stored(info, champion.evaluation, champion.evaluation_uri)
+    if not job.promote.score_champion or (found and are_comparable(inputs["evaluation"].path, found.path)):
+        return found
+    model = _stored(info, champion.model, champion.model_uri)
+    if model is None:
+        log.warning("the champion cannot be scored again: its model (%s) is gone", champion.model_uri)
+        return found
+    # At position 0, so that MLflow's list of runs goes on to show the score of the run's own last model.
+    own = info.model_copy(update={"stage": "evaluate_champion", "position": 0})
+    scores = {"model": model, "benchmarks": inputs["benchmarks"]}
+    return evaluate.fn(own, EvaluateJob.of(job.runtime.config), scores)
+
+
+def _stored(info: RunInfo, name: str, uri: str) -> ArtifactRef | None:
+    """Return the artifact `kind/fingerprint`, from this workspace or from where it was made; None if it is gone."""
+    kind, _, fingerprint = name.partition("/")
     found = open_store(info.workspace).find(kind, fingerprint)
-    folder = folder_of(champion.evaluation_uri)
+    folder = folder_of(uri)
     if found is not None or not (folder / MANIFEST).is_file():
         return found
     manifest = read_manifest(folder)
     return ArtifactRef(
         kind=manifest.kind,
         fingerprint=manifest.fingerprint,
-        uri=champion.evaluation_uri,
+        uri=uri,
         created_at=manifest.created_at,
         counts=manifest.counts,
     )
@@ -118,7 +137,10 @@ def _rival(info: RunInfo, job: PromoteJob, inputs: Inputs, scores: ArtifactRef |
     if job.champion is not None:
         champion = job.champion
         contender = Contender(
-            model=champion.model, evaluation=champion.evaluation, run=champion.run, version=champion.version
+            model=champion.model,
+            evaluation=artifact_name(scores) if scores else champion.evaluation,
+            run=champion.run,
+            version=champion.version,
         )
         return Rival(contender=contender, is_="champion", evaluation=scores.path if scores else None)
     first = inputs.get("first")

@@ -88,6 +88,7 @@ class Version:
         return Champion(
             version=self.number,
             model=self.promotion.model,
+            model_uri=self.promotion.model_uri,
             evaluation=self.promotion.evaluation,
             evaluation_uri=self.promotion.evaluation_uri,
             run=self.promotion.run,

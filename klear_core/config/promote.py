@@ -31,6 +31,9 @@ class PromoteConfig(Settings):
     """Largest share of a benchmark's samples in which the judge found no answer; default as for `max_truncated`."""
     max_judge_failed: float = Field(default=0.01, ge=0, le=1)
     """Largest share of a benchmark's samples that could not be judged. Default: half of what stops an evaluation."""
+    score_champion: bool = False
+    """Score the champion again if its scores do not compare with those of the new model, because benchmarks, their
+    seed, decoding or judge have changed: it answers this run's benchmarks, which costs an evaluation."""
     first: Literal["better_than_first_model", "any"] = "better_than_first_model"
     """Rule where there is no champion yet: the model has to pass the comparison with the first model that its run
     scored, its base; `any` leaves the comparison out."""
@@ -43,6 +46,8 @@ class Champion(Settings):
     """Version of the registered model."""
     model: str
     """Artifact of the model, `kind/fingerprint`."""
+    model_uri: str
+    """Address of that artifact."""
     evaluation: str
     """Artifact of the scores by which it became champion."""
     evaluation_uri: str

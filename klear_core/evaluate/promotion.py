@@ -72,7 +72,7 @@ def decide(rule: PromoteConfig, candidate: Candidate, rival: Rival | None, *, wo
     if rival is None:
         checks.append(_without_rival(rule))
     else:
-        reasons = _comparable(new, old, rival)
+        reasons = _comparable(new, old, is_=rival.is_) if old else [_gone(rival)]
         checks += reasons
         is_comparable = all(check.is_passed for check in reasons)
         if old is not None and is_comparable:
@@ -94,6 +94,12 @@ def decide(rule: PromoteConfig, candidate: Candidate, rival: Rival | None, *, wo
     _write(decision, new, old, workdir)
     counts = {"promoted": int(decision.is_passed), "checks": len(checks), "failed_checks": len(failed)}
     return StageSummary(counts=counts)
+
+
+def are_comparable(new: Path, old: Path) -> bool:
+    """Return whether two evaluations have the same benchmarks, problems, decoding and judge."""
+    checks = _comparable(read_evaluation(new), read_evaluation(old), is_="champion")
+    return all(check.is_passed for check in checks)
 
 
 def _write(decision: Decision, new: Evaluation, old: Evaluation | None, workdir: Path) -> None:
@@ -143,14 +149,16 @@ def _without_rival(rule: PromoteConfig) -> Check:
     return Check(rule="better", is_passed=False, text=text)
 
 
-def _comparable(new: Evaluation, old: Evaluation | None, rival: Rival) -> list[Check]:
+def _gone(rival: Rival) -> Check:
+    text = f"the scores of the {rival.is_} ({rival.contender.evaluation}) are gone"
+    return Check(rule="comparable", is_passed=False, text=text)
+
+
+def _comparable(new: Evaluation, old: Evaluation, *, is_: RivalIs) -> list[Check]:
     """Return a check for each reason for which the scores cannot be compared, or one that they can."""
-    if old is None:
-        text = f"the scores of the {rival.is_} ({rival.contender.evaluation}) are gone"
-        return [Check(rule="comparable", is_passed=False, text=text)]
     failed = []
     for name in sorted(new.reports.keys() ^ old.reports.keys()):
-        which = "new model" if name in new.reports else rival.is_
+        which = "new model" if name in new.reports else is_
         text = f"only the {which} was scored on it"
         failed.append(Check(rule="comparable", benchmark=name, is_passed=False, text=text))
     for name in new.reports:
@@ -161,7 +169,7 @@ def _comparable(new: Evaluation, old: Evaluation | None, rival: Rival) -> list[C
             ]
     if failed:
         return failed
-    text = f"same problems, decoding and judge as the {rival.is_}"
+    text = f"same problems, decoding and judge as the {is_}"
     return [Check(rule="comparable", is_passed=True, text=text)]
 
 

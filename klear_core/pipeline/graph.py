@@ -59,7 +59,7 @@ def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
 
 def _promote_inputs(models: Sequence[str]) -> dict[str, str]:
     """Return the inputs of `promote`: the last model, its scores, and those of the first model if there are several."""
-    inputs = {"model": models[-1], "evaluation": f"evaluate_{models[-1]}"}
+    inputs = {"model": models[-1], "evaluation": f"evaluate_{models[-1]}", "benchmarks": "benchmarks"}
     return inputs if len(models) == 1 else {**inputs, "first": f"evaluate_{models[0]}"}
 
 

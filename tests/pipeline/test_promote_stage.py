@@ -21,13 +21,20 @@ from klear_core.pipeline.plan import plan_stages
 BENCH = BenchmarkConfig(name="b", source=ProceduralSource(split="heldout"))
 OFF = PipelineConfig(benchmarks=(BENCH,))
 ON = OFF.model_copy(update={"promote": PromoteConfig()})
-CHAMPION = Champion(version=3, model="rl/a", evaluation="evaluate/a", evaluation_uri="file:///a", run="r")
+CHAMPION = Champion(
+    version=3, model="rl/a", model_uri="file:///m", evaluation="evaluate/a", evaluation_uri="file:///a", run="r"
+)
 
 
 def test_promote_compares_the_last_model_and_comes_before_the_report() -> None:
     *_, promote, report = stages_of(ON)
     assert (promote.name, report.name) == ("promote", "report")
-    assert promote.inputs == {"model": "rl", "evaluation": "evaluate_rl", "first": "evaluate_base"}
+    assert promote.inputs == {
+        "model": "rl",
+        "evaluation": "evaluate_rl",
+        "benchmarks": "benchmarks",
+        "first": "evaluate_base",
+    }
     assert report.inputs["promote"] == "promote"
 
 

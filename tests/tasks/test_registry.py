@@ -11,14 +11,18 @@ import pytest
 from mlflow import MlflowClient
 from stored_evaluations import RIGHT, WRONG, evaluation, said, sample
 
-from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.artifacts.manifest import ArtifactRef, read_manifest
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.promote import PromoteConfig
 from klear_core.config.promote_job import PromoteJob
+from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.evaluate.decision import read_decision
+from klear_core.evaluate.promotion import are_comparable
+from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import open_store
+from klear_core.train.base import prepare_base
 from tasks.mlflow_backend import mlflow_client
 from tasks.progress import SilentConsole, set_console
 from tasks.promote import promote
@@ -186,6 +190,23 @@ def inputs_of(workspace: WorkspaceConfig, num_right: int, seed: int, **more: Art
     return {"model": model, "evaluation": scores, **more}
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a stage with a model of random weights."""
+    folder = tmp_path_factory.mktemp("tiny")
+    cfg = TinyModelConfig(
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        max_position_embeddings=64,
+    )
+    prepare_base(cfg, seed=0, workdir=folder, telemetry=NullTelemetry())
+    return folder
+
+
 def run_promote(workspace: WorkspaceConfig, name: str, inputs: dict[str, ArtifactRef], **rule: object) -> ArtifactRef:
     bench = BenchmarkConfig(name="toy", source=ProceduralSource(split="heldout", num_problems=60))
     cfg = PromoteConfig.model_validate({"registered_model": name, **rule})
@@ -259,3 +280,40 @@ def test_a_champion_whose_scores_are_gone_is_not_replaced(
     assert [check.text for check in decision.checks if not check.is_passed] == [
         "the scores of the champion (evaluate/rl/gone) are gone"
     ]
+
+
+@pytest.mark.slow
+def test_a_champion_is_scored_again_only_if_that_is_asked_for_and_needed(
+    workspace: WorkspaceConfig, name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The champion's own scores have no record of their judge, so that they do not compare."""
+    samples = [sample(i, 0, said(i), RIGHT) for i in range(3)]
+    root = Path(workspace.root) / "of three"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(workspace))
+    there = WorkspaceConfig(root=str(root))
+    old = evaluation(root, samples, seed=20, files=tiny)
+    new = evaluation(root, samples, seed=21, judged=True)
+    store = open_store(there)
+    models = [store.find("rl", f"rl{seed}".ljust(20, "0")) for seed in (20, 21)]
+    benchmarks = store.find("benchmarks", "b" * 20)
+    assert benchmarks is not None
+    first, second = (
+        {"model": model, "evaluation": scores, "benchmarks": benchmarks}
+        for model, scores in zip(models, (old, new), strict=True)
+        if model is not None
+    )
+    run_promote(there, name, first, first="any")
+    refused = read_decision(run_promote(there, name, second).path)
+    assert "the judge of the scores was not recorded" in [check.text for check in refused.checks]
+    decision = read_decision(run_promote(there, name, second, score_champion=True).path)
+    assert decision.rival is not None
+    assert decision.rival.evaluation != f"evaluate/{old.fingerprint}"
+    scored = store.find(*decision.rival.evaluation.split("/"))
+    assert scored is not None
+    manifest = read_manifest(scored.path)
+    assert (manifest.stage, {i.fingerprint for i in manifest.inputs if i.role == "model"}) == (
+        "evaluate_champion",
+        {f"rl{20}".ljust(20, "0")},
+    )
+    assert are_comparable(scored.path, scored.path)
+    assert not are_comparable(new.path, old.path)
