@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from klear_core.report.text import NONE
 
@@ -78,4 +78,4 @@ def _as_json(value: object) -> str:
         return NONE
     if isinstance(value, BaseModel):
         return value.model_dump_json()
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(to_jsonable_python(value), ensure_ascii=False)  # dates are no JSON of their own

@@ -14,7 +14,7 @@ from report_runs import BROKEN_BY_RL, config, laptop_run, stage_folder, with_sta
 from rich.console import Console
 
 from klear_core.config.curve import CurveConfig, CurveJob, CurveRuntime
-from klear_core.config.data import FileSource
+from klear_core.config.data import BenchmarkConfig, FileSource
 from klear_core.config.losses import ClipConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.evaluate.published import PublishedModel
@@ -228,6 +228,14 @@ def test_a_part_of_a_run_shows_its_scores_and_claims_nothing(run: ReportInputs) 
     assert "Base" in text
     assert "avg@" in text
     assert "nothing is claimed" not in text
+
+
+def test_settings_with_dates_are_shown_among_those_that_differ() -> None:
+    live = BenchmarkConfig.model_validate({"known": "lcb_v6", "source": "live.jsonl"})
+    cfg = PipelineConfig(benchmarks=(live,), data_until=date(2024, 12, 31))
+    shown = {setting.key: setting.value for setting in changed_settings(cfg)}
+    assert shown["data_until"] == '"2024-12-31"'
+    assert shown["benchmarks.0.window.start"] == '"2025-02-01"'
 
 
 @pytest.mark.parametrize(
