@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from klear_core.types import Completion
 
 pytest.importorskip("ray")
 from klear_core.cluster.calls import Restarts
+from klear_core.cluster.rank_actor import LOGGER
 from klear_core.cluster.rl_learner import RayLearner
 
 
@@ -109,6 +111,9 @@ class Handle:
         def __init__(self, method: Callable[..., object]) -> None:
             self.method = method
 
+        def options(self, **_where: object) -> Handle.Method:
+            return self
+
         def remote(self, *args: object) -> Awaitable[object]:
             is_async = asyncio.iscoroutinefunction(self.method)
             call = (lambda *a: asyncio.run(self.method(*a))) if is_async else self.method
@@ -151,14 +156,20 @@ def learners(base: Path, tmp_path: Path) -> Iterator[Callable[[type[LearnerActor
         cfg=rl_config(runtime={"device": "cpu", "stall_timeout_s": 8}), model=base, seed=0, workdir=tmp_path
     )
 
+    logger = logging.getLogger(LOGGER)
+    level, handlers = logger.level, list(logger.handlers)
+
     def make(kind: type[LearnerActor]) -> RayLearner:
         actor = kind()
-        actor.start(setup, 0, "tcp://127.0.0.1:1")  # a single rank joins nobody
+        actor.join(setup.cfg.runtime, 0, "tcp://127.0.0.1:1", logging.WARNING)  # a single rank joins nobody
+        actor.load(setup)
         learner = RayLearner(setup, Restarts(0), 0, is_direct=True)
-        learner._ranks = [Handle(actor)]
+        learner._gang.ranks = [Handle(actor)]
         return learner
 
-    return make
+    yield make
+    logger.setLevel(level)
+    logger.handlers = handlers  # a rank keeps records for its driver
 
 
 def engine(kind: type[RolloutActor] = RolloutActor) -> Handle:
