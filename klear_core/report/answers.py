@@ -260,13 +260,16 @@ def _described(sources: Sequence[AnswerSource], stored: _Stored, *, title: str, 
     for (source, benchmark, decoding), counts in stored.counts.items():
         shares = counts.shares(confidence=_CONFIDENCE)
         rows.append([benchmark, sources[source].name, decoding, *shown_shares(shares)])
+    origins = [{"name": source.name, "origin": source.origin} for source in sources]
+    ids = [problem_id for _, problem_id in stored.problems]
+    of = [numbers[benchmark] for benchmark, _ in stored.problems]
     return {
         "title": title,
-        "sources": [{"name": source.name, "origin": source.origin} for source in sources],
+        "sources": origins,
         "isOneText": is_one_text,
         "benchmarks": benchmarks,
-        "ids": [problem_id for _, problem_id in stored.problems],
-        "of": [numbers[benchmark] for benchmark, _ in stored.problems],
+        "ids": ids,
+        "of": of,
         "titles": stored.titles,
         "shares": rows,
     }

@@ -149,7 +149,10 @@ class DifferentSetting:
 
 def different_settings(configs: Sequence[Mapping[str, JsonValue]], *, absent: str) -> list[DifferentSetting]:
     """Return every leaf setting whose value differs between the configs, by dotted key; workspaces are left out."""
-    flat = [dict(_leaves({key: value for key, value in c.items() if key != "workspace"}, "")) for c in configs]
+    flat = []
+    for config in configs:
+        others = {key: value for key, value in config.items() if key != "workspace"}
+        flat.append(dict(_leaves(others, "")))
     keys = dict.fromkeys(key for leaves in flat for key in leaves)
     found = []
     for key in keys:

@@ -155,8 +155,10 @@ def _named(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 def _last_common(runs: Sequence[ComparedRun]) -> str:
     """Return the last model that every run has; empty if there is none."""
     first, *others = runs
-    common = [m.maker for m in first.models if all(run.model(m.maker) for run in others)]
-    return common[-1] if common else ""
+    for model in reversed(first.models):
+        if all(run.model(model.maker) for run in others):
+            return model.maker
+    return ""
 
 
 def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
@@ -168,8 +170,8 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
             model = run.model(maker)
             for benchmark, decoding in model.counts if model else ():
                 keys[benchmark, maker, decoding] = None
-    order = {benchmark: i for i, benchmark in enumerate(dict.fromkeys(benchmark for benchmark, _, _ in keys))}
-    by_benchmark = sorted(keys, key=lambda key: order[key[0]])
+    benchmarks = [benchmark for benchmark, _, _ in keys]
+    by_benchmark = sorted(keys, key=lambda key: benchmarks.index(key[0]))  # in the order of their first rows
     counts = [_counts(runs, *key) for key in by_benchmark]
     found = [_differences(own) for own in counts]
     p_values = [difference.p for differences in found for difference in differences.values() if difference]
@@ -316,7 +318,9 @@ def _costs(runs: Sequence[ComparedRun]) -> list[CostRow]:
         stages = [run.stage(name) for run in runs]
         cells = [_cost(stage, stages[0], is_first=i == 0) for i, stage in enumerate(stages)]
         rows.append(CostRow(stage=name, cells=tuple(cells)))
-    totals = [duration(sum(stage.manifest.wall_s for stage in run.stages)) for run in runs]
+    totals = []
+    for run in runs:
+        totals.append(duration(sum(stage.manifest.wall_s for stage in run.stages)))
     return [*rows, CostRow(stage="all stages", cells=tuple(totals))]
 
 
