@@ -125,9 +125,10 @@ def _init(address: str | None, needs: Needs) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     # Ray's CPUs are only a count for scheduling: a learner and two actors must also fit on a machine with two cores.
     num_cpus = max(needs.num_cpus, os.cpu_count() or 1)
+    if address:
+        require_listener(address)
     try:
         if address:
-            require_listener(address)
             ray.init(address=address, **quiet)
         else:
             ray.init(

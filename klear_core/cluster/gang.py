@@ -137,8 +137,8 @@ class Gang:
     def close(self) -> None:
         """Kill all ranks and release their places; do not wait long for a Ray that a signal has ended before us."""
         self.kill()
-        # SIGTERM goes to all processes of a session or container, Ray's own too, and a call to a Ray that is gone blocks
-        # for a minute and then ends this process with an error. What is not released ends with the driver's job.
+        # SIGTERM goes to all processes of a session or container, Ray's own too. A call to a Ray that is gone blocks
+        # for a minute, and then ends this process with an error. What is not released ends with the driver's job.
         releasing = threading.Thread(target=self._release, daemon=True)
         releasing.start()
         releasing.join(_RELEASE_S)

@@ -37,8 +37,8 @@ def _nodes_at(address: str) -> tuple[Node, ...]:
 
     if ray.is_initialized():
         return ray_nodes()
+    require_listener(address)
     try:
-        require_listener(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return ray_nodes()
     except (RayError, OSError, RuntimeError, ValueError) as e:
@@ -48,10 +48,17 @@ def _nodes_at(address: str) -> tuple[Node, ...]:
 
 
 def require_listener(address: str) -> None:
-    """Raise OSError if nothing listens at host:port; Ray itself would retry for five minutes."""
+    """Raise ResourceError if nothing listens at host:port; Ray itself would retry for five minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
+    if not host or not port.isdigit():
+        return
+    try:
         socket.create_connection((host, int(port)), timeout=_JOIN_TIMEOUT_S).close()
+    except OSError as e:
+        raise ResourceError(
+            f"RAY_ADDRESS: {host}:{port} does not answer ({e}); start that cluster, or unset RAY_ADDRESS to run Ray "
+            "on this machine"
+        ) from e
 
 
 def ray_nodes() -> tuple[Node, ...]:

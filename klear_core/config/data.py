@@ -69,8 +69,8 @@ class ProceduralSource(Settings):
 
 
 PuzzleFamily = Literal["brackets", "residues", "programs"]
-"""`brackets`: nested + - * modulo 7, rewritten step by step; `residues`: least x with b+ax=c modulo 11 or 13, by trying;
-`programs`: a Python function over a list, judged by calls."""
+"""`brackets`: nested + - * modulo 7, rewritten step by step; `residues`: the least x with b+ax=c modulo 11 or 13,
+found by trying; `programs`: a Python function over a list, judged by calls."""
 
 
 class PuzzleSource(Settings):

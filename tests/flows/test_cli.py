@@ -17,7 +17,9 @@ from klear_core.types import Difficulty, Domain, MathReference, Problem
 
 COMMANDS = ("run", "plan", "doctor", "show", "chat", "ui", "sweep", "judge", "bench", "ablate", "rl")
 PROFILES = sorted(
-    {f.parent.relative_to(ROOT) for f in (ROOT / "configs").rglob("*.toml") if f.parent.name != "ablations"}
+    folder.relative_to(ROOT)
+    for folder in (ROOT / "configs").iterdir()
+    if folder.is_dir() and folder.name != "ablations"
 )
 
 

@@ -125,7 +125,7 @@ def test_a_grid_that_is_made_is_compared_from_its_artifacts_alone(tmp_path: Path
     assert did["status"] == 0, shown
     assert "2 runs; artifacts to make: none" in shown
     table = AblationTable.model_validate_json((root / "ablations" / "small.json").read_text())
-    assert [(row.variant, row.score.value) for row in table.rows] == [("paper", pytest.approx(0.15))]
+    assert [(row.variant, row.score.mean) for row in table.rows] == [("paper", pytest.approx(0.15))]
     assert not HEAVY & set(did["loaded"])
     assert [command for command in did["started"] if command != "git"] == []
     assert {f.name for f in root.iterdir()} == {"artifacts", "ablations"}
