@@ -9,6 +9,7 @@ from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import EvaluateJob
 from klear_core.metrics import Telemetry
 from tasks.engines import open_compute
+from tasks.resources import share_model
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
@@ -23,6 +24,7 @@ def evaluate(info: RunInfo, job: EvaluateJob, inputs: Inputs) -> ArtifactRef:
         from klear_core.evaluate.suite import read_suite
 
         with open_compute(job.evaluate.engine, job.evaluate.runtime, section="evaluate") as compute:
+            share_model(inputs["model"].path)
             return evaluate_model(
                 job.evaluate,
                 job.verify,

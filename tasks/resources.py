@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from klear_core.artifacts.home import share_given
 from klear_core.cluster.nodes import joins_a_cluster, require_listener
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import TrainRuntime
@@ -83,7 +84,14 @@ def learner_ranks(runtime: TrainRuntime, model: Path) -> Iterator[RunRanks]:
         from klear_core.train.base import model_folder
 
         check_device(runtime, read_hf_config(model_folder(model)).num_params)
+        share_model(model)
         yield run_on_ray
+
+
+def share_model(model: Path) -> None:
+    """Send a model that was given by its folder to the shared store, if other nodes may need it."""
+    if joins_a_cluster():
+        share_given(model)
 
 
 def _is_one_on_this_cpu(runtime: TrainRuntime) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from klear_core.artifacts.home import home_of
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import RlJob
 from klear_core.metrics import Telemetry
-from tasks.resources import needs_of, ray_session
+from tasks.resources import needs_of, ray_session, share_model
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
@@ -29,8 +30,9 @@ def rl(info: RunInfo, job: RlJob, inputs: Inputs) -> ArtifactRef:
         model, problems = inputs["model"].path, inputs["problems"].path
         workers, curve = RayWorkers(), job.runtime.curve
         with ray_session(needs_of(job.rl, model)):
+            share_model(model)
             return train_rl(
-                RlSetup(cfg=job.rl, model=model, seed=job.seed, workdir=workdir),
+                RlSetup(cfg=job.rl, model=model, seed=job.seed, workdir=workdir, home=home_of(workdir)),
                 job.verify,
                 problems=problems,
                 telemetry=telemetry,

@@ -9,10 +9,11 @@ was set aside is kept in `aside/`: copies on other nodes that have it are out of
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +27,8 @@ from klear_core.artifacts.manifest import (
     MANIFEST_SUM,
     OUTSIDE_KINDS,
     POINTER,
+    ArtifactId,
     ArtifactRef,
-    InputRecord,
     Manifest,
     lineage_folder,
     parse_manifest,
@@ -166,12 +167,12 @@ class ObjectStore(LocalStore):
         node's.
 
         Objects that are already there are not sent again, so an interrupted upload goes on. Of a pointer to a model of
-        this machine only the manifest is sent, so that other nodes can follow the lineage of what is made from it.
+        this machine the manifest is sent, so that other nodes can follow the lineage of what is made from it.
         """
         manifest, folder = read_manifest(ref.path), ref.path
         seal = (folder / MANIFEST_SUM).read_bytes()
         if self._is_pointer(ref.kind, ref.fingerprint):
-            self._upload(manifest.model_copy(update={"files": ()}), folder)
+            self._upload(manifest, folder)
             self.bucket.write(_pointer_key(ref.kind, ref.fingerprint), seal)
             return ref
         self._upload(manifest, folder)
@@ -189,6 +190,31 @@ class ObjectStore(LocalStore):
             self.bucket.delete(key)
         self._work(kind, fingerprint).clear()
         return super().set_aside(kind, fingerprint, why=why)
+
+    def upload(self, files: Iterable[FileRecord], folder: Path) -> int:
+        """Send files of a folder as objects, those that are not there yet; returns the bytes sent."""
+        # equal files are one object
+        unique = {file.sha256: file for file in files}
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            return sum(pool.map(lambda file: self._send(file, folder), unique.values()))
+
+    def share_given(self, own: ArtifactId) -> None:
+        """Send the files of a model that this node's artifact points to; nothing for any other artifact."""
+        folder = self.folder(own.kind, own.fingerprint)
+        given = read_manifest(folder).given
+        if self._is_pointer(own.kind, own.fingerprint) and given is not None:
+            self.upload(given.files, Path(json.loads((folder / POINTER).read_text())["path"]))
+
+    def fetch_given(self, own: ArtifactId) -> Path:
+        """Return a folder of this node with a model that is given on another; ArtifactError if the store lacks it."""
+        folder = self.root / ".given" / own.kind / own.fingerprint
+        found = self._ancestor(own)
+        if found is None or found[0].given is None:
+            raise ArtifactError(f"{own.kind}/{own.fingerprint}: not in {self.bucket.url}, and not on this node")
+        manifest, given = found[0], found[0].given
+        self.cache.fetch(manifest.files, folder)  # the pointer, with its settings
+        self.cache.fetch(given.files, folder / "model")
+        return folder
 
     def _seal_or_move_aside(self, kind: str, fingerprint: str) -> ArtifactRef | None:
         """Seal this node's artifact, which is not sealed in the store, unless it was set aside there.
@@ -222,10 +248,7 @@ class ObjectStore(LocalStore):
     def _upload(self, manifest: Manifest, folder: Path) -> None:
         started, path = time.monotonic(), folder / MANIFEST
         own = FileRecord(path=MANIFEST, size=path.stat().st_size, sha256=sha256_of(path))
-        # equal files are one object
-        unique = {file.sha256: file for file in (*manifest.files, own)}
-        with ThreadPoolExecutor(TRANSFERS) as pool:
-            sent = sum(pool.map(lambda file: self._send(file, folder), unique.values()))
+        sent = self.upload((*manifest.files, own), folder)
         log.info(
             "uploaded %s %s: %.1f MB sent in %.1f s",
             manifest.kind,
@@ -288,7 +311,7 @@ class ObjectStore(LocalStore):
             (folder / MANIFEST).write_bytes(content)
             self._fetch_lineage(ancestor, seen)
 
-    def _ancestor(self, record: InputRecord) -> tuple[Manifest, bytes, bytes] | None:
+    def _ancestor(self, record: ArtifactId) -> tuple[Manifest, bytes, bytes] | None:
         """Return the manifest of an artifact or of a pointer to a model, parsed and as it is, and its seal."""
         for key in (_seal_key(record.kind, record.fingerprint), _pointer_key(record.kind, record.fingerprint)):
             seal = self.bucket.read(key)

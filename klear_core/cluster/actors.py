@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from klear_core.artifacts.home import send_results
+from klear_core.artifacts.ledger import FileRecord
 from klear_core.cluster.placement import num_engine_ranks
 from klear_core.cluster.rank_actor import RankActor
 from klear_core.generate.engine import WeightOffer
@@ -62,6 +64,7 @@ class LearnerActor(RankActor):
         """Load the initial model, once the rank has joined the others (collective call)."""
         from klear_core.rl.learner import Learner
 
+        setup = setup.here()
         self._learner = Learner(setup.cfg, setup.model, seed=setup.seed, workdir=setup.workdir, world=self._world)
         self._setup = setup
         self._server: WeightServer | None = None
@@ -139,6 +142,11 @@ class LearnerActor(RankActor):
         """Save a checkpoint; see `Learner.save`."""
         self._learner.save(counters)
 
-    def export(self, target: Path) -> None:
-        """Write the model folder; see `Learner.export`."""
-        self._learner.export(target)
+    def export(self, target: Path) -> tuple[FileRecord, ...]:
+        """Write the model folder; see `Learner.export`. Rank 0 returns the files, for a driver with another disk."""
+        workdir, home = self._setup.workdir, self._setup.home
+        if home is None:
+            self._learner.export(target)
+            return ()
+        self._learner.export(workdir / target.name)
+        return send_results(home, workdir, self._learner.results()) if self._world.rank == 0 else ()

@@ -82,7 +82,7 @@ class EngineActor:
 
     async def start(self, spec: EngineSpec) -> None:
         """Build the engine."""
-        self._engine = await build_spec(spec)
+        self._engine = await build_spec(spec.here())
         self._server = RequestServer(self._engine)
 
     async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Reply]:
@@ -101,6 +101,7 @@ class RolloutActor:
         """Build the engine with the initial weights (version 0), then load `arrays`, if given, as `version`."""
         from klear_core.train.base import model_folder
 
+        setup = setup.here()
         cfg, folder = setup.cfg, model_folder(setup.model)
         threads = cfg.runtime.rollout_threads
         self._engine: TrainableEngine = await build_trainable_engine(

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from klear_core.cluster.judge_actors import JudgeActor
+from klear_core.cluster.judge_actors import JudgeActor, home_of_tests
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import JudgeError
 from klear_core.types import Verdict
@@ -79,7 +79,7 @@ class RayJudgeNode:
             else:  # such as an OSError of a judging process that cannot be started
                 result.set_result(Fault(kind="lost", detail=f"{type(error).__name__}: {error}"[:500]))
 
-        self._actor.judge.remote(task).future().add_done_callback(resolve)
+        self._actor.judge.remote(task, home_of_tests(task)).future().add_done_callback(resolve)
         return result
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from klear_core.artifacts.home import fetch_results
 from klear_core.cluster.actors import LearnerActor, check_timeout_s
 from klear_core.cluster.calls import START_S, RemoteCall, Restarts, StoredWeights, rollout_name, within
 from klear_core.cluster.gang import Gang, Plan, RanksLost
@@ -170,7 +171,8 @@ class RayLearner:
 
     async def export(self, target: Path) -> None:
         """Write the model folder; see `LearnerHandle.export`."""
-        await self._call_all(lambda rank: rank.export.remote(target), "export the model")
+        files = (await self._call_all(lambda rank: rank.export.remote(target), "export the model"))[0]
+        await asyncio.to_thread(fetch_results, self._setup.home, files, target.parent)
 
     def close(self) -> None:
         """Kill all ranks and release their GPUs."""

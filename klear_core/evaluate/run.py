@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from klear_core.artifacts.home import home_of
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard, write_shard
 from klear_core.artifacts.shards import Shard, work_shards
@@ -112,6 +113,8 @@ def answer_suite(
         num_threads=cfg.runtime.num_threads,
         seed=seed_for(seed, "evaluate/engine"),
         window=window,
+        artifact=None if is_hf_folder else model,
+        home=home_of(workdir),
     )
 
     async def run(judge: Judge) -> None:

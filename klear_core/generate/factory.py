@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from klear_core.config.engine import (
     MAX_BATCH_SIZE,
@@ -18,6 +18,9 @@ from klear_core.config.engine import (
     VllmEngineConfig,
 )
 from klear_core.generate.engine import InferenceEngine, TrainableEngine
+
+if TYPE_CHECKING:
+    from klear_core.artifacts.home import Home
 
 _QUEUE_MARGIN = 1.25
 """Requests sent to an engine for each that it decodes, so that its batch is filled again without a wait for us."""
@@ -32,6 +35,17 @@ class EngineSpec:
     num_threads: int
     seed: int
     window: int | None = None
+    artifact: Path | None = None
+    """The model's artifact, from which a node with another disk gets the folder; None if it is none."""
+    home: Home | None = None
+
+    def here(self) -> EngineSpec:
+        """Return the inputs with this node's own folder of the model."""
+        if self.home is None or self.artifact is None:
+            return self
+        from klear_core.train.base import model_folder
+
+        return replace(self, model_folder=model_folder(self.home.here(self.artifact)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from klear_core.rl.saved_steps import SavedSteps
 from klear_core.seeding import seed_for
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints, Counters
+from klear_core.train.checkpoint_copies import fetch_shards
 from klear_core.train.flops import FlopCount, peak_flops
 from klear_core.train.logps import TokenLogps, token_logps
 from klear_core.train.lora import FOLDER, Adapters, save_adapter, without_adapters
@@ -46,6 +47,7 @@ from klear_core.train.step import StepResult, Updater, save_bad_batch
 from klear_core.types import TrainSample
 
 _OPTIMIZER = "optimizer"
+_SKIPPED = "skipped"
 SAVED_STEPS = "steps"
 """Folder of the saved steps in an RL artifact."""
 
@@ -164,6 +166,15 @@ class Learner:
             if self._policy.adapters is not None:
                 save_adapter(adapter, self._policy.adapters, target.parent / FOLDER)
             export_model(weights, model_folder(self._model), target, max_position_embeddings=wanted_window(self._model))
+
+    def results(self) -> list[str]:
+        """Return the names in the working folder of what the stage hands over; for rank 0 after `export`.
+
+        The shards of ranks with other disks are fetched first.
+        """
+        for folder in (self._workdir / _OPTIMIZER, *self._saved_steps.states()):
+            fetch_shards(folder)
+        return [SAVED_STEPS, _SKIPPED, FOLDER, _OPTIMIZER, "model"]
 
     def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Make up to `minibatches_per_step` updates from these samples and return the step's metrics.
@@ -290,7 +301,7 @@ class Learner:
         else:
             self._num_skipped += 1
             allowed = cfg.runtime.max_nonfinite_steps
-            folder = self._workdir / "skipped"
+            folder = self._workdir / _SKIPPED
             save_bad_batch(
                 folder, minibatch.samples, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed
             )

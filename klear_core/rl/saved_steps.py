@@ -80,6 +80,10 @@ class SavedSteps:
         """Return the complete steps in order."""
         return sorted(int(file.parent.name) for file in self._folder.glob(f"*/{_METRICS}"))
 
+    def states(self) -> list[Path]:
+        """Return the folders of the states before the steps, also of steps that are not complete."""
+        return sorted(self._folder.glob(f"*/{_STATE}"))
+
     def _of(self, step: int) -> Path:
         return self._folder / f"{step:08d}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -18,6 +18,7 @@ from klear_core.types import TrainSample
 from klear_core.verify import JudgePool, build_judge_pool
 
 if TYPE_CHECKING:
+    from klear_core.artifacts.home import Home
     from klear_core.rl.learner import Learner
     from klear_core.train.checkpoint import Counters
 
@@ -37,6 +38,14 @@ class RlSetup:
     """The artifact folder of the initial model."""
     seed: int
     workdir: Path
+    home: Home | None = None
+    """Where nodes with other disks get the model and bring the result; None without a shared store."""
+
+    def here(self) -> RlSetup:
+        """Return the setup with this node's own paths."""
+        if self.home is None:
+            return self
+        return replace(self, model=self.home.here(self.model), workdir=self.home.here(self.workdir))
 
 
 class LearnerHandle(Protocol):

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.home import Home, fetch_results, home_of, send_results
+from klear_core.artifacts.ledger import FileRecord, LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shards
 from klear_core.config.sft import SftConfig
 from klear_core.hf_config import read_hf_config
@@ -26,6 +27,7 @@ from klear_core.sft.loss import sft_heads
 from klear_core.sft.order import RowOrder, Split, split_rows
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
+from klear_core.train.checkpoint_copies import fetch_folder, send_folder
 from klear_core.train.flops import FlopCount, peak_flops
 from klear_core.train.lora import FOLDER, Adapters, save_adapter
 from klear_core.train.model import Policy, export_model
@@ -45,6 +47,17 @@ class _Job:
     store: Path
     seed: int
     workdir: Path
+    home: Home | None = None
+    """Where ranks on nodes with other disks get model and tokens; None without a shared store."""
+
+    def here(self) -> _Job:
+        """Return the inputs with this node's own paths."""
+        if self.home is None:
+            return self
+        model, workdir = self.home.here(self.model), self.home.here(self.workdir)
+        store = workdir / self.store.relative_to(self.workdir)
+        fetch_folder(store)
+        return replace(self, model=model, workdir=workdir, store=store)
 
 
 def train_sft(
@@ -72,9 +85,22 @@ def train_sft(
     # Tokenised once here, before the ranks start; each of them maps the same file.
     tokens = build_store(rows, tokenizer, store, max_tokens=cfg.max_tokens, overlong=cfg.overlong)
     warnings = check_store(tokens, cfg.runtime.rows, max_tokens=cfg.max_tokens)
-    job = _Job(cfg=cfg, model=model, store=store, seed=seed, workdir=workdir)
-    summary = run_ranks(partial(_train_rank, job), cfg.runtime, telemetry)
+    # Ranks in this process have its disk.
+    home = None if run_ranks is run_here else home_of(workdir)
+    if home is not None:
+        send_folder(store)
+    job = _Job(cfg=cfg, model=model, store=store, seed=seed, workdir=workdir, home=home)
+    summary, results = run_ranks(partial(_run_rank, job), cfg.runtime, telemetry)
+    fetch_results(home, results, workdir)
     return summary.model_copy(update={"notes": (*warnings, *summary.notes)})
+
+
+def _run_rank(job: _Job, world: World, telemetry: Telemetry) -> tuple[StageSummary, tuple[FileRecord, ...]]:
+    """Train, and return what rank 0 has written, for a driver with another disk."""
+    job = job.here()
+    summary = _train_rank(job, world, telemetry)
+    results = send_results(job.home, job.workdir, ["skipped", FOLDER, "model"]) if world.rank == 0 else ()
+    return summary, results
 
 
 def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:

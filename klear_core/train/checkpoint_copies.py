@@ -15,7 +15,7 @@ from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.opened import WorkPlace, work_place
 from klear_core.errors import ArtifactError
-from klear_core.train.checkpoint_files import SEAL, find_damage
+from klear_core.train.checkpoint_files import SEAL, digests_of, find_damage
 from klear_core.train.progress import made_progress
 
 _TRANSFERS = 8  # files at once; each large one goes in several parts besides
@@ -49,6 +49,10 @@ class CheckpointCopies:
         """Make the copy complete, after all its files were sent."""
         self._bucket.write(self._key(name, SEAL), content.encode())
 
+    def content(self, name: str) -> bytes | None:
+        """Return what seals a copy; None if it is not complete."""
+        return self._bucket.read(self._key(name, SEAL))
+
     def sealed(self) -> list[str]:
         """Return the names of the complete copies, oldest first."""
         keys = self._bucket.keys(f"{self._prefix}/")
@@ -62,7 +66,7 @@ class CheckpointCopies:
 
     def fetch(self, name: str, folder: Path) -> None:
         """Fetch what `folder` lacks of a copy, once for all ranks of a disk. ArtifactError if it is not whole."""
-        content = self._bucket.read(self._key(name, SEAL))
+        content = self.content(name)
         if content is None:
             raise ArtifactError(f"{self._place(name)}: its {SEAL} is gone")
         with file_lock(self._locks / f"checkpoint-{name}", on_wait=lambda _: None):
@@ -93,6 +97,34 @@ class CheckpointCopies:
 
     def _place(self, name: str) -> str:
         return f"{self._bucket.url}/{self._prefix}/{name}"
+
+
+def send_folder(folder: Path) -> None:
+    """Send a folder of files that no longer change to the shared store, once, for ranks with other disks."""
+    copies = CheckpointCopies.of(folder.parent)
+    if copies is None:
+        return
+    files = [file for file in sorted(folder.iterdir()) if file.name != SEAL]
+    content = json.dumps({"files": digests_of(files)})
+    if copies.content(folder.name) != content.encode():
+        copies.send(folder.name, files)
+        copies.seal(folder.name, content)
+    (folder / SEAL).write_text(content)
+
+
+def fetch_folder(folder: Path) -> None:
+    """Fetch a folder that another node has sent, unless it is here."""
+    copies = CheckpointCopies.of(folder.parent)
+    assert copies is not None, "the sender had a shared store"
+    copies.fetch(folder.name, folder)
+
+
+def fetch_shards(folder: Path) -> None:
+    """Fetch what ranks with other disks have written of the checkpoints in `folder`; nothing without a shared store."""
+    copies = CheckpointCopies.of(folder)
+    if copies is not None:
+        for checkpoint in folder.glob("step-*"):
+            copies.fetch(checkpoint.name, checkpoint)
 
 
 def _seal_in(folder: Path) -> bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from manifests import manifest
+from object_server import SECRET, object_server
 
 from flows.doctor import check_store
 from klear_core.artifacts.bucket import Bucket
@@ -18,28 +19,13 @@ from klear_core.artifacts.store import LocalStore
 from klear_core.errors import ArtifactError, ConfigError, ResourceError
 
 pytestmark = pytest.mark.slow
-SECRET = "the-secret-key"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Start a server with the bucket `klear`; returns its address."""
-    moto_server = pytest.importorskip("moto.server", reason="needs moto[server], of the extra `dev`")
-    pytest.importorskip("s3fs", reason="needs s3fs, of the extra `s3`")
-    running = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    patch = pytest.MonkeyPatch()
-    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    patch.setenv("AWS_ACCESS_KEY_ID", "klear")
-    patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    import s3fs
-
-    s3fs.S3FileSystem().mkdir("klear")
-    yield f"{host}:{port}"
-    patch.undo()
-    running.stop()
+    with object_server("klear") as address:
+        yield address
 
 
 def build(store: LocalStore, content: bytes = b"0123456789") -> ArtifactRef:
@@ -92,6 +78,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
 from manifests import manifest
+from object_server import SECRET, object_server
 from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.object_store import ObjectStore
 

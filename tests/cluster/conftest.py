@@ -1,4 +1,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "verify"))  # problems and answers in a line
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "verify"), str(TESTS / "rl")]  # problems and answers in a line

@@ -1,5 +1,6 @@
 """Facts that hold for every artifact store: in a folder, on a shared folder and in fsspec's memory."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -13,13 +14,16 @@ import pytest
 from manifests import manifest
 
 from klear_core.artifacts.bucket import Bucket
+from klear_core.artifacts.home import NODE_ROOT, fetch_results, home_of, send_results, share_given
 from klear_core.artifacts.lease import LeaseTimes
+from klear_core.artifacts.ledger import FileRecord, GivenRecord
 from klear_core.artifacts.manifest import MANIFEST_SUM, POINTER, ArtifactRef, InputRecord
 from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.opened import store_of
 from klear_core.artifacts.store import LocalStore
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.report.ancestry import ancestors
+from klear_core.train.base import model_folder, wanted_window
 
 QUICK = LeaseTimes(expiry_s=0.4, poll_s=0.02)
 Node = Callable[[str], ObjectStore]
@@ -368,6 +372,49 @@ def test_a_pointer_to_files_of_this_machine_stays_on_it(node: Node):
         ref = slot.publish(manifest(kind="base"))
     assert a.find("base", "f1") == ref
     assert node("b").find("base", "f1") is None
+
+
+def test_a_process_on_another_node_gets_its_own_copy_of_an_artifact_and_its_own_working_folder(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    a = node("a")
+    ref = build(a)
+    monkeypatch.setenv(NODE_ROOT, str(node("b").root))
+    with a.create("rl", "f1") as slot:
+        home = home_of(slot.workdir)
+        assert home is not None
+        assert home == home_of(ref.path / "rows")
+        assert home.here(ref.path / "rows").read_bytes() == b"rows"
+        assert home.here(ref.path / "rows").is_relative_to(node("b").root)
+        own = home.here(slot.workdir)
+        (own / "model").mkdir()
+        (own / "model" / "weights").write_bytes(b"trained")
+        fetch_results(home, send_results(home, own, ["model", "adapter"]), slot.workdir)
+        assert (slot.workdir / "model" / "weights").read_bytes() == b"trained"
+    with pytest.raises(ArtifactError, match="sft/f2: not in "):
+        home.here(ref.path.with_name("f2"))
+    assert home.here(Path("/elsewhere")) == Path("/elsewhere")
+
+
+def test_a_given_model_reaches_processes_on_other_nodes(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    a, model = node("a"), tmp_path / "given"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    files = (FileRecord(path="config.json", size=2, sha256=hashlib.sha256(b"{}").hexdigest()),)
+    given = GivenRecord(origin=str(model), licence="none", files=files)
+    with a.create("base", "f1") as slot:
+        pointed = {"path": str(model), "max_position_embeddings": 64, "weights": {}}
+        (slot.workdir / POINTER).write_text(json.dumps(pointed))
+        ref = slot.publish(manifest(kind="base", given=given))
+    home = home_of(ref.path)
+    assert home is not None
+    assert model_folder(home.here(ref.path)) == model
+    share_given(ref.path)
+    monkeypatch.setenv(NODE_ROOT, str(node("b").root))
+    model.rename(tmp_path / "gone")
+    there = home.here(ref.path)
+    assert (model_folder(there) / "config.json").read_text() == "{}"
+    assert wanted_window(there) == 64
 
 
 FETCH = """

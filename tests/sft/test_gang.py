@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -13,9 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from gloo_ranks import run_ranks
+from manifests import manifest
+from object_server import object_server
 from safetensors.torch import load_file
 from sft_traces import config, inputs
 
+from klear_core.artifacts.home import NODE_ROOT
+from klear_core.artifacts.object_store import ObjectStore
+from klear_core.artifacts.store import LocalStore
 from klear_core.cluster.rank_actor import RankActor
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import DataError, TrainingError
@@ -25,6 +31,7 @@ from klear_core.train.parallel import World
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
+from raylets import kill_a_rank_node  # noqa: E402
 
 from klear_core.cluster.gang import Gang  # noqa: E402
 from klear_core.cluster.nodes import ray_nodes  # noqa: E402
@@ -42,17 +49,25 @@ QUICK_DEATH = {  # the default is 15 s
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """Three raylets with one CPU each; two of them have two GPUs, as far as Ray knows."""
+def disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Start a store of objects; returns the folder of the driver's and the raylets' own folders."""
+    with object_server("gang"):
+        yield tmp_path_factory.mktemp("disks")
+
+
+@pytest.fixture(scope="module")
+def cluster(disks: Path) -> Iterator[Cluster]:
+    """Three raylets with one CPU and a disk each; two of them have two GPUs, as far as Ray knows."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
     before = os.environ.get("PYTHONPATH")
     # Workers import this module for the bodies of the ranks.
     folders = [str(folder) for folder in Path(__file__).parents[:2]]
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [before])])
-    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": SMALL_STORE}
+    own = [{"env_vars": {NODE_ROOT: str(disks / f"node{i}")}} for i in range(3)]
+    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": SMALL_STORE} | own[0]
     made = Cluster(initialize_head=True, head_node_args=head | {"_system_config": QUICK_DEATH})
-    for _ in range(2):
-        made.add_node(num_cpus=1, num_gpus=2, object_store_memory=SMALL_STORE)
+    for env in own[1:]:
+        made.add_node(num_cpus=1, num_gpus=2, object_store_memory=SMALL_STORE, **env)
     ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
     yield made
     ray.shutdown()
@@ -179,22 +194,31 @@ class KillsNode(Recorder):
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         super().log(metrics, step=step)
         if step == self.at_step and len(self.cluster.worker_nodes) == 2:
-            used = {node.node_id for node in ray_nodes()[:2]}  # ranks fill nodes in this order
-            victim = next(node for node in self.cluster.worker_nodes if node.node_id in used)
-            self.cluster.remove_node(victim, allow_graceful=False)
+            kill_a_rank_node(self.cluster, num_ranks=2)
 
 
-def test_a_node_lost_in_mid_run_costs_no_bit(cluster: Cluster, tmp_path: Path) -> None:
-    """Two ranks on two of three raylets, one of which is killed, equal two plain processes. The last test: it takes a node."""
-    model, traces = inputs(tmp_path / "in")
+def make(store: LocalStore, kind: str, made: Path) -> Path:
+    with store.create(kind, "f1") as slot:
+        shutil.copytree(made, slot.workdir, dirs_exist_ok=True)
+        return slot.publish(manifest(kind=kind)).path
+
+
+def test_a_node_lost_in_mid_run_costs_no_bit(cluster: Cluster, disks: Path, tmp_path: Path) -> None:
+    """Two ranks on two of three raylets, one of which is killed, equal two plain processes. The last test: it takes a node.
+
+    Raylets and driver share nothing but the store of objects.
+    """
+    store = ObjectStore(disks / "driver", "s3://gang/klear")
+    model, traces = (make(store, made.name, made) for made in inputs(tmp_path / "in"))
     cfg = config(every_steps=1, num_workers=2, num_epochs=1)
     killer = KillsNode(cluster, at_step=2)
     train = partial(train_sft, cfg, model=model, traces=traces, seed=5)
-    (tmp_path / "ray").mkdir()
     (tmp_path / "plain").mkdir()
-    train(workdir=tmp_path / "ray", telemetry=killer, run_ranks=run_on_ray)
+    with store.create("sft", "f1") as slot:
+        train(workdir=slot.workdir, telemetry=killer, run_ranks=run_on_ray)
+        ours = load_file(slot.publish(manifest()).path / "model" / "model.safetensors")
     train(workdir=tmp_path / "plain", telemetry=NullTelemetry(), run_ranks=run_ranks)
-    ours, plain = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("ray", "plain"))
+    plain = load_file(tmp_path / "plain" / "model" / "model.safetensors")
     assert ours.keys() == plain.keys()
     assert all(torch.equal(ours[k], plain[k]) for k in plain)
     assert len(ray_nodes()) == 2
