@@ -14,7 +14,7 @@ from klear_core.evaluate.gate import Comparison
 
 DECISION_FILE = "decision.json"
 PROBLEMS_FILE = "problems.json"
-"""Ids of the problems that both models were scored on, by benchmark."""
+"""Ids of the problems that both models were asked, by benchmark."""
 
 RuleName = Literal[
     "comparable", "non-inferior", "better", "contaminated", "truncated", "no answer", "judge failed", "not rolled back"
