@@ -15,7 +15,8 @@ from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
-COMMANDS = ("run", "plan", "doctor", "show", "chat", "ui", "sweep", "judge", "bench", "ablate", "rl")
+COMMANDS = ("run", "plan", "doctor", "show", "chat", "ui", "sweep", "judge", "bench", "ablate", "rl", "curate")
+COMMANDS += ("evaluate", "answers", "rejudge", "compare", "publish", "champion", "rollback")
 PROFILES = sorted(
     folder.relative_to(ROOT)
     for folder in (ROOT / "configs").iterdir()
@@ -40,6 +41,11 @@ def test_the_version_is_that_of_the_installed_package(klear):
     shown = klear("--version")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert (shown.status, shown.out) == (0, f"klear {declared}\n")
+
+
+def test_the_docs_name_every_command():
+    page = (ROOT / "docs" / "running.md").read_text()
+    assert [command for command in COMMANDS if f"`klear {command}" not in page] == []
 
 
 def test_without_a_command_the_help_is_shown(klear):
