@@ -17,7 +17,16 @@ PROFILES = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and p
 
 
 def test_the_profiles_are_these() -> None:
-    assert PROFILES == ["desk", "klear_8b", "klear_8b_64k", "klear_8b_script", "laptop", "node_8", "single_gpu", "smoke"]
+    assert PROFILES == [
+        "desk",
+        "klear_8b",
+        "klear_8b_64k",
+        "klear_8b_script",
+        "laptop",
+        "node_8",
+        "single_gpu",
+        "smoke",
+    ]
 
 
 @pytest.mark.parametrize("name", PROFILES)
