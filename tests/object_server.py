@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 import pytest
 
 SECRET = "the-secret-key"
@@ -20,6 +21,8 @@ def object_server(bucket: str) -> Iterator[str]:
     running = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
+    # servers of one process share their objects
+    httpx.post(f"http://{host}:{port}/moto-api/reset").raise_for_status()
     settings = {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_ACCESS_KEY_ID": "klear",
