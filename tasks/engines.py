@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from klear_core.cluster.engine_plan import plan_engines
 from klear_core.cluster.placement import gpus_here
@@ -14,17 +15,19 @@ from klear_core.config.evaluate import EvaluateRuntime
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.compute import Compute
 from klear_core.verify import JudgePool, build_judge_pool
-from tasks.resources import Needs, ray_session
+from tasks.resources import Needs, ray_session, share_model
 
 _STORE_BYTES = 128 << 20  # requests and answers; weights are read from the disk
 
 
 @contextmanager
-def open_compute(engine: LocalEngineConfig, runtime: EvaluateRuntime, *, section: str) -> Iterator[Compute]:
-    """Yield what starts the engines of a stage; `section` is that of its settings.
+def open_compute(
+    engine: LocalEngineConfig, runtime: EvaluateRuntime, model: Path, *, section: str
+) -> Iterator[Compute]:
+    """Yield what starts the engines of a stage with a model; `section` is that of the stage's settings.
 
     Ray is started, or joined, only if there is more than one engine, or if RAY_ADDRESS names a cluster, whose GPUs are
-    then used. Raise ResourceError if there are too few GPUs.
+    then used; a given model is sent there. Raise ResourceError if there are too few GPUs.
     """
     if not os.environ.get("RAY_ADDRESS"):
         plan = plan_engines(runtime.num_engines, engine, gpus_here(), key=section)
@@ -36,6 +39,7 @@ def open_compute(engine: LocalEngineConfig, runtime: EvaluateRuntime, *, section
         from klear_core.cluster.engine_pool import start_pool
         from klear_core.cluster.judge_pool import build_cluster_judges
 
+        share_model(model)
         yield Compute(
             section=section,
             start_sampler=partial(start_pool, runtime=runtime, key=section),

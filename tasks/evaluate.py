@@ -9,7 +9,6 @@ from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import EvaluateJob
 from klear_core.metrics import Telemetry
 from tasks.engines import open_compute
-from tasks.resources import share_model
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
@@ -23,13 +22,13 @@ def evaluate(info: RunInfo, job: EvaluateJob, inputs: Inputs) -> ArtifactRef:
         from klear_core.evaluate.run import evaluate as evaluate_model
         from klear_core.evaluate.suite import read_suite
 
-        with open_compute(job.evaluate.engine, job.evaluate.runtime, section="evaluate") as compute:
-            share_model(inputs["model"].path)
+        model = inputs["model"].path
+        with open_compute(job.evaluate.engine, job.evaluate.runtime, model, section="evaluate") as compute:
             return evaluate_model(
                 job.evaluate,
                 job.verify,
                 read_suite(inputs["benchmarks"].path, job.benchmarks),
-                model=inputs["model"].path,
+                model=model,
                 seed=job.seed,
                 workdir=workdir,
                 telemetry=telemetry,

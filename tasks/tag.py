@@ -21,11 +21,12 @@ def tag(info: RunInfo, job: TagJob, inputs: Inputs) -> ArtifactRef:
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.evaluate.tag import tag_problems
 
-        with open_compute(job.tag.engine, job.tag.runtime, section="tag") as compute:
+        model = inputs["model"].path
+        with open_compute(job.tag.engine, job.tag.runtime, model, section="tag") as compute:
             return tag_problems(
                 job.tag,
                 job.verify,
-                model=inputs["model"].path,
+                model=model,
                 problems=inputs["problems"].path,
                 seed=job.seed,
                 workdir=workdir,

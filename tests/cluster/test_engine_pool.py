@@ -90,7 +90,7 @@ def answers(model: Path, workdir: Path, *, is_pool: bool, telemetry: NullTelemet
         answer_suite(model, cfg, suite(), VerifyConfig(), compute=compute, seed=5, workdir=workdir, telemetry=watcher)
 
     if is_pool:
-        with open_compute(cfg.engine, RUNTIME, section="evaluate") as compute:
+        with open_compute(cfg.engine, RUNTIME, model, section="evaluate") as compute:
             run(compute)
     else:
         run(Compute(section="evaluate"))
