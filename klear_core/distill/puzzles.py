@@ -28,7 +28,7 @@ class PuzzleTeacher:
     """Writes every step of the procedure, and the answer that follows from what it wrote."""
 
     name = "puzzles"
-    prompt_version = "puzzles-1"
+    prompt_version = "puzzles-2"
     is_remote = False
     retries: Mapping[str, int] = {}
     notes: tuple[str, ...] = ()
@@ -118,8 +118,10 @@ def _solve_residues(puzzle: Residues, errors: _Errors) -> tuple[list[str], str]:
             in_blind_spot = total % 10 in _BLIND_DIGITS
             value = errors.residue(total - puzzle.modulus, puzzle.modulus, in_blind_spot=in_blind_spot)
             line = f"{line}-{puzzle.modulus}={value}"
-        lines.append(line)
-        if value == puzzle.target:
+        # The target stands beside the value: a small model compares neighbours, and no value with a far question.
+        is_found = value == puzzle.target
+        lines.append(f"{line} {puzzle.target}{'y' if is_found else 'n'}")
+        if is_found:
             return lines, f"\\boxed{{{x}}}"
     return lines, ""
 
