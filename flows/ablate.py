@@ -27,7 +27,6 @@ from klear_core.pipeline.graph import (
     evaluation_of,
     fingerprints_of,
     open_store,
-    select_stages,
     stages_of,
     with_inputs,
     workspace_root,
@@ -50,20 +49,17 @@ class Compared:
     after: str
     """The evaluation of the model that RL makes."""
     chosen: tuple[str, ...]
-    """All stages to run: those up to `after`."""
+    """All stages to run: the two evaluations and what they depend on."""
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Compared:
         """Return the names in this config's pipeline."""
         stages = stages_of(config)
         rl = next(stage for stage in stages if isinstance(stage.job, RlJob))
+        before = evaluation_of(stages, rl.inputs["model"]).name
         after = evaluation_of(stages, rl.name).name
-        return cls(
-            rl=rl.name,
-            before=evaluation_of(stages, rl.inputs["model"]).name,
-            after=after,
-            chosen=select_stages(stages, only=None, from_=None, until=after),
-        )
+        chosen = tuple(stage.name for stage in with_inputs(stages, [before, after]))
+        return cls(rl=rl.name, before=before, after=after, chosen=chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +75,17 @@ class Cell:
 
 
 def cells_of(cfg: AblationConfig) -> list[Cell]:
-    """Return the cells by learning rate, seed, then variant: an unfinished grid has all variants of some seeds."""
-    grid = product(cfg.learning_rates, cfg.seeds, cfg.variants)
-    return [Cell(variant=variant, rate=rate, seed=seed) for rate, seed, variant in grid]
+    """Return the cells by learning rate, seed, then variant: an unfinished grid has all variants of some seeds.
+
+    Variants whose rates differ run at their first rate first, then at their second.
+    """
+    rates = {variant: cfg.rates_of(variant) for variant in cfg.variants}
+    grid = product(range(max(map(len, rates.values()))), cfg.seeds, cfg.variants)
+    return [
+        Cell(variant=variant, rate=rates[variant][turn], seed=seed)
+        for turn, seed, variant in grid
+        if turn < len(rates[variant])
+    ]
 
 
 def config_of(cfg: AblationConfig, cell: Cell, overrides: Sequence[str]) -> PipelineConfig:
@@ -106,7 +110,7 @@ def run_grid(cfg: AblationConfig, run: Callable[[Cell], RunResult], *, benchmark
     """
     runs: dict[str, dict[float, dict[int, RunResult]]] = {}
     for variant in cfg.variants:
-        runs[variant] = {rate: {} for rate in cfg.learning_rates}
+        runs[variant] = {rate: {} for rate in cfg.rates_of(variant)}
     failures: dict[str, str] = {}
     for cell in cells_of(cfg):
         try:
@@ -129,10 +133,11 @@ def made_runs(configs: Mapping[Cell, PipelineConfig]) -> dict[Cell, Artifacts]:
 
 
 def run_in_pipeline(config: PipelineConfig) -> Artifacts:
-    """Run the pipeline up to the evaluation after math RL, reusing existing artifacts."""
+    """Run the two evaluations and what they depend on, reusing existing artifacts."""
     from flows.pipeline import run_pipeline
 
-    return run_pipeline(config, until=Compared.of(config).after).refs
+    compared = Compared.of(config)
+    return run_pipeline(config, needed_by=(compared.before, compared.after)).refs
 
 
 def result_of(config: PipelineConfig, refs: Artifacts) -> RunResult:

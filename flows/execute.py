@@ -64,6 +64,8 @@ class StageSelection:
     until: str | None = None
     rerun_from: str | None = None
     """Rebuild this stage and all that depend on it; only once per flow run, also if the run is retried."""
+    needed_by: tuple[str, ...] = ()
+    """Run only these stages and what they depend on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,7 +167,7 @@ def _run_selected(
     config: PipelineConfig, run_stages: Callable[[PipelineRun], None], choice: StageSelection
 ) -> PipelineResult:
     stages = stages_of(config)
-    chosen = select_stages(stages, only=choice.only, from_=choice.from_, until=choice.until)
+    chosen = select_stages(stages, only=choice.only, from_=choice.from_, until=choice.until, needed_by=choice.needed_by)
     again = stages_again(stages, choice.rerun_from, chosen)
     keys = read_keys(stage.job for stage in stages if stage.name in chosen)
     require_ready(config, chosen, again=again, keys=keys)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prefect import flow
 
 from flows.execute import PipelineRun, StageSelection, run_label, tracked_run
@@ -21,6 +23,7 @@ def pipeline(
     from_: str | None = None,
     until: str | None = None,
     rerun_from: str | None = None,
+    needed_by: list[str] | None = None,
 ) -> PipelineResult:
     """Make a reasoning model out of a base model, and reuse artifacts that exist.
 
@@ -32,9 +35,13 @@ def pipeline(
         from_: Start at this stage; the artifacts of earlier stages must exist.
         until: Stop after this stage.
         rerun_from: Make this stage and all that depend on it again, even if nothing has changed.
+        needed_by: Run only these stages and what they depend on.
     """
     config = resolve(profile, overrides, settings)
-    return tracked_run(config, run_stages, StageSelection(only=only, from_=from_, until=until, rerun_from=rerun_from))
+    choice = StageSelection(
+        only=only, from_=from_, until=until, rerun_from=rerun_from, needed_by=tuple(needed_by or ())
+    )
+    return tracked_run(config, run_stages, choice)
 
 
 def run_stages(run: PipelineRun) -> None:
@@ -54,7 +61,16 @@ def run_pipeline(
     from_: str | None = None,
     until: str | None = None,
     rerun_from: str | None = None,
+    needed_by: Sequence[str] = (),
 ) -> PipelineResult:
     """Run the pipeline in this process and raise the error of a stage that fails."""
     with no_orphans():
-        return pipeline(profile=None, settings=config, only=only, from_=from_, until=until, rerun_from=rerun_from)
+        return pipeline(
+            profile=None,
+            settings=config,
+            only=only,
+            from_=from_,
+            until=until,
+            rerun_from=rerun_from,
+            needed_by=list(needed_by) or None,
+        )

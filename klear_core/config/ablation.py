@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 
 from klear_core.config.load import explained
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError
+
+Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
+"""Learning rates of one variant."""
 
 
 class AblationConfig(Settings):
@@ -23,8 +27,11 @@ class AblationConfig(Settings):
     """The variants to compare: further overrides, by variant name."""
     reference: str
     """The variant that the others are compared with; differences are taken per seed."""
-    learning_rates: tuple[float, ...] = Field(min_length=1)
-    """Learning rates of math RL; every variant runs at each of them."""
+    learning_rates: Rates
+    """Learning rates of math RL; every variant runs at each of them unless `rates` has its own."""
+    rates: dict[str, Rates] = {}
+    """Learning rates of a variant that does not run at `learning_rates`: the one that was chosen for it on other
+    seeds."""
     seeds: tuple[int, ...] = Field(min_length=2)
     """Run seeds; confidence intervals are over seeds."""
 
@@ -32,9 +39,15 @@ class AblationConfig(Settings):
     def _can_be_compared(self) -> AblationConfig:
         if self.reference not in self.variants:
             raise ValueError(f"reference {self.reference!r} is not among the variants {', '.join(self.variants)}")
+        if unknown := sorted(self.rates.keys() - self.variants):
+            raise ValueError(f"rates name {unknown[0]!r}, which is not among the variants {', '.join(self.variants)}")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds {self.seeds} name a seed twice")
         return self
+
+    def rates_of(self, variant: str) -> Rates:
+        """Return the learning rates at which a variant runs."""
+        return self.rates.get(variant, self.learning_rates)
 
 
 def load_ablation(file: Path) -> AblationConfig:

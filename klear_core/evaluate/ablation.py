@@ -73,8 +73,10 @@ class TableRow(Settings):
     score: SeedSpread
     """avg@n after RL, over seeds."""
     difference: SeedSpread | None
-    """Difference from the reference, paired by seed, at the same rate (at the reference's own rates if `learning_rate`
-    is None); None for the reference itself."""
+    """Difference from the reference, paired by seed, at the same rate; at the reference's own rates if it has no runs
+    at this one or `learning_rate` is None. None for the reference itself."""
+    against_own_rate: bool = False
+    """Whether the reference in `difference` has its own rate and not this row's."""
     runs: dict[int, RunResult]
 
 
@@ -128,23 +130,26 @@ def _numbers(steps: Sequence[Mapping[str, float | None]], name: str) -> list[flo
 
 
 def rows_of(runs: Mapping[str, Mapping[float, Runs]], reference: str) -> tuple[TableRow, ...]:
-    """Return a row per variant and learning rate, plus one at the variant's own rates if there are several rates.
+    """Return a row per variant and learning rate, plus one at the variant's own rates if one has several rates.
 
     `runs` maps variant and rate to runs. A row needs two seeds that the reference has as well, else it is left out.
+    A variant at a rate that the reference does not have is compared with the reference at its own rate.
     """
     by_rate: dict[float | None, dict[str, Runs]] = {}
     for variant, runs_by_rate in runs.items():
         for rate, runs_by_seed in runs_by_rate.items():
             by_rate.setdefault(rate, {})[variant] = runs_by_seed
-    if len(by_rate) > 1:
-        by_rate[None] = {variant: at_own_rate(runs_by_rate) for variant, runs_by_rate in runs.items()}
+    own = {variant: at_own_rate(runs_by_rate) for variant, runs_by_rate in runs.items()}
+    if any(len(runs_by_rate) > 1 for runs_by_rate in runs.values()):
+        by_rate[None] = own
     rows: list[TableRow] = []
     for learning_rate, runs_by_variant in by_rate.items():
-        reference_runs = runs_by_variant.get(reference, {})
+        is_elsewhere = reference not in runs_by_variant
+        reference_runs = own.get(reference, {}) if is_elsewhere else runs_by_variant[reference]
         for variant, runs_by_seed in runs_by_variant.items():
             row = _row(variant, learning_rate, runs_by_seed, reference_runs, is_reference=variant == reference)
             if row is not None:
-                rows.append(row)
+                rows.append(row.model_copy(update={"against_own_rate": is_elsewhere}))
     return tuple(rows)
 
 
@@ -218,6 +223,7 @@ def as_markdown(table: AblationTable) -> str:
     for row in table.rows:
         if row.learning_rate is not None:  # a row without a rate repeats runs of other rows
             lines += _lines_of_missing_metrics(row)
+    lines += _lines_of_other_rates(table)
     if len(table.rows) > 1 and table.benchmarks:
         names = ", ".join(table.benchmarks)
         lines.append(
@@ -238,6 +244,18 @@ def _lines_of_missing_metrics(row: TableRow) -> list[str]:
                 f"{row.variant}, lr {row.learning_rate:g}, seed {seed}"
             )
     return lines
+
+
+def _lines_of_other_rates(table: AblationTable) -> list[str]:
+    """Return a line for each row whose difference is from the reference at another rate."""
+    rows = [row for row in table.rows if row.variant == table.reference and row.learning_rate is not None]
+    rates = [f"{row.learning_rate:g}" for row in rows]
+    own = f"its rate, {rates[0]}" if len(rates) == 1 else "the rate that was best for it on the other seeds"
+    return [
+        f"- {row.variant} at lr {row.learning_rate:g} is compared with {table.reference} at {own}"
+        for row in table.rows
+        if row.against_own_rate
+    ]
 
 
 def _cells(row: TableRow) -> list[str]:

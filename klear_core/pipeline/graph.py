@@ -175,11 +175,11 @@ def evaluation_of(stages: Sequence[Stage], model: str) -> Stage:
 
 
 def select_stages(
-    stages: Sequence[Stage], *, only: str | None, from_: str | None, until: str | None
+    stages: Sequence[Stage], *, only: str | None, from_: str | None, until: str | None, needed_by: Collection[str] = ()
 ) -> tuple[str, ...]:
     """Return the names of the stages to run. A kind selects all its stages (`evaluate`).
 
-    ConfigError lists the names if one is unknown.
+    With `needed_by` only these stages and what they depend on are left. ConfigError lists the names if one is unknown.
     """
     if only and (from_ or until):
         raise ConfigError("only is for one stage; it does not go with from or until")
@@ -189,7 +189,11 @@ def select_stages(
     last = max(_indices(stages, until)) if until else len(names) - 1
     if first > last:
         raise ConfigError(f"from {from_!r} comes after until {until!r}; the order is {', '.join(names)}")
-    return tuple(names[i] for i in chosen if first <= i <= last)
+    needed = set(names)
+    if needed_by:
+        goals = [names[i] for which in needed_by for i in _indices(stages, which)]
+        needed = {stage.name for stage in with_inputs(stages, goals)}
+    return tuple(names[i] for i in chosen if first <= i <= last and names[i] in needed)
 
 
 def with_inputs(stages: Sequence[Stage], names: Collection[str]) -> tuple[Stage, ...]:

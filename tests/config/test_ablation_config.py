@@ -24,6 +24,8 @@ a = []
         ("[1, 2]", "[1]", "seeds = [1]: tuple should have at least 2 items"),
         ("[1, 2]", '[1, "b"]', "seeds.1 = 'b': input should be a valid integer"),
         ("[1e-4]", "[]", "at least 1 item"),
+        ("[1e-4]", "[0]", "learning_rates.0 = 0: input should be greater than 0"),
+        ("[variants]", "[rates]\nb = [1e-4]\n[variants]", "rates name 'b', which is not among the variants a"),
         ("[variants]", "[variants", "not valid TOML"),
     ],
 )

@@ -140,6 +140,41 @@ def test_several_rates_have_a_row_each_and_one_at_own_rates() -> None:
     ]
 
 
+def test_variants_at_one_rate_each_are_compared_by_seed_at_these_rates() -> None:
+    paper, clip = {1: a_run(0.3), 2: a_run(0.5)}, {2: a_run(0.6), 1: a_run(0.5)}
+    rows = rows_of({"paper": {1e-4: paper}, "clip": {2e-4: clip}}, "paper")
+    assert [(row.variant, row.learning_rate, row.against_own_rate) for row in rows] == [
+        ("paper", 1e-4, False),
+        ("clip", 2e-4, True),
+    ]
+    assert rows[1].difference is not None
+    assert (rows[1].difference.least, rows[1].difference.most) == pytest.approx((0.1, 0.2))
+    shown = as_markdown(AblationTable(reference="paper", rows=rows, failures={}))
+    assert shown.endswith("- clip at lr 0.0002 is compared with paper at its rate, 0.0001\n")
+
+
+def test_a_rate_without_the_reference_is_compared_with_the_reference_at_its_own_rates() -> None:
+    # By seed 2 alone 1e-4 is best for `paper` on seed 1 (.5 against .4), and by seed 1 on seed 2 (.6 against .3).
+    paper = {1e-4: {1: a_run(0.6), 2: a_run(0.5)}, 4e-4: {1: a_run(0.3), 2: a_run(0.4)}}
+    clip = {2e-4: {1: a_run(0.7), 2: a_run(0.8)}}
+    rows = {(row.variant, row.learning_rate): row for row in rows_of({"paper": paper, "clip": clip}, "paper")}
+    assert sorted(rate or 0 for _, rate in rows) == [0, 0, 1e-4, 2e-4, 4e-4]
+    for rate in (2e-4, None):
+        difference = rows["clip", rate].difference
+        assert difference is not None
+        assert (difference.least, difference.most) == pytest.approx((0.1, 0.3))
+    assert not rows["clip", None].against_own_rate
+    shown = as_markdown(AblationTable(reference="paper", rows=tuple(rows.values()), failures={}))
+    assert "- clip at lr 0.0002 is compared with paper at the rate that was best for it on the other seeds\n" in shown
+
+
+def test_a_rate_at_which_no_run_of_the_reference_succeeded_has_no_difference_from_another_rate() -> None:
+    runs = {1: a_run(0.3), 2: a_run(0.5)}
+    rows = rows_of({"paper": {1e-4: runs, 2e-4: {}}, "clip": {1e-4: runs, 2e-4: runs}}, "paper")
+    assert [(row.variant, row.learning_rate) for row in rows][:2] == [("paper", 1e-4), ("clip", 1e-4)]
+    assert ("clip", 2e-4) not in [(row.variant, row.learning_rate) for row in rows]
+
+
 def test_a_variant_without_two_seeds_in_common_with_the_reference_has_no_row() -> None:
     rows = rows_of(
         {"paper": {1e-4: {1: a_run(0.3), 2: a_run(0.5)}}, "other": {1e-4: {2: a_run(0.3), 3: a_run(0.5)}}}, "paper"

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from klear_command import FEW_PROBLEMS, ROOT, start
 
-from flows.ablate import Cell, cells_of, config_of, record_choice, records_of, require_complete, run_grid
+from flows.ablate import Cell, Compared, cells_of, config_of, record_choice, records_of, require_complete, run_grid
 from klear_core.config.ablation import AblationConfig, load_ablation
 from klear_core.config.data import ProceduralSource
+from klear_core.config.load import load_profile
 from klear_core.errors import KlearError, TrainingError
 from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable, RunResult, as_markdown
 from klear_core.evaluate.cells import read_cells, table_of
@@ -63,6 +64,44 @@ def test_every_variant_runs_at_every_rate_on_every_seed() -> None:
         ("paper", None, pytest.approx(0.315)),
         ("clip", None, pytest.approx(0.415)),
     ]
+
+
+def test_a_variant_with_rates_of_its_own_runs_at_these_alone() -> None:
+    grid = GRID.model_copy(update={"learning_rates": (1e-4,), "rates": {"clip": (2e-4,)}})
+    runs = Runs(SCORES)
+    table = run_grid(grid, runs)
+    assert runs.asked == [cell(v, r, s) for s in (1, 2) for v, r in (("paper", 1e-4), ("clip", 2e-4))]
+    assert [(row.variant, row.learning_rate) for row in table.rows] == [("paper", 1e-4), ("clip", 2e-4)]
+    assert table.rows[1].difference is not None
+    assert table.rows[1].difference.mean == pytest.approx(0.1)
+    assert config_of(grid, cell("clip", 2e-4, 1), []).rl.optim.lr == 2e-4
+
+
+def test_variants_with_different_numbers_of_rates_run_seed_by_seed() -> None:
+    grid = GRID.model_copy(update={"rates": {"clip": (4e-4,)}})
+    assert [(c.rate, c.seed, c.variant) for c in cells_of(grid)] == [
+        (1e-4, 1, "paper"),
+        (4e-4, 1, "clip"),
+        (1e-4, 2, "paper"),
+        (4e-4, 2, "clip"),
+        (2e-4, 1, "paper"),
+        (2e-4, 2, "paper"),
+    ]
+
+
+def test_a_run_has_only_the_stages_that_the_comparison_needs() -> None:
+    """In the pipeline's order code RL and the base model's evaluation come before the evaluation after math RL."""
+    config = load_profile(ROOT / "configs/desk")
+    assert Compared.of(config).chosen == (
+        "benchmarks",
+        "curate",
+        "base",
+        "distill",
+        "sft",
+        "rl",
+        "evaluate_sft",
+        "evaluate_rl",
+    )
 
 
 def test_the_models_that_a_grid_puts_first_are_recorded(tmp_path: Path) -> None:
@@ -134,7 +173,7 @@ def test_a_run_is_the_profile_with_the_overrides_of_grid_variant_and_command_lin
 def test_every_grid_of_the_repository_can_be_planned(klear, tmp_path: Path, file: Path) -> None:
     cfg = load_ablation(file)
     planned = klear("ablate", file, "--dry-run", "--set", f"workspace.root={tmp_path}")
-    num_runs = len(cfg.variants) * len(cfg.seeds) * len(cfg.learning_rates)
+    num_runs = len(cfg.seeds) * sum(len(cfg.rates_of(variant)) for variant in cfg.variants)
     assert planned.status == 0, planned.err
     assert planned.out.startswith(f"{num_runs} runs; artifacts to make:")
     assert not list(tmp_path.iterdir())

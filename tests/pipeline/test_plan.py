@@ -191,6 +191,18 @@ def test_stages_are_chosen_by_name_or_kind(tmp_path: Path):
         select_stages(stages, only=None, from_="rl", until="sft")
 
 
+def test_stages_that_others_need_are_chosen_without_what_only_comes_before_them(tmp_path: Path):
+    stages = stages_of(config(tmp_path))
+    needed = ("benchmarks", "curate", "base", "distill", "sft", "evaluate_sft")
+    assert select_stages(stages, only=None, from_=None, until=None, needed_by=["evaluate_sft"]) == needed
+    assert select_stages(stages, only=None, from_="distill", until="sft", needed_by=["evaluate_sft"]) == (
+        "distill",
+        "sft",
+    )
+    with pytest.raises(ConfigError, match="no stage 'train'"):
+        select_stages(stages, only=None, from_=None, until=None, needed_by=["train"])
+
+
 def test_what_follows_from_a_stage_is_all_that_is_made_from_it(tmp_path: Path):
     assert downstream_of(stages_of(config(tmp_path)), "base") == (
         "base",
