@@ -24,6 +24,7 @@ from klear_core.evaluate.counts import Estimate, Shares
 from klear_core.evaluate.generations import (
     AnswerSource,
     evaluation_answers,
+    in_template,
     is_evaluation,
     is_rejudged,
     rejudged_answers,
@@ -33,7 +34,7 @@ from klear_core.evaluate.layout_rows import Layout
 from klear_core.evaluate.layouts import foreign_answers
 from klear_core.evaluate.rejudge import CHANGES_FILE, check_folder, rejudge
 from klear_core.evaluate.rejudged import RejudgeSummary, Rescored
-from klear_core.report.answers import shown_shares, write_viewer
+from klear_core.report.answers import ALL_TEMPLATES, shown_shares, write_viewer
 from klear_core.report.text import points, range_text
 from klear_core.verify.window import NO_CLOSE_TAG
 
@@ -115,10 +116,15 @@ def rejudge_answers(
         pair if has_before else pair[1:], folder, title=f"{source.name}, judged again", is_one_text=True
     )
     show_rejudged(console, summary)
-    console.print(f"\nanswers  {viewer.page}#show=flipped" if has_before else f"\nanswers  {viewer.page}")
+    console.print(f"\nanswers  {viewer.page}{_flipped_view(source) if has_before else ''}")
     console.print(f"changes  {folder / CHANGES_FILE}")
     if summary.num_unread:
         raise DataError(f"{source.origin}: {summary.num_unread:,} rows could not be read, and are in no count")
+
+
+def _flipped_view(source: AnswerSource) -> str:
+    """Return the part of the page's address that shows flipped answers, those to prompt templates among them."""
+    return f"#show=flipped&template={ALL_TEMPLATES}" if source.templates else "#show=flipped"
 
 
 def show_rejudged(console: Console, summary: RejudgeSummary) -> None:
@@ -183,7 +189,7 @@ def _distinct(sources: Sequence[AnswerSource]) -> list[AnswerSource]:
 
 
 def _scores(part: Rescored, summary: RejudgeSummary) -> Table:
-    title = f"{part.benchmark}, {part.decoding}: {part.before.num_problems:,} problems"
+    title = f"{in_template(part.benchmark, part.template)}, {part.decoding}: {part.before.num_problems:,} problems"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
     table.add_column("judged")
     for name in ("answers", "score", "cut off", "no answer", "not judged", "change, points"):
@@ -215,6 +221,7 @@ def _changes(summary: RejudgeSummary) -> Table:
         table.add_column(name)
     for change in shown:
         answer = "greedy" if change.decoding == "greedy" else f"sample {change.sample_idx}"
+        answer = in_template(answer, change.template)
         detail = change.detail_after[:_MAX_DETAIL]
         table.add_row(change.problem_id[:8], answer, change.before, change.after, escape(detail))
     return table

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest, read_manifest
 from klear_core.artifacts.records import write_shard
@@ -19,8 +20,8 @@ from klear_core.evaluate.tally import tally
 from klear_core.scores import JudgeRecord, TemplateScore, write_reports
 from klear_core.types import Difficulty, Domain, EvalSample, MathReference, Outcome, Problem, Verdict
 
-RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="equal text")
-WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="different text")
+RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="answer matches the reference")
+WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="answer does not match the reference")
 SILENT = Verdict(outcome=Outcome.NO_ANSWER, score=0.0, detail="no </think>")
 JUDGE = JudgeRecord(settings=VerifyConfig(), cpu="", num_cores=2, math_workers=2, code_workers=2)
 UNJUDGED = Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail="worker died")
@@ -67,10 +68,11 @@ def evaluation(
     files: Path | None = None,
     judged: bool = False,
     templates: Sequence[TemplateScore] = (),
+    worded: Mapping[str, Sequence[EvalSample]] = MappingProxyType({}),
 ) -> ArtifactRef:
     """Publish benchmarks, a model of these files, and the evaluation with these samples; return the evaluation.
 
-    `judged` says that the report has a record of the judge.
+    `judged` says that the report has a record of the judge. `worded` has the answers to prompt templates by name.
     """
     store = LocalStore(root / "artifacts")
     numbers = sorted({int(s.problem_id, 16) for s in samples})
@@ -78,7 +80,8 @@ def evaluation(
     num_samples = max(s.sample_idx for s in samples) + 1
     source = ProceduralSource(split="heldout", num_problems=len(problems))
     bench = BenchmarkConfig(name="toy", source=source, num_samples=num_samples)
-    job = EvaluateJob(seed=seed, evaluate=EvaluateConfig(), verify=VerifyConfig(), benchmarks=(bench,))
+    asked = EvaluateConfig(templates={name: f"{name}: {{question}}" for name in worded})
+    job = EvaluateJob(seed=seed, evaluate=asked, verify=VerifyConfig(), benchmarks=(bench,))
     benchmarks = _publish(store, "benchmarks", "benchmarks", "b" * 20, (), problems=problems)
     made = _publish(store, model, "rl", f"{model}{seed}".ljust(20, "0"), (), files=files)
     inputs = [("model", made), ("benchmarks", benchmarks)]
@@ -87,6 +90,8 @@ def evaluation(
         if slot.ref is not None:
             return slot.ref
         write_shard(slot.workdir / "samples" / "toy-00000-of-00001.parquet", samples)
+        for name, answers in worded.items():
+            write_shard(slot.workdir / "templates" / name / "toy-00000-of-00001.parquet", answers)
         report = make_report(
             tally(samples, problems),
             EvaluateConfig(),

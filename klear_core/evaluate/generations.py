@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ from klear_core.config.jobs import BenchmarksJob
 from klear_core.config.load import explained
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ArtifactError, ConfigError, DataError
+from klear_core.evaluate.suite import SAMPLES_FOLDER, TEMPLATES_FOLDER
 from klear_core.scores import REPORT_FILE
 from klear_core.types import EvalSample, FinishReason, Outcome, Problem, Reference, Verdict
 
@@ -49,6 +50,8 @@ class Generation:
     """None if the file does not say."""
     verdict: Verdict | None
     """None if the file has none."""
+    template: str = ""
+    """Name of the prompt template that the question was asked in; empty: as it stands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class RejudgedAnswer:
 
     benchmark: str
     problem_id: str
+    template: str = ""
+    """Empty also in folders of versions that judged no answers to templates again."""
     decoding: Decoding
     sample_idx: int
     response: str
@@ -95,6 +100,8 @@ class AnswerSource:
     verify: VerifyConfig | None
     """Settings of the judge that made the stored verdicts; None if another program made them."""
     read: Callable[[], Iterator[Generation | UnreadRow]]
+    templates: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the prompt templates that questions were asked in beside their own wording, by name."""
 
 
 def require_samples(source: AnswerSource, num_samples: int) -> None:
@@ -105,15 +112,21 @@ def require_samples(source: AnswerSource, num_samples: int) -> None:
     counts: Counter[tuple[str, str]] = Counter()
     for row in source.read():
         if isinstance(row, Generation):
-            counts[row.benchmark, row.problem_id] += row.decoding == "sampled"
+            asked = in_template(row.benchmark, row.template)
+            counts[asked, row.problem_id] += row.decoding == "sampled"
     short = [(key, count) for key, count in counts.items() if count < num_samples]
     if short or not counts:
-        shown = "; ".join(f"{benchmark} {problem_id}: {count}" for (benchmark, problem_id), count in short[:5])
+        shown = "; ".join(f"{asked} {problem_id}: {count}" for (asked, problem_id), count in short[:5])
         raise DataError(
             f"{source.origin}: {len(short)} of {len(counts)} problems have fewer than the {num_samples} stored samples "
             f"that --samples asks for ({shown}): a score of n = {num_samples} cannot be told from them; give a smaller "
             "n, or complete the answers"
         )
+
+
+def in_template(name: str, template: str) -> str:
+    """Return a benchmark's or answer's name with that of its prompt template; unchanged for the plain question."""
+    return f"{name}, template {template}" if template else name
 
 
 def is_evaluation(folder: Path) -> bool:
@@ -132,12 +145,14 @@ def evaluation_answers(folder: Path, *, name: str = "") -> AnswerSource:
     if not is_evaluation(folder):
         raise ArtifactError(f"{folder}: a {manifest.kind} artifact holds no judged answers; name an evaluation")
     benchmarks = _benchmarks_of(folder, manifest)
+    templates = _templates_of(manifest)
     return AnswerSource(
         name=name or manifest.stage,
         origin=str(folder),
         layout="klear",
         verify=_verify_of(manifest.config.get("verify", {}), folder / MANIFEST),
-        read=lambda: _evaluation_rows(folder, benchmarks),
+        read=lambda: _evaluation_rows(folder, benchmarks, tuple(templates)),
+        templates=templates,
     )
 
 
@@ -151,6 +166,7 @@ def rejudged_answers(folder: Path, *, which: Literal["before", "after"] = "after
         layout="klear",
         verify=None if settings is None else _verify_of(settings, folder / REJUDGE_FILE),
         read=lambda: _rejudged_rows(folder, which),
+        templates=stored.get("templates", {}),  # absent in folders of versions that judged no answers to templates
     )
 
 
@@ -166,6 +182,14 @@ def _benchmarks_of(folder: Path, manifest: Manifest) -> Path:
     raise ArtifactError(f"{folder}: its manifest names no benchmarks, so that there is no reference to judge by")
 
 
+def _templates_of(manifest: Manifest) -> dict[str, str]:
+    """Return the prompt templates of an evaluation, as its settings have them."""
+    settings = manifest.config.get("evaluate", {})
+    templates = settings.get("templates", {}) if isinstance(settings, dict) else {}
+    assert isinstance(templates, dict), templates
+    return {name: str(text) for name, text in templates.items()}
+
+
 def _verify_of(settings: JsonValue, where: Path) -> VerifyConfig:
     try:
         return VerifyConfig.model_validate(settings)
@@ -173,9 +197,10 @@ def _verify_of(settings: JsonValue, where: Path) -> VerifyConfig:
         raise ConfigError(f"{where}: settings of another version: {explained(e, VerifyConfig)}") from e
 
 
-def _evaluation_rows(folder: Path, benchmarks: Path) -> Iterator[Generation]:
+def _evaluation_rows(folder: Path, benchmarks: Path, templates: Sequence[str]) -> Iterator[Generation]:
+    """Yield the answers to the plain questions, then those to the questions in each template."""
     problems: dict[str, Mapping[str, Problem]] = {}
-    for sample in read_shards(folder / "samples", EvalSample):
+    for template, sample in _samples(folder, templates):
         if sample.benchmark not in problems:
             found = read_shards(benchmarks / sample.benchmark, Problem)
             problems[sample.benchmark] = {problem.problem_id: problem for problem in found}
@@ -185,7 +210,7 @@ def _evaluation_rows(folder: Path, benchmarks: Path) -> Iterator[Generation]:
         yield Generation(
             benchmark=sample.benchmark,
             problem_id=sample.problem_id,
-            question=sample.question,
+            question=problem.question,  # a stored answer to a template has the question in its wording
             reference=problem.reference,
             decoding=sample.decoding,
             sample_idx=sample.sample_idx,
@@ -193,7 +218,16 @@ def _evaluation_rows(folder: Path, benchmarks: Path) -> Iterator[Generation]:
             num_tokens=sample.num_tokens,
             finish_reason=sample.finish_reason,
             verdict=sample.verdict,
+            template=template,
         )
+
+
+def _samples(folder: Path, templates: Sequence[str]) -> Iterator[tuple[str, EvalSample]]:
+    for sample in read_shards(folder / SAMPLES_FOLDER, EvalSample):
+        yield "", sample
+    for template in templates:
+        for sample in read_shards(folder / TEMPLATES_FOLDER / template, EvalSample):
+            yield template, sample
 
 
 def _rejudged_rows(folder: Path, which: Literal["before", "after"]) -> Iterator[Generation]:
@@ -211,4 +245,5 @@ def _rejudged_rows(folder: Path, which: Literal["before", "after"]) -> Iterator[
             num_tokens=row.num_tokens,
             finish_reason=row.finish_reason,
             verdict=row.verdict if which == "after" else row.before,
+            template=row.template,
         )

@@ -40,6 +40,9 @@ _SHARD_CHARS = 16 << 20
 _MAX_TOLD = 20
 """Unreadable rows and changed answers that are kept for the terminal; the files have all."""
 
+_Part = tuple[str, str, Decoding]
+"""Benchmark, name of the prompt template (empty for plain questions) and decoding of answers that have one score."""
+
 
 @dataclass(slots=True)
 class _Unread:
@@ -56,7 +59,7 @@ class _Unread:
 
 @dataclass(slots=True)
 class _Pair:
-    """Counts of one benchmark and decoding under both judgements."""
+    """Counts of one benchmark, template and decoding under both judgements."""
 
     before: AnswerCounts = field(default_factory=AnswerCounts)
     after: AnswerCounts = field(default_factory=AnswerCounts)
@@ -109,6 +112,7 @@ def rejudge(
         layout=source.layout,
         verify_before=source.verify,
         verify_after=verify,
+        templates=dict(source.templates),
         confidence=confidence,
         benchmarks=tuple(_rescored(key, pair, confidence) for key, pair in writer.tallies.items()),
         num_unread=unread.num,
@@ -181,7 +185,7 @@ class _Writer:
 
     folder: Path
     changes: IO[str]
-    tallies: dict[tuple[str, Decoding], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
+    tallies: dict[_Part, _Pair] = field(default_factory=lambda: defaultdict(_Pair))
     first_changes: list[Change] = field(default_factory=list)
     num_answers: int = 0
     _answers: list[RejudgedAnswer] = field(default_factory=list)
@@ -193,7 +197,7 @@ class _Writer:
     def add(self, row: Generation, verdict: Verdict) -> None:
         """Take one answer; write a shard if enough have come."""
         self.num_answers += 1
-        change = _count(self.tallies[row.benchmark, row.decoding], row, verdict)
+        change = _count(self.tallies[row.benchmark, row.template, row.decoding], row, verdict)
         if change is not None:
             self.changes.write(change.model_dump_json() + "\n")
             if len(self.first_changes) < _MAX_TOLD:
@@ -231,6 +235,7 @@ def _count(pair: _Pair, row: Generation, verdict: Verdict) -> Change | None:
     return Change(
         benchmark=row.benchmark,
         problem_id=row.problem_id,
+        template=row.template,
         decoding=row.decoding,
         sample_idx=row.sample_idx,
         before=before,
@@ -244,6 +249,7 @@ def _stored(row: Generation, verdict: Verdict) -> RejudgedAnswer:
     answer = RejudgedAnswer(
         benchmark=row.benchmark,
         problem_id=row.problem_id,
+        template=row.template,
         decoding=row.decoding,
         sample_idx=row.sample_idx,
         response=row.response,
@@ -260,10 +266,11 @@ def _stored(row: Generation, verdict: Verdict) -> RejudgedAnswer:
     return replace(answer, before_outcome=before.outcome, before_score=before.score, before_detail=before.detail)
 
 
-def _rescored(key: tuple[str, Decoding], pair: _Pair, confidence: float) -> Rescored:
-    benchmark, decoding = key
+def _rescored(part: _Part, pair: _Pair, confidence: float) -> Rescored:
+    benchmark, template, decoding = part
     return Rescored(
         benchmark=benchmark,
+        template=template,
         decoding=decoding,
         before=pair.before.shares(confidence=confidence),
         after=pair.after.shares(confidence=confidence),

@@ -22,6 +22,8 @@ class Change(Settings):
 
     benchmark: str
     problem_id: str
+    template: str
+    """Name of the prompt template; empty for the question as it stands."""
     decoding: Decoding
     sample_idx: int
     before: Mark
@@ -31,9 +33,11 @@ class Change(Settings):
 
 
 class Rescored(Settings):
-    """One benchmark's answers of one decoding under both judgements."""
+    """One benchmark's answers of one template and decoding under both judgements."""
 
     benchmark: str
+    template: str
+    """Name of the prompt template; empty for the questions as they stand."""
     decoding: Decoding
     before: Shares
     after: Shares
@@ -57,6 +61,8 @@ class RejudgeSummary(Settings):
     verify_before: VerifyConfig | None
     """Settings of the judge whose verdicts were stored; None if another program judged, or nobody."""
     verify_after: VerifyConfig
+    templates: dict[str, str]
+    """Texts of the prompt templates, by name."""
     confidence: float
     benchmarks: tuple[Rescored, ...]
     num_unread: int

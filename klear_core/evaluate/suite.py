@@ -13,6 +13,11 @@ from klear_core.config.data import BenchmarkConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.types import Problem
 
+SAMPLES_FOLDER = "samples"
+"""Folder of an evaluation with the answers to the plain questions."""
+TEMPLATES_FOLDER = "templates"
+"""Folder of an evaluation with a folder for each prompt template, which has the answers to the questions in it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
@@ -54,7 +59,7 @@ def plan_answers(cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path) -> li
         if cfg.greedy:
             answers.append(PlannedAnswer(benchmark=benchmark.name, problem=problem, decoding="greedy", sample_idx=0))
     return plan_shards(
-        workdir / "samples", answers, items_per_shard=cfg.runtime.answers_per_shard, prefix=f"{benchmark.name}-"
+        workdir / SAMPLES_FOLDER, answers, items_per_shard=cfg.runtime.answers_per_shard, prefix=f"{benchmark.name}-"
     )
 
 
@@ -66,7 +71,7 @@ def plan_template(
     for problem in benchmark.problems:
         answers += _samples(benchmark, problem, template)
     return plan_shards(
-        workdir / "templates" / template,
+        workdir / TEMPLATES_FOLDER / template,
         answers,
         items_per_shard=cfg.runtime.answers_per_shard,
         prefix=f"{benchmark.name}-",

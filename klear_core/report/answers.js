@@ -11,15 +11,19 @@ const SHOW = {
   fixed: "fixed: not right for A, right for B",
   broken: "broken: right for A, not for B",
   disagreed: "disagreed: some answers right, some not",
+  worded: "depends on the template: mostly right in one, not in another",
   cut: "truncated: an answer was cut off",
   unparsed: "no answer found in an answer",
   unjudged: "an answer that could not be judged",
   none: "never right",
   every: "always right",
 };
+const COMPARED = "The line above each text quotes the answer that the judge read, and says whether it matches the problem's " +
+  "reference: by text rules (spelling, numbers, units, options, words) or by algebra (values). Of a program it says how many tests passed.";
 
 let data = null;
-const state = { benchmark: -1, decoding: "", show: "all", a: 0, b: 1, search: "", page: 0, problem: -1 };
+const ALL_TEMPLATES = -1;
+const state = { benchmark: -1, template: 0, decoding: "", show: "all", a: 0, b: 1, search: "", page: 0, problem: -1 };
 const chunks = new Map(); // number -> promise of its content; the oldest are forgotten
 const waiting = new Map();
 
@@ -79,10 +83,16 @@ function visible(text) { // spell out control characters, so that none can hide 
   });
 }
 
+function templateOf(answer) { // number of its prompt template; 0 is the question as it stands
+  return data.template[answer] ?? 0;
+}
+
 function answersOf(problem) {
   const found = [], stop = data.starts[problem + 1] ?? data.mark.length;
+  const template = state.show === "worded" ? ALL_TEMPLATES : state.template;
   for (let i = data.starts[problem]; i < stop; i++) {
-    if (!state.decoding || data.decoding[i] === state.decoding) found.push(i);
+    if (state.decoding && data.decoding[i] !== state.decoding) continue;
+    if (template === ALL_TEMPLATES || templateOf(i) === template) found.push(i);
   }
   return found;
 }
@@ -97,11 +107,12 @@ function isRight(answers, source) { // by majority of the judged answers; null i
   return judged ? 2 * right >= judged : null;
 }
 
-function flip(answers) { // 1 fixed, -1 broken, 2 both, 0 neither
+function flip(answers) { // 1 fixed, -1 broken, 2 both, 0 neither; within each template
   const pairs = new Map(); // one verdict each: by answer for two judgements of one text and greedy answers
   for (const i of answers) {
     if (data.source[i] !== state.a && data.source[i] !== state.b) continue;
-    const key = data.isOneText || data.decoding[i] === "g" ? `${data.decoding[i]}${data.sample[i]}` : "s";
+    const isOneEach = data.isOneText || data.decoding[i] === "g";
+    const key = isOneEach ? slotOf(i) : `${templateOf(i)} s`;
     if (!pairs.has(key)) pairs.set(key, []);
     pairs.get(key).push(i);
   }
@@ -114,11 +125,27 @@ function flip(answers) { // 1 fixed, -1 broken, 2 both, 0 neither
   return fixed && broken ? 2 : fixed ? 1 : broken ? -1 : 0;
 }
 
-function disagrees(answers) { // within one set and decoding
+function slotOf(answer) { // what answers of several sets share that stand side by side
+  return `${templateOf(answer)} ${data.decoding[answer]}${data.sample[answer]}`;
+}
+
+function isWorded(answers) { // one set's samples are mostly right in one template, and not in another
+  for (const source of data.sources.keys()) {
+    const verdicts = new Set();
+    for (const template of data.templates.keys()) {
+      const sampled = answers.filter((i) => data.decoding[i] === "s" && templateOf(i) === template);
+      verdicts.add(isRight(sampled, source));
+    }
+    if (verdicts.has(true) && verdicts.has(false)) return true;
+  }
+  return false;
+}
+
+function disagrees(answers) { // within one set, template and decoding
   const seen = new Map();
   for (const i of answers) {
     if ("J-".includes(data.mark[i])) continue;
-    const key = `${data.source[i]}${data.decoding[i]}`, right = data.mark[i] === "R";
+    const key = `${data.source[i]} ${templateOf(i)} ${data.decoding[i]}`, right = data.mark[i] === "R";
     if (seen.has(key) && seen.get(key) !== right) return true;
     seen.set(key, right);
   }
@@ -131,6 +158,7 @@ const MATCHES = {
   fixed: (answers) => [1, 2].includes(flip(answers)),
   broken: (answers) => [-1, 2].includes(flip(answers)),
   disagreed: disagrees,
+  worded: isWorded,
   cut: (answers) => answers.some(ANSWER_MATCHES.cut),
   unparsed: (answers) => answers.some(ANSWER_MATCHES.unparsed),
   unjudged: (answers) => answers.some(ANSWER_MATCHES.unjudged),
@@ -203,15 +231,25 @@ async function open(problem) {
     const head = element("div", { className: "card" },
       element("div", { className: "mono soft" }, `${data.benchmarks[data.of[problem]]} / ${data.ids[problem]}`),
       element("pre", {}, visible(question) || "(the file has no question)"),
-      element("p", { className: "why" }, "Expected: ", element("code", {}, visible(expected))));
+      element("p", { className: "why" }, "Reference: ", element("code", {}, visible(expected))),
+      ...wordings(answersOf(problem)));
     detail.replaceChildren(head, ...(await answersView(problem)));
   } catch (error) { trouble(error); }
 }
 
+function wordings(answers) { // texts of the templates in which the shown answers were asked
+  const texts = new Set();
+  for (const i of answers) {
+    const name = data.templates[templateOf(i)], text = data.sources[data.source[i]].templates[name];
+    if (templateOf(i) && text) texts.add(`Template ${name}: ${text}`);
+  }
+  return [...texts].map((text) => element("p", { className: "why wording" }, visible(text)));
+}
+
 async function answersView(problem) {
-  const groups = new Map(); // answers of several sets with the same decoding and number stand side by side
+  const groups = new Map(); // answers of several sets with the same template, decoding and number stand side by side
   for (const i of answersOf(problem)) {
-    const key = `${data.decoding[i]}${data.sample[i]}`;
+    const key = slotOf(i);
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(i);
   }
@@ -228,8 +266,9 @@ async function answersView(problem) {
   };
   const made = all.map((group) => {
     const mark = data.mark[group[group.length - 1]];
-    const name = data.decoding[group[0]] === "g" ? "greedy" : `${data.sample[group[0]]}`;
-    const chip = element("button", { className: `chip ${mark}`, type: "button" }, name);
+    const number = data.decoding[group[0]] === "g" ? "greedy" : `${data.sample[group[0]]}`;
+    const template = templateOf(group[0]) ? `${data.templates[templateOf(group[0])]} ` : "";
+    const chip = element("button", { className: `chip ${mark}`, type: "button" }, template + number);
     chip.title = group.map((i) => `${data.sources[data.source[i]].name}: ${WORDS[data.mark[i]]}`).join("; ");
     chip.onclick = () => show(group, chip).catch(trouble);
     chips.append(chip);
@@ -265,7 +304,7 @@ async function pairView(group) {
 
 function answerHead(i, detail) {
   const name = data.decoding[i] === "g" ? "greedy" : `sample ${data.sample[i]}`;
-  const facts = [name];
+  const facts = templateOf(i) ? [name, `template ${data.templates[templateOf(i)]}`] : [name];
   if (data.tokens[i] !== null) facts.push(`${data.tokens[i].toLocaleString("en")} tokens`);
   if (data.cut[i] === "1") facts.push("cut off");
   return [
@@ -291,11 +330,18 @@ function select(label, options, value, onchange) {
 function drawControls() {
   const several = data.sources.length > 1;
   const sources = data.sources.map((source, s) => [s, source.name]);
-  const shows = Object.entries(SHOW).filter(([key]) => several || !["flipped", "fixed", "broken"].includes(key));
+  const hasTemplates = data.templates.length > 1;
+  const hidden = [...(several ? [] : ["flipped", "fixed", "broken"]), ...(hasTemplates ? [] : ["worded"])];
+  const shows = Object.entries(SHOW).filter(([key]) => !hidden.includes(key));
   const parts = [select("show", shows, state.show, (value) => { state.show = value; })];
   if (data.benchmarks.length > 1) {
     const names = [[-1, "all"], ...data.benchmarks.map((name, b) => [b, name])];
     parts.push(select("benchmark", names, state.benchmark, (value) => { state.benchmark = Number(value); }));
+  }
+  if (hasTemplates) {
+    const names = data.templates.map((name, t) => [t, t ? name : `${name}: the question as it stands`]);
+    const change = (value) => { state.template = Number(value); };
+    parts.push(select("prompt template", [...names, [ALL_TEMPLATES, "all"]], state.template, change));
   }
   if (data.decoding.includes("g") && data.decoding.includes("s")) {
     const decodings = [["", "all"], ["s", "sampled"], ["g", "greedy"]];
@@ -320,7 +366,7 @@ function drawShares() {
   document.getElementById("shares").replaceChildren(table);
   const key = [["R", "right"], ["W", "wrong"], ["N", "no answer"], ["J", "not judged"]];
   document.getElementById("key").replaceChildren(...key.map(([letter, word]) =>
-    element("span", {}, element("i", { className: letter }), word)), "half a square: cut off");
+    element("span", {}, element("i", { className: letter }), word)), "half a square: cut off", element("span", {}, COMPARED));
 }
 
 function remember() { // the address names what is shown, so that a link opens it
@@ -328,6 +374,7 @@ function remember() { // the address names what is shown, so that a link opens i
   if (state.problem >= 0) parts.set("problem", `${data.benchmarks[data.of[state.problem]]}/${data.ids[state.problem]}`);
   if (state.show !== "all") parts.set("show", state.show);
   if (state.benchmark >= 0) parts.set("benchmark", data.benchmarks[state.benchmark]);
+  if (state.template) parts.set("template", data.templates[state.template] ?? "*");
   if (state.decoding) parts.set("decoding", state.decoding);
   if (data.sources.length > 1) { parts.set("a", state.a); parts.set("b", state.b); }
   history.replaceState(null, "", `#${parts}`);
@@ -340,6 +387,8 @@ function recall() {
   state.a = Math.min(Number(parts.get("a") ?? 0) || 0, last);
   state.b = Math.min(Number(parts.get("b") ?? last) || 0, last);
   state.benchmark = data.benchmarks.indexOf(parts.get("benchmark") ?? "");
+  const template = parts.get("template") ?? data.templates[0];
+  state.template = template === "*" ? ALL_TEMPLATES : Math.max(0, data.templates.indexOf(template));
   state.decoding = ["s", "g"].includes(parts.get("decoding")) ? parts.get("decoding") : "";
   state.problem = data.ids.findIndex((id, p) => `${data.benchmarks[data.of[p]]}/${id}` === wanted);
 }

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never
 
+from klear_core.config.evaluate import PLAIN_TEMPLATE
 from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.counts import AnswerCounts, Shares
-from klear_core.evaluate.generations import AnswerSource, Generation, UnreadRow
+from klear_core.evaluate.generations import AnswerSource, Generation, UnreadRow, in_template
 from klear_core.evaluate.rejudged import mark_of
 from klear_core.report.build import HERE, page_template, stylesheet
 from klear_core.report.text import NONE, percent
@@ -27,17 +28,20 @@ from klear_core.types import CodeReference, CustomReference, MathReference, Refe
 
 PAGE = "answers.html"
 DATA_FOLDER = "answers-data"
+ALL_TEMPLATES = "*"
+"""Value of `template` in the page's address that shows the answers to the questions in all wordings."""
 
 _CHUNK_CHARS = 400_000
 _TITLE_CHARS = 90
 _CONFIDENCE = 0.95
 _COMMIT_EVERY = 2_000
+_COLUMNS = ("mark", "cut", "template", "source", "decoding", "sample", "tokens")
 _LETTERS = {"right": "R", "wrong": "W", "no answer": "N", "not judged": "J", "no verdict": "-"}
 _ENDS = {"length": "1", "stop": "0", "abort": "0", None: "?"}
 
 _TABLES = """
-CREATE TABLE answers (problem INTEGER, decoding TEXT, sample INTEGER, source INTEGER, mark TEXT, cut TEXT,
-                      tokens INTEGER, text TEXT, detail TEXT);
+CREATE TABLE answers (problem INTEGER, template INTEGER, decoding TEXT, sample INTEGER, source INTEGER,
+                      mark TEXT, cut TEXT, tokens INTEGER, text TEXT, detail TEXT);
 CREATE TABLE problems (number INTEGER PRIMARY KEY, question TEXT, reference TEXT);
 """
 
@@ -59,8 +63,10 @@ class _Stored:
 
     problems: dict[tuple[str, str], int] = field(default_factory=dict)
     titles: list[str] = field(default_factory=list)
-    counts: dict[tuple[int, str, str], AnswerCounts] = field(default_factory=lambda: defaultdict(AnswerCounts))
-    """By source, benchmark and decoding."""
+    templates: list[str] = field(default_factory=lambda: [""])
+    """Names of the prompt templates; the first is the question as it stands."""
+    counts: dict[tuple[int, str, str, str], AnswerCounts] = field(default_factory=lambda: defaultdict(AnswerCounts))
+    """By source, benchmark, template and decoding."""
     num_answers: int = 0
     num_unread: int = 0
 
@@ -98,18 +104,12 @@ def write_viewer(
     )
 
 
-def link_to(benchmark: str, problem_id: str) -> str:
-    """Return the part of the page's address that opens a problem."""
-    from urllib.parse import quote
-
-    return f"#problem={quote(f'{benchmark}/{problem_id}', safe='')}"
-
-
 def _store(sources: Sequence[AnswerSource], db: sqlite3.Connection) -> _Stored:
     """Put all answers into the database, and count them."""
     db.executescript("PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF;" + _TABLES)
     stored = _Stored()
     for number, source in enumerate(sources):
+        stored.templates += [name for name in source.templates if name not in stored.templates]
         for row in source.read():
             if isinstance(row, UnreadRow):
                 stored.num_unread += 1
@@ -118,7 +118,7 @@ def _store(sources: Sequence[AnswerSource], db: sqlite3.Connection) -> _Stored:
             if stored.num_answers % _COMMIT_EVERY == 0:
                 db.commit()  # a transaction's pages would stay in memory
     db.commit()
-    db.execute("CREATE INDEX in_order ON answers (problem, decoding, sample, source)")
+    db.execute("CREATE INDEX in_order ON answers (problem, template, decoding, sample, source)")
     return stored
 
 
@@ -135,12 +135,14 @@ def _store_one(row: Generation, source: int, db: sqlite3.Connection, stored: _St
         is_partial = verdict.outcome == "scored" and verdict.score not in (0.0, 1.0)
         score = f"score {verdict.score:g}. " if is_partial else ""
         detail = score + verdict.detail
-    values = (number, row.decoding, row.sample_idx, source, _LETTERS[mark_of(verdict)], _ENDS[row.finish_reason])
+    template = stored.templates.index(row.template)
+    place = (number, template, row.decoding, row.sample_idx, source)
+    facts = (_LETTERS[mark_of(verdict)], _ENDS[row.finish_reason], row.num_tokens)
     db.execute(
-        "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (*values, row.num_tokens, _sqlite(row.response), _sqlite(detail)),
+        "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (*place, *facts, _sqlite(row.response), _sqlite(detail)),
     )
-    stored.counts[source, row.benchmark, row.decoding].add(row.problem_id, row.finish_reason, verdict)
+    stored.counts[source, row.benchmark, row.template, row.decoding].add(row.problem_id, row.finish_reason, verdict)
     stored.num_answers += 1
 
 
@@ -168,7 +170,7 @@ def _write_chunks(db: sqlite3.Connection, folder: Path) -> dict[str, object]:
     starts: list[int] = []
     """Number of the first answer of each problem."""
     chunk_starts: list[int] = []
-    columns: dict[str, list[object]] = {name: [] for name in ("mark", "cut", "source", "decoding", "sample", "tokens")}
+    columns: dict[str, list[object]] = {name: [] for name in _COLUMNS}
     chunk = _Chunk()
     problem, group, last_text = -1, None, ""
     for number, row in enumerate(_in_order(db)):
@@ -194,6 +196,7 @@ def _write_chunks(db: sqlite3.Connection, folder: Path) -> dict[str, object]:
     packed: dict[str, object] = {name: "".join(map(str, columns[name])) for name in ("mark", "cut", "decoding")}
     return packed | {
         "source": columns["source"],
+        "template": columns["template"] if any(columns["template"]) else [],
         "sample": columns["sample"],
         "tokens": columns["tokens"],
         "starts": starts,
@@ -206,6 +209,7 @@ class _AnswerRow:
     """An answer as the database holds it."""
 
     problem: int
+    template: int
     decoding: str
     sample: int
     source: int
@@ -216,15 +220,15 @@ class _AnswerRow:
     detail: str
 
     @property
-    def group(self) -> tuple[int, str, int]:
-        """The problem, decoding and number that answers of several sources share."""
-        return (self.problem, self.decoding, self.sample)
+    def group(self) -> tuple[int, int, str, int]:
+        """The problem, template, decoding and number that answers of several sources share."""
+        return (self.problem, self.template, self.decoding, self.sample)
 
 
 def _in_order(db: sqlite3.Connection) -> Iterator[_AnswerRow]:
     for row in db.execute(
-        "SELECT problem, substr(decoding, 1, 1), sample, source, mark, cut, tokens, text, detail FROM answers "
-        "ORDER BY problem, decoding, sample, source"
+        "SELECT problem, template, substr(decoding, 1, 1), sample, source, mark, cut, tokens, text, detail "
+        "FROM answers ORDER BY problem, template, decoding, sample, source"
     ):
         yield _AnswerRow(*row)
 
@@ -257,10 +261,12 @@ def _described(sources: Sequence[AnswerSource], stored: _Stored, *, title: str, 
     benchmarks = list(dict.fromkeys(benchmark for benchmark, _ in stored.problems))
     numbers = {name: i for i, name in enumerate(benchmarks)}
     rows = []
-    for (source, benchmark, decoding), counts in stored.counts.items():
+    for (source, benchmark, template, decoding), counts in stored.counts.items():
         shares = counts.shares(confidence=_CONFIDENCE)
-        rows.append([benchmark, sources[source].name, decoding, *shown_shares(shares)])
-    origins = [{"name": source.name, "origin": source.origin} for source in sources]
+        rows.append([benchmark, sources[source].name, in_template(decoding, template), *shown_shares(shares)])
+    origins = [
+        {"name": source.name, "origin": source.origin, "templates": dict(source.templates)} for source in sources
+    ]
     ids = [problem_id for _, problem_id in stored.problems]
     of = [numbers[benchmark] for benchmark, _ in stored.problems]
     return {
@@ -271,6 +277,7 @@ def _described(sources: Sequence[AnswerSource], stored: _Stored, *, title: str, 
         "ids": ids,
         "of": of,
         "titles": stored.titles,
+        "templates": [PLAIN_TEMPLATE, *stored.templates[1:]],
         "shares": rows,
     }
 

@@ -17,9 +17,10 @@ from klear_core.artifacts.records import read_shards
 from klear_core.errors import ArtifactError
 from klear_core.evaluate.counts import AnswerCounts
 from klear_core.evaluate.generations import Decoding, is_evaluation
+from klear_core.evaluate.suite import SAMPLES_FOLDER
 from klear_core.metrics import METRICS_FILE
 from klear_core.report.charts import Series
-from klear_core.report.read import SAMPLES_FOLDER, read_series
+from klear_core.report.read import read_series
 from klear_core.scores import EvalReport, read_reports
 from klear_core.types import EvalSample
 

@@ -9,6 +9,7 @@ from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.records import read_shards
 from klear_core.config.jobs import Stage
 from klear_core.evaluate.decision import DECISION_FILE, read_decision
+from klear_core.evaluate.suite import SAMPLES_FOLDER
 from klear_core.metrics import METRICS_FILE, read_metrics
 from klear_core.report.charts import Series
 from klear_core.report.facts import Facts, MissingStage, ModelFacts, StageFacts
@@ -16,8 +17,6 @@ from klear_core.report.inputs import ReportInputs, StageFolder
 from klear_core.report.text import visible
 from klear_core.scores import read_reports
 from klear_core.types import EvalSample
-
-SAMPLES_FOLDER = "samples"
 
 
 def read_facts(inputs: ReportInputs) -> Facts:

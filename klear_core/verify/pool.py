@@ -30,14 +30,12 @@ from klear_core.types import (
 )
 from klear_core.verify.client import JudgeClient
 from klear_core.verify.code.text import check_size, chosen_tests, find_program, num_chosen, reference_fault
-from klear_core.verify.math.rules import decide, unboxed_verdict, usable_references
-from klear_core.verify.math.text import boxed_texts, find_answer
+from klear_core.verify.math.rules import compared_texts, decide, unboxed_verdict, usable_references
+from klear_core.verify.math.text import boxed_texts, find_answer, quoted
 from klear_core.verify.user_code import memory_message
 from klear_core.verify.window import NoAnswer, find_answer_text
 from klear_core.verify.work import CheckSandbox, CodeTask, Fault, MathTask, Task, UserTask
 
-_RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="equal text")
-_WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="different text")
 _JUDGE_FAILURES = (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED, Outcome.TIMED_OUT)
 """TIMED_OUT is the judging process; a program that runs out of time is SCORED."""
 
@@ -215,11 +213,14 @@ class JudgePool:
         if isinstance(answer, NoAnswer):
             return _no_answer_verdict(answer, self.cfg)
         decision = unboxed_verdict(golds, answer, cfg) if answer.is_unboxed else decide(golds, answer, cfg)
+        shown = quoted(compared_texts(golds[0], answer, cfg))
         if decision is None:  # only a worker can tell: the unboxed text has to be parsed
-            return MathTask(golds=golds, comparison=None, unboxed=answer.texts[0], cfg=cfg)
+            return MathTask(golds=golds, comparison=None, unboxed=answer.texts[0], answer=shown, cfg=cfg)
         if isinstance(decision, bool):
-            return _RIGHT if decision else _WRONG
-        return MathTask(golds=golds, comparison=decision, unboxed="", cfg=cfg)
+            relation = "matches" if decision else "does not match"
+            detail = f"answer {shown} {relation} the reference, by text rules"
+            return Verdict(outcome=Outcome.SCORED, score=float(decision), detail=detail)
+        return MathTask(golds=golds, comparison=decision, unboxed="", answer=shown, cfg=cfg)
 
     def _prepare_code(self, problem_id: str, reference: CodeReference, program: str | NoAnswer) -> Verdict | CodeTask:
         defect = reference_fault(reference, self.cfg.code)

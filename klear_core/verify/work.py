@@ -21,6 +21,8 @@ class MathTask:
     golds: tuple[str, ...]
     comparison: Comparison | None
     unboxed: str
+    answer: str
+    """The answer as the verdict quotes it."""
     cfg: MathConfig
 
 

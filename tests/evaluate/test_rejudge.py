@@ -44,6 +44,22 @@ def test_both_judgements_can_be_read_again_with_texts_and_references(tmp_path: P
     assert [a.verdict and a.verdict.is_correct for a in after] == [True, True]  # type: ignore[union-attr]
 
 
+def test_answers_to_prompt_templates_are_judged_again_apart_from_those_to_the_plain_questions(tmp_path: Path) -> None:
+    plain = [sample(2, 0, said(2), RIGHT), sample(2, 1, said(3), WRONG)]
+    terse = [sample(2, 0, BARE, RIGHT), sample(2, 1, said(2), WRONG)]
+    source = evaluation_answers(evaluation(tmp_path, plain, worded={"terse": terse}).path)
+    strict = ONE.model_copy(update={"math": MathConfig(box="required")})
+    summary = rejudge(source, strict, tmp_path / "again")
+    parts = {part.template: (part.before.num_answers, part.changes) for part in summary.benchmarks}
+    assert parts == {"": (2, {}), "terse": (2, {"right to no answer": 1, "wrong to right": 1})}
+    assert {(c.template, c.sample_idx) for c in summary.first_changes} == {("terse", 0), ("terse", 1)}
+    again = rejudged_answers(tmp_path / "again", which="before")
+    assert list(again.read()) == list(source.read())
+    assert again.templates == source.templates == {"terse": "terse: {question}"}
+    # the judge is given the question, not its wording
+    assert {row.question for row in again.read()} == {"What is 2?"}
+
+
 def test_answers_of_a_file_without_verdicts_get_some_and_nothing_changes(tmp_path: Path) -> None:
     row = {"id": "a", "response": said(7), "reference": {"kind": "math", "answers": ["7"]}}
     file = tmp_path / "mine.jsonl"

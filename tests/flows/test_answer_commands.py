@@ -52,6 +52,17 @@ def test_fewer_stored_samples_than_n_are_refused_before_anything_is_judged(klear
     assert klear("rejudge", "rl", "--samples", "1", "--root", tmp_path, "--out", tmp_path / "again").status == 0
 
 
+def test_answers_to_prompt_templates_are_counted_shown_and_linked(klear: Klear, tmp_path: Path) -> None:
+    plain = [sample(2, 0, said(2), RIGHT), sample(2, 1, said(2), RIGHT)]
+    evaluation(tmp_path, plain, worded={"terse": [sample(2, 0, BARE, RIGHT)]})
+    ended = klear("rejudge", "rl", "--set", "verify.math.box=required", "--root", tmp_path, "--out", tmp_path / "again")
+    assert "toy, template terse, sampled: 1 problems" in ended.out
+    assert "sample 0, template terse" in ended.out
+    assert "answers.html#show=flipped&template=*" in ended.out
+    refused = klear("rejudge", "rl", "--samples", "2", "--root", tmp_path)
+    assert f"toy, template terse {2:016x}: 1" in " ".join(refused.err.split())
+
+
 def test_compare_takes_fingerprints_and_workspaces(klear: Klear, tmp_path: Path) -> None:
     for seed, verdict in ((0, WRONG), (1, RIGHT)):
         root = tmp_path / f"w{seed}"

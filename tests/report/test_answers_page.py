@@ -14,6 +14,7 @@ from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, said, sample
 from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.generations import AnswerSource, Generation, evaluation_answers
 from klear_core.report.answers import DATA_FOLDER, write_viewer
+from klear_core.report.text import percent
 from klear_core.types import MathReference
 
 
@@ -64,6 +65,25 @@ def test_one_text_under_two_judgements_is_stored_once(tmp_path: Path) -> None:
     write_viewer([source, source], tmp_path / "out", is_one_text=True)
     ((_, chunk),) = calls(tmp_path / "out", "0*.js")
     assert [text for text, _ in chunk["texts"]] == [text, None]  # type: ignore[index]
+
+
+def test_answers_to_prompt_templates_follow_those_to_the_plain_question(tmp_path: Path) -> None:
+    plain = [sample(1, i, said(1), RIGHT) for i in range(2)]
+    terse = [sample(1, i, said(2), WRONG) for i in range(2)]
+    worded = evaluation_answers(evaluation(tmp_path / "a", plain, worded={"terse": terse}).path, name="A")
+    without = evaluation_answers(evaluation(tmp_path / "b", plain).path, name="B")
+    write_viewer([worded, without], tmp_path / "out")
+    index = index_of(tmp_path / "out")
+    assert index["templates"] == ["plain", "terse"]
+    assert (index["mark"], index["template"]) == ("RRRRWW", [0, 0, 0, 0, 1, 1])
+    assert [source["templates"] for source in index["sources"]] == [{"terse": "terse: {question}"}, {}]
+    assert [(row[1], row[2], row[5]) for row in index["shares"]] == [
+        ("A", "sampled", percent(1.0)),
+        ("A", "sampled, template terse", percent(0.0)),
+        ("B", "sampled", percent(1.0)),
+    ]
+    write_viewer([without], tmp_path / "plain")
+    assert (index_of(tmp_path / "plain")["templates"], index_of(tmp_path / "plain")["template"]) == (["plain"], [])
 
 
 def many(num: int, size: int) -> Iterator[Generation]:

@@ -251,3 +251,22 @@ def hostile_pool() -> Iterator[JudgePool]:
     """One second a comparison."""
     with build_judge_pool(VerifyConfig(math=MathConfig(cpu_s=1.0), runtime=VerifyRuntime(math_workers=2))) as pool:
         yield pool
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "detail"),
+    [
+        ("12", r"</think>\boxed{12}", 'answer "12" matches the reference, by text rules'),
+        ("12", r"</think>\boxed{13}", 'answer "13" does not match the reference, by text rules'),
+        ("2,3", r"</think>\boxed{2} or \boxed{3}", 'answer "2, 3" matches the reference, by text rules'),
+        ("7", r"</think>\boxed{5}, no: \boxed{7}", 'answer "7" matches the reference, by text rules'),
+        (r"\sqrt{8}", r"</think>\boxed{2\sqrt2}", r'answer "2\sqrt2" equals the reference, by algebra'),
+        ("x+1", r"</think>\boxed{x+2}", 'answer "x+2" does not equal the reference, by algebra'),
+        ("yes", "</think>\\boxed{\x1b[31m no}", 'answer "\ufffd[31m no" does not match the reference, by text rules'),
+        ("7", r"</think>The answer is 7.", 'answer "The answer is 7." matches the reference, by text rules'),
+    ],
+)
+def test_a_verdict_says_what_was_compared_with_the_reference_and_how(
+    math_pool: JudgePool, gold: str, response: str, detail: str
+) -> None:
+    assert math_pool.judge(math_problem(gold), response).detail == detail

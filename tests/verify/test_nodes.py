@@ -9,7 +9,7 @@ from klear_core.types import Outcome, Verdict
 from klear_core.verify.nodes import JudgeNodes
 from klear_core.verify.work import CheckSandbox, Fault, MathTask, Task
 
-TASK = MathTask(golds=("1",), comparison=None, unboxed="1", cfg=MathConfig())
+TASK = MathTask(golds=("1",), comparison=None, unboxed="1", answer="1", cfg=MathConfig())
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="")
 
 

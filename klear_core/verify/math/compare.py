@@ -23,10 +23,6 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from klear_core.types import Outcome, Verdict
 from klear_core.verify.work import MathTask
 
-RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="equal")
-WRONG = Verdict(outcome=Outcome.SCORED, score=0.0, detail="different")
-UNREADABLE = Verdict(outcome=Outcome.SCORED, score=0.0, detail="the answer cannot be read as math")
-
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off; ours replace them
 
 
@@ -67,14 +63,19 @@ def _compare(task: MathTask) -> Verdict:
         is_gold_readable |= all(gold for gold, _ in pairs)
         is_answer_readable |= all(answer for _, answer in pairs)
         if all(gold and answer and _are_equal(gold, answer, digits) for gold, answer in pairs):
-            return RIGHT
+            return _scored(task, "equals the reference, by algebra", 1.0)
     if not is_gold_readable:
         return Verdict(
             outcome=Outcome.BAD_REFERENCE,
             score=0.0,
             detail=f"no reference can be read as math: {task.golds[0][:200]!r}",
         )
-    return WRONG if is_answer_readable else UNREADABLE
+    found = "does not equal the reference, by algebra" if is_answer_readable else "cannot be read as math"
+    return _scored(task, found, 0.0)
+
+
+def _scored(task: MathTask, found: str, score: float) -> Verdict:
+    return Verdict(outcome=Outcome.SCORED, score=score, detail=f"answer {task.answer} {found}")
 
 
 def _parsed_alternatives(task: MathTask) -> list[list[tuple[Parsed, Parsed]]]:

@@ -62,7 +62,7 @@ def decide(golds: tuple[str, ...], answer: MathAnswer, cfg: MathConfig) -> bool 
     alternatives: list[tuple[Pair, ...]] = []
     for gold in golds:
         parts = []
-        for text in _texts_for(gold, answer, cfg):
+        for text in compared_texts(gold, answer, cfg):
             part = _compare_text(gold, _normalise_for(gold, text), cfg)
             if part is False:
                 break
@@ -85,8 +85,10 @@ def _normalise_for(gold: str, text: str) -> str:
     return normalised
 
 
-def _texts_for(gold: str, answer: MathAnswer, cfg: MathConfig) -> tuple[str, ...]:
-    """Return the boxed texts that must all be right."""
+def compared_texts(gold: str, answer: MathAnswer, cfg: MathConfig) -> tuple[str, ...]:
+    """Return the boxed texts that must all be right, or the text of an answer without a box."""
+    if answer.is_unboxed:
+        return answer.texts
     match cfg.several_boxes:
         case "agree":
             return answer.texts

@@ -55,6 +55,7 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _BRACES = re.compile(r"\\[{}\\]|[{}]")
 _IDLE_SPACES = re.compile(r"(?<!\d) +| +(?!\d)")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,1000}", re.ASCII)
+_MAX_QUOTED = 80
 _MAX_BOXES = 64
 """Boxes of a response that are compared, from its end."""
 
@@ -65,6 +66,18 @@ class MathAnswer:
 
     texts: tuple[str, ...]
     is_unboxed: bool
+
+
+def quoted(texts: tuple[str, ...]) -> str:
+    """Return the texts of an answer as messages quote them: shortened, on one line, and safe to print."""
+    text = " ".join(", ".join(texts).split())
+    shown = text if len(text) <= _MAX_QUOTED else text[:_MAX_QUOTED] + "…"
+    return '"' + "".join(map(_printable, shown)) + '"'
+
+
+def _printable(char: str) -> str:
+    # a model can write control characters, which a terminal would obey, and halves of characters
+    return char if char.isprintable() else "\ufffd"
 
 
 def find_answer(answer_text: str, cfg: MathConfig) -> MathAnswer | NoAnswer:
