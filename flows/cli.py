@@ -17,10 +17,8 @@ from flows.proxies import spare_own_machine
 from klear_core.errors import ConfigError, KlearError
 
 if TYPE_CHECKING:
-    from flows.ablate import Cell
     from klear_core.artifacts.store import CheckedBy
     from klear_core.config.pipeline import PipelineConfig
-    from klear_core.evaluate.ablation import RunResult
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
 rl_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Look into the steps of an RL stage.")
@@ -104,6 +102,9 @@ def ablate(
         ),
     ],
     overrides: Overrides = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Another profile that the grid has settings for, such as klear_8b.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would run, and stop.")] = False,
 ) -> None:
     """Run a profile in variants, at several learning rates and seeds, and compare them in a table with intervals.
@@ -111,39 +112,12 @@ def ablate(
     klear ablate configs/ablations/losses_hot.toml
 
     klear ablate configs/ablations/losses_hot.toml --set workspace.root=/data/klear
+
+    klear ablate accuracy_filter --profile klear_8b --dry-run
     """
-    from flows import ablate as grid
-    from flows.resolve import grid_file
-    from flows.watched import watched_if
-    from klear_core.config.ablation import load_ablation
-    from klear_core.pipeline.graph import workspace_root
+    from flows.ablate import GridOptions, ablate_grid
 
-    cfg, given = load_ablation(grid_file(str(file))), overrides or []
-    configs = {cell: grid.config_of(cfg, cell, given) for cell in grid.cells_of(cfg)}
-    first = next(iter(configs.values()))
-    if not dry_run:
-        grid.require_ready_cells(configs)
-    grid.show_work(configs.values())
-    if dry_run:
-        return
-    made = grid.made_runs(configs)
-    with watched_if(len(made) < len(configs), configs) as watcher:
-
-        def run_cell(cell: Cell) -> RunResult:
-            is_made = cell in made
-            watcher.console.print(f"[bold]{cell}[/]{': reused' if is_made else ''}")
-            try:
-                refs = made[cell] if is_made else grid.run_in_pipeline(configs[cell])
-                return grid.result_of(configs[cell], refs)
-            except KlearError as e:
-                watcher.console.print(f"[red]error:[/] {_escaped(str(e))}", soft_wrap=True)  # run_grid continues
-                raise
-
-        names = dict.fromkeys(b.name for config in configs.values() for b in config.benchmarks)
-        table = grid.run_grid(cfg, run_cell, benchmarks=tuple(names))
-    grid.record_choice(table, configs, file.stem)
-    grid.write_table(table, grid.records_of(table, configs), workspace_root(first.workspace) / "ablations", file.stem)
-    grid.require_complete(table, num_runs=len(configs))
+    ablate_grid(GridOptions(file=file, profile=profile, overrides=tuple(overrides or ()), is_dry_run=dry_run))
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,8 @@ import typer
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 
 if TYPE_CHECKING:
-    from flows.ablate import Cell
     from flows.console import RunConsole
+    from flows.grid import Runs
 
 
 def carry_out(
@@ -46,11 +46,13 @@ def carry_out(
     console.show_result(config, result, num_made=watcher.num_made)
 
 
-def watched_if(has_work: bool, configs: Mapping[Cell, PipelineConfig]) -> AbstractContextManager[RunConsole]:
+def watched_if(has_work: bool, runs: Runs) -> AbstractContextManager[RunConsole]:
     """Return `watched` for a grid, or without work a console alone: comparing artifacts needs no Prefect."""
     if has_work:
-        first = next(iter(configs.values()))
-        return watched(first.workspace, needs_ray=any(map(runs_rl, configs.values())))
+        first = next(iter(runs.values()))
+        return watched(
+            first.config.workspace, needs_ray=any(runs_rl(run.config, run.compared.chosen) for run in runs.values())
+        )
     from flows.console import RunConsole
 
     return closing(RunConsole())

@@ -234,8 +234,10 @@ class DistillConfig(Settings):
     teacher: TeacherConfig = ProceduralTeacherConfig()
     samples_per_problem: int = Field(default=1, ge=1, le=64)
     """Teacher replies per problem. Paper: up to 16."""
+    difficulties: tuple[Difficulty, ...] = Field(default=(), exclude_if=lambda tags: not tags)
+    """Tags of the problems to distill; empty: all. For comparisons by difficulty, as in the paper's Table 2."""
     max_problems: int | None = Field(default=None, ge=1)
-    """Number of curated problems to distill, drawn by the run's seed; None takes all."""
+    """Number of these problems to distill, drawn by the run's seed; None takes all."""
     select: SelectConfig = SelectConfig()
     max_failure_rate: float = Field(default=0.05, ge=0, le=1)
     """The stage stops above this share of failed requests or judgements."""

@@ -52,13 +52,19 @@ def distill(
     """Write `workdir/traces` and `workdir/dropped` for the problems in a curation artifact folder.
 
     Of a teacher over HTTP, also write `unused` (replies that are no traces) and `usage` (tokens and cost by shard).
-    Raise TeacherError or JudgeError if more than `cfg.max_failure_rate` of the samples fail, DataError if too few
-    answers are complete or selected. A rerun reuses finished shards, except those below the floors.
+    Raise TeacherError or JudgeError if more than `cfg.max_failure_rate` of the samples fail, DataError if there is no
+    problem, or too few answers are complete or selected. A rerun reuses finished shards, except those below the floors.
     """
     offered = list(read_shards(problems / "problems", Problem))
     if not offered:
         raise DataError(f"{problems}: there is no problem to distill; see the ledger of curation for where they went")
-    chosen = choose_problems(offered, max_problems=cfg.max_problems, seed=seed)
+    tagged = [problem for problem in offered if not cfg.difficulties or problem.difficulty in cfg.difficulties]
+    if not tagged:
+        tags = ", ".join(cfg.difficulties)
+        raise DataError(
+            f"{problems}: none of its {len(offered)} problems is tagged {tags}, as distill.difficulties asks"
+        )
+    chosen = choose_problems(tagged, max_problems=cfg.max_problems, seed=seed)
     with build_judges(verify) as judges:
         notes = judges.prepare(chosen)
         summary = asyncio.run(
@@ -67,7 +73,8 @@ def distill(
     summary = summary.model_copy(update={"notes": (*summary.notes, *notes)})
     if len(chosen) == len(offered):
         return summary
-    left_out = {"over_max_problems": len(offered) - len(chosen)}
+    counted = {"other_difficulty": len(offered) - len(tagged), "over_max_problems": len(tagged) - len(chosen)}
+    left_out = {reason: count for reason, count in counted.items() if count}
     limit = LedgerStep(step="limit", unit="problem", num_in=len(offered), num_out=len(chosen), dropped=left_out)
     return summary.model_copy(update={"ledger": (limit, *summary.ledger)})
 

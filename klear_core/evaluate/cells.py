@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from klear_core.config.settings import Settings
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.ablation import AblationTable, RunResult, rows_of
+from klear_core.evaluate.ablation import rows_of
+from klear_core.evaluate.ablation_runs import RunResult
+from klear_core.evaluate.ablation_table import AblationTable
 
 
 class CellRecord(Settings):
@@ -18,12 +20,12 @@ class CellRecord(Settings):
     variant: str
     learning_rate: float
     seed: int
-    minibatches_per_step: int
-    """Optimizer updates per RL step."""
+    minibatches_per_step: int | None
+    """Optimizer updates per RL step; None for SFT."""
     steps: int
-    """RL steps that the config asked for."""
+    """RL steps that the config asked for, or updates of SFT."""
     collapsed: bool
-    """Whether less than half of the score before RL was left."""
+    """Whether less than half of the score before RL was left; False for SFT."""
     result: RunResult
 
 
@@ -43,9 +45,9 @@ def read_cells(file: Path) -> list[CellRecord]:
     return cells
 
 
-def table_of(cells: Sequence[CellRecord], reference: str) -> AblationTable:
-    """Compute the table from its cells, as `klear ablate` does from its runs."""
+def table_of(cells: Sequence[CellRecord], reference: str, references: Mapping[str, str] | None = None) -> AblationTable:
+    """Compute the table from its cells, as `klear ablate` does from its runs. `references` are those by variant."""
     runs: dict[str, dict[float, dict[int, RunResult]]] = {}
     for cell in cells:
         runs.setdefault(cell.variant, {}).setdefault(cell.learning_rate, {})[cell.seed] = cell.result
-    return AblationTable(reference=reference, rows=rows_of(runs, reference), failures={})
+    return AblationTable(reference=reference, rows=rows_of(runs, reference, references), failures={})

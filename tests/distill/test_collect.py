@@ -10,7 +10,7 @@ from distill_fakes import FAILED, UNJUDGED, FakeJudge, FakeTeacher, make_problem
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, SelectConfig
-from klear_core.config.settings import Floor
+from klear_core.config.settings import Floor, result_settings
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.collect import build_teacher, choose_problems, collect_traces, distill
 from klear_core.errors import ConfigError, DataError, JudgeError, TeacherError
@@ -215,6 +215,28 @@ def test_the_stage_reads_problems_and_judges_with_the_real_judge(tmp_path: Path)
     assert summary.seeds == {"distill": 0}
     for trace in traces(tmp_path / "out"):
         assert trace.verdict.is_correct == (trace.answer == f"\\boxed{{{int(trace.problem_id[1:])}}}")
+
+
+def distilled(cfg: DistillConfig, folder: Path) -> StageSummary:
+    return distill(
+        cfg, VerifyConfig(), problems=folder / "in", seed=0, workdir=folder / "out", telemetry=NullTelemetry()
+    )
+
+
+def test_problems_of_one_difficulty_are_distilled_alone(tmp_path: Path) -> None:
+    easy, hard = Difficulty.EASY, Difficulty.HARD
+    problems = [make_problem(a, hard if a < 4 else easy, question=f"mod 10: {a},+1,-1=?") for a in range(6)]
+    write_shard(tmp_path / "in" / "problems" / "a.parquet", problems)
+    summary = distilled(DistillConfig(difficulties=(hard,), max_problems=3), tmp_path)
+    assert {trace.difficulty for trace in traces(tmp_path / "out")} == {hard}
+    assert steps(summary)["limit"].dropped == {"other_difficulty": 2, "over_max_problems": 1}
+    with pytest.raises(DataError, match="none of its 6 problems is tagged unknown"):
+        distilled(DistillConfig(difficulties=(Difficulty.UNKNOWN,)), tmp_path)
+
+
+def test_without_difficulties_the_settings_are_those_of_earlier_versions() -> None:
+    assert "difficulties" not in result_settings(DistillConfig())
+    assert result_settings(DistillConfig(difficulties=(Difficulty.EASY,)))["difficulties"] == ["easy"]
 
 
 def test_no_problem_at_all_is_an_error_that_says_where_to_look(tmp_path: Path) -> None:

@@ -8,15 +8,9 @@ import pytest
 from evaluations import write_scores
 
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.ablation import (
-    TOKEN_SHARES,
-    AblationTable,
-    RunResult,
-    as_markdown,
-    at_own_rate,
-    read_run,
-    rows_of,
-)
+from klear_core.evaluate.ablation import at_own_rate, rows_of
+from klear_core.evaluate.ablation_runs import TOKEN_SHARES, RunResult, read_run
+from klear_core.evaluate.ablation_table import AblationTable, as_markdown
 from klear_core.metrics import MetricsFile
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.ablate import cells_of, config_of
+from flows.grid import plan_runs
 from klear_core.config.ablation import load_ablation
-from klear_core.evaluate.ablation import as_markdown
+from klear_core.evaluate.ablation_table import as_markdown
 from klear_core.evaluate.cells import read_cells, table_of
 from klear_core.evaluate.stats import seed_spread
 
@@ -37,7 +37,8 @@ def test_a_published_table_is_computed_from_its_runs(file: Path) -> None:
 def test_the_runs_are_those_of_the_grid_each_once(file: Path) -> None:
     cfg = load_ablation(ROOT / "configs" / "ablations" / f"{file.stem}.toml")
     records = read_cells(file)
-    asked = {(cell.variant, cell.rate, cell.seed): config_of(cfg, cell, []).rl for cell in cells_of(cfg)}
+    planned = plan_runs(cfg, []).items()
+    asked = {(cell.variant, cell.rate, cell.seed): run.config.rl for cell, run in planned}
     assert sorted((r.variant, r.learning_rate, r.seed) for r in records) == sorted(asked)
     for r in records:
         rl = asked[r.variant, r.learning_rate, r.seed]

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from klear_command import FEW_PROBLEMS, ROOT, start
 
-from flows.ablate import Cell, Compared, cells_of, config_of, record_choice, records_of, require_complete, run_grid
+from flows.ablate import record_choice, records_of, require_complete, run_grid
+from flows.grid import Cell, Compared, plan_runs
 from klear_core.config.ablation import AblationConfig, load_ablation
 from klear_core.config.data import ProceduralSource
 from klear_core.config.load import load_profile
-from klear_core.errors import KlearError, TrainingError
-from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable, RunResult, as_markdown
+from klear_core.errors import ConfigError, KlearError, TrainingError
+from klear_core.evaluate.ablation_runs import TOKEN_SHARES, RunResult
+from klear_core.evaluate.ablation_table import AblationTable, as_markdown
 from klear_core.evaluate.cells import read_cells, table_of
-from klear_core.pipeline.graph import fingerprints_of, stages_of
 from klear_core.report.chosen import Choice
 
 GRID = AblationConfig(
@@ -26,7 +27,8 @@ GRID = AblationConfig(
     seeds=(1, 2),
 )
 GRIDS = sorted((ROOT / "configs" / "ablations").glob("*.toml"))
-MEASURED = [file for file in GRIDS if load_ablation(file).profile == "laptop"]
+MEASURED = [file for file in GRIDS if load_ablation(file).profile == "laptop" and not load_ablation(file).paper]
+OF_PAPER = [file for file in GRIDS if load_ablation(file).paper]
 
 
 class Runs:
@@ -54,7 +56,7 @@ def cell(variant: str, rate: float, seed: int) -> Cell:
 
 def test_every_variant_runs_at_every_rate_on_every_seed() -> None:
     runs = Runs(SCORES)
-    table = run_grid(GRID, runs)
+    table = run_grid(GRID, plan_runs(GRID, []), runs)
     assert runs.asked == [cell(v, r, s) for r in (1e-4, 2e-4) for s in (1, 2) for v in ("paper", "clip")]
     assert [(row.variant, row.learning_rate, row.score.mean) for row in table.rows] == [
         ("paper", 1e-4, pytest.approx(0.315)),
@@ -69,17 +71,17 @@ def test_every_variant_runs_at_every_rate_on_every_seed() -> None:
 def test_a_variant_with_rates_of_its_own_runs_at_these_alone() -> None:
     grid = GRID.model_copy(update={"learning_rates": (1e-4,), "rates": {"clip": (2e-4,)}})
     runs = Runs(SCORES)
-    table = run_grid(grid, runs)
+    table = run_grid(grid, plan_runs(grid, []), runs)
     assert runs.asked == [cell(v, r, s) for s in (1, 2) for v, r in (("paper", 1e-4), ("clip", 2e-4))]
     assert [(row.variant, row.learning_rate) for row in table.rows] == [("paper", 1e-4), ("clip", 2e-4)]
     assert table.rows[1].difference is not None
     assert table.rows[1].difference.mean == pytest.approx(0.1)
-    assert config_of(grid, cell("clip", 2e-4, 1), []).rl.optim.lr == 2e-4
+    assert plan_runs(grid, [])[cell("clip", 2e-4, 1)].config.rl.optim.lr == 2e-4
 
 
 def test_variants_with_different_numbers_of_rates_run_seed_by_seed() -> None:
     grid = GRID.model_copy(update={"rates": {"clip": (4e-4,)}})
-    assert [(c.rate, c.seed, c.variant) for c in cells_of(grid)] == [
+    assert [(c.rate, c.seed, c.variant) for c in plan_runs(grid, [])] == [
         (1e-4, 1, "paper"),
         (4e-4, 1, "clip"),
         (1e-4, 2, "paper"),
@@ -92,7 +94,7 @@ def test_variants_with_different_numbers_of_rates_run_seed_by_seed() -> None:
 def test_a_run_has_only_the_stages_that_the_comparison_needs() -> None:
     """In the pipeline's order code RL and the base model's evaluation come before the evaluation after math RL."""
     config = load_profile(ROOT / "configs/desk")
-    assert Compared.of(config).chosen == (
+    assert Compared.of(config, "rl").chosen == (
         "benchmarks",
         "curate",
         "base",
@@ -114,13 +116,13 @@ def test_the_models_that_a_grid_puts_first_are_recorded(tmp_path: Path) -> None:
         lucky = (cell.variant, cell.rate, cell.seed) == ("paper", 1e-4, 1)
         return result.model_copy(update={"after": 0.45}) if lucky else result
 
-    configs = {cell: config_of(GRID, cell, [f"workspace.root={tmp_path}"]) for cell in cells_of(GRID)}
-    table = run_grid(GRID, run, benchmarks=["heldout"])
-    record_choice(table, configs, "grid")
+    planned = plan_runs(GRID, [f"workspace.root={tmp_path}"])
+    table = run_grid(GRID, planned, run, benchmarks=["heldout"])
+    record_choice(table, planned, "grid", "klear ablate grid")
     choice = Choice.model_validate_json((tmp_path / "choices" / "grid.json").read_text())
     assert (choice.by, choice.among, choice.benchmarks) == ("klear ablate grid", 8, ("heldout",))
     first = [cell("clip", 2e-4, 1), cell("clip", 2e-4, 2), cell("paper", 1e-4, 1)]
-    ids = [fingerprints_of(stages_of(configs[c]), configs[c].workspace)["rl"] for c in first]
+    ids = [planned[c].fingerprints()["rl"] for c in first]
     assert choice.models == tuple(f"rl/{own.fingerprint}" for own in ids)
     assert "- chosen on this benchmark: whatever row is best here was chosen by its score on heldout" in as_markdown(
         table
@@ -129,16 +131,16 @@ def test_the_models_that_a_grid_puts_first_are_recorded(tmp_path: Path) -> None:
 
 def test_a_grid_of_one_row_chooses_nothing(tmp_path: Path) -> None:
     alone = GRID.model_copy(update={"variants": {"paper": ()}, "learning_rates": (1e-4,)})
-    configs = {cell: config_of(alone, cell, [f"workspace.root={tmp_path}"]) for cell in cells_of(alone)}
-    table = run_grid(alone, Runs(SCORES), benchmarks=["heldout"])
-    record_choice(table, configs, "grid")
+    planned = plan_runs(alone, [f"workspace.root={tmp_path}"])
+    table = run_grid(alone, planned, Runs(SCORES), benchmarks=["heldout"])
+    record_choice(table, planned, "grid", "klear ablate grid")
     assert not (tmp_path / "choices").exists()
     assert "chosen on" not in as_markdown(table)
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on() -> None:
     runs = Runs(SCORES, failing=cell("clip", 2e-4, 1))
-    table = run_grid(GRID, runs)
+    table = run_grid(GRID, plan_runs(GRID, []), runs)
     assert len(runs.asked) == 8
     assert table.failures == {"clip, lr 0.0002, seed 1": "stalled"}
     assert [(row.variant, row.learning_rate) for row in table.rows][2:4] == [("paper", 2e-4), ("paper", None)]
@@ -146,25 +148,25 @@ def test_a_run_that_fails_is_named_and_the_others_go_on() -> None:
 
 def test_a_grid_with_a_failed_run_ends_in_an_error() -> None:
     with pytest.raises(KlearError, match="1 of 8 runs failed"):
-        require_complete(run_grid(GRID, Runs(SCORES, failing=cell("clip", 2e-4, 1))), num_runs=8)
-    require_complete(run_grid(GRID, Runs(SCORES)), num_runs=8)
+        require_complete(run_grid(GRID, plan_runs(GRID, []), Runs(SCORES, failing=cell("clip", 2e-4, 1))), num_runs=8)
+    require_complete(run_grid(GRID, plan_runs(GRID, []), Runs(SCORES)), num_runs=8)
 
 
 def test_every_run_is_kept_once_with_its_settings() -> None:
-    configs = {c: config_of(GRID, c, []) for c in cells_of(GRID)}
-    records = records_of(run_grid(GRID, Runs(SCORES)), configs)
+    planned = plan_runs(GRID, [])
+    records = records_of(run_grid(GRID, planned, Runs(SCORES)), planned)
     assert sorted((r.variant, r.learning_rate, r.seed) for r in records) == sorted(
-        (c.variant, c.rate, c.seed) for c in configs
+        (c.variant, c.rate, c.seed) for c in planned
     )
     assert {(r.minibatches_per_step, r.steps) for r in records} == {
-        (configs[cell("paper", 1e-4, 1)].rl.minibatches_per_step, 2)
+        (planned[cell("paper", 1e-4, 1)].config.rl.minibatches_per_step, 2)
     }
     assert [r.collapsed for r in records if (r.variant, r.learning_rate) == ("paper", 2e-4)] == [True, True]
 
 
 def test_a_run_is_the_profile_with_the_overrides_of_grid_variant_and_command_line() -> None:
-    config = config_of(GRID, cell("clip", 2e-4, 8), ["workspace.root=elsewhere"])
-    assert (config.name, config.seed, config.rl.num_steps, config.workspace.root) == ("smoke", 8, 2, "elsewhere")
+    config = plan_runs(GRID, ["workspace.root=elsewhere"])[cell("clip", 2e-4, 2)].config
+    assert (config.name, config.seed, config.rl.num_steps, config.workspace.root) == ("smoke", 2, 2, "elsewhere")
     assert (config.rl.loss.kind, config.rl.loss.dual_clip, config.rl.optim.lr) == ("clip", 10, 2e-4)
     assert config.rl.optim.betas == (0.9, 0.95)
 
@@ -173,7 +175,7 @@ def test_a_run_is_the_profile_with_the_overrides_of_grid_variant_and_command_lin
 def test_every_grid_of_the_repository_can_be_planned(klear, tmp_path: Path, file: Path) -> None:
     cfg = load_ablation(file)
     planned = klear("ablate", file, "--dry-run", "--set", f"workspace.root={tmp_path}")
-    num_runs = len(cfg.seeds) * sum(len(cfg.rates_of(variant)) for variant in cfg.variants)
+    num_runs = len(cfg.seeds) * sum(len(cfg.rates_of(variant) or [None]) for variant in cfg.variants)
     assert planned.status == 0, planned.err
     assert planned.out.startswith(f"{num_runs} runs; artifacts to make:")
     assert not list(tmp_path.iterdir())
@@ -182,7 +184,7 @@ def test_every_grid_of_the_repository_can_be_planned(klear, tmp_path: Path, file
 @pytest.mark.parametrize("file", MEASURED, ids=lambda file: file.stem)
 def test_a_grid_keeps_the_data_that_it_was_measured_on(file: Path) -> None:
     cfg = load_ablation(file)
-    config = config_of(cfg, cell(cfg.reference, cfg.learning_rates[0], cfg.seeds[0]), [])
+    config = next(iter(plan_runs(cfg, []).values())).config
     (benchmark,), (source,) = config.benchmarks, config.curate.sources
     assert isinstance(benchmark.source, ProceduralSource)
     assert isinstance(source, ProceduralSource)
@@ -192,6 +194,87 @@ def test_a_grid_keeps_the_data_that_it_was_measured_on(file: Path) -> None:
         (2, 4, 6, 8),
     )
     assert (source.num_problems, source.num_operations) == (8192, (2, 4, 6, 8))
+
+
+def test_every_ablation_of_the_paper_has_a_grid_with_its_rows() -> None:
+    tables = {
+        file.stem: paper.source.removeprefix("arXiv 2508.07629, ")
+        for file in OF_PAPER
+        if (paper := load_ablation(file).paper)
+    }
+    assert tables == {
+        "accuracy_filter": "Table 2",
+        "teachers": "Table 3",
+        "math_sources": "Table 4",
+        "code_sources": "Table 5",
+        "lm_coef": "Table 6",
+        "clip_losses": "Figure 2",
+        "code_reward": "Figure 3",
+        "zero_advantage": "Figure 5",
+    }
+
+
+@pytest.mark.parametrize("file", OF_PAPER, ids=lambda file: file.stem)
+def test_an_ablation_of_the_paper_runs_at_8b_by_changing_the_profile(file: Path) -> None:
+    here, there = load_ablation(file), load_ablation(file, "klear_8b")
+    assert (there.profile, there.compare, there.paper and there.paper.source) == (
+        "klear_8b",
+        here.compare,
+        here.paper.source,
+    )
+    runs = plan_runs(there, [])
+    assert {cell.variant for cell in runs} <= here.paper.scores.keys()
+    profile = load_profile(ROOT / "configs/klear_8b")
+    for cell, run in runs.items():
+        assert cell.rate == getattr(profile, there.compare).optim.lr
+        assert run.config.model == profile.model
+        assert set(there.scored_on) == here.paper.scores[cell.variant].keys()
+
+
+def test_a_grid_without_settings_for_a_profile_is_refused_for_it(klear) -> None:
+    refused = klear("ablate", "losses_hot", "--profile", "klear_8b", "--dry-run")
+    assert refused.status == 2
+    assert "losses_hot.toml: this grid is for laptop, and its overrides" in refused.err
+
+
+def test_a_dry_run_of_a_grid_whose_files_are_missing_names_the_stages(klear, tmp_path: Path) -> None:
+    shown = klear("ablate", "teachers", "--profile", "klear_8b", "--dry-run", "--set", f"workspace.root={tmp_path}")
+    assert shown.status == 0, shown.err
+    assert shown.out.startswith("6 runs of benchmarks, tagger, curate, base, tag, distill, sft, evaluate_sft; ")
+    assert "data/bench/aime24.qs.jsonl: no such file" in shown.out
+
+
+def test_a_grid_of_sft_ends_at_its_evaluation_and_one_of_code_rl_starts_from_math_rl() -> None:
+    config = load_profile(ROOT / "configs/desk")
+    up_to_sft = ("benchmarks", "curate", "base", "distill", "sft")
+    assert Compared.of(config, "sft").chosen == (*up_to_sft, "evaluate_sft")
+    of_code = Compared.of(config, "rl_code")
+    assert of_code.chosen == (*up_to_sft, "rl", "rl_code", "evaluate_rl", "evaluate_rl_code")
+    assert (of_code.before, of_code.after) == ("evaluate_rl", "evaluate_rl_code")
+    with pytest.raises(ConfigError, match="compare = 'rl_code': profile laptop trains only sft, rl"):
+        Compared.of(load_profile(ROOT / "configs/laptop"), "rl_code")
+
+
+def test_without_learning_rates_a_run_has_that_of_its_settings() -> None:
+    grid = AblationConfig(
+        profile="smoke",
+        compare="sft",
+        variants={"as_is": (), "slow": ("sft.optim.lr=1e-3",)},
+        reference="as_is",
+        seeds=(1, 2),
+    )
+    assert list(plan_runs(grid, [])) == [cell(v, r, s) for s in (1, 2) for v, r in (("as_is", 4e-3), ("slow", 1e-3))]
+
+
+def test_rates_and_seeds_of_a_grid_are_not_overridden() -> None:
+    for override in ("rl.optim.lr=3e-4", "seed=3"):
+        with pytest.raises(ConfigError, match="the grid's own seeds and learning rates may not be overridden"):
+            plan_runs(GRID, [override])
+
+
+def test_a_score_on_a_benchmark_that_a_profile_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="scored_on: 'aime24' is none of the benchmarks heldout"):
+        plan_runs(GRID.model_copy(update={"scored_on": ("aime24",)}), [])
 
 
 def test_a_variant_that_is_not_valid_ends_it_before_anything_runs(klear, tmp_path: Path) -> None:

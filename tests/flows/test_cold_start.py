@@ -13,10 +13,11 @@ from evaluations import write_scores
 from klear_command import ROOT
 from manifests import manifest
 
-from flows.ablate import cells_of, config_of
+from flows.grid import plan_runs
 from klear_core.config.ablation import load_ablation
 from klear_core.config.load import load_profile
-from klear_core.evaluate.ablation import TOKEN_SHARES, AblationTable
+from klear_core.evaluate.ablation_runs import TOKEN_SHARES
+from klear_core.evaluate.ablation_table import AblationTable
 from klear_core.metrics import METRICS_FILE, MetricsFile
 from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 
@@ -101,10 +102,9 @@ def make_grid(file: Path, root: Path) -> None:
     """Write a grid of two runs, and all the artifacts that it compares."""
     file.write_text(GRID)
     cfg = load_ablation(file)
-    for cell in cells_of(cfg):
-        config = config_of(cfg, cell, [f"workspace.root={root}"])
-        stages, store = stages_of(config), open_store(config.workspace)
-        for name, own in fingerprints_of(stages, config.workspace).items():
+    for cell, run in plan_runs(cfg, [f"workspace.root={root}"]).items():
+        store = open_store(run.config.workspace)
+        for name, own in run.fingerprints().items():
             with store.create(own.kind, own.fingerprint) as slot:
                 if slot.ref is not None:
                     continue  # shared by both runs, or by two evaluations
