@@ -322,7 +322,10 @@ def sweep(
 
 @app.command()
 def judge(
-    file: Annotated[Path, typer.Argument(help="JSONL or Parquet; a row has id, response and reference.")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="JSONL (also .gz, .zst), JSON, Parquet or Arrow; a row has id, response and reference."),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="verify.KEY=VALUE", help="Override a judge setting.")
     ] = None,

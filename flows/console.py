@@ -287,6 +287,8 @@ def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     _show_judged(console, summary)
+    if not summary.num_rows:
+        raise DataError(f"{file}: has no row")
     if summary.bad_rows or not summary.outcomes:
         raise DataError(
             f"{file}: {len(summary.bad_rows):,} of its {summary.num_rows:,} rows do not fit and were not judged"

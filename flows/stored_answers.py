@@ -19,7 +19,9 @@ from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import apply_override, validate
 from klear_core.config.settings import config_digest
 from klear_core.config.verify import VerifyConfig
+from klear_core.data.rowfiles import SUFFIXES
 from klear_core.errors import ArtifactError, ConfigError, DataError
+from klear_core.evaluate.answer_checks import CheckedAnswers, check_answers
 from klear_core.evaluate.counts import Estimate, Shares
 from klear_core.evaluate.generations import (
     AnswerSource,
@@ -28,7 +30,6 @@ from klear_core.evaluate.generations import (
     is_evaluation,
     is_rejudged,
     rejudged_answers,
-    require_samples,
 )
 from klear_core.evaluate.layout_rows import Layout
 from klear_core.evaluate.layouts import foreign_answers
@@ -53,7 +54,7 @@ def find_answers(which: str, root: Path, layout: Layout | None = None) -> Answer
         return rejudged_answers(path)
     if is_evaluation(path):
         return evaluation_answers(path)
-    if layout is not None or path.is_file():
+    if layout is not None or path.is_file() or path.name.endswith(SUFFIXES):
         return foreign_answers(path, layout=layout)
     try:
         folder = find_artifact(which, root)
@@ -95,9 +96,10 @@ def rejudge_answers(
     With `num_samples`, raise DataError first if a problem has fewer.
     """
     source = find_answers(which, root, layout)
-    if num_samples is not None:
-        require_samples(source, num_samples)
     verify = _judge_settings(source, overrides)
+    if _is_foreign(source) or num_samples is not None:
+        checked = check_answers(source, num_samples=num_samples, judges={judge.name for judge in verify.judges})
+        _show_notes(checked)
     if source.verify is not None and config_digest(source.verify) == config_digest(verify):
         same = (
             "the settings are those that these answers were judged with; verdicts change only if the judge's code did"
@@ -144,13 +146,16 @@ def show_rejudged(console: Console, summary: RejudgeSummary) -> None:
             "[yellow]note[/] many answers lack </think>: for models that write no think tags, "
             "add --set verify.tags=none"
         )
-    for line in (*summary.notes, *summary.unread[:5]):
+    for line in summary.notes:
         console.print(f"[yellow]note[/] {escape(line)}")
 
 
 def view_answers(which: Sequence[str], *, root: Path, layout: Layout | None, out: Path | None) -> None:
     """Write the page with all answers of the sources that `which` names, and print where it is."""
     sources = _distinct([find_answers(name, root, layout) for name in which])
+    for source in sources:
+        if _is_foreign(source):
+            _show_notes(check_answers(source))
     title = ", ".join(source.name for source in sources)
     folder = out or root / "answers" / "-".join(_as_file_name(source) for source in sources)
     viewer = write_viewer(sources, folder, title=title)
@@ -158,6 +163,17 @@ def view_answers(which: Sequence[str], *, root: Path, layout: Layout | None, out
     console.print(f"{viewer.num_answers:,} answers to {viewer.num_problems:,} problems\nanswers  {viewer.page}")
     if viewer.num_unread:
         raise DataError(f"{viewer.num_unread:,} rows could not be read, and are not on the page")
+
+
+def _is_foreign(source: AnswerSource) -> bool:
+    """Return whether another program wrote the answers; those of an evaluation of ours were checked when it ended."""
+    return source.verify is None
+
+
+def _show_notes(checked: CheckedAnswers) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for line in checked.notes:
+        console.print(f"[yellow]note[/] {escape(line)}")
 
 
 def _judge_settings(source: AnswerSource, overrides: Sequence[str]) -> VerifyConfig:

@@ -80,6 +80,26 @@ def reference_from_json(value: object) -> Reference:
             )
 
 
+def reference_from_cell(value: object) -> Reference:
+    """Parse Klear's own format as a cell of a file holds it: an object, its JSON text, or a struct of a Parquet file.
+
+    A struct has the keys of all rows; those that a row has not are null.
+    """
+    if not isinstance(value, str):
+        return reference_from_json(_without_nulls(value))
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"reference is not JSON: {e}") from e
+    return reference_from_json(parsed)
+
+
+def _without_nulls(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+
+
 def custom_reference(judge: str, value: object, *, domain: object) -> CustomReference:
     """Return the reference for a judge of the user's own; DataError if it has another form."""
     if not re.fullmatch(JUDGE_NAME_PATTERN, judge):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from klear_core.artifacts.records import read_shards
 from klear_core.config.jobs import BenchmarksJob
 from klear_core.config.load import explained
 from klear_core.config.verify import VerifyConfig
-from klear_core.errors import ArtifactError, ConfigError, DataError
+from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.suite import SAMPLES_FOLDER, TEMPLATES_FOLDER
 from klear_core.scores import REPORT_FILE
 from klear_core.types import EvalSample, FinishReason, Outcome, Problem, Reference, Verdict
@@ -104,26 +103,6 @@ class AnswerSource:
     """Texts of the prompt templates that questions were asked in beside their own wording, by name."""
 
 
-def require_samples(source: AnswerSource, num_samples: int) -> None:
-    """Raise DataError, before anything is judged, if a problem has fewer sampled answers than `num_samples`.
-
-    Rows that cannot be read count as missing. Greedy answers are one a problem, and not counted.
-    """
-    counts: Counter[tuple[str, str]] = Counter()
-    for row in source.read():
-        if isinstance(row, Generation):
-            asked = in_template(row.benchmark, row.template)
-            counts[asked, row.problem_id] += row.decoding == "sampled"
-    short = [(key, count) for key, count in counts.items() if count < num_samples]
-    if short or not counts:
-        shown = "; ".join(f"{asked} {problem_id}: {count}" for (asked, problem_id), count in short[:5])
-        raise DataError(
-            f"{source.origin}: {len(short)} of {len(counts)} problems have fewer than the {num_samples} stored samples "
-            f"that --samples asks for ({shown}): a score of n = {num_samples} cannot be told from them; give a smaller "
-            "n, or complete the answers"
-        )
-
-
 def in_template(name: str, template: str) -> str:
     """Return a benchmark's or answer's name with that of its prompt template; unchanged for the plain question."""
     return f"{name}, template {template}" if template else name
@@ -144,6 +123,9 @@ def evaluation_answers(folder: Path, *, name: str = "") -> AnswerSource:
     manifest = read_manifest(folder)
     if not is_evaluation(folder):
         raise ArtifactError(f"{folder}: a {manifest.kind} artifact holds no judged answers; name an evaluation")
+    gone = [file.path for file in manifest.files if not (folder / file.path).is_file()]
+    if gone:
+        raise ArtifactError(f"{folder}: {gone[0]} is missing, so that fewer answers are here than were scored")
     benchmarks = _benchmarks_of(folder, manifest)
     templates = _templates_of(manifest)
     return AnswerSource(

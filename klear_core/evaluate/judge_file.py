@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.artifacts.tests_file import load_tests, sizes_of_tests
 from klear_core.config.verify import VerifyConfig
-from klear_core.data.references import reference_from_json
-from klear_core.data.rowfiles import parquet_batches
+from klear_core.data.references import reference_from_cell
+from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows
 from klear_core.errors import DataError
 from klear_core.types import CodeReference, CustomReference, Difficulty, Outcome, Problem, Reference, Verdict, domain_of
 from klear_core.verify import user_code
@@ -22,11 +23,12 @@ _IN_FLIGHT = 512  # answers submitted at a time: bounds how many responses are i
 _IN_FLIGHT_CHARS = 64 << 20
 """Characters of responses and tests submitted at a time: tests of one problem may have hundreds of kilobytes."""
 _ROW_KEYS = {"id", "response", "reference"}
+_BROKEN = {"not_json": "not JSON", "not_utf8": "not UTF-8", "not_an_object": "a row must be an object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
-    """An invalid row; `line` counts from 1."""
+    """An invalid row; `line` is its line in JSONL, its number in other files, both from 1."""
 
     line: int
     reason: str
@@ -67,12 +69,14 @@ def judge_file(
     bare_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> JudgeSummary:
-    """Judge the rows of a JSONL or Parquet file (`id`, `response`, `reference`); with `out`, write a row per answer.
+    """Judge the rows of a data file (`id`, `response`, `reference`); with `out`, write a row per answer.
 
     `bare_code`: a code row's `response` is the program itself. `progress(judged, read)` is called after each verdict.
-    Raise DataError if the file cannot be read (invalid rows are only counted), ConfigError if a judge of the user's own
-    cannot be used; JudgeError and SandboxError as `JudgePool.judge` does.
+    Raise DataError if the file is not there or damaged (invalid rows are only counted), ConfigError if it is of an
+    unknown kind or a judge of the user's own cannot be used; JudgeError and SandboxError as `JudgePool.judge` does.
     """
+    if not path.is_file():
+        raise DataError(f"{path}: {'a folder' if path.is_dir() else 'no such file'}; `klear judge` takes one file")
     user_code.check_judges(cfg.judges)
     bad_rows: list[BadRow] = []
     verdicts: list[tuple[str, Verdict]] = []
@@ -91,9 +95,10 @@ def judge_file(
             if progress is not None:
                 progress(len(verdicts), num_rows)
 
-        for line, value in _rows(path):
+        judges = {judge.name for judge in cfg.judges}
+        for row in read_rows(path, label=path.name):
             num_rows += 1
-            answer = _answer_of(value, line, judges={judge.name for judge in cfg.judges})
+            answer = _answer_of(row, judges=judges)
             if isinstance(answer, BadRow):
                 bad_rows.append(answer)
                 continue
@@ -135,89 +140,44 @@ def _submit(pool: JudgePool, answer: _AnswerRow, *, bare_code: bool) -> Future[V
     return pool.submit(problem, answer.response)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, object]]:
-    """Yield (line number from 1, parsed value); for a line that is not JSON the value is a DataError."""
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-        return
+def _answer_of(row: FileRow | BrokenRow, *, judges: Set[str]) -> _AnswerRow | BadRow:
     try:
-        # surrogateescape: bytes that are not UTF-8 make at most their own line invalid, and the file is read on
-        with path.open(encoding="utf-8", errors="surrogateescape") as f:
-            for line, text in enumerate(f, start=1):
-                if text.strip():
-                    yield line, _parse(text)
-    except OSError as e:
-        raise DataError(f"{path}: cannot be read ({e.strerror})") from e
-
-
-def _parse(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as e:
-        return DataError(f"not JSON: {e}")
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
-    import pyarrow as pa
-
-    try:
-        line = 0
-        for batch in parquet_batches(path):
-            for row in batch.to_pylist():
-                line += 1
-                yield line, row
-    except (OSError, pa.ArrowInvalid) as e:
-        raise DataError(f"{path}: not a readable Parquet file ({e})") from e
-
-
-def _answer_of(value: object, line: int, *, judges: Set[str]) -> _AnswerRow | BadRow:
-    if isinstance(value, DataError):
-        return BadRow(line=line, reason=str(value))
-    if not isinstance(value, Mapping):
-        return BadRow(line=line, reason=f"a row must be an object, not {type(value).__name__}")
-    if set(value) != _ROW_KEYS:
-        return BadRow(line=line, reason=_wrong_keys(set(value)))
-    answer_id, response = value["id"], value["response"]
-    if not isinstance(answer_id, str | int) or isinstance(answer_id, bool):
-        return BadRow(line=line, reason=f"id must be text or a number, not {answer_id!r:.80}")
-    if not isinstance(response, str):
-        return BadRow(line=line, reason=f"response of {answer_id} must be text, not {type(response).__name__}")
-    try:
-        reference = reference_from_json(_plain(value["reference"]))
+        return _parsed(row, judges=judges)
     except DataError as e:
-        return BadRow(line=line, reason=f"reference of {answer_id}: {e}")
+        number = re.search(r"\d+$", row.where)
+        assert number is not None, row.where
+        return BadRow(line=int(number[0]), reason=str(e))
+
+
+def _parsed(row: FileRow | BrokenRow, *, judges: Set[str]) -> _AnswerRow:
+    """Return the answer in a row. Raise DataError if there is none."""
+    if isinstance(row, BrokenRow):
+        raise DataError(f"{_BROKEN.get(row.reason, row.reason)}: {row.detail}")
+    if set(row.fields) != _ROW_KEYS:
+        raise DataError(_wrong_keys(set(row.fields)))
+    answer_id, response = row.fields["id"], row.fields["response"]
+    if not isinstance(answer_id, str | int) or isinstance(answer_id, bool):
+        raise DataError(f"id must be text or a number, not {answer_id!r:.80}")
+    if not isinstance(response, str):
+        raise DataError(f"response of {answer_id} must be text, not {type(response).__name__}")
+    try:
+        reference = reference_from_cell(row.fields["reference"])
+    except DataError as e:
+        raise DataError(f"reference of {answer_id}: {e}") from e
     if isinstance(reference, CustomReference) and reference.judge not in judges:
         has = ", ".join(sorted(judges)) or "none"
-        return BadRow(
-            line=line, reason=f"reference of {answer_id}: verify.judges has {has}, and not {reference.judge!r}"
-        )
+        raise DataError(f"reference of {answer_id}: verify.judges has {has}, and not {reference.judge!r}")
     return _AnswerRow(answer_id=str(answer_id), response=response, reference=reference)
 
 
-def _wrong_keys(keys: set[object]) -> str:
-    missing, unknown = sorted(_ROW_KEYS - keys), sorted(map(str, keys - _ROW_KEYS))
+def _wrong_keys(keys: set[str]) -> str:
+    missing, unknown = sorted(_ROW_KEYS - keys), sorted(keys - _ROW_KEYS)
     faults: list[str] = []
     if missing:
         faults.append(f"missing {missing}")
     if unknown:
         faults.append(f"unknown {unknown[:8]}")
     return f"keys {' and '.join(faults)}; a row has exactly {sorted(_ROW_KEYS)}"
-
-
-def _plain(reference: object) -> object:
-    """Return the reference as JSON values. Parquet holds it as JSON text, or as a struct whose absent keys are null."""
-    if isinstance(reference, str):
-        parsed = _parse(reference)
-        if isinstance(parsed, DataError):
-            raise parsed
-        return parsed
-    if isinstance(reference, Mapping):
-        plain: dict[object, object] = {}
-        for key, value in reference.items():
-            if value is not None:
-                plain[key] = _plain(value) if isinstance(value, Mapping) else value
-        return plain
-    return reference
 
 
 def _write(out: Path, verdicts: list[tuple[str, Verdict]]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from klear_core.data.fields import Fields, RowError, answer_at, bare_answer, text_at, user_message, value_at
-from klear_core.data.references import reference_from_json
+from klear_core.data.references import reference_from_cell
 from klear_core.types import MathReference, Reference
 from klear_core.verify.math.text import boxed_texts
 
@@ -18,6 +17,8 @@ Layout = Literal["klear", "lm-eval", "lighteval", "matharena", "qwen-math", "row
 
 _AFTER_HASHES = re.compile(r"####\s*(\S.*)$", re.MULTILINE)
 _QUESTION_KEYS = ("question", "problem", "prompt", "query", "input")
+_PROGRAM_KEYS = frozenset({"entry_point", "canonical_solution", "test_list", "test_cases", "public_test_cases"})
+"""Keys of a document that state a programming task."""
 _METRIC_KEYS = ("exact_match", "math_verify", "extractive_match", "pass@1", "acc")
 
 
@@ -39,7 +40,9 @@ class AnswerRow:
     reference: Reference
     answers: tuple[StatedAnswer, ...]
     problem: str
-    """Name of the problem in the file, for files without questions."""
+    """Name of the problem in the file."""
+    row: str = ""
+    """Name of the row, which no other row of its file may have; empty if the rows of a problem are further samples."""
     model: str = ""
     """Name of the model in files with answers of several."""
 
@@ -89,11 +92,11 @@ def _texts(value: object, where: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _response(fields: Fields, key: str) -> str:
+def _response(fields: Fields, key: str, *, where: str = "") -> str:
     """Return an answer's text, which may be empty: a model can answer nothing."""
     value = value_at(fields, key)
     if not isinstance(value, str):
-        raise RowError("wrong_type", key, f"an answer must be text, not {type(value).__name__}")
+        raise RowError("wrong_type", where + key, f"an answer must be text, not {type(value).__name__}")
     return value
 
 
@@ -102,6 +105,10 @@ def _named(fields: Fields, *names: str) -> str:
         if isinstance(fields.get(name), str | int):
             return str(fields[name])
     return ""
+
+
+def _row_name(key: str, name: str) -> str:
+    return f"{key} {name}" if name else ""
 
 
 def _klear(fields: Fields) -> AnswerRow:
@@ -113,6 +120,8 @@ def _klear(fields: Fields) -> AnswerRow:
     stated = meta if isinstance(meta, Mapping) else fields
     # AIME 2024 has it in meta.answer, AIME 2025 the bare answer in meta.solution, HMMT in answer
     key = "answer" if "answer" in stated else "solution"
+    if key not in stated:
+        raise RowError("no_reference", "meta", "has neither answer nor solution")
     return AnswerRow(
         question=user_message(fields, "messages"),
         reference=_math_reference(stated.get(key), key),
@@ -124,6 +133,8 @@ def _klear(fields: Fields) -> AnswerRow:
 def _lm_eval(fields: Fields) -> AnswerRow:
     doc = value_at(fields, "doc")
     known = doc if isinstance(doc, Mapping) else {}
+    if _PROGRAM_KEYS & known.keys():
+        raise RowError("not_math", "doc", "is a programming task; `klear judge` judges programs")
     texts = _texts(value_at(fields, "resps"), "resps")
     metrics = fields.get("metrics")
     names = [*metrics, *_METRIC_KEYS] if isinstance(metrics, list) else list(_METRIC_KEYS)
@@ -135,6 +146,7 @@ def _lm_eval(fields: Fields) -> AnswerRow:
         reference=_math_reference(value_at(fields, "target"), "target"),
         answers=tuple(StatedAnswer(text=text, score=score) for text in texts),
         problem=_named(fields, "doc_id"),
+        row=_row_name("doc_id", _named(fields, "doc_id")),
     )
 
 
@@ -167,7 +179,11 @@ def _lighteval_row(fields: Fields, question: str, gold: object, texts: tuple[str
         num_tokens = len(ids) if isinstance(ids, list) else None
         answers.append(StatedAnswer(text=text, num_tokens=num_tokens, score=stated))
     return AnswerRow(
-        question=question.strip(), reference=_math_reference(gold, "gold"), answers=tuple(answers), problem=question
+        question=question.strip(),
+        reference=_math_reference(gold, "gold"),
+        answers=tuple(answers),
+        problem=question,
+        row="this question",
     )
 
 
@@ -190,8 +206,13 @@ def _literal(value: object) -> object:
 
 def _matharena(fields: Fields) -> AnswerRow:
     answers: list[StatedAnswer] = []
+    problem = _named(fields, "problem_idx", "idx")
+    row = _row_name("problem", problem)
     conversations = fields.get("messages")
     if isinstance(conversations, list):
+        num_asked = _count(fields.get("N"))
+        if num_asked is not None and num_asked > len(conversations):
+            raise RowError("too_few", "messages", f"hold {len(conversations)} of the N = {num_asked} answers")
         scores, costs = fields.get("correct"), fields.get("detailed_costs")
         for i, messages in enumerate(conversations):
             last = messages[-1] if isinstance(messages, list) and messages else None
@@ -200,8 +221,11 @@ def _matharena(fields: Fields) -> AnswerRow:
             cost = costs[i] if isinstance(costs, list) and i < len(costs) else {}
             score = scores[i] if isinstance(scores, list) and i < len(scores) else None
             tokens = _count(cost.get("output_tokens")) if isinstance(cost, Mapping) else None
-            answers.append(StatedAnswer(text=_response(last, "content"), num_tokens=tokens, score=_score(score)))
+            text = _response(last, "content", where=f"messages.{i}.")
+            answers.append(StatedAnswer(text=text, num_tokens=tokens, score=_score(score)))
     else:
+        number = _named(fields, "idx_answer")
+        row = f"{row}, idx_answer {number}" if row and number else ""
         answers.append(
             StatedAnswer(
                 text=_response(fields, "answer"),
@@ -213,7 +237,8 @@ def _matharena(fields: Fields) -> AnswerRow:
         question=text_at(fields, "problem") if fields.get("problem") else "",
         reference=_math_reference(value_at(fields, "gold_answer"), "gold_answer"),
         answers=tuple(answers),
-        problem=_named(fields, "problem_idx", "idx"),
+        problem=problem,
+        row=row,
         model=_named(fields, "model_name"),
     )
 
@@ -229,19 +254,14 @@ def _qwen_math(fields: Fields) -> AnswerRow:
         reference=_math_reference(value_at(fields, key), key),
         answers=tuple(answers),
         problem=_named(fields, "idx"),
+        row=_row_name("idx", _named(fields, "idx")),
     )
 
 
 def _plain_rows(fields: Fields) -> AnswerRow:
-    reference = value_at(fields, "reference")
-    if isinstance(reference, str):
-        try:
-            reference = json.loads(reference)
-        except ValueError as e:
-            raise RowError("bad_reference", "reference", f"not JSON: {e}") from e
     return AnswerRow(
         question=_named(fields, "question"),
-        reference=reference_from_json(reference),
+        reference=reference_from_cell(value_at(fields, "reference")),
         answers=(StatedAnswer(text=_response(fields, "response")),),
         problem=_named(fields, "id"),
     )

@@ -156,6 +156,88 @@ def test_bad_rows_are_counted_with_their_place_and_the_others_are_read(tmp_path:
     assert [row.where.rpartition(":")[2] for row in unread] == ["2", "3", "4"]
 
 
+def test_a_row_that_repeats_or_contradicts_an_earlier_one_is_left_out_by_its_place(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "samples_x.jsonl", lm_eval_row(), lm_eval_row(doc_id=4), lm_eval_row())
+    _, answers, (row,) = read(file)
+    assert len(answers) == 2
+    assert (row.where, row.reason) == (f"{file}:3", f"doc_id 3 is in {file}:1 already")
+
+    said = {"id": "a", "response": "1", "reference": {"kind": "math", "answers": ["1"]}}
+    other = said | {"reference": {"kind": "math", "answers": ["2"]}}
+    file = jsonl(tmp_path / "mine.jsonl", said, said, other)
+    _, answers, (row,) = read(file)
+    assert [(a.problem_id, a.sample_idx) for a in answers] == [("a", 0), ("a", 1)]  # rows of an id are its samples
+    assert row.reason == f"has another reference than {file}:1, which has the same problem a"
+
+    sample = {"problem": "Find x.", "gold_answer": "1", "answer": "1", "problem_idx": 1, "idx_answer": 0}
+    _, answers, (row,) = read(jsonl(tmp_path / "table.jsonl", sample, sample, sample | {"idx_answer": 1}))
+    assert len(answers) == 2
+    assert "problem 1, idx_answer 0 is in" in row.reason
+
+
+def test_two_documents_with_one_question_are_two_problems(tmp_path: Path) -> None:
+    other = lm_eval_row(doc_id=4, target="6")  # such as one question with other choices
+    _, answers, unread = read(jsonl(tmp_path / "samples_x.jsonl", lm_eval_row(), other))
+    question = problem_id_of("2+3?", "math")  # type: ignore[arg-type]
+    assert [a.problem_id for a in answers] == [question, f"{question}-4"]
+    assert unread == []
+
+
+def test_files_of_one_task_are_runs_apart_and_files_of_scores_hold_no_answers(tmp_path: Path) -> None:
+    for model in ("a", "b"):
+        folder = tmp_path / model
+        folder.mkdir()
+        jsonl(folder / "samples_gsm8k_2026-01-31T10-00-00.1.jsonl", lm_eval_row())
+        (folder / "results_2026-01-31T10-00-00.1.json").write_text('{"results": {}}')
+    layout, answers, unread = read(tmp_path)
+    assert (layout, unread) == ("lm-eval", [])
+    assert [a.benchmark for a in answers] == ["gsm8k, a", "gsm8k, b"]
+    jsonl(tmp_path / "a" / "samples_gsm8k_2026-02-01T10-00-00.1.jsonl", lm_eval_row())
+    _, answers, _ = read(tmp_path / "a")
+    assert [a.benchmark for a in answers] == [
+        "gsm8k, samples_gsm8k_2026-01-31T10-00-00.1",
+        "gsm8k, samples_gsm8k_2026-02-01T10-00-00.1",
+    ]
+
+
+def test_a_folder_of_several_layouts_and_a_file_without_rows_are_refused_by_name(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", lm_eval_row())
+    jsonl(tmp_path / "b.jsonl", {"id": "a", "response": "1", "reference": {"kind": "math", "answers": ["1"]}})
+    with pytest.raises(DataError, match=r"b.jsonl: has the layout rows, but .*a.jsonl has lm-eval"):
+        foreign_answers(tmp_path)
+    (tmp_path / "b.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"b.jsonl: has no row"):
+        foreign_answers(tmp_path)
+    (tmp_path / "b.jsonl").write_text("{half a row")
+    with pytest.raises(DataError, match=r"b.jsonl: has no row that can be read; the first, .*b.jsonl:1: cut_short"):
+        foreign_answers(tmp_path)
+
+
+def test_an_incomplete_problem_a_failed_answer_and_a_program_are_named(tmp_path: Path) -> None:
+    asked, said = {"role": "user", "content": "Find x."}, {"role": "assistant", "content": "1"}
+    problem = {"idx": 1, "problem": "Find x.", "gold_answer": "1", "N": 2, "messages": [[asked, said]]}
+    failed = problem | {"idx": 2, "messages": [[asked, said], [asked, said | {"content": None}]]}
+    _, answers, unread = read(jsonl(tmp_path / "a.jsonl", problem, failed))
+    assert answers == []
+    assert [row.reason for row in unread] == [
+        "messages: hold 1 of the N = 2 answers",
+        "messages.1.content: an answer must be text, not NoneType",
+    ]
+    program = lm_eval_row(doc={"prompt": "def f():", "entry_point": "f"}, target="check(f)")
+    _, _, (row,) = read(jsonl(tmp_path / "samples_humaneval.jsonl", program))
+    assert "`klear judge` judges programs" in row.reason
+
+
+def test_compressed_files_are_read_and_damaged_ones_are_named(tmp_path: Path) -> None:
+    packed = gzip.compress("".join(json.dumps(lm_eval_row(doc_id=i)) + "\n" for i in range(500)).encode())
+    (tmp_path / "samples_x.jsonl.gz").write_bytes(packed)
+    _, answers, _ = read(tmp_path / "samples_x.jsonl.gz")
+    assert len(answers) == 500
+    (tmp_path / "samples_x.jsonl.gz").write_bytes(packed[:-20])
+    with pytest.raises(DataError, match=r"samples_x.jsonl.gz: cannot be read beyond row"):
+        read(tmp_path / "samples_x.jsonl.gz")
+
+
 def test_an_unknown_layout_and_an_empty_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="fits none of the layouts klear, lm-eval"):
         foreign_answers(jsonl(tmp_path / "a.jsonl", {"x": 1}))

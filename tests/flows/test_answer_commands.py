@@ -32,8 +32,32 @@ def test_rows_of_a_foreign_file_that_cannot_be_read_end_in_an_error_after_the_re
     file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"reference": 3}) + "\n")
     ended = klear("rejudge", file, "--set", "verify.tags=none", "--root", tmp_path)
     assert ended.status == 2
-    assert "1 rows could not be read" in ended.err
+    named, _, last = " ".join(ended.err.split()).partition("error:")
+    assert "1 rows are left out" in named  # before anything is judged
+    assert "mine.jsonl:2: reference must be" in named
+    assert "1 rows could not be read" in last
     assert list(tmp_path.glob("rejudged/mine-*/answers.html"))
+
+
+def test_what_is_wrong_with_a_foreign_file_is_told_before_anything_is_judged(klear: Klear, tmp_path: Path) -> None:
+    row = {"id": "a", "response": "The answer is 7.", "reference": {"kind": "math", "answers": ["7"]}}
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row | {"id": i}) + "\n" for i in ("a", "a", "b")))
+    uneven = klear("answers", file, "--root", tmp_path)
+    assert uneven.status == 0, uneven.err
+    assert "1 of 2 problems have fewer than 2 samples: mine b: 1" in " ".join(uneven.err.split())
+    custom = {"kind": "custom", "judge": "mine", "value": 1}
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"id": "b", "reference": custom}) + "\n")
+    refused = klear("rejudge", file, "--root", tmp_path, "--out", tmp_path / "again")
+    assert refused.status == 2
+    assert "problem b needs the judge 'mine'; verify.judges has none" in " ".join(refused.err.split())
+    assert not list(tmp_path.glob("again*"))
+
+
+def test_an_evaluation_that_lost_answers_is_refused(klear: Klear, tmp_path: Path) -> None:
+    folder = evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)]).path
+    next(folder.glob("samples/*")).unlink()
+    assert "is missing, so that fewer answers are here" in klear("rejudge", folder, "--root", tmp_path).err
 
 
 def test_other_settings_and_other_artifacts_are_refused_by_name(klear: Klear, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`judge_file`: rows in, verdicts out in order, rows that do not fit named by line."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from verify_builders import boxed, code_config, fenced
 
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
-from klear_core.errors import DataError
+from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.judge_file import judge_file
 from klear_core.types import Outcome
 
@@ -93,6 +94,26 @@ def test_parquet_is_read_and_written(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "out.parquet").column("id").to_pylist() == ["0", "1", "2", "3"]
 
 
+def test_compressed_lines_and_json_arrays_are_read_as_plain_lines_are(tmp_path: Path) -> None:
+    lines = write_jsonl(tmp_path / "a.jsonl", MATH_ROWS).read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "a.json").write_text(json.dumps(MATH_ROWS, indent=1))
+    for name in ("a.jsonl.gz", "a.json"):
+        assert judge_file(tmp_path / name, CFG).outcomes == {Outcome.SCORED: 4}
+
+
+def test_files_that_are_cut_short_of_another_kind_or_folders_are_errors(tmp_path: Path) -> None:
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(gzip.compress(write_jsonl(tmp_path / "a.jsonl", MATH_ROWS).read_bytes())[:-12])
+    with pytest.raises(DataError, match=r"cut.jsonl.gz: cannot be read beyond row"):
+        judge_file(cut, CFG)
+    (tmp_path / "a.csv").write_text("id,response,reference")
+    with pytest.raises(ConfigError, match="unknown kind of file"):
+        judge_file(tmp_path / "a.csv", CFG)
+    with pytest.raises(DataError, match="a folder; `klear judge` takes one file"):
+        judge_file(tmp_path, CFG)
+
+
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere"):
         judge_file(tmp_path / "nowhere.jsonl", CFG)
@@ -114,6 +135,15 @@ def test_bare_programs_are_judged_without_a_response_around_them(tmp_path: Path,
         ("scored", 0.0),
         ("no_answer", 0.0),
     ]
+
+
+def test_references_of_a_parquet_file_are_structs_with_the_keys_of_all_rows(tmp_path: Path) -> None:
+    custom = {"id": "c", "response": boxed("1"), "reference": {"kind": "custom", "judge": "mine", "value": 1}}
+    pq.write_table(pa.Table.from_pylist([*MATH_ROWS, custom]), tmp_path / "a.parquet")
+    summary = judge_file(tmp_path / "a.parquet", CFG)
+    assert summary.outcomes == {Outcome.SCORED: 4}
+    (bad,) = summary.bad_rows
+    assert (bad.line, "verify.judges has none" in bad.reason) == (5, True)
 
 
 def test_progress_is_told_of_each_verdict(tmp_path: Path) -> None:
