@@ -14,7 +14,8 @@ from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.decision import Decision, read_decision, short_name
 from klear_core.report.terminal import decision_lines
 from tasks.mlflow_database import database_file
-from tasks.registry import Registry, Version, folder_of, open_registry
+from tasks.registry import Registry, folder_of, open_registry
+from tasks.registry_records import Version
 from tasks.tracking import tracking_uri
 
 

@@ -1,6 +1,6 @@
 """Send runs to MLflow: one parent run per pipeline run, one child run per stage.
 
-This module and `tasks.registry` are the only ones that call MLflow's API.
+This module, `tasks.registry` and `tasks.registry_turns` are the only ones that call MLflow's API.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Keep the champion in MLflow's model registry: a version for each promotion, and an alias that moves.
 
 Facts are tags of versions, written before the alias moves, so that a process killed anywhere leaves what the next one
-completes. Nothing is uploaded: a version refers to the model's artifact.
+completes. Processes of one workspace take turns by a file lock, workspaces of one server by tickets. Nothing is
+uploaded: a version refers to the model's artifact.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +22,11 @@ from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.promote import Champion
-from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.pipeline.graph import workspace_root
 from tasks.mlflow_backend import mlflow_client, translated
+from tasks.registry_records import Promotion, Rollback, Version
+from tasks.registry_turns import TURN_S, Turn, take_turn
 from tasks.tracked import Refused, Unreachable, server_name
 from tasks.tracking import tracking_uri
 
@@ -40,69 +42,15 @@ _ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 _EXISTS = "RESOURCE_ALREADY_EXISTS"
 
 
-class Promotion(Settings):
-    """A decision that a model becomes champion, as the registry keeps it."""
-
-    model: str
-    """Artifact of the model, `kind/fingerprint`."""
-    model_uri: str
-    evaluation: str
-    evaluation_uri: str
-    decision: str
-    """Artifact of the decision, `kind/fingerprint`."""
-    decision_uri: str
-    run: str
-    """Flow run that decided."""
-    over: int | None
-    """Version that was champion; None for the first champion."""
-
-
-class Rollback(Settings):
-    """Who took the alias away from a version, when, and why."""
-
-    by: str
-    why: str
-    at: str
-    """Time in UTC, ISO 8601."""
-    to: int
-    """Version that became champion again."""
-
-    @property
-    def sentence(self) -> str:
-        """The facts in words."""
-        return f"rolled back to version {self.to} by {self.by} at {self.at}: {self.why}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
-    """A version of the registered model that Klear made."""
-
-    number: int
-    promotion: Promotion
-    promoted_at: str
-    """Time at which the alias moved here, in UTC; empty if it never did."""
-    rollback: Rollback | None
-
-    def as_champion(self) -> Champion:
-        """Return what a decision needs to know of it."""
-        return Champion(
-            version=self.number,
-            model=self.promotion.model,
-            model_uri=self.promotion.model_uri,
-            evaluation=self.promotion.evaluation,
-            evaluation_uri=self.promotion.evaluation_uri,
-            run=self.promotion.run,
-        )
-
-
 class Registry:
     """The champions of one registered model."""
 
-    def __init__(self, client: MlflowClient, name: str, *, lock: Path, server: str) -> None:
+    def __init__(self, client: MlflowClient, name: str, *, lock: Path, server: str, turn_s: float = TURN_S) -> None:
         self._client = client
         self._name = name
         self._lock = lock
         self._server = server
+        self._turn_s = turn_s
 
     def champion(self) -> Version | None:
         """Return the version that has the alias; None if none has it."""
@@ -145,14 +93,14 @@ class Registry:
 
         Repeating the call changes nothing.
         """
-        with self._locked():
+        with self._turn() as turn:
             if not self._may_follow(promotion):
                 return False
             version = self._version_of(promotion)
-            # Processes of other workspaces do not see our lock, so look again right before the alias moves.
+            # A person can move the alias in MLflow at any time, so look again right before it moves.
             if not self._may_follow(promotion):
                 return False
-            self._move_alias(version.number)
+            self._move_alias(version.number, turn)
             if not version.promoted_at:
                 self._tag(version.number, {"klear.promoted_at": _now()})
         return True
@@ -160,12 +108,14 @@ class Registry:
     def roll_back(self, *, by: str, why: str) -> tuple[Version, Version]:
         """Give the alias back to the former champion; return the version that lost it and the one that has it.
 
-        ConfigError if there is no champion, or no former one.
+        ConfigError if there is no champion, or no former one, or if the champion changes while this waits its turn.
         """
-        with self._locked():
-            champion = self.champion()
-            if champion is None:
-                raise ConfigError(f"{self._name!r} has no champion, so there is nothing to roll back")
+        champion = self.champion()
+        if champion is None:
+            raise ConfigError(f"{self._name!r} has no champion, so there is nothing to roll back")
+        with self._turn() as turn:
+            # The caller means the champion of now: not a better one, and not the one before it.
+            self._refuse_another(champion)
             over = champion.promotion.over
             former = next((version for version in self.versions() if version.number == over), None)
             if former is None:
@@ -176,11 +126,26 @@ class Registry:
             rollback = Rollback(by=by, why=why, at=_now(), to=former.number)
             # The tags come first: if this process is killed between, the model is not promoted again.
             self._tag(champion.number, {f"klear.rolled_back_{name}": str(value) for name, value in rollback})
-            self._move_alias(former.number)
+            self._move_alias(former.number, turn)
         return champion, former
 
+    def _refuse_another(self, expected: Version) -> None:
+        """Raise ConfigError if another version has the alias."""
+        found = self.champion()
+        if found is None or found.number != expected.number:
+            now = f"version {found.number} ({found.promotion.model})" if found else "none"
+            raise ConfigError(
+                f"the champion of {self._name!r} changed meanwhile, from version {expected.number} to {now}, so "
+                "nothing was rolled back; look at it with `klear champion`, and repeat this if it is to go, too"
+            )
+
     def _may_follow(self, promotion: Promotion) -> bool:
-        """Return whether the champion is the one that the decision was about, or already the new model."""
+        """Return whether the champion is the one that the decision was about, or already the new model.
+
+        False, too, if the new model was rolled back since.
+        """
+        if self.withdrawn(promotion.model):
+            return False
         champion = self.champion()
         if champion is not None and champion.promotion.model == promotion.model:
             return True
@@ -207,9 +172,11 @@ class Registry:
             created = self._client.create_model_version(self._name, source=f"klear:/{promotion.model}", tags=tags)
         return self._read(created)
 
-    def _move_alias(self, number: int) -> None:
+    def _move_alias(self, number: int, turn: Turn) -> None:
         with self._errors():
+            turn.check()
             self._client.set_registered_model_alias(self._name, ALIAS, str(number))
+            turn.check()
 
     def _tag(self, number: int, tags: Mapping[str, str]) -> None:
         with self._errors():
@@ -239,9 +206,16 @@ class Registry:
         )
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with file_lock(self._lock, on_wait=lambda who: log.info("waiting for the registry: %s", who)):
-            yield
+    def _turn(self) -> Iterator[Turn]:
+        """Keep all other processes from changing the champion."""
+        # Whoever has the file lock is the only living process with this name.
+        holder = f"{os.uname().nodename}:{self._lock}"
+        with (
+            file_lock(self._lock, on_wait=lambda who: log.info("waiting for the registry: %s", who)),
+            self._errors(),
+            take_turn(self._client, f"{self._name}.lock", holder=holder, turn_s=self._turn_s) as turn,
+        ):
+            yield turn
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -10,7 +10,8 @@ from conftest import Klear
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.promote import PromoteConfig
 from klear_core.evaluate.decision import DECISION_FILE, Check, Contender, Decision
-from tasks.registry import Promotion, open_registry
+from tasks.registry import open_registry
+from tasks.registry_records import Promotion
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from mlflow import MlflowClient
@@ -17,7 +22,7 @@ from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.promote import PromoteConfig
 from klear_core.config.promote_job import PromoteJob
 from klear_core.config.train import TinyModelConfig
-from klear_core.errors import ConfigError
+from klear_core.errors import ConfigError, ResourceError
 from klear_core.evaluate.decision import read_decision
 from klear_core.evaluate.promotion import are_comparable
 from klear_core.metrics import NullTelemetry
@@ -26,7 +31,8 @@ from klear_core.train.base import prepare_base
 from tasks.mlflow_backend import mlflow_client
 from tasks.progress import SilentConsole, set_console
 from tasks.promote import promote
-from tasks.registry import Promotion, Registry, open_registry
+from tasks.registry import Registry, open_registry
+from tasks.registry_records import Promotion
 from tasks.run_info import RunInfo
 from tasks.tracking import tracking_uri
 
@@ -73,9 +79,18 @@ class Killed(BaseException):
 
 
 class DyingClient:
-    """MLflow's client; its process ends just before or just after the call that writes for the n-th time."""
+    """MLflow's client; its process ends just before or just after the call that writes for the n-th time.
 
-    WRITES = ("create_registered_model", "create_model_version", "set_registered_model_alias", "set_model_version_tag")
+    A dead process sends nothing more: it does not even end its turn.
+    """
+
+    WRITES = (
+        "create_registered_model",
+        "create_model_version",
+        "set_registered_model_alias",
+        "set_model_version_tag",
+        "delete_model_version",
+    )
 
     def __init__(self, client: MlflowClient, *, at: int, after: bool) -> None:
         self.client, self.at, self.after, self.num = client, at, after, 0
@@ -87,7 +102,7 @@ class DyingClient:
 
         def write(*args: object, **kwargs: object) -> object:
             self.num += 1
-            if self.num == self.at and not self.after:
+            if self.num > self.at or (self.num == self.at and not self.after):
                 raise Killed
             result = call(*args, **kwargs)
             if self.num == self.at:
@@ -98,8 +113,10 @@ class DyingClient:
 
 
 def dying(workspace: WorkspaceConfig, name: str, *, at: int, after: bool) -> Registry:
+    """Return the registry of another process of the same workspace."""
     client = DyingClient(mlflow_client(tracking_uri(workspace)), at=at, after=after)
-    return Registry(client, name, lock=Path(workspace.root) / "lock", server="s")  # type: ignore[arg-type]
+    lock = Path(workspace.root) / "mlflow" / ".champion.lock"
+    return Registry(client, name, lock=lock, server="s")  # type: ignore[arg-type]
 
 
 def test_a_model_becomes_champion_once_however_often_it_is_crowned(registry: Registry) -> None:
@@ -125,7 +142,7 @@ def test_a_model_is_not_crowned_over_a_champion_that_it_was_not_compared_with(re
     assert [v.promotion.model for v in registry.versions()] == ["rl/a", "rl/b"]
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_promotion_that_was_killed_at_any_write_is_completed_by_the_next_attempt(
     workspace: WorkspaceConfig, registry: Registry, name: str, at: int, after: bool
@@ -136,6 +153,18 @@ def test_a_promotion_that_was_killed_at_any_write_is_completed_by_the_next_attem
     (version,) = registry.versions()
     assert version == registry.champion()
     assert version.promoted_at
+    assert tickets(workspace, name) == []
+
+
+def test_a_model_that_was_rolled_back_after_its_decision_is_not_crowned(registry: Registry) -> None:
+    assert registry.crown(promotion("rl/a", None))
+    decided = promotion("rl/b", 1)
+    assert registry.crown(decided)
+    registry.roll_back(by="ann", why="rude")
+    assert not registry.crown(decided)
+    champion = registry.champion()
+    assert champion is not None
+    assert champion.number == 1
 
 
 def test_rollback_goes_back_one_champion_at_a_time_and_says_who_why_and_when(registry: Registry) -> None:
@@ -156,7 +185,7 @@ def test_rollback_goes_back_one_champion_at_a_time_and_says_who_why_and_when(reg
         registry.roll_back(by="ann", why="y")
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6, 7])
 def test_a_rollback_that_was_killed_at_any_write_is_completed_by_the_next(
     workspace: WorkspaceConfig, registry: Registry, name: str, at: int
 ) -> None:
@@ -176,6 +205,167 @@ def test_an_alias_that_somebody_else_set_is_named(workspace: WorkspaceConfig, re
     client.set_registered_model_alias(name, "champion", "1")
     with pytest.raises(ConfigError, match="Klear did not promote it"):
         registry.champion()
+
+
+# ---- two workspaces on one server ----
+
+
+class Interrupted:
+    """MLflow's client; before the first call of `method` about the registered model `name` it calls `act`."""
+
+    def __init__(self, client: MlflowClient, method: str, name: str, act: Callable[[], object]) -> None:
+        self.client, self.method, self.name, self.acts = client, method, name, iter([act])
+
+    def __getattr__(self, method: str) -> Callable[..., object]:
+        call = getattr(self.client, method)
+        if method != self.method:
+            return call
+
+        def interrupted(name: str, *args: object, **kwargs: object) -> object:
+            if name == self.name:
+                for act in self.acts:
+                    act()
+            return call(name, *args, **kwargs)
+
+        return interrupted
+
+
+def elsewhere(workspace: WorkspaceConfig, name: str, client: object = None, **more: float) -> Registry:
+    """Return the registry as another workspace opens it, which has a lock file of its own."""
+    client = client or mlflow_client(tracking_uri(workspace))
+    lock = Path(workspace.root) / "elsewhere" / ".champion.lock"
+    return Registry(client, name, lock=lock, server="s", **more)  # type: ignore[arg-type]
+
+
+def tickets(workspace: WorkspaceConfig, name: str) -> list[object]:
+    return list(mlflow_client(tracking_uri(workspace)).search_model_versions(f"name = '{name}.lock'"))
+
+
+def draw_ticket(workspace: WorkspaceConfig, name: str, holder: str) -> str:
+    """Return the number of a ticket of another machine, which is now changing the champion."""
+    client = mlflow_client(tracking_uri(workspace))
+    client.create_registered_model(f"{name}.lock")
+    made = client.create_model_version(f"{name}.lock", source="klear:/turn", tags={"klear.holder": holder})
+    return str(made.version)
+
+
+def test_of_two_workspaces_that_promote_at_once_one_is_told_that_the_champion_changed(
+    workspace: WorkspaceConfig, registry: Registry, name: str
+) -> None:
+    """The second begins right before the first one's alias moves: it must not see the old champion any more."""
+    assert registry.crown(promotion("rl/a", None))
+    second: list[bool] = []
+    thread = Thread(target=lambda: second.append(registry.crown(promotion("rl/c", 1))))
+
+    def begin() -> None:
+        thread.start()
+        thread.join(timeout=0.5)  # without turns it would be champion by then, and lose its place right after
+
+    client = Interrupted(mlflow_client(tracking_uri(workspace)), "set_registered_model_alias", name, begin)
+    assert elsewhere(workspace, name, client).crown(promotion("rl/b", 1))
+    thread.join()
+    assert second == [False]
+    champion = registry.champion()
+    assert champion is not None
+    assert champion.promotion.model == "rl/b"
+
+
+def test_a_rollback_that_waits_while_the_champion_changes_is_refused(
+    workspace: WorkspaceConfig, registry: Registry, name: str
+) -> None:
+    """Two people who roll back version 3 at once mean version 3: the second must not take version 2 away."""
+    for model, over in (("rl/a", None), ("rl/b", 1), ("rl/c", 2)):
+        assert registry.crown(promotion(model, over))
+
+    def other_person() -> None:
+        registry.roll_back(by="bob", why="y")
+
+    client = Interrupted(
+        mlflow_client(tracking_uri(workspace)), "create_registered_model", f"{name}.lock", other_person
+    )
+    with pytest.raises(ConfigError, match=r"changed meanwhile, from version 3 to version 2 \(rl/b\), so nothing was"):
+        elsewhere(workspace, name, client).roll_back(by="ann", why="x")
+    champion = registry.champion()
+    assert champion is not None
+    assert (champion.number, champion.rollback) == (2, None)
+
+
+def test_the_turn_of_a_process_that_died_on_another_machine_ends_after_a_while(
+    workspace: WorkspaceConfig, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw_ticket(workspace, name, "node7:/w")
+    assert elsewhere(workspace, name, turn_s=0.3).crown(promotion("rl/a", None))
+    assert "node7:/w did not finish changing the champion within" in caplog.text
+    assert tickets(workspace, name) == []
+
+
+def test_a_process_that_took_too_long_does_not_move_the_alias(
+    workspace: WorkspaceConfig, registry: Registry, name: str
+) -> None:
+    """It was stopped while it made its version, and another one ended its turn."""
+    client = mlflow_client(tracking_uri(workspace))
+
+    def end_turn() -> None:
+        for ticket in client.search_model_versions(f"name = '{name}.lock'"):
+            client.delete_model_version(ticket.name, ticket.version)
+
+    slow = elsewhere(workspace, name, Interrupted(client, "create_registered_model", name, end_turn))
+    with pytest.raises(ResourceError, match="took longer than 120 s to change the champion"):
+        slow.crown(promotion("rl/a", None))
+    assert registry.champion() is None
+    assert registry.crown(promotion("rl/a", None))
+    assert [version.number for version in registry.versions()] == [1]
+
+
+CONTENDER = """
+import sys, time
+from pathlib import Path
+from klear_core.config.pipeline import WorkspaceConfig
+from tasks.registry import open_registry
+from tasks.registry_records import Promotion
+
+folder, who, name = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+registry = open_registry(WorkspaceConfig(root=str(folder / who)), name)
+
+
+def meet(where):
+    (folder / f"{who} {where}").touch()
+    while True:
+        is_running = (folder / "running").exists()  # asked first: the other may end well right after it was here
+        if len(list(folder.glob(f"* {where}"))) == 2:
+            return
+        if not is_running:
+            sys.exit("the other process has failed")
+        time.sleep(0.01)
+
+
+for i in range(3):
+    champion = registry.champion()
+    meet(f"has read {i}")
+    facts = {field: f"{who}/{i}" for field in Promotion.model_fields if field != "over"}
+    print(registry.crown(Promotion(over=champion.number if champion else None, **facts)), flush=True)
+    meet(f"has tried {i}")
+"""
+
+
+@pytest.mark.slow
+def test_of_two_processes_that_promote_over_the_same_champion_one_does(
+    workspace: WorkspaceConfig, registry: Registry, name: str, tmp_path: Path
+) -> None:
+    """Three times, two processes in two workspaces read the champion, and then both take its place at once."""
+    (tmp_path / "running").touch()
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": tracking_uri(workspace)}
+    commands = [[sys.executable, "-c", CONTENDER, str(tmp_path), who, name] for who in ("ann", "bob")]
+    processes = [subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, text=True) for c in commands]
+    while all(process.poll() is None for process in processes):
+        time.sleep(0.05)
+    (tmp_path / "running").unlink()  # one has ended: if it failed, the other does not wait for it
+    ann, bob = (process.communicate()[0].split() for process in processes)
+    assert [sorted(pair) for pair in zip(ann, bob, strict=True)] == [["False", "True"]] * 3
+    promoted = [version for version in registry.versions() if version.promoted_at]
+    assert [version.promotion.over for version in promoted] == [None, 1, 2]
+    assert registry.champion() == promoted[-1]
+    assert tickets(workspace, name) == []
 
 
 # ---- the stage ----
