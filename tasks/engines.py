@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from klear_core.cluster.engine_plan import plan_engines
+from klear_core.artifacts.home import home_of
+from klear_core.cluster.engine_plan import plan_engines, plan_scorer
 from klear_core.cluster.placement import gpus_here
+from klear_core.config.curve import CurveJob
 from klear_core.config.engine import LocalEngineConfig
 from klear_core.config.evaluate import EvaluateRuntime
+from klear_core.config.train import TrainRuntime
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.compute import Compute
+from klear_core.hf_config import read_hf_config
 from klear_core.verify import JudgePool, build_judge_pool
 from tasks.resources import Needs, ray_session, share_model
+
+if TYPE_CHECKING:
+    from klear_core.train.curve import ModelScorer
 
 _STORE_BYTES = 128 << 20  # requests and answers; weights are read from the disk
 
@@ -57,3 +65,27 @@ def open_judges() -> Iterator[Callable[[VerifyConfig], JudgePool]]:
         from klear_core.cluster.judge_pool import build_cluster_judges
 
         yield build_cluster_judges
+
+
+def scorer_beside(
+    job: CurveJob, runtime: TrainRuntime, folder: Path, *, is_on_ray: bool, seed: int, workdir: Path
+) -> AbstractContextManager[ModelScorer]:
+    """Return the scorer of an SFT's models: on GPUs of the Ray session that its ranks leave free, else in processes.
+
+    `folder` is that of the model to train. Raise ResourceError if the engine needs GPUs and none is left.
+    """
+    from klear_core.evaluate.model_process import process_scorer
+
+    if not is_on_ray:  # the only rank trains in this process, on the CPU
+        return process_scorer(job, folder, seed=seed)
+    import ray
+
+    assert job.scorer is not None
+    num_gpus = ray.cluster_resources().get("GPU", 0.0)
+    num_params = read_hf_config(folder).num_params
+    plan = plan_scorer(job.scorer.engine, runtime, num_gpus, num_params, key="sft")
+    if plan.gpus_per_engine == 0:
+        return process_scorer(job, folder, seed=seed, hides_gpus=True)
+    from klear_core.cluster.model_scorer import ray_scorer
+
+    return ray_scorer(job, folder, plan=plan, seed=seed, home=home_of(workdir), key="sft")

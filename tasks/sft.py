@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.jobs import SftJob
 from klear_core.metrics import Telemetry
+from tasks.engines import scorer_beside
 from tasks.resources import learner_ranks
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
@@ -20,9 +22,12 @@ def sft(info: RunInfo, job: SftJob, inputs: Inputs) -> ArtifactRef:
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.sft.loop import train_sft
+        from klear_core.train.curve import no_scorer
+        from klear_core.train.ranks import run_here
 
-        model, traces = inputs["model"].path, inputs["traces"].path
+        model, traces, curve = inputs["model"].path, inputs["traces"].path, job.runtime.curve
         with learner_ranks(job.sft.runtime, model) as run_ranks:
+            beside = partial(scorer_beside, is_on_ray=run_ranks is not run_here, seed=job.seed, workdir=workdir)
             return train_sft(
                 job.sft,
                 model=model,
@@ -31,6 +36,7 @@ def sft(info: RunInfo, job: SftJob, inputs: Inputs) -> ArtifactRef:
                 workdir=workdir,
                 telemetry=telemetry,
                 run_ranks=run_ranks,
+                open_scorer=partial(beside, curve, job.sft.runtime) if curve else no_scorer,
             )
 
     return run_stage(info, job, inputs, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,8 +83,12 @@ class EngineActor:
 
     async def start(self, spec: EngineSpec) -> None:
         """Build the engine."""
-        self._engine = await build_spec(spec.here())
+        spec = spec.here()
+        self._engine = await build_spec(spec)
         self._server = RequestServer(self._engine)
+        if spec.home is not None and spec.is_sent:
+            # The weights are loaded, and nobody else asks for this node's copy of the model.
+            shutil.rmtree(spec.model_folder, ignore_errors=True)
 
     async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Reply]:
         """Start and cancel requests and return finished ones; see `RequestServer.exchange`."""

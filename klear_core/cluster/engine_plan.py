@@ -7,6 +7,7 @@ from typing import Literal
 
 from klear_core.cluster.placement import cpu_refusal, is_too_large_for_cpu, num_engine_ranks
 from klear_core.config.engine import LocalEngineConfig, TorchEngineConfig
+from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
 
 
@@ -43,3 +44,26 @@ def check_engines_have_gpus(plan: EnginePlan, engine: LocalEngineConfig, num_par
     is_auto = isinstance(engine, TorchEngineConfig) and engine.runtime.device == "auto"
     if is_auto and plan.gpus_per_engine == 0 and is_too_large_for_cpu(num_params):
         raise ResourceError(cpu_refusal(f"{key}.engine.runtime", num_params))
+
+
+def plan_scorer(
+    engine: LocalEngineConfig, runtime: TrainRuntime, num_gpus: float, num_params: int | None, *, key: str
+) -> EnginePlan:
+    """Return the engine that scores models beside a learner with these settings, on GPUs that the learner leaves free.
+
+    Raise ResourceError if there are too few; a small model may be scored on the CPU instead. `key` is the stage's
+    section.
+    """
+    has_learner_gpus = num_gpus > 0 and runtime.device != "cpu"
+    free = num_gpus - runtime.num_workers * has_learner_gpus
+    needed = num_engine_ranks(engine)
+    if num_gpus == 0 or free >= needed:
+        return plan_engines(1, engine, num_gpus and free, key=key)
+    is_small = num_params is None or not is_too_large_for_cpu(num_params)
+    if isinstance(engine, TorchEngineConfig) and (engine.runtime.device == "cpu" or is_small):
+        return EnginePlan(num_engines=1, gpus_per_engine=0)
+    raise ResourceError(
+        f"{key}.runtime.curve: the engine that scores, that of evaluate.engine, needs {needed} of {num_gpus:g} GPUs, "
+        f"and the learner's {runtime.num_workers} ranks leave {max(0.0, free):g}: lower {key}.runtime.num_workers, or "
+        f"take out the curve"
+    )

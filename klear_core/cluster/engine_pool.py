@@ -31,9 +31,14 @@ async def start_pool(spec: EngineSpec, *, runtime: EvaluateRuntime, key: str) ->
     check_engines_have_gpus(plan, spec.cfg, read_hf_config(spec.model_folder).num_params, key=key)
     if plan == EnginePlan(num_engines=1, gpus_per_engine=0):
         return await start_here(spec)
+    return await start_planned(spec, plan=plan, max_restarts=runtime.max_restarts, key=key)
+
+
+async def start_planned(spec: EngineSpec, *, plan: EnginePlan, max_restarts: int, key: str) -> Sampler:
+    """Start the engines of a plan as Ray actors; `key` is the stage's section."""
     limit = num_slots(spec.cfg, is_on_gpu=plan.gpus_per_engine > 0)
     engines = [_engine(index, spec, plan, limit) for index in range(plan.num_engines)]
-    restarts = RestartLimit(runtime.max_restarts, window_s=_WINDOW_S, key=f"{key}.runtime.max_restarts")
+    restarts = RestartLimit(max_restarts, window_s=_WINDOW_S, key=f"{key}.runtime.max_restarts")
     pool = EnginePool(engines, restarts.count)
     try:
         await pool.start()

@@ -107,6 +107,10 @@ class Job(Settings):
         """Return the engine that the stage samples with; None if it samples with none."""
         return None
 
+    def scorer(self) -> EngineUse | None:
+        """Return the engine that scores models while the stage trains; None if the stage's own does, or none."""
+        return None
+
     def training(self) -> SftConfig | RlConfig | None:
         """Return the settings of the training; None if the stage trains nothing."""
         return None
@@ -350,11 +354,20 @@ class SftJob(Job):
 
     seed: int
     sft: SftConfig
+    runtime: CurveRuntime = CurveRuntime()
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
         """Return the job with the settings of a pipeline config that determine the fine-tuned model."""
-        return cls(seed=config.seed, sft=config.sft)
+        runtime = CurveRuntime.of(config.sft.runtime.curve, config, has_engines=False)
+        return cls(seed=config.seed, sft=config.sft, runtime=runtime)
+
+    def scorer(self) -> EngineUse | None:
+        """Return the engine of evaluation if the run has a curve of SFT."""
+        curve = self.runtime.curve
+        if curve is None or curve.scorer is None:
+            return None
+        return EngineUse(key="evaluate", engine=curve.scorer.engine, sampling=curve.sampling)
 
     def training(self) -> SftConfig:
         """Return the settings of the fine-tuning."""
@@ -386,7 +399,7 @@ class RlJob(Job):
         """Return the job with the settings of a pipeline config that determine the result of this RL stage."""
         rl = config.rl if section == "rl" else config.rl_code
         assert rl is not None, section
-        runtime = CurveRuntime.of(rl.runtime.curve, config)
+        runtime = CurveRuntime.of(rl.runtime.curve, config, has_engines=True)
         return cls(seed=config.seed, rl=rl, verify=config.judge_of(section), runtime=runtime)
 
     def files(self) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ class PipelineConfig(Settings):
     @model_validator(mode="after")
     def _curves_are_of_benchmarks_that_there_are(self) -> PipelineConfig:
         names = [b.name for b in self.benchmarks]
-        for section, training in (("rl", self.rl), ("rl_code", self.rl_code)):
+        for section, training in (("sft", self.sft), ("rl", self.rl), ("rl_code", self.rl_code)):
             curve = training.runtime.curve if training else None
             if curve is not None and curve.benchmark not in names:
                 there = ", ".join(names) or "none"

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from klear_core.config.curve import CurveConfig
 from klear_core.config.settings import Floor, Settings
 from klear_core.config.train import LoraConfig, OptimConfig, TrainRuntime, check_moments
 
@@ -24,6 +25,9 @@ class SftRuntime(TrainRuntime):
 
     rows: Floor = Floor()
     """Share of the traces that give a training row."""
+    curve: CurveConfig | None = None
+    """Scores on a small fixed set of problems while training goes on, by an engine of evaluation beside it; None:
+    none."""
 
 
 class SftConfig(Settings):

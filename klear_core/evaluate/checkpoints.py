@@ -16,6 +16,7 @@ from klear_core.evaluate.run import sampling_params
 from klear_core.evaluate.suite import PlannedAnswer
 from klear_core.evaluate.tally import Tally, tally
 from klear_core.generate.engine import InferenceEngine
+from klear_core.generate.factory import EngineSpec, StartSampler
 from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
 from klear_core.seeding import seed_for
 from klear_core.types import EvalSample, Judge, Problem
@@ -101,6 +102,26 @@ class CheckpointExam:
             finish_reason=completion.finish_reason,
             verdict=await self.judge(planned.problem, completion.text),
         )
+
+
+async def score_with(exam: CheckpointExam, start_sampler: StartSampler, spec: EngineSpec) -> dict[str, float]:
+    """Return a point of the curve for the model of an engine that is started for it."""
+    sampler = await start_sampler(spec)
+    try:
+        return await exam.score(sampler.engine)
+    finally:
+        await sampler.engine.close()
+
+
+def spec_of(job: CurveJob, model: Path, *, seed: int) -> EngineSpec:
+    """Return the engine that scores the model in a Hugging Face folder."""
+    assert job.scorer is not None, "the engines of the stage answer"
+    return EngineSpec(
+        cfg=job.scorer.engine,
+        model_folder=model,
+        num_threads=job.scorer.num_threads,
+        seed=seed_for(seed, "evaluate/curve/engine"),
+    )
 
 
 def curve_metrics(counts: Tally, *, confidence: float) -> dict[str, float]:

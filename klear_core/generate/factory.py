@@ -38,10 +38,20 @@ class EngineSpec:
     artifact: Path | None = None
     """The model's artifact, from which a node with another disk gets the folder; None if it is none."""
     home: Home | None = None
+    is_sent: bool = False
+    """Whether the folder is none of an artifact, and was sent to the store by `send_folder`."""
 
     def here(self) -> EngineSpec:
         """Return the inputs with this node's own folder of the model."""
-        if self.home is None or self.artifact is None:
+        if self.home is None:
+            return self
+        if self.is_sent:
+            from klear_core.train.checkpoint_copies import fetch_folder
+
+            folder = self.home.here(self.model_folder.parent) / self.model_folder.name
+            fetch_folder(folder)
+            return replace(self, model_folder=folder)
+        if self.artifact is None:
             return self
         from klear_core.train.base import model_folder
 

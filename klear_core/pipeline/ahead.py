@@ -81,9 +81,8 @@ class PendingWork:
         """Return the engines that would sample, each once: all models are evaluated by one."""
         by_key: dict[str, EngineUse] = {}
         for stage in self.stages:
-            engine = stage.engine()
-            if engine is not None:
-                by_key[engine.key] = engine
+            engines = [use for use in (stage.job.scorer(), stage.engine()) if use is not None]
+            by_key |= {use.key: use for use in engines}
         return list(by_key.values())
 
     def trainings(self) -> Iterator[tuple[str, TrainRuntime]]:

@@ -18,7 +18,7 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.train import NO_TORCHAO
 from klear_core.errors import ResourceError
 from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.estimate import estimate
+from klear_core.pipeline.estimate import estimate, num_curve_models
 from klear_core.pipeline.known_models import planned_size
 
 MIN_FREE_GB = 1.0
@@ -140,7 +140,13 @@ def _written_by(work: PendingWork, stage: Stage) -> tuple[list[DiskPart], list[D
         made.append(DiskPart(what=f"{num_saved} saved steps of {stage.name}", gb=num_saved * checkpoint_gb))
     count = training.runtime.checkpoint.keep + 1  # the next is complete before the oldest is deleted
     what = f"{count} checkpoints of {stage.name} at {checkpoint_gb:.1f}"
-    return made, [DiskPart(what=what, gb=count * checkpoint_gb, is_checkpoint=True)]
+    passing = [DiskPart(what=what, gb=count * checkpoint_gb, is_checkpoint=True)]
+    if stage.job.scorer() is not None:
+        # Each model waits on the disk for its score, at worst all of them.
+        num_models = num_curve_models(work.config, stage) or 1
+        model_gb = size.num_params * bytes_per_param / 1e9
+        passing.append(DiskPart(what=f"{num_models} models of the curve of {stage.name}", gb=num_models * model_gb))
+    return made, passing
 
 
 def _text_of(work: PendingWork, stage: Stage) -> list[DiskPart]:

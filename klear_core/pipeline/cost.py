@@ -32,7 +32,7 @@ def gpu_hours(config: PipelineConfig, stage: Stage, size: ModelSize | None, *, m
     hardware, training, use = config.hardware, stage.job.training(), stage.engine()
     sampling = 0.0
     if use is not None:
-        hours = _sampling_hours(hardware, size, use, max_tokens)
+        hours = sampling_hours(hardware, size, use, max_tokens)
         if hours is None:
             return None
         sampling = hours
@@ -76,7 +76,8 @@ def training_flops(rl: RlConfig, size: ModelSize, num_tokens: int, row_tokens: i
     return _flops(size, num_tokens, row_tokens, operations=operations)
 
 
-def _sampling_hours(hardware: HardwareConfig, size: ModelSize, use: EngineUse, max_tokens: int) -> float | None:
+def sampling_hours(hardware: HardwareConfig, size: ModelSize, use: EngineUse, max_tokens: int) -> float | None:
+    """Return the GPU-hours in which an engine samples so many tokens; None if it is not vLLM."""
     if not isinstance(use.engine, VllmEngineConfig):
         return None
     known = hardware

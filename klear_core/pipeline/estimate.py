@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.sft import SftConfig
 from klear_core.config.tag import TagConfig
 from klear_core.config.train import ModelConfig
-from klear_core.pipeline.cost import gpu_hours
+from klear_core.pipeline.cost import gpu_hours, sampling_hours
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.known_models import planned_size
 from klear_core.pipeline.memory import LearnerPeak, learner_load, learner_peak, reference_bytes, state_bytes
@@ -41,7 +42,10 @@ def estimate(config: PipelineConfig, chosen: Collection[str] | None = None) -> l
     """Return an estimate for every chosen stage (None: all) that generates or trains, and one for all evaluations."""
     size = planned_size(config.start_model)
     stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
-    rows = [row for stage in stages if (row := estimate_stage(config, stage, size)) is not None]
+    rows = []
+    for stage in stages:
+        found = (estimate_stage(config, stage, size), estimate_curve(config, stage, size))
+        rows += [row for row in found if row is not None]
     scoring = [stage for stage in stages if stage.job.scores_model]
     if scoring:
         rows.append(_evaluate(config, size, scoring))
@@ -61,6 +65,50 @@ def estimate_stage(config: PipelineConfig, stage: Stage, size: ModelSize | None)
             return _rl(config, stage, rl, size)
         case _:
             return None
+
+
+def estimate_curve(config: PipelineConfig, stage: Stage, size: ModelSize | None) -> StageEstimate | None:
+    """Return the estimate of the scores that a stage takes while it trains; None if it takes none."""
+    if not isinstance(stage.job, SftJob | RlJob) or stage.job.runtime.curve is None:
+        return None
+    job = stage.job.runtime.curve
+    name, num_models = f"{stage.name} curve", num_curve_models(config, stage)
+    own = stage.job.scorer()
+    if num_models is None:
+        return StageEstimate(stage=name, max_tokens=None, memory_gb=None, note="unknown number of models")
+    num_problems = min(job.curve.num_problems, _benchmark_rows(job.source) or job.curve.num_problems)
+    answers = num_problems * job.curve.num_samples
+    tokens = num_models * answers * job.sampling.max_new_tokens
+    use = own or stage.engine()
+    assert use is not None, stage.name
+    hours = None if size is None else sampling_hours(config.hardware, size, use, tokens)
+    by_whom = "an engine beside the learner" if own else "the engines that sample"
+    memory = None if own is None or size is None else _weights_gb(size, own)
+    return StageEstimate(
+        stage=name,
+        max_tokens=tokens,
+        memory_gb=memory,
+        gpu_hours=hours,
+        note=f"{num_models} models, {answers} answers each by {by_whom}",
+    )
+
+
+def num_curve_models(config: PipelineConfig, stage: Stage) -> int | None:
+    """Return the number of models that a training with a curve scores; None if its steps are not known."""
+    training = stage.job.training()
+    assert training is not None, stage.name
+    curve = training.runtime.curve
+    num_steps = training.num_steps if isinstance(training, RlConfig) else _sft_steps(config)
+    return None if curve is None or num_steps is None else curve.num_points(num_steps)
+
+
+def _sft_steps(config: PipelineConfig) -> int | None:
+    """Return the most steps that SFT takes; None if nothing bounds them."""
+    traces, sft = _num_traces(config), config.sft
+    bounds = [sft.max_steps] if sft.max_steps else []
+    if traces:
+        bounds.append(math.ceil(traces * sft.num_epochs / sft.rows_per_step))
+    return min(bounds, default=None)
 
 
 def count_rows(source: Source) -> int | None:
@@ -200,8 +248,8 @@ def _on_host(size: ModelSize | None, training: SftConfig | RlConfig) -> str:
 def _evaluate(config: PipelineConfig, size: ModelSize | None, stages: Collection[Stage]) -> StageEstimate:
     """Return the estimate of all evaluations: they differ in the model alone."""
     counts = [_benchmark_rows(b) for b in config.benchmarks]
-    bytes_per_param = 2 if config.evaluate.engine.kind == "vllm" else 4
-    memory = None if size is None else size.num_params * bytes_per_param / 1e9
+    use = next(iter(stages)).engine()
+    memory = None if size is None or use is None else _weights_gb(size, use)
     if None in counts:
         return StageEstimate(stage="evaluate", max_tokens=None, memory_gb=memory, note="a benchmark file is missing")
     answers = 0
@@ -217,6 +265,10 @@ def _evaluate(config: PipelineConfig, size: ModelSize | None, stages: Collection
         gpu_hours=gpu_hours(config, first, size, max_tokens=tokens),
         note=f"{len(stages)} models, {answers} answers each; weights only",
     )
+
+
+def _weights_gb(size: ModelSize, use: EngineUse) -> float:
+    return size.num_params * (2 if use.engine.kind == "vllm" else 4) / 1e9
 
 
 def _benchmark_rows(benchmark: BenchmarkConfig) -> int | None:

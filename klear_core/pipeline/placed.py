@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 
+from klear_core.cluster.engine_plan import plan_scorer
 from klear_core.cluster.nodes import joins_a_cluster, known_nodes
 from klear_core.cluster.placement import (
     GpuPlan,
@@ -15,6 +16,7 @@ from klear_core.cluster.placement import (
     plan_gpus,
 )
 from klear_core.cluster.places import Node, Place, Placement, Room, check_tensor_parallel, place_ranks, place_rl
+from klear_core.config.engine import HttpEngineConfig
 from klear_core.config.jobs import Stage
 from klear_core.config.rl import RlConfig
 from klear_core.config.sft import SftConfig
@@ -54,6 +56,24 @@ def problems_on(nodes: Sequence[Node], work: PendingWork) -> Iterator[str]:
             place_training(training, size, nodes)
         except ResourceError as e:
             yield f"{stage.section}.runtime: {e}"
+            continue
+        yield from _scorer_problems(stage, training, size, nodes)
+
+
+def _scorer_problems(
+    stage: Stage, training: SftConfig | RlConfig, size: ModelSize | None, nodes: Sequence[Node]
+) -> Iterator[str]:
+    """Yield a problem if the engine that scores models while a stage trains finds no GPU beside the learner's."""
+    use = stage.job.scorer()
+    if use is None:
+        return
+    assert not isinstance(use.engine, HttpEngineConfig), "evaluation has engines of its own"
+    num_gpus = sum(node.num_gpus for node in nodes)
+    num_params = None if size is None else size.num_params
+    try:
+        plan_scorer(use.engine, training.runtime, num_gpus, num_params, key=stage.section)
+    except ResourceError as e:
+        yield str(e)
 
 
 def _check_device(training: SftConfig | RlConfig, num_params: int, nodes: Sequence[Node], *, section: str) -> None:

@@ -55,17 +55,18 @@ class StageCurves:
     others: tuple[OtherMetric, ...]
 
 
-SFT_CHARTS = (
-    ChartSpec(title="Loss, nats per token", metrics=(("loss/train", "training"), ("loss/validation", "validation"))),
-    ChartSpec(title="Gradient norm", metrics=(("grad/norm", ""),), note="before it is cut to the bound"),
-    ChartSpec(title="Learning rate", metrics=(("optim/lr", ""),)),
-    ChartSpec(title="Tokens per second", metrics=(("time/tokens_per_s", ""),)),
-)
 _SCORE = ChartSpec(
     title="Score on a fixed set",
     metrics=(("eval/avg", "score"), ("eval/avg_rerun_low", "re-run, low"), ("eval/avg_rerun_high", "re-run, high")),
     note="while it trained, with the interval over other samples of these problems",
     is_share=True,
+)
+SFT_CHARTS = (
+    _SCORE,
+    ChartSpec(title="Loss, nats per token", metrics=(("loss/train", "training"), ("loss/validation", "validation"))),
+    ChartSpec(title="Gradient norm", metrics=(("grad/norm", ""),), note="before it is cut to the bound"),
+    ChartSpec(title="Learning rate", metrics=(("optim/lr", ""),)),
+    ChartSpec(title="Tokens per second", metrics=(("time/tokens_per_s", ""),)),
 )
 RL_CHARTS = (
     _SCORE,
@@ -166,7 +167,7 @@ def _whose_problems(stage: StageFacts | MissingStage) -> str:
         held = runtime.get("curve") if isinstance(runtime, dict) else None
         job = None if held is None else CurveJob.model_validate(held)
     else:
-        job = stage.stage.job.runtime.curve if isinstance(stage.stage.job, RlJob) else None
+        job = stage.stage.job.runtime.curve if isinstance(stage.stage.job, SftJob | RlJob) else None
     if job is None:
         return ""
     return (

@@ -12,25 +12,14 @@ from typing import Protocol, Self
 from klear_core.config.rl import RlConfig
 from klear_core.generate.engine import InferenceEngine
 from klear_core.metrics import Telemetry
-
-_METRICS = {
-    "avg": "rl/eval/avg",
-    "avg_low": "rl/eval/avg_low",
-    "avg_high": "rl/eval/avg_high",
-    "avg_rerun_low": "rl/eval/avg_rerun_low",
-    "avg_rerun_high": "rl/eval/avg_rerun_high",
-    "truncated_frac": "rl/eval/truncated_frac",
-    "unscored_frac": "rl/eval/unscored_frac",
-    "tokens_mean": "rl/eval/tokens_mean",
-}
-"""Metric by what an exam calls it."""
+from klear_core.train.curve import point_metrics
 
 
 class Exam(Protocol):
     """Answers and judges a fixed set of problems with the weights that an engine has."""
 
     async def score(self, engine: InferenceEngine) -> dict[str, float]:
-        """Return the score and what stands beside it, by the names in `_METRICS`."""
+        """Return the score and what stands beside it, by the names in `POINT`."""
         ...
 
 
@@ -53,8 +42,7 @@ class Curve:
     def __init__(self, exam: Exam | None, telemetry: Telemetry, cfg: RlConfig) -> None:
         self._exam = exam
         self._telemetry = telemetry
-        curve = cfg.runtime.curve
-        self._every_steps = curve.every_steps if curve is not None else 0
+        self._curve = cfg.runtime.curve
         self._num_steps = cfg.num_steps
         self._running: tuple[int, asyncio.Task[dict[str, float]]] | None = None
 
@@ -72,9 +60,9 @@ class Curve:
 
     def start(self, engine: InferenceEngine, *, step: int) -> None:
         """Start the point of these weights, those after `step` steps, if one is due."""
-        if self._exam is None:
+        if self._exam is None or self._curve is None:
             return
-        if step % self._every_steps == 0 or step == self._num_steps:
+        if self._curve.is_due(step, num_steps=self._num_steps):
             assert self._running is None, step
             self._running = (step, asyncio.create_task(self._exam.score(engine)))
 
@@ -85,4 +73,4 @@ class Curve:
         step, task = self._running
         metrics = await task
         self._running = None
-        self._telemetry.add({_METRICS[name]: value for name, value in metrics.items()}, step=step)
+        self._telemetry.add(point_metrics("rl", metrics), step=step)

@@ -17,6 +17,7 @@ import torch
 from klear_core.artifacts.home import Home, fetch_results, home_of, send_results
 from klear_core.artifacts.ledger import FileRecord, LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shards
+from klear_core.config.curve import CurveConfig
 from klear_core.config.sft import SftConfig
 from klear_core.hf_config import read_hf_config
 from klear_core.metrics import Telemetry, skipped_note
@@ -28,11 +29,13 @@ from klear_core.sft.order import RowOrder, Split, split_rows
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.checkpoint_copies import fetch_folder, send_folder
+from klear_core.train.curve import OpenScorer, no_scorer, scoring
 from klear_core.train.flops import FlopCount, peak_flops
 from klear_core.train.lora import FOLDER, Adapters, save_adapter
 from klear_core.train.model import Policy, export_model
 from klear_core.train.packing import PackedBatch
 from klear_core.train.parallel import World, adapter_weights, full_weights, load_policy, pack_share
+from klear_core.train.points import PointWriter
 from klear_core.train.ranks import RunRanks, run_here
 from klear_core.train.step import StepResult, Updater, save_bad_batch
 from klear_core.types import SftExample, TeacherTrace
@@ -47,6 +50,8 @@ class _Job:
     store: Path
     seed: int
     workdir: Path
+    curve: CurveConfig | None = None
+    """Steps whose models are exported to be scored; None: none."""
     home: Home | None = None
     """Where ranks on nodes with other disks get model and tokens; None without a shared store."""
 
@@ -69,10 +74,12 @@ def train_sft(
     workdir: Path,
     telemetry: Telemetry,
     run_ranks: RunRanks = run_here,
+    open_scorer: OpenScorer = no_scorer,
 ) -> StageSummary:
     """Train `model` on `traces/traces/*.parquet` and write `workdir/model`, a Hugging Face folder in `cfg.dtype`.
 
-    `run_ranks` runs the learner ranks, by default the only one, in this process.
+    `run_ranks` runs the learner ranks, by default the only one, in this process. `open_scorer` opens what scores the
+    models of `cfg.runtime.curve` while training goes on.
 
     Raise ConfigError if the chat template is unfit, DataError if too few traces are usable, TrainingError after too
     many skipped steps.
@@ -89,10 +96,13 @@ def train_sft(
     home = None if run_ranks is run_here else home_of(workdir)
     if home is not None:
         send_folder(store)
-    job = _Job(cfg=cfg, model=model, store=store, seed=seed, workdir=workdir, home=home)
-    summary, results = run_ranks(partial(_run_rank, job), cfg.runtime, telemetry)
+    with open_scorer(model_folder(model)) as scorer, scoring(scorer, telemetry, stage="sft", workdir=workdir) as scores:
+        curve = None if scores is None else cfg.runtime.curve
+        job = _Job(cfg=cfg, model=model, store=store, seed=seed, workdir=workdir, curve=curve, home=home)
+        summary, results = run_ranks(partial(_run_rank, job), cfg.runtime, telemetry)
+        unscored = () if scores is None else scores.finish()
     fetch_results(home, results, workdir)
-    return summary.model_copy(update={"notes": (*warnings, *summary.notes)})
+    return summary.model_copy(update={"notes": (*warnings, *summary.notes, *unscored)})
 
 
 def _run_rank(job: _Job, world: World, telemetry: Telemetry) -> tuple[StageSummary, tuple[FileRecord, ...]]:
@@ -124,6 +134,8 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     checkpoints = Checkpoints(job.workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
     # Weights and moments are loaded in place, counters say where to go on.
     first, counters = checkpoints.load_latest(policy, updater.optimizer) or (0, {"num_skipped": 0, "num_tokens": 0})
+    points = _point_writer(job, world)
+    points.begin(policy, first=first, num_steps=num_steps)
 
     for step in range(first, num_steps):
         speed.start()
@@ -150,6 +162,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
             _count_validation(held_out_loss, counters)
         telemetry.log(metrics, step=done)
         telemetry.progress(done, num_steps, f"loss {result.loss:.3f}" if result.is_applied else "update skipped")
+        points.offer(policy, step=done, num_steps=num_steps)
         if checkpoints.is_due(done) or done == num_steps:
             checkpoints.save(done, policy, updater.optimizer, counters)
     checkpoints.wait()
@@ -158,7 +171,10 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     ledger = (store.ledger, _hold_out_step(split), _weigh_step(order, num_steps=num_steps, num_rows=len(split.train)))
     notes = (skipped_note(int(counters["num_skipped"])),) if counters["num_skipped"] else ()
     return StageSummary(
-        counts=_counts(num_steps, counters), ledger=ledger, seeds={"sft": job.seed}, notes=(*path_notes, *notes)
+        counts=_counts(num_steps, counters),
+        ledger=ledger,
+        seeds={"sft": job.seed},
+        notes=(*path_notes, *notes, *points.notes()),
     )
 
 
@@ -195,6 +211,17 @@ def _load(job: _Job, world: World) -> Policy:
         activation_checkpointing=cfg.runtime.activation_checkpointing,
         cpu_offload=cfg.runtime.cpu_offload,
         adapters=None if cfg.lora is None else Adapters(cfg=cfg.lora, seed=seed_for(job.seed, "sft/lora")),
+    )
+
+
+def _point_writer(job: _Job, world: World) -> PointWriter:
+    return PointWriter(
+        job.curve,
+        workdir=job.workdir,
+        source=model_folder(job.model),
+        window=wanted_window(job.model),
+        dtype=job.cfg.dtype,
+        world=world,
     )
 
 

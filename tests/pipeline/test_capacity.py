@@ -117,6 +117,13 @@ def test_saved_steps_are_counted(tmp_path: Path) -> None:
     assert needed_gb(work_of(saving, "rl")) == pytest.approx(1 + 5 * CHECKPOINT_GB + MODEL_GB)
 
 
+def test_models_that_wait_for_their_score_are_counted(tmp_path: Path) -> None:
+    """Steps 0, 10 and 15."""
+    curve = "sft.runtime.curve={ benchmark = 'aime24', every_steps = 10 }"
+    work = work_of(large(tmp_path, curve, "sft.max_steps=15"), "sft")
+    assert needed_gb(work) == pytest.approx(1 + 3 * CHECKPOINT_GB + (1 + 3) * MODEL_GB)
+
+
 def test_what_a_killed_attempt_left_is_not_needed_again(tmp_path: Path) -> None:
     work = replace(work_of(large(tmp_path), "sft"), begun_gb=2 * CHECKPOINT_GB)
     assert disk_problem(work, free_gb=CHECKPOINT_GB + MODEL_GB + 1.1) is None
@@ -180,6 +187,15 @@ def test_a_driver_without_a_gpu_looks_at_the_nodes_of_the_cluster(
     others = [Node(name=name, num_cpus=64, num_gpus=8) for name in "ab"]
     assert not list(problems_on([head, *others], work))
     assert "need 16 GPUs; Ray has 8" in "".join(problems_on([head, others[0]], work))
+
+
+def test_a_curve_without_a_gpu_beside_the_learner_is_refused(tmp_path: Path) -> None:
+    curve = "sft.runtime.curve={ benchmark = 'aime24' }"
+    node = Node(name="a", num_cpus=64, num_gpus=8)
+    (problem,) = problems_on([node], work_of(large(tmp_path, curve, "sft.runtime.num_workers=8"), "sft"))
+    assert "sft.runtime.curve: the engine that scores" in problem
+    assert "needs 2 of 8 GPUs, and the learner's 8 ranks leave 0: lower sft.runtime.num_workers" in problem
+    assert not list(problems_on([node], work_of(large(tmp_path, curve, "sft.runtime.num_workers=6"), "sft")))
 
 
 def test_the_plan_says_what_runs_where(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from klear_core.report.published_view import published_rows
 from klear_core.report.read import read_facts
 from klear_core.report.scores_view import benchmark_views
 from klear_core.report.terminal import score_table
+from klear_core.train.curve import POINT
 from klear_core.types import Outcome, Verdict
 
 
@@ -95,7 +96,10 @@ def test_what_the_charts_name_is_what_the_stages_log() -> None:
     core = Path(curves.__file__).parents[1]
     for stage, specs in (("sft", SFT_CHARTS), ("rl", RL_CHARTS)):
         source = "".join(path.read_text() for path in sorted((core / stage).glob("*.py")))
-        assert [m for spec in specs for m, _ in spec.metrics if f'"{stage}/{m}"' not in source] == []
+        points = {f"eval/{name}" for name in POINT}
+        charted = {m for spec in specs for m, _ in spec.metrics}
+        assert [m for m in charted - points if f'"{stage}/{m}"' not in source] == []
+        assert "eval/avg" in charted & points
 
 
 def test_phases_share_out_the_time(facts: Facts) -> None:
@@ -267,7 +271,7 @@ def test_the_curve_of_scores_says_which_reported_benchmark_its_problems_are_from
     points = [("rl/eval/avg", 0.5), ("rl/eval/avg_rerun_low", 0.4), ("rl/eval/avg_rerun_high", 0.6)]
     scores = tuple(Series(name=name, steps=(0, 10), values=(0.1, value)) for name, value in points)
     rl = next(stage for stage in facts.stages if stage.name == "rl")
-    job = CurveJob.of(CurveConfig(benchmark="heldout", num_problems=8), facts.config)
+    job = CurveJob.of(CurveConfig(benchmark="heldout", num_problems=8), facts.config, has_engines=True)
     runtime = CurveRuntime(curve=job).model_dump(mode="json")
     manifest = rl.manifest.model_copy(update={"config": {**rl.manifest.config, "runtime": runtime}})
     (drawn,) = stage_curves([replace(rl, manifest=manifest, metrics=scores)])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import pytest
 from rl_builders import Recorder, low_byte_judge, problem, problem_artifact, rl_config, same_weights
+from toy_curves import toy_curve
 
-from klear_core.config.curve import CurveConfig, CurveJob
-from klear_core.config.data import BenchmarkConfig, FileSource
-from klear_core.config.evaluate import EvaluateSamplingConfig
+from klear_core.config.curve import CurveConfig
 from klear_core.config.jobs import RlJob
 from klear_core.config.load import validate
 from klear_core.config.pipeline import PipelineConfig
@@ -95,23 +93,10 @@ def test_a_killed_run_scores_the_checkpoint_that_it_goes_on_from(base: Path, tmp
     assert telemetry.order == ["point 2", "row 3", "row 4", "point 4"]
 
 
-def toy_job(tmp_path: Path, **changes: object) -> CurveJob:
-    rows = [{"problem": f"What is {i}?", "answer": "1"} for i in range(10)]
-    (tmp_path / "toy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"benchmark": "toy", "num_problems": 4, "num_samples": 2, "every_steps": 1} | changes
-    return CurveJob(
-        curve=CurveConfig.model_validate(settings),
-        source=BenchmarkConfig(name="toy", source=FileSource(path=str(tmp_path / "toy.jsonl"))),
-        sampling=EvaluateSamplingConfig(temperature=1.0, max_new_tokens=6),
-        verify=VerifyConfig(),
-        confidence=0.95,
-    )
-
-
 def test_real_scores_have_intervals_and_leave_the_weights_as_they_are_without(base: Path, tmp_path: Path) -> None:
     problems = problem_artifact(tmp_path / "problems", PROBLEMS)
     group_filter = {"zero_advantage": "off"}  # the real judge finds nothing right in what this model says
-    opened = partial(open_exam, toy_job(tmp_path), build_judge_pool, seed=0)
+    opened = partial(open_exam, toy_curve(tmp_path), build_judge_pool, seed=0)
     telemetry = Points()
     for name, exam in (("with", {"open_exam": opened}), ("without", {})):
         setup = RlSetup(
@@ -128,15 +113,15 @@ def test_real_scores_have_intervals_and_leave_the_weights_as_they_are_without(ba
 
 
 def test_the_fixed_set_is_drawn_by_the_seed_and_a_larger_one_holds_a_smaller(tmp_path: Path) -> None:
-    few, more = fixed_set(toy_job(tmp_path), seed=0), fixed_set(toy_job(tmp_path, num_problems=7), seed=0)
-    assert few == fixed_set(toy_job(tmp_path), seed=0)
+    few, more = fixed_set(toy_curve(tmp_path), seed=0), fixed_set(toy_curve(tmp_path, num_problems=7), seed=0)
+    assert few == fixed_set(toy_curve(tmp_path), seed=0)
     assert more[:4] == few
-    assert fixed_set(toy_job(tmp_path), seed=1) != few
-    assert len(fixed_set(toy_job(tmp_path, num_problems=99), seed=0)) == 10
+    assert fixed_set(toy_curve(tmp_path), seed=1) != few
+    assert len(fixed_set(toy_curve(tmp_path, num_problems=99), seed=0)) == 10
 
 
 def test_a_curve_is_in_no_fingerprint_and_names_a_benchmark_that_there_is(tmp_path: Path) -> None:
-    job = toy_job(tmp_path)
+    job = toy_curve(tmp_path)
     plain = PipelineConfig(benchmarks=(job.source,))
     tree = {"benchmarks": [job.source.model_dump(mode="json")], "rl": {"runtime": {"curve": {"benchmark": "toy"}}}}
     drawn = PipelineConfig.model_validate(tree)

@@ -8,6 +8,7 @@ import torch
 from gloo_ranks import run_ranks
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from sft_scorers import Scorer, opened, with_curve
 from sft_traces import config, inputs, trace
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +19,7 @@ from klear_core.errors import ConfigError, TrainingError
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import CHAT_TEMPLATE, load_tokenizer
 from klear_core.sft.loop import train_sft
+from klear_core.train.curve import no_scorer
 
 
 class KilledError(Exception):
@@ -45,16 +47,18 @@ def given(tmp_path_factory) -> tuple[Path, Path]:
     return inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def run(given, workdir, telemetry=None, **changes):
+def run(given, workdir, telemetry=None, scorer=None, **changes):
     model, traces = given
+    cfg = config(**changes)
     return train_sft(
-        config(**changes),
+        cfg if scorer is None else with_curve(cfg, every_steps=5),
         model=model,
         traces=traces,
         seed=5,
         workdir=workdir,
         telemetry=telemetry or NullTelemetry(),
         run_ranks=run_ranks,
+        open_scorer=no_scorer if scorer is None else opened(scorer),
     )
 
 
@@ -193,12 +197,16 @@ def test_a_stage_whose_updates_are_all_skipped_has_no_losses_and_says_why(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("context_parallel", [1, 2])
 def test_two_ranks_train_as_one_process(given, tmp_path, context_parallel):
-    one, two = Recorder(), Recorder()
+    one, two, scorer = Recorder(), Recorder(), Scorer()
     run(given, tmp_path / "one", one, max_steps=5)
-    run(given, tmp_path / "two", two, max_steps=5, num_workers=2, context_parallel=context_parallel)
+    run(given, tmp_path / "two", two, scorer, max_steps=5, num_workers=2, context_parallel=context_parallel)
     assert two.column("sft/loss/train") == pytest.approx(one.column("sft/loss/train"), abs=1e-5)
     assert two.column("sft/loss/validation") == pytest.approx(one.column("sft/loss/validation"), abs=1e-5)
     assert two.column("sft/grad/norm") == pytest.approx(one.column("sft/grad/norm"), rel=1e-4)
+    # both take part in the export of whole models, which are scored beside the training
+    base, last = scorer.seen
+    assert_same_weights(base, load_file(given[0] / "model" / "model.safetensors"))
+    assert_same_weights(last, weights(tmp_path / "two"))
 
 
 LORA = {"lora": LoraConfig(rank=4, dropout=0.1), "optim": SftOptimConfig(lr=3e-2, min_lr_ratio=0.05, warmup_steps=3)}

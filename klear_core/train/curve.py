@@ -1,0 +1,163 @@
+"""Have the models of some steps scored beside a training, in a thread of the driver, and log the scores as a curve."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+from klear_core.errors import KlearError
+from klear_core.metrics import METRICS_FILE, Telemetry, read_metrics
+from klear_core.train.points import Points
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5  # between two looks for the next model
+_STORE_POLL_S = 10.0  # the same in a shared store, which charges for them
+
+POINT = (
+    "avg",
+    "avg_low",
+    "avg_high",
+    "avg_rerun_low",
+    "avg_rerun_high",
+    "truncated_frac",
+    "unscored_frac",
+    "tokens_mean",
+)
+"""Last parts of the metrics of a point of the curve, `sft/eval/avg` and so on; the last three are always there."""
+
+
+def point_metrics(stage: str, point: Mapping[str, float]) -> dict[str, float]:
+    """Return a point of the curve under the names of its metrics."""
+    unknown = point.keys() - set(POINT)
+    assert not unknown, unknown
+    return {f"{stage}/eval/{name}": value for name, value in point.items()}
+
+
+class ModelScorer(Protocol):
+    """Scores models on a fixed set of problems, outside of the process or thread that trains."""
+
+    def score(self, model: Path) -> dict[str, float]:
+        """Return a point of the curve, by the names in `POINT`, for the model in a Hugging Face folder."""
+        ...
+
+    def stop(self) -> None:
+        """End the scoring that runs, and refuse others; any thread may call it."""
+        ...
+
+
+OpenScorer = Callable[[Path], AbstractContextManager[ModelScorer | None]]
+"""Returns a context of the scorer for models with the tokenizer of a folder; of None if no scores are to be taken."""
+
+
+def no_scorer(_folder: Path) -> AbstractContextManager[ModelScorer | None]:
+    """Return a context of None."""
+    return nullcontext()
+
+
+class CurveThread:
+    """Scores the models that the learner exports to `workdir`, one at a time and in order, and logs the scores.
+
+    A model that comes while another is scored waits in its folder. What is in the metrics file is not scored again.
+    """
+
+    def __init__(self, scorer: ModelScorer, telemetry: Telemetry, *, stage: str, workdir: Path) -> None:
+        self._scorer = scorer
+        self._telemetry = telemetry
+        self._stage = stage
+        self._points = Points(workdir)
+        self._metrics_file = workdir / METRICS_FILE
+        self._poll_s = _STORE_POLL_S if self._points.is_in_store else _POLL_S
+        self._is_ending = threading.Event()
+        self._is_stopped = False
+        self._failures: dict[int, str] = {}
+        """Why there is no score, by step."""
+        self._troubles: list[str] = []
+        self._thread = threading.Thread(target=self._run, name="klear-curve", daemon=True)
+
+    def start(self) -> None:
+        """Begin with the models that an earlier attempt has left."""
+        logged = self._logged_steps()
+        for step in self._points.waiting():
+            if step in logged:
+                self._points.drop(step)
+        self._thread.start()
+
+    def finish(self) -> tuple[str, ...]:
+        """Wait until all models are scored; return notes if some could not be."""
+        log.info("%s: training is done; the last models of the curve are being scored", self._stage)
+        self._is_ending.set()
+        self._thread.join()
+        notes = list(self._troubles)
+        for step, trouble in self._failures.items():
+            notes.append(f"the curve has no score after step {step}: {trouble}")
+        return tuple(notes)
+
+    def stop(self) -> None:
+        """Give up all models that are not scored yet."""
+        self._is_stopped = True
+        self._is_ending.set()
+        self._scorer.stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            is_ending = self._is_ending.is_set()  # asked before the look: what is exported in between would be missed
+            try:
+                waiting = self._points.waiting()
+                if waiting:
+                    self._score(waiting[0])
+                    continue
+            except (OSError, KlearError) as e:  # of the disk, or of the shared store, which may come back
+                log.warning("%s: the models of the curve cannot be reached: %s", self._stage, e)
+                if is_ending:
+                    self._troubles.append(f"the curve may lack its last scores: {e}")
+            if is_ending:
+                return
+            self._is_ending.wait(self._poll_s)
+
+    def _score(self, step: int) -> None:
+        # The base is exported again by a run that was killed before its first checkpoint. No other row can be trusted
+        # here: those of steps that are trained again are deleted only when the first of these is logged.
+        if step == 0 and 0 in self._logged_steps():
+            self._points.drop(step)
+            return
+        trouble = ""
+        try:
+            point = self._scorer.score(self._points.fetch(step))
+        except Exception as e:  # noqa: BLE001  # whatever an engine or judge raises: training goes on without a score
+            trouble = " ".join(str(e).split()) or type(e).__name__
+        if self._is_stopped or step not in self._points.waiting():
+            return  # the learner went back to an earlier checkpoint, and will export this step again
+        if trouble:
+            log.warning("%s: the model after step %d could not be scored: %s", self._stage, step, trouble)
+            self._failures[step] = trouble
+        else:
+            self._telemetry.add(point_metrics(self._stage, point), step=step)
+            self._failures.pop(step, None)
+        self._points.drop(step)
+
+    def _logged_steps(self) -> set[int]:
+        """Return the steps whose scores are in the metrics file."""
+        name = f"{self._stage}/eval/tokens_mean"
+        return {int(row["step"] or 0) for row in read_metrics(self._metrics_file) if name in row}
+
+
+@contextmanager
+def scoring(
+    scorer: ModelScorer | None, telemetry: Telemetry, *, stage: str, workdir: Path
+) -> Iterator[CurveThread | None]:
+    """Yield the running thread, or None without a scorer; an exception in the block stops it."""
+    if scorer is None:
+        yield None
+        return
+    thread = CurveThread(scorer, telemetry, stage=stage, workdir=workdir)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.stop()
