@@ -16,6 +16,7 @@ from klear_core.errors import ConfigError, KlearError, TrainingError
 from klear_core.evaluate.ablation_runs import TOKEN_SHARES, RunResult
 from klear_core.evaluate.ablation_table import AblationTable, as_markdown
 from klear_core.evaluate.cells import read_cells, table_of
+from klear_core.pipeline.preflight import require_ready
 from klear_core.report.chosen import Choice
 
 GRID = AblationConfig(
@@ -229,6 +230,13 @@ def test_an_ablation_of_the_paper_runs_at_8b_by_changing_the_profile(file: Path)
         assert cell.rate == getattr(profile, there.compare).optim.lr
         assert run.config.model == profile.model
         assert set(there.scored_on) == here.paper.scores[cell.variant].keys()
+
+
+@pytest.mark.parametrize("file", OF_PAPER, ids=lambda file: file.stem)
+def test_an_ablation_of_the_paper_can_start_on_its_small_profile(tmp_path: Path, file: Path) -> None:
+    """The last variant reads the most sources."""
+    *_, last = plan_runs(load_ablation(file), [f"workspace.root={tmp_path}"]).values()
+    require_ready(last.config, last.compared.chosen)
 
 
 def test_a_grid_without_settings_for_a_profile_is_refused_for_it(klear) -> None:
