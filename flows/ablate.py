@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.grid import Cell, CellRun, Runs, plan_runs, require_ready_runs, show_work
-from flows.resolve import grid_file
+from flows.resolve import grid_file, profile_folder
 from flows.reuse import intact_artifacts
 from flows.watched import watched_if
 from klear_core.artifacts.manifest import ArtifactRef, read_manifest
 from klear_core.config.ablation import AblationConfig, load_ablation
+from klear_core.config.load import extended_by
 from klear_core.config.rl import RlConfig
 from klear_core.errors import KlearError
 from klear_core.evaluate.ablation import best_runs, rows_of
@@ -56,7 +57,8 @@ class GridOptions:
 
 def ablate_grid(options: GridOptions) -> None:
     """Run the grid and show its table; a dry run only counts the work. Raise KlearError if a run fails."""
-    cfg = load_ablation(grid_file(str(options.file)), options.profile)
+    extended = extended_by(profile_folder(options.profile)) if options.profile else ()
+    cfg = load_ablation(grid_file(str(options.file)), options.profile, extended)
     runs = plan_runs(cfg, options.overrides)
     first = next(iter(runs.values())).config
     if not options.is_dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from klear_core.config.engine import TorchEngineConfig
@@ -9,12 +10,12 @@ from klear_core.config.evaluate import EvaluateSamplingConfig
 from klear_core.scores import DecodingProfile, EvalReport, Range, Score, write_reports
 
 
-def write_scores(folder: Path, *scores: float) -> None:
+def write_scores(folder: Path, *scores: float, names: Sequence[str] = ("b0", "b1", "b2", "b3")) -> None:
     """Write the reports of an evaluation, of one benchmark a score."""
     decoding = DecodingProfile(sampling=EvaluateSamplingConfig(), engine=TorchEngineConfig(), seed_policy="any")
     reports = tuple(
         EvalReport(
-            benchmark=f"b{i}",
+            benchmark=name,
             decoding=decoding,
             seed=0,
             confidence=0.95,
@@ -31,6 +32,6 @@ def write_scores(folder: Path, *scores: float) -> None:
             unscored_problems=(),
             by_difficulty=(),
         )
-        for i, score in enumerate(scores)
+        for name, score in zip(names, scores, strict=False)
     )
     write_reports(folder, reports)

@@ -4,7 +4,7 @@ the same comparison."""
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -101,16 +101,20 @@ class AblationConfig(Settings):
         """Return the learning rates at which a variant runs; None if it runs at that of its settings."""
         return self.rates.get(variant, self.learning_rates)
 
-    def at(self, profile: str) -> AblationConfig:
-        """Return the grid for another profile, a name or a folder. ConfigError if it has no settings for that name."""
-        name = Path(profile).name
+    def at(self, profile: str, extended: Sequence[str] = ()) -> AblationConfig:
+        """Return the grid for another profile, a name or a folder; `extended` are the profiles that it extends.
+
+        ConfigError if the grid has settings for none of them.
+        """
         if profile == self.profile:
             return self
-        if name not in self.profiles:
+        names = [Path(profile).name, *extended]
+        name = next((name for name in names if name in self.profiles), None)
+        if name is None:
             known = ", ".join([self.profile, *self.profiles])
             raise ConfigError(
-                f"this grid is for {known}, and its overrides and learning rates may be wrong for {name}: "
-                f"a table [profiles.{name}] says which to change, and may be empty"
+                f"this grid is for {known}, and its overrides and learning rates may be wrong for {names[0]}: "
+                f"a table [profiles.{names[0]}] says which to change, and may be empty"
             )
         other = self.profiles[name]
         changed = {key: getattr(other, key) for key in other.model_fields_set}
@@ -128,12 +132,12 @@ def _require_known(key: str, names: Iterable[str], known: Collection[str]) -> No
             raise ValueError(f"{key}: {name!r} is not among the variants {', '.join(known)}")
 
 
-def load_ablation(file: Path, profile: str | None = None) -> AblationConfig:
-    """Read and validate an ablation file, for its own profile or another; raise ConfigError that names the file and
-    every wrong key."""
+def load_ablation(file: Path, profile: str | None = None, extended: Sequence[str] = ()) -> AblationConfig:
+    """Read and validate an ablation file, for its own profile or another one (see `AblationConfig.at`); raise
+    ConfigError that names the file and every wrong key."""
     try:
         grid = AblationConfig.model_validate(tomllib.loads(file.read_text()))
-        return grid if profile is None else grid.at(profile)
+        return grid if profile is None else grid.at(profile, extended)
     except OSError as e:
         raise ConfigError(f"{file}: cannot be read ({e.strerror})") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:

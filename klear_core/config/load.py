@@ -55,6 +55,16 @@ def _extended(folder: Path, chain: tuple[Path, ...]) -> Tree:
     return overlay(_extended(extended, (*chain, extended)), settings)
 
 
+def extended_by(folder: Path) -> tuple[str, ...]:
+    """Return the names of the profiles that a profile extends, the nearest first."""
+    names: list[str] = []
+    read_profile(folder)  # refuses a circle
+    while base := _own_settings(folder).get("extends"):
+        folder = (folder / base).resolve()
+        names.append(folder.name)
+    return tuple(names)
+
+
 def _own_settings(folder: Path) -> Tree:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such profile folder; profiles here: {_profiles_near(folder)}")

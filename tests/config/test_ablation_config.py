@@ -63,6 +63,7 @@ def test_settings_for_another_profile_replace_those_of_the_grid(tmp_path: Path) 
     assert grid.paper is not None
     assert list(grid.paper.scores) == ["a"]  # b is no variant there
     assert load_ablation(file, "my/klear_8b").variants == grid.variants
+    assert load_ablation(file, "node_8", ["klear_8b"]) == grid.model_copy(update={"profile": "node_8"})
     assert load_ablation(file, "smoke") == load_ablation(file)
     with pytest.raises(ConfigError, match=r"grid\.toml: this grid is for smoke, klear_8b, .*for laptop"):
         load_ablation(file, "laptop")

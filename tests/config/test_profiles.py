@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from klear_core.config.engine import VllmEngineConfig
-from klear_core.config.load import load_profile, read_profile
+from klear_core.config.load import extended_by, load_profile, read_profile
 from klear_core.config.settings import config_digest
 from klear_core.errors import ConfigError
 from klear_core.pipeline.ahead import PendingWork
@@ -58,6 +58,13 @@ def test_a_profile_has_the_settings_of_the_one_that_it_extends_and_its_own_over_
         "seed": 3,
         "rl": {"optim": {"lr": 2e-4, "warmup_steps": 7}, "loss": {"kind": "gppo"}},
     }
+
+
+def test_a_profile_names_those_that_it_extends(tmp_path: Path) -> None:
+    _profile(tmp_path / "a", "seed = 1")
+    _profile(tmp_path / "b", 'extends = "../a"')
+    assert extended_by(_profile(tmp_path / "c", 'extends = "../b"')) == ("b", "a")
+    assert extended_by(tmp_path / "a") == ()
 
 
 def test_profiles_in_a_circle_are_refused(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from evaluations import write_scores
 from klear_command import FEW_PROBLEMS, ROOT, start
+from manifests import manifest
 
-from flows.ablate import record_choice, records_of, require_complete, run_grid
+from flows.ablate import GridOptions, ablate_grid, record_choice, records_of, require_complete, run_grid
 from flows.grid import Cell, Compared, plan_runs
 from klear_core.config.ablation import AblationConfig, load_ablation
 from klear_core.config.data import ProceduralSource
@@ -16,6 +18,7 @@ from klear_core.errors import ConfigError, KlearError, TrainingError
 from klear_core.evaluate.ablation_runs import TOKEN_SHARES, RunResult
 from klear_core.evaluate.ablation_table import AblationTable, as_markdown
 from klear_core.evaluate.cells import read_cells, table_of
+from klear_core.pipeline.graph import open_store
 from klear_core.pipeline.preflight import require_ready
 from klear_core.report.chosen import Choice
 
@@ -250,6 +253,59 @@ def test_a_dry_run_of_a_grid_whose_files_are_missing_names_the_stages(klear, tmp
     assert shown.status == 0, shown.err
     assert shown.out.startswith("6 runs of benchmarks, tagger, curate, base, tag, distill, sft, evaluate_sft; ")
     assert "data/bench/aime24.qs.jsonl: no such file" in shown.out
+
+
+def test_a_profile_takes_the_settings_of_the_one_that_it_extends(klear, tmp_path: Path) -> None:
+    in_workspace = ("--dry-run", "--set", f"workspace.root={tmp_path}")
+    shown = klear("ablate", "clip_losses", "--profile", "node_8", *in_workspace)
+    assert shown.out.startswith("6 runs of benchmarks, "), shown.err
+
+
+def test_a_grid_of_sft_is_compared_with_the_papers_rows_beside_it(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(
+        """
+        profile = "smoke"
+        compare = "sft"
+        reference = "a"
+        seeds = [1, 2]
+        scored_on = ["heldout"]
+        [variants]
+        a = []
+        b = ["distill.teacher.slip_rate=0.5"]
+        [paper]
+        source = "arXiv 0, Table 1"
+        about = "at 8B"
+        scores = { a = { aime24 = 40 }, b = { aime24 = 35.5 } }
+        """
+    )
+    options = GridOptions(file=file, profile=None, overrides=(f"workspace.root={tmp_path / 'ws'}",), is_dry_run=False)
+    for c, run in plan_runs(load_ablation(file), options.overrides).items():
+        store = open_store(run.config.workspace)
+        for own in run.fingerprints().values():
+            with store.create(own.kind, own.fingerprint) as slot:
+                if slot.ref is not None:
+                    continue  # shared by both variants
+                if own.kind == "evaluate":
+                    write_scores(slot.workdir, {"a": 0.5, "b": 0.3}[c.variant] + c.seed / 100, names=["heldout"])
+                counts = {"steps": 30, "tokens": 5000}
+                slot.publish(manifest(own.kind, own.fingerprint, counts=counts))
+    ablate_grid(options)
+    assert "4 runs; artifacts to make: none" in capsys.readouterr().out
+    folder = tmp_path / "ws" / "ablations"
+    shown = (folder / "small.md").read_text()
+    assert (
+        "| b | 0.004 | 31.5 (31.0 to 32.0) | 25.1 to 37.9 | -20.0 (-20.0 to -20.0) | -20.0 to -20.0 | 30 | 5,000 |"
+        in shown
+    )
+    assert (
+        "| b | 31.5 (31.0 to 32.0) | a | -20.0 (-20.0 to -20.0) | -20.0 to -20.0 | 35.5 | -4.5 | same in 1 of 1 |"
+        in shown
+    )
+    table = AblationTable.model_validate_json((folder / "small.json").read_text())
+    assert table.beside is not None
+    assert table.beside.rows[1].paper_difference == {"aime24": -4.5}
+    assert table_of(read_cells(folder / "small.jsonl"), "a").rows == table.rows
 
 
 def test_a_grid_of_sft_ends_at_its_evaluation_and_one_of_code_rl_starts_from_math_rl() -> None:
