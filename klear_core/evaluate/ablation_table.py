@@ -119,7 +119,7 @@ def _rl_cells(row: TableRow) -> list[str]:
 
 def _lines_beside(beside: BesidePaper, benchmarks: Sequence[str]) -> list[str]:
     """Return the published results beside ours. `benchmarks` are those of our score."""
-    head = ["variant", f"ours: {', '.join(benchmarks) or 'avg@n'} (range)", "minus", "ours (range)", "95 %"]
+    head = ["variant", f"ours: {', '.join(benchmarks) or 'avg@n'} (range)", "minus", "ours (range)", "95 %", "p"]
     names = list(beside.rows[0].paper)
     ours = {name for row in beside.rows for name in row.our_scores}
     for name in names:
@@ -140,13 +140,14 @@ def _lines_beside(beside: BesidePaper, benchmarks: Sequence[str]) -> list[str]:
 
 
 def _our_cells(row: BesideRow) -> list[str]:
-    """Return our score, the reference, and our difference from it with its interval."""
+    """Return our score, the reference, and our difference from it with its interval and corrected p-value."""
     score = "no result" if row.ours is None else _spread_cells(row.ours)[0]
     if row.variant == row.reference:
-        return [score, "", "", ""]
+        return [score, "", "", "", ""]
     if row.our_difference is None:
-        return [score, row.reference, "no result", "none"]
-    return [score, row.reference, *_spread_cells(row.our_difference, sign="+")]
+        return [score, row.reference, "no result", "none", ""]
+    p = "none" if row.p is None else f"{row.p:.3f}"
+    return [score, row.reference, *_spread_cells(row.our_difference, sign="+"), p]
 
 
 def _spread_cells(spread: SeedSpread, *, sign: str = "") -> list[str]:

@@ -8,9 +8,14 @@ from statistics import fmean
 from klear_core.config.ablation import PaperRows
 from klear_core.config.settings import Settings
 from klear_core.evaluate.ablation import TableRow
-from klear_core.evaluate.stats import SeedSpread
+from klear_core.evaluate.sign_flip import holm
+from klear_core.evaluate.stats import SeedSpread, t_test_p
 
 CAUTION = "Scale and task differ: only the direction of a difference can be compared, not its size."
+
+
+ALPHA = 0.05
+"""Corrected p-value below which a difference of ours is shown."""
 
 
 class BesideRow(Settings):
@@ -22,6 +27,8 @@ class BesideRow(Settings):
     """avg@n over seeds, in 0..1; None without a result."""
     our_difference: SeedSpread | None = None
     """Difference from the reference, paired by seed; None for the reference itself, and without a result."""
+    p: float | None = None
+    """Holm-corrected p-value of our difference, by Student's t test over seeds; None without one, or with collapses."""
     our_scores: dict[str, float]
     """Our mean scores on those of the published benchmarks that we have, in percent."""
     paper: dict[str, float]
@@ -34,10 +41,9 @@ class BesideRow(Settings):
         """Compare the signs of our difference and the published ones, in words; empty for the reference."""
         if not self.paper_difference:
             return ""
-        interval = self.our_difference.interval if self.our_difference else None
-        if interval is None or interval.low <= 0 <= interval.high:
+        if self.our_difference is None or self.p is None or self.p >= ALPHA:
             return "not shown by ours"
-        same = [name for name, points in self.paper_difference.items() if points * interval.low > 0]
+        same = [name for name, points in self.paper_difference.items() if points * self.our_difference.mean > 0]
         return f"same in {len(same)} of {len(self.paper_difference)}"
 
 
@@ -61,11 +67,22 @@ def beside_paper(paper: PaperRows, rows: Sequence[TableRow], references: Mapping
     for row in rows:
         if row.learning_rate is None or row.variant not in ours:
             ours[row.variant] = row
+    found = [_beside(paper, variant, references[variant], ours.get(variant)) for variant in paper.scores]
+    p_values = {row.variant: p for row in found if (p := _p_value(row, ours)) is not None}
+    corrected = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     return BesidePaper(
         source=paper.source,
         about=paper.about,
-        rows=tuple(_beside(paper, variant, references[variant], ours.get(variant)) for variant in paper.scores),
+        rows=tuple(row.model_copy(update={"p": corrected.get(row.variant)}) for row in found),
     )
+
+
+def _p_value(row: BesideRow, ours: Mapping[str, TableRow]) -> float | None:
+    """Return the p-value of our difference; None if there is none, or a run collapsed."""
+    if row.our_difference is None or row.our_difference.interval is None:
+        return None
+    runs, reference = ours[row.variant].runs, ours[row.reference].runs
+    return t_test_p([run.after - reference[seed].after for seed, run in runs.items() if seed in reference])
 
 
 def _beside(paper: PaperRows, variant: str, reference: str, row: TableRow | None) -> BesideRow:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from statistics import fmean
+from statistics import fmean, stdev
 
 from klear_core.config.settings import Settings
 from klear_core.evaluate.intervals import t_interval
@@ -81,6 +81,17 @@ def seed_spread(values: Sequence[float], *, has_collapsed: bool, bounds: tuple[f
         raise ValueError("one run has no spread over seeds")
     interval = None if has_collapsed else t_interval(values, bounds=bounds, confidence=SEED_CONFIDENCE)
     return SeedSpread(mean=fmean(values), least=min(values), most=max(values), num=len(values), interval=interval)
+
+
+def t_test_p(values: Sequence[float]) -> float:
+    """Return the two-sided p-value of Student's t test that the mean is 0; of equal values 0, or 1 if they are 0."""
+    from scipy.special import stdtr
+
+    mean, spread = fmean(values), stdev(values)
+    if not spread:
+        return 0.0 if mean else 1.0
+    t = mean / spread * len(values) ** 0.5
+    return float(2 * stdtr(len(values) - 1, -abs(t)))
 
 
 def largest_rate(num_events: int, num_runs: int) -> float:

@@ -59,6 +59,19 @@ def test_published_differences_are_taken_from_the_same_reference() -> None:
     assert AblationTable.model_validate_json(table().model_dump_json()) == table()
 
 
+def test_our_differences_are_corrected_for_their_number() -> None:
+    """Two variants with differences 0, .02, .04: t(2) is .02 / (.02 / sqrt(3)) = 1.732, p = .2254; Holm doubles both."""
+    runs = {v: {1e-3: {s: an_sft_run(0.4 + 0.02 * s) for s in range(3)}} for v in ("easy_mixed", "all_correct")}
+    runs["all_mixed"] = {1e-3: {s: an_sft_run(0.4) for s in range(3)}}
+    beside = beside_paper(PAPER, rows_of(runs, "all_mixed"), REFERENCES)
+    assert {row.variant: row.p for row in beside.rows} == {
+        "easy_mixed": pytest.approx(0.4508, abs=1e-4),
+        "all_correct": pytest.approx(0.4508, abs=1e-4),
+        "easy_correct": None,
+        "all_mixed": None,
+    }
+
+
 def test_the_table_of_sft_has_no_columns_of_rl_and_the_paper_stands_below_it() -> None:
     shown = as_markdown(table()).splitlines()
     assert shown[:4] == [
@@ -75,15 +88,15 @@ def test_the_table_of_sft_has_no_columns_of_rl_and_the_paper_stands_below_it() -
         "Scale and task differ: only the direction of a difference can be compared, not its size."
     )
     assert shown[begin + 2 :] == [
-        "| variant | ours: heldout (range) | minus | ours (range) | 95 % "
+        "| variant | ours: heldout (range) | minus | ours (range) | 95 % | p "
         "| paper: aime24 | difference | paper: aime25 | difference | direction |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| easy_mixed | 20.0 (20.0 to 20.0) | all_mixed | -40.0 (-40.0 to -40.0) | -40.0 to -40.0 "
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| easy_mixed | 20.0 (20.0 to 20.0) | all_mixed | -40.0 (-40.0 to -40.0) | -40.0 to -40.0 | 0.000 "
         "| 40.22 | -2.7 | 30.63 | -1.87 | same in 2 of 2 |",
-        "| easy_correct | 50.0 (48.0 to 52.0) | easy_mixed | +30.0 (+28.0 to +32.0) | +25.0 to +35.0 "
+        "| easy_correct | 50.0 (48.0 to 52.0) | easy_mixed | +30.0 (+28.0 to +32.0) | +25.0 to +35.0 | 0.003 "
         "| 45 | +4.78 | 31.25 | +0.62 | same in 2 of 2 |",
-        "| all_mixed | 60.0 (60.0 to 60.0) |  |  |  | 42.92 |  | 32.5 |  |  |",
-        "| all_correct | 60.0 (50.0 to 70.0) | all_mixed | +0.0 (-10.0 to +10.0) | -24.8 to +24.8 "
+        "| all_mixed | 60.0 (60.0 to 60.0) |  |  |  |  | 42.92 |  | 32.5 |  |  |",
+        "| all_correct | 60.0 (50.0 to 70.0) | all_mixed | +0.0 (-10.0 to +10.0) | -24.8 to +24.8 | 1.000 "
         "| 44.58 | +1.66 | 32.29 | -0.21 | not shown by ours |",
     ]
 
@@ -97,7 +110,7 @@ def test_our_scores_on_the_same_benchmarks_stand_beside_the_published_ones() -> 
     assert ours["easy_mixed"] == {}
     shown = as_markdown(AblationTable(reference="all_mixed", rows=rows, beside=beside, failures={}))
     assert "| ours: aime24 | paper: aime24 | difference | paper: aime25 | difference |" in shown
-    assert "| easy_mixed | no result | all_mixed | no result | none | no result | 40.22 |" in shown
+    assert "| easy_mixed | no result | all_mixed | no result | none |  | no result | 40.22 |" in shown
 
 
 def test_a_run_that_compares_sft_is_read_from_its_model_and_evaluation(tmp_path: Path) -> None:

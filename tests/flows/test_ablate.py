@@ -299,7 +299,7 @@ def test_a_grid_of_sft_is_compared_with_the_papers_rows_beside_it(tmp_path: Path
         in shown
     )
     assert (
-        "| b | 31.5 (31.0 to 32.0) | a | -20.0 (-20.0 to -20.0) | -20.0 to -20.0 | 35.5 | -4.5 | same in 1 of 1 |"
+        "| b | 31.5 (31.0 to 32.0) | a | -20.0 (-20.0 to -20.0) | -20.0 to -20.0 | 0.000 | 35.5 | -4.5 | same in 1 of 1 |"
         in shown
     )
     table = AblationTable.model_validate_json((folder / "small.json").read_text())
