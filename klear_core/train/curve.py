@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from klear_core.errors import KlearError
 from klear_core.metrics import METRICS_FILE, Telemetry, read_metrics
 from klear_core.train.points import Points
 
@@ -76,7 +75,8 @@ class CurveThread:
         self._is_stopped = False
         self._failures: dict[int, str] = {}
         """Why there is no score, by step."""
-        self._troubles: list[str] = []
+        self._trouble = ""
+        """Why no model can be scored at present."""
         self._thread = threading.Thread(target=self._run, name="klear-curve", daemon=True)
 
     def start(self) -> None:
@@ -92,7 +92,7 @@ class CurveThread:
         log.info("%s: training is done; the last models of the curve are being scored", self._stage)
         self._is_ending.set()
         self._thread.join()
-        notes = list(self._troubles)
+        notes = [f"the curve may lack its last scores: {self._trouble}"] if self._trouble else []
         for step, trouble in self._failures.items():
             notes.append(f"the curve has no score after step {step}: {trouble}")
         return tuple(notes)
@@ -112,10 +112,11 @@ class CurveThread:
                 if waiting:
                     self._score(waiting[0])
                     continue
-            except (OSError, KlearError) as e:  # of the disk, or of the shared store, which may come back
-                log.warning("%s: the models of the curve cannot be reached: %s", self._stage, e)
-                if is_ending:
-                    self._troubles.append(f"the curve may lack its last scores: {e}")
+                self._trouble = ""
+            except Exception as e:  # noqa: BLE001  # disk, shared store, trackers: training goes on without scores
+                if str(e) != self._trouble:  # once, not at each look
+                    log.warning("%s: the models of the curve cannot be scored for now: %s", self._stage, e)
+                self._trouble = str(e)
             if is_ending:
                 return
             self._is_ending.wait(self._poll_s)

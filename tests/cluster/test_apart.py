@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from object_server import object_server
 from ray_builders import PROBLEMS, config
 from rl_builders import Recorder, low_byte_judge, same_weights, tiny_base
 from test_engine_pool import answers
+from toy_curves import toy_curve
 from verify_builders import fenced, problem, stdin_reference
 
 from klear_core.artifacts.home import NODE_ROOT, home_of
@@ -20,9 +22,18 @@ from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.store import LocalStore
 from klear_core.artifacts.tests_file import StoredTestsWriter
+from klear_core.cluster.engine_plan import EnginePlan
+from klear_core.config.curve import ScorerConfig
+from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
+from klear_core.errors import ResourceError
+from klear_core.evaluate.checkpoints import open_exam, score_with, spec_of
+from klear_core.generate.factory import start_here
 from klear_core.rl.loop import run_rl
 from klear_core.rl.workers import LocalWorkers, RlSetup, Workers
+from klear_core.train.base import model_folder
+from klear_core.train.points import Points
 from klear_core.types import CodeReference, Outcome, StoredTests
+from klear_core.verify import build_judge_pool
 from tasks.resources import Needs, ray_session
 
 pytest.importorskip("ray")
@@ -31,6 +42,7 @@ from raylets import kill_a_rank_node
 from test_judge_pool import config as judge_config
 
 from klear_core.cluster.judge_pool import build_cluster_judges
+from klear_core.cluster.model_scorer import RayScorer
 from klear_core.cluster.rl_workers import RayWorkers
 
 pytestmark = pytest.mark.slow
@@ -124,6 +136,29 @@ def test_programs_are_judged_by_the_tests_of_an_artifact(apart: Apart) -> None:
         verdicts = [future.result() for future in [pool.submit(asked, answer) for answer in (right, wrong) * 4]]
     assert [(v.outcome, v.score) for v in verdicts] == [(Outcome.SCORED, 1.0), (Outcome.SCORED, 0.0)] * 4
     assert apart.fetched("curate") == {"node1", "node2"}
+
+
+def test_a_model_of_the_curve_is_scored_on_another_disk_as_in_this_process(apart: Apart, tmp_path: Path) -> None:
+    base = apart.store().find("base", "f1") or make(apart.store(), "base", tiny_base)
+    engine = TorchEngineConfig(runtime=TorchEngineRuntime(device="cpu"))
+    job = toy_curve(tmp_path, scorer=ScorerConfig(engine=engine, num_threads=1))
+    with apart.store().create("sft", "curve") as slot:
+        points = Points(slot.workdir)
+        points.add(20, lambda folder: shutil.copytree(model_folder(base.path), folder))
+        assert points.waiting() == [20]
+        plan = EnginePlan(num_engines=1, gpus_per_engine=0)
+        scorer = RayScorer(job, plan, seed=0, home=home_of(slot.workdir), key="sft")
+        with ray_session(NEEDS):
+            point = scorer.score(points.fetch(20))
+            scorer.stop()
+            with pytest.raises(ResourceError, match="stopped"):
+                scorer.score(points.fetch(20))
+        points.drop(20)
+        assert points.waiting() == []
+    # loaded, and then deleted where it was loaded
+    assert not list(apart.root.glob("*/.building/**/step-00000020"))
+    with open_exam(job, build_judge_pool, model_folder(base.path), seed=0) as exam:
+        assert point == asyncio.run(score_with(exam, start_here, spec_of(job, model_folder(base.path), seed=0)))
 
 
 class KillsTheLearnersNode(Recorder):

@@ -144,6 +144,17 @@ def test_a_score_that_fails_is_told_and_costs_no_training(
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
+def test_a_score_that_cannot_be_logged_is_told_and_costs_no_training(given: Given, tmp_path: Path) -> None:
+    class Full(Telemetry):
+        def add(self, metrics: Mapping[str, float], *, step: int) -> None:
+            raise OSError("no space left on device")
+
+    notes = run(given, tmp_path, curve_config(5), Full(tmp_path), Scorer())
+    assert notes == ("the curve may lack its last scores: no space left on device",)
+    assert min(waiting(tmp_path)).name == "step-00000000"  # the next attempt scores it
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
 def test_a_model_that_cannot_be_written_is_told_and_costs_no_training(given: Given, tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "curve").write_text("a file where the folder should be")
@@ -176,6 +187,7 @@ def test_an_error_of_the_training_stops_the_scorer(given: Given, tmp_path: Path)
     assert points(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_process_scores_a_model_and_tells_why_it_cannot(given: Given, tmp_path: Path) -> None:
     folder = given[0] / "model"
     scorer_config = ScorerConfig(engine=TorchEngineConfig(runtime=TorchEngineRuntime(device="cpu")), num_threads=1)
