@@ -316,8 +316,8 @@ class TeacherReply:
     answer: str
     finish_reason: TeacherFinish
     num_tokens: int
-    """Tokens as counted by the teacher's endpoint, or estimated if it counts none; for local teachers,
-    whitespace-separated words."""
+    """Tokens as counted by the teacher's endpoint, or estimated if it counts none; for teachers that
+    are programs, whitespace-separated words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

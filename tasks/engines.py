@@ -14,10 +14,11 @@ from klear_core.cluster.engine_plan import plan_engines, plan_scorer
 from klear_core.cluster.placement import gpus_here
 from klear_core.config.curve import CurveJob
 from klear_core.config.engine import LocalEngineConfig
-from klear_core.config.evaluate import EvaluateRuntime
+from klear_core.config.evaluate import EnginesRuntime
 from klear_core.config.train import TrainRuntime
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.compute import Compute
+from klear_core.generate.pooled import start_with_endpoints
 from klear_core.hf_config import read_hf_config
 from klear_core.verify import JudgePool, build_judge_pool
 from tasks.resources import Needs, ray_session, share_model
@@ -29,21 +30,20 @@ _STORE_BYTES = 128 << 20  # requests and answers; weights are read from the disk
 
 
 @contextmanager
-def open_compute(
-    engine: LocalEngineConfig, runtime: EvaluateRuntime, model: Path, *, section: str
-) -> Iterator[Compute]:
+def open_compute(engine: LocalEngineConfig, runtime: EnginesRuntime, model: Path, *, section: str) -> Iterator[Compute]:
     """Yield what starts the engines of a stage with a model; `section` is that of the stage's settings.
 
-    Ray is started, or joined, only if there is more than one engine, or if RAY_ADDRESS names a cluster, whose GPUs are
-    then used; a given model is sent there. Raise ResourceError if there are too few GPUs.
+    Ray is started, or joined, only if there is more than one engine beside the endpoints, or if RAY_ADDRESS names a
+    cluster, whose GPUs are then used; a given model is sent there. Raise ResourceError if there are too few GPUs.
     """
     if not os.environ.get("RAY_ADDRESS"):
         plan = plan_engines(runtime.num_engines, engine, gpus_here(), key=section)
-        if plan.num_engines == 1:
-            yield Compute(section=section)
+        if plan.num_engines <= 1:
+            start = partial(start_with_endpoints, runtime=runtime, key=section, num_here=plan.num_engines)
+            yield Compute(section=section, start_sampler=start)
             return
     num_engines = 1 if runtime.num_engines == "auto" else runtime.num_engines
-    with ray_session(Needs(num_cpus=num_engines * runtime.num_threads, object_store_bytes=_STORE_BYTES)):
+    with ray_session(Needs(num_cpus=max(1, num_engines * runtime.num_threads), object_store_bytes=_STORE_BYTES)):
         from klear_core.cluster.engine_pool import start_pool
         from klear_core.cluster.judge_pool import build_cluster_judges
 

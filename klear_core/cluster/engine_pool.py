@@ -10,42 +10,35 @@ from klear_core.cluster.calls import within
 from klear_core.cluster.engine_actors import EngineActor
 from klear_core.cluster.engine_plan import EnginePlan, check_engines_have_gpus, plan_engines
 from klear_core.cluster.ray_engine import RayEngine
-from klear_core.config.evaluate import EvaluateRuntime
+from klear_core.config.evaluate import EnginesRuntime
 from klear_core.errors import ResourceError, TrainingError
-from klear_core.generate.factory import EngineSpec, Sampler, num_slots, start_here
-from klear_core.generate.pool import EnginePool, RestartLimit
+from klear_core.generate.factory import EngineSpec, Sampler, num_slots
+from klear_core.generate.pooled import start_members, start_with_endpoints
 from klear_core.hf_config import read_hf_config
 
 _START_S = 1800.0  # longest wait for an actor's GPUs and for its model: 64 GB from a shared disk take minutes
-_WINDOW_S = 3600.0
-"""Window of `max_restarts`."""
 
 
-async def start_pool(spec: EngineSpec, *, runtime: EvaluateRuntime, key: str) -> Sampler:
-    """Start the engines that fit the Ray cluster which this process is connected to.
+async def start_pool(spec: EngineSpec, *, runtime: EnginesRuntime, key: str) -> Sampler:
+    """Start the engines that fit the Ray cluster which this process is connected to, and join the endpoints of the
+    settings to them.
 
     One engine on CPU stays in this process. Raise ResourceError if there are too few GPUs, or for a model too large for
     a CPU; `key` is the stage's section.
     """
     plan = plan_engines(runtime.num_engines, spec.cfg, ray.cluster_resources().get("GPU", 0.0), key=key)
-    check_engines_have_gpus(plan, spec.cfg, read_hf_config(spec.model_folder).num_params, key=key)
-    if plan == EnginePlan(num_engines=1, gpus_per_engine=0):
-        return await start_here(spec)
-    return await start_planned(spec, plan=plan, max_restarts=runtime.max_restarts, key=key)
+    if plan.num_engines:
+        check_engines_have_gpus(plan, spec.cfg, read_hf_config(spec.model_folder).num_params, key=key)
+    if plan.num_engines == 0 or plan == EnginePlan(num_engines=1, gpus_per_engine=0):
+        return await start_with_endpoints(spec, runtime=runtime, key=key, num_here=plan.num_engines)
+    return await start_planned(spec, plan=plan, runtime=runtime, key=key)
 
 
-async def start_planned(spec: EngineSpec, *, plan: EnginePlan, max_restarts: int, key: str) -> Sampler:
-    """Start the engines of a plan as Ray actors; `key` is the stage's section."""
+async def start_planned(spec: EngineSpec, *, plan: EnginePlan, runtime: EnginesRuntime, key: str) -> Sampler:
+    """Start the engines of a plan as Ray actors, and join the endpoints of the settings; `key` is the stage's section."""
     limit = num_slots(spec.cfg, is_on_gpu=plan.gpus_per_engine > 0)
     engines = [_engine(index, spec, plan, limit) for index in range(plan.num_engines)]
-    restarts = RestartLimit(max_restarts, window_s=_WINDOW_S, key=f"{key}.runtime.max_restarts")
-    pool = EnginePool(engines, restarts.count)
-    try:
-        await pool.start()
-    except BaseException:
-        await pool.close()
-        raise
-    return Sampler(engine=pool, limit=pool.limit, num_engines=plan.num_engines)
+    return await start_members(engines, runtime=runtime, key=key)
 
 
 def _engine(index: int, spec: EngineSpec, plan: EnginePlan, limit: int) -> RayEngine:

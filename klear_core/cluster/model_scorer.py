@@ -15,6 +15,7 @@ from klear_core.cluster.engine_plan import EnginePlan
 from klear_core.cluster.engine_pool import start_planned
 from klear_core.cluster.judge_pool import build_cluster_judges
 from klear_core.config.curve import CurveJob
+from klear_core.config.evaluate import EnginesRuntime
 from klear_core.errors import ResourceError
 from klear_core.evaluate.checkpoints import open_exam, score_with, spec_of
 
@@ -29,7 +30,7 @@ class RayScorer:
         self._job = job
         self._seed = seed
         self._home = home
-        self._start = partial(start_planned, plan=plan, max_restarts=_MAX_RESTARTS, key=key)
+        self._start = partial(start_planned, plan=plan, runtime=EnginesRuntime(max_restarts=_MAX_RESTARTS), key=key)
         self._lock = threading.Lock()
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[dict[str, float]]] | None = None
         self._is_stopped = False

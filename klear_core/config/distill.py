@@ -6,6 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig
+from klear_core.config.evaluate import PoolRuntime
+from klear_core.config.given import GivenModel
 from klear_core.config.settings import Floor, RareFloor, Settings
 from klear_core.types import Difficulty
 
@@ -178,8 +181,36 @@ class HttpTeacherConfig(Settings):
         return rest | {"runtime": runtime | {"endpoints": [short]}}
 
 
+class TeacherSamplingConfig(SamplingConfig):
+    """Sampling parameters of a local teacher; undisclosed in the paper, these are DeepSeek's for R1."""
+
+    temperature: float = Field(default=0.6, ge=0, le=2)
+    """Sampling temperature; 0 is greedy. DeepSeek's recommendation for R1."""
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    """Sample from the smallest set of tokens whose probabilities add up to this; 1 is off. DeepSeek's recommendation
+    for R1."""
+
+
+class LocalTeacherConfig(Settings):
+    """A reasoning model whose weights are here: engines of the pipeline sample from it, as in evaluation."""
+
+    kind: Literal["local"] = "local"
+    model: GivenModel | None = None
+    """The teacher, by folder or by Hub id; None: the base model of this pipeline."""
+    engine: LocalEngineConfig = TorchEngineConfig()
+    sampling: TeacherSamplingConfig = TeacherSamplingConfig()
+    math_instruction: str = "Please reason step by step, and put your final answer within \\boxed{}."
+    """Appended to math questions for the teacher only; DeepSeek's recommendation for R1. Empty appends nothing."""
+    code_instruction: str = ""
+    """Appended to code questions for the teacher only. Empty appends nothing."""
+    keep_incomplete: tuple[IncompleteReason, ...] = ()
+    """Incomplete replies that become traces all the same: without reasoning, or without an answer. Truncated ones
+    follow `distill.select.keep_truncated`; empty ones are never used."""
+    runtime: PoolRuntime = PoolRuntime()
+
+
 TeacherConfig = Annotated[
-    ProceduralTeacherConfig | PuzzleTeacherConfig | HttpTeacherConfig, Field(discriminator="kind")
+    ProceduralTeacherConfig | PuzzleTeacherConfig | HttpTeacherConfig | LocalTeacherConfig, Field(discriminator="kind")
 ]
 
 TracePolicy = Literal["all", "correct_only"]

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig
+from klear_core.config.engine import HttpEngineConfig, LocalEngineConfig, SamplingConfig, TorchEngineConfig
 from klear_core.config.settings import Settings
 
 
-class EvaluateRuntime(Settings):
-    """Settings that do not change a score."""
+class EnginesRuntime(Settings):
+    """Number and threads of a stage's engines."""
 
-    answers_per_shard: int = Field(default=256, ge=1)
-    """Answers per shard, the unit of resume: a killed evaluation loses its unfinished shards."""
-    max_in_flight: int = Field(default=1024, ge=1)
-    """Answers sampled or judged at a time for each engine; with more than the engine's batch, engine and judge are both
-    kept busy."""
     num_engines: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Engines that sample. `auto`: as many as the GPUs of this machine, or of the Ray cluster at RAY_ADDRESS, have room
     for, at `tensor_parallel` GPUs each; one on CPU. One engine runs in the process of the stage, several as Ray
@@ -26,6 +21,32 @@ class EvaluateRuntime(Settings):
     """Engines that may die and be replaced within an hour; with one more the stage stops."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the sampler."""
+
+
+class EvaluateRuntime(EnginesRuntime):
+    """Settings that do not change a score."""
+
+    answers_per_shard: int = Field(default=256, ge=1)
+    """Answers per shard, the unit of resume: a killed evaluation loses its unfinished shards."""
+    max_in_flight: int = Field(default=1024, ge=1)
+    """Answers sampled or judged at a time for each engine; with more than the engine's batch, engine and judge are both
+    kept busy."""
+
+
+class PoolRuntime(EnginesRuntime):
+    """Engines of stages that may also sample through endpoints which somebody else runs."""
+
+    num_engines: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """As in evaluation; 0, with `endpoints`, lets these alone sample, and no engine is started."""
+    endpoints: tuple[HttpEngineConfig, ...] = ()
+    """OpenAI-compatible endpoints that serve the same model, members of one pool with the engines. Another server draws
+    other samples from a seed, so that an answer then depends on which member gave it."""
+
+    @model_validator(mode="after")
+    def _has_a_member(self) -> Self:
+        if self.num_engines == 0 and not self.endpoints:
+            raise ValueError("num_engines = 0 needs endpoints: nothing else would sample")
+        return self
 
 
 QUESTION = "{question}"

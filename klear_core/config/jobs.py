@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from pathlib import PurePath
+from typing import ClassVar, Literal, Self, assert_never
 
 from pydantic import Field
 
 from klear_core.config.curve import CurveRuntime
 from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, GeneratedSource, Source
-from klear_core.config.distill import DistillConfig
+from klear_core.config.distill import DistillConfig, LocalTeacherConfig
 from klear_core.config.engine import EngineConfig, SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig
-from klear_core.config.given import GivenFacts, GivenModel
+from klear_core.config.given import GivenFacts, GivenFolder, GivenModel, GivenRepo
 from klear_core.config.hardware import HardwareConfig
 from klear_core.config.known_benchmarks import DateWindow
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
@@ -288,10 +289,23 @@ class BaseJob(Job):
         return (HubUse(repo=model.repo, revision=model.revision),) if isinstance(model, HubModelConfig) else ()
 
 
-class TagRuntime(Settings):
-    """The tagger's place; the model itself is an input."""
+class SampledModelRuntime(Settings):
+    """The place of the model that a stage samples from; the model itself is an input."""
 
     model: GivenModel | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the model's name: its repository, or the end of its path; `base` for the pipeline's base model."""
+        match self.model:
+            case None:
+                return "base"
+            case GivenRepo(repo=repo, revision=revision):
+                return f"{repo}@{revision[:7]}"
+            case GivenFolder(path=path):
+                return "/".join(PurePath(path).parts[-2:])  # `model` alone would say little
+            case _:
+                assert_never(self.model)
 
 
 class TagJob(Job):
@@ -304,7 +318,7 @@ class TagJob(Job):
     tag: TagConfig
     """Settings without the tagger, which is the input `model`."""
     verify: VerifyConfig
-    runtime: TagRuntime = TagRuntime()
+    runtime: SampledModelRuntime = SampledModelRuntime()
 
     @classmethod
     def of(cls, config: PipelineConfig, section: Literal["tag", "tag_rl"]) -> Self:
@@ -313,14 +327,16 @@ class TagJob(Job):
         assert tag is not None, section
         settings = tag.model_copy(update={"model": None})
         verify = config.judge_of(section)
-        return cls(seed=config.seed, tag=settings, verify=verify, runtime=TagRuntime(model=tag.model))
+        return cls(seed=config.seed, tag=settings, verify=verify, runtime=SampledModelRuntime(model=tag.model))
 
     def files(self) -> tuple[str, ...]:
         """Return the sources of the user's judges."""
         return self.verify.files()
 
-    def engine_in(self, section: str) -> EngineUse:
-        """Return the engine of the tagger."""
+    def engine_in(self, section: str) -> EngineUse | None:
+        """Return the engine of the tagger; None if only endpoints sample."""
+        if self.tag.runtime.num_engines == 0:
+            return None
         model = self.runtime.model.as_model() if self.runtime.model else None
         return EngineUse(key=section, engine=self.tag.engine, sampling=self.tag.sampling, model=model)
 
@@ -333,16 +349,32 @@ class DistillJob(Job):
 
     seed: int
     distill: DistillConfig
+    """Settings without a local teacher's model, which is the input `teacher`."""
     verify: VerifyConfig
+    runtime: SampledModelRuntime = SampledModelRuntime()
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
         """Return the job with the settings of a pipeline config that determine the traces."""
-        return cls(seed=config.seed, distill=config.distill, verify=config.judge_of("distill"))
+        distill, verify = config.distill, config.judge_of("distill")
+        if not isinstance(distill.teacher, LocalTeacherConfig):
+            return cls(seed=config.seed, distill=distill, verify=verify)
+        runtime = SampledModelRuntime(model=distill.teacher.model)
+        teacher = distill.teacher.model_copy(update={"model": None})
+        distill = distill.model_copy(update={"teacher": teacher})
+        return cls(seed=config.seed, distill=distill, verify=verify, runtime=runtime)
 
     def files(self) -> tuple[str, ...]:
         """Return the sources of the user's judges."""
         return self.verify.files()
+
+    def engine_in(self, section: str) -> EngineUse | None:
+        """Return the engine of a local teacher; None if only endpoints sample."""
+        teacher = self.distill.teacher
+        if not isinstance(teacher, LocalTeacherConfig) or teacher.runtime.num_engines == 0:
+            return None
+        model = self.runtime.model.as_model() if self.runtime.model else None
+        return EngineUse(key=f"{section}.teacher", engine=teacher.engine, sampling=teacher.sampling, model=model)
 
 
 class SftJob(Job):

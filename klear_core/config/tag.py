@@ -7,10 +7,14 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from klear_core.config.engine import LocalEngineConfig, TorchEngineConfig
-from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
+from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig, PoolRuntime
 from klear_core.config.given import GivenModel
 from klear_core.config.settings import Settings
 from klear_core.types import Difficulty
+
+
+class TagRuntime(PoolRuntime, EvaluateRuntime):
+    """Settings that do not change the tags, but for the endpoints: they draw other samples."""
 
 
 class TagConfig(Settings):
@@ -30,7 +34,7 @@ class TagConfig(Settings):
     """Pass rate from which a problem is easy; between the two it is medium."""
     max_unscored_rate: float = Field(default=0.02, ge=0, le=1)
     """The stage stops above this share of answers that could not be judged."""
-    runtime: EvaluateRuntime = EvaluateRuntime()
+    runtime: TagRuntime = TagRuntime()
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

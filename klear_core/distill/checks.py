@@ -16,7 +16,8 @@ _REMEDIES = {
     "no_reasoning": "The teacher must return its reasoning, as reasoning_content or in <think> tags: "
     "serve it with a reasoning parser",
     "no_answer": "The teacher must answer after its reasoning: see what it returns to one request",
-    "truncated": "Raise distill.teacher.max_tokens, or set distill.select.keep_truncated = true",
+    "truncated": "Raise distill.teacher.max_tokens (sampling.max_new_tokens of a local teacher), or set "
+    "distill.select.keep_truncated = true",
     "over_budget": "Raise distill.teacher.runtime.budget and run again: nothing is paid twice",
 }
 """Remedy to name in the message, by the most common reason of loss."""

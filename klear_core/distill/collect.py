@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never
 
@@ -19,9 +20,9 @@ from klear_core.artifacts.shards import plan_shards, work_shards
 from klear_core.config.distill import (
     DistillConfig,
     HttpTeacherConfig,
+    LocalTeacherConfig,
     ProceduralTeacherConfig,
     PuzzleTeacherConfig,
-    TeacherConfig,
 )
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.collection import Collection
@@ -30,12 +31,30 @@ from klear_core.distill.keys import NO_KEYS, BlockKeys
 from klear_core.distill.shard_files import JOURNAL_FOLDER
 from klear_core.distill.teacher import Teacher
 from klear_core.errors import DataError
+from klear_core.evaluate.compute import Compute
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
 from klear_core.types import Judge, Problem
-from klear_core.verify import JudgePool, build_judge_pool
 
 log = logging.getLogger(__name__)
+
+_HERE = Compute(section="distill.teacher")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherAccess:
+    """The key to a teacher over HTTP, or the model of a local one."""
+
+    keys: BlockKeys = field(default_factory=dict)
+    model: Path | None = None
+    """Artifact of the local teacher's model."""
+    model_name: str = ""
+    """Its name in the traces."""
+    compute: Compute = _HERE
+    """Where its engines run, and the judges."""
+
+
+_NO_ACCESS = TeacherAccess()
 
 
 def distill(
@@ -46,12 +65,11 @@ def distill(
     seed: int,
     workdir: Path,
     telemetry: Telemetry,
-    keys: BlockKeys = NO_KEYS,
-    build_judges: Callable[[VerifyConfig], JudgePool] = build_judge_pool,
+    access: TeacherAccess = _NO_ACCESS,
 ) -> StageSummary:
     """Write `workdir/traces` and `workdir/dropped` for the problems in a curation artifact folder.
 
-    Of a teacher over HTTP, also write `unused` (replies that are no traces) and `usage` (tokens and cost by shard).
+    Of a teacher that is a model, also write `unused` (replies that are no traces) and `usage` (tokens and cost by shard).
     Raise TeacherError or JudgeError if more than `cfg.max_failure_rate` of the samples fail, DataError if there is no
     problem, or too few answers are complete or selected. A rerun reuses finished shards, except those below the floors.
     """
@@ -65,11 +83,14 @@ def distill(
             f"{problems}: none of its {len(offered)} problems is tagged {tags}, as distill.difficulties asks"
         )
     chosen = choose_problems(tagged, max_problems=cfg.max_problems, seed=seed)
-    with build_judges(verify) as judges:
+
+    async def run(judge: Judge) -> StageSummary:
+        async with open_teacher(cfg, access, seed=seed, workdir=workdir) as teacher:
+            return await collect_traces(cfg, teacher, judge, chosen, seed=seed, workdir=workdir, telemetry=telemetry)
+
+    with access.compute.build_judges(verify) as judges:
         notes = judges.prepare(chosen)
-        summary = asyncio.run(
-            _with_teacher(cfg, judges.judge_async, chosen, seed=seed, workdir=workdir, telemetry=telemetry, keys=keys)
-        )
+        summary = asyncio.run(run(judges.judge_async))
     summary = summary.model_copy(update={"notes": (*summary.notes, *notes)})
     if len(chosen) == len(offered):
         return summary
@@ -88,25 +109,35 @@ def choose_problems(problems: Sequence[Problem], *, max_problems: int | None, se
     return [p for p in problems if p.problem_id in ids]
 
 
-async def _with_teacher(
-    cfg: DistillConfig,
-    judge: Judge,
-    problems: Sequence[Problem],
-    *,
-    seed: int,
-    workdir: Path,
-    telemetry: Telemetry,
-    keys: BlockKeys,
-) -> StageSummary:
-    teacher = build_teacher(cfg.teacher, keys)
-    try:
-        return await collect_traces(cfg, teacher, judge, problems, seed=seed, workdir=workdir, telemetry=telemetry)
-    finally:
-        await teacher.close()
+@asynccontextmanager
+async def open_teacher(
+    cfg: DistillConfig, access: TeacherAccess, *, seed: int, workdir: Path
+) -> AsyncIterator[Teacher]:
+    """Yield the teacher that the settings name; raise ConfigError if its API key is missing."""
+    match cfg.teacher:
+        case LocalTeacherConfig() as local:
+            from klear_core.distill.local import open_local_teacher
+
+            assert access.model is not None, "a local teacher needs its model"
+            name, compute = access.model_name, access.compute
+            async with open_local_teacher(
+                local, access.model, name=name, seed=seed, workdir=workdir, compute=compute
+            ) as teacher:
+                yield teacher
+        case ProceduralTeacherConfig() | PuzzleTeacherConfig() | HttpTeacherConfig() as other:
+            opened = build_teacher(other, access.keys)
+            try:
+                yield opened
+            finally:
+                await opened.close()
+        case _:
+            assert_never(cfg.teacher)
 
 
-def build_teacher(cfg: TeacherConfig, keys: BlockKeys = NO_KEYS) -> Teacher:
-    """Build the teacher that the settings name; raise ConfigError if its API key is missing."""
+def build_teacher(
+    cfg: ProceduralTeacherConfig | PuzzleTeacherConfig | HttpTeacherConfig, keys: BlockKeys = NO_KEYS
+) -> Teacher:
+    """Build a teacher that needs no model here; raise ConfigError if its API key is missing."""
     match cfg:
         case ProceduralTeacherConfig():
             from klear_core.distill.procedural import ProceduralTeacher

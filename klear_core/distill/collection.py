@@ -118,7 +118,7 @@ class Collection:
             if journal:
                 await journal.append(sample_id, sample)
         outcome = await self._judge(problem, sample_idx, result)
-        if isinstance(outcome, Dropped) and isinstance(result, TeacherReply) and self.teacher.is_remote:
+        if isinstance(outcome, Dropped) and isinstance(result, TeacherReply) and self.teacher.is_costly:
             return outcome, _unused(outcome, result, sample_idx=sample_idx, teacher=self.teacher.name)
         return outcome, None
 
@@ -210,7 +210,7 @@ class Collection:
             journal.close()
 
     def _journal_of(self, shard: Shard[Problem]) -> Journal | None:
-        if not self.teacher.is_remote:
+        if not self.teacher.is_costly:
             return None
         if shard.path not in self._journals:
             path = ShardFiles(shard).journal
@@ -239,12 +239,12 @@ class Collection:
             raise too_many_failures(failures, num_asked=num_asked, max_failure_rate=self.cfg.max_failure_rate)
 
     def _note(self) -> str:
-        if not self.teacher.is_remote:
+        if not self.teacher.is_costly:
             return "problems distilled"
         return f"problems distilled{self.progress.text(self.usage, self.num_problems)}"
 
     def _usage_metrics(self) -> dict[str, float]:
-        if not self.teacher.is_remote:
+        if not self.teacher.is_costly:
             return {}
         return {
             "distill/paid/tokens": self.usage.tokens,
@@ -266,7 +266,7 @@ class Collection:
         if trace_counts.num_judged and not trace_counts.num_correct:
             num_judged = trace_counts.num_judged.total()
             warnings += (f"none of {num_judged:,} judged answers of the teacher is right: check the references",)
-        if self.teacher.is_remote:
+        if self.teacher.is_costly:
             counts |= {"paid_tokens": self.usage.tokens, "cost": round(self.usage.cost, 4)}
             warnings += (*usage_warnings(self.usage, teacher=self.teacher.name), *self.teacher.notes)
         return StageSummary(counts=counts, ledger=trace_counts.ledger(), seeds={"distill": self.seed}, notes=warnings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -26,10 +25,12 @@ from klear_core.distill.teacher import (
     TeacherRejectsError,
     TeacherSample,
     Usage,
+    prompt_version_of,
+    question_of,
 )
 from klear_core.errors import TeacherError
 from klear_core.seeding import seed_for
-from klear_core.types import Domain, Problem, TeacherReply
+from klear_core.types import Problem, TeacherReply
 
 _CHECK_TIMEOUT_S = 5.0
 _MOST_ERROR_BYTES = 65_536
@@ -79,13 +80,12 @@ class HttpTeacher:
     Create it in a running event loop. Raise ConfigError if an API key is missing.
     """
 
-    is_remote = True
+    is_costly = True
 
     def __init__(self, cfg: HttpTeacherConfig, keys: BlockKeys = NO_KEYS) -> None:
         self.cfg = cfg
         self.name = cfg.model
-        instructions = f"{cfg.math_instruction}\x1f{cfg.code_instruction}".encode()
-        self.prompt_version = "chat-" + hashlib.blake2b(instructions, digest_size=4).hexdigest()
+        self.prompt_version = prompt_version_of(cfg)
         self.retries: Counter[str] = Counter()
         self._fleet = Fleet(cfg.runtime, model=cfg.model, max_tokens=cfg.max_tokens, keys=keys)
 
@@ -153,11 +153,8 @@ class HttpTeacher:
         return TeacherFailure(reason=last.reason, detail=last.detail + tries)
 
     def _body(self, problem: Problem, seed: int) -> dict[str, object]:
-        is_math = problem.domain is Domain.MATH
-        instruction = self.cfg.math_instruction if is_math else self.cfg.code_instruction
-        question = f"{problem.question}\n\n{instruction}" if instruction else problem.question
         body: dict[str, object] = {
-            "messages": [{"role": "user", "content": question}],
+            "messages": [{"role": "user", "content": question_of(problem, self.cfg)}],
             "temperature": self.cfg.temperature,
             "top_p": self.cfg.top_p,
             "max_tokens": self.cfg.max_tokens,

@@ -18,7 +18,7 @@ class ProceduralTeacher:
 
     name = "procedural"
     prompt_version = "chain-1"
-    is_remote = False
+    is_costly = False
     retries: Mapping[str, int] = {}
     notes: tuple[str, ...] = ()
 

@@ -29,7 +29,7 @@ class PuzzleTeacher:
 
     name = "puzzles"
     prompt_version = "puzzles-2"
-    is_remote = False
+    is_costly = False
     retries: Mapping[str, int] = {}
     notes: tuple[str, ...] = ()
 

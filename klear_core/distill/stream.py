@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from klear_core.prompts import THINK_CLOSE, THINK_OPEN, split_response
+from klear_core.distill.teacher import split_tags
 from klear_core.types import TeacherFinish, TeacherReply
 
 _CHARS_A_TOKEN = 4
@@ -115,20 +115,15 @@ class ReplyReader:
     def _reply(self) -> TeacherReply:
         content, reasoning = _text(self._content), _text(self._reasoning)
         # Servers without a reasoning parser leave the tags in the content.
-        if THINK_CLOSE in content or (THINK_OPEN in content and not reasoning):
-            parts = split_response(content)
-            content = parts.answer
-            thought = parts.reasoning.strip()
-            if thought not in reasoning:
-                reasoning = f"{reasoning.strip()}\n\n{thought}"
+        reasoning, answer = split_tags(content, reasoning)
         finish_reason = _FINISH[self._finish_reason]
         if self._is_refused:
             finish_reason = "content_filter"
         elif self.is_over_limit:
             finish_reason = "length"
         return TeacherReply(
-            reasoning=reasoning.strip(),
-            answer=content.strip(),
+            reasoning=reasoning,
+            answer=answer,
             finish_reason=finish_reason,
             num_tokens=self.output_tokens,
         )

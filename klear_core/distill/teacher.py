@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from klear_core.errors import TeacherError
-from klear_core.types import Problem, TeacherReply
+from klear_core.prompts import THINK_CLOSE, THINK_OPEN, split_response
+from klear_core.types import Domain, Problem, TeacherReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,42 @@ class TeacherSample:
     usage: Usage = field(default_factory=Usage)
 
 
+class Instructions(Protocol):
+    """Settings of a teacher that is asked in words."""
+
+    @property
+    def math_instruction(self) -> str:
+        """Return what is appended to math questions; empty appends nothing."""
+        ...
+
+    @property
+    def code_instruction(self) -> str:
+        """Return what is appended to code questions; empty appends nothing."""
+        ...
+
+
+def question_of(problem: Problem, cfg: Instructions) -> str:
+    """Return the question with the teacher's instruction for its domain."""
+    instruction = cfg.math_instruction if problem.domain is Domain.MATH else cfg.code_instruction
+    return f"{problem.question}\n\n{instruction}" if instruction else problem.question
+
+
+def prompt_version_of(cfg: Instructions) -> str:
+    """Return a name for the instructions, which changes with their wording."""
+    instructions = f"{cfg.math_instruction}\x1f{cfg.code_instruction}".encode()
+    return "chat-" + hashlib.blake2b(instructions, digest_size=4).hexdigest()
+
+
+def split_tags(content: str, reasoning: str = "") -> tuple[str, str]:
+    """Return reasoning and answer of a reply whose text may have think tags; `reasoning` is what came apart from it."""
+    if THINK_CLOSE in content or (THINK_OPEN in content and not reasoning):
+        parts = split_response(content)
+        content, thought = parts.answer, parts.reasoning.strip()
+        if thought not in reasoning:
+            reasoning = f"{reasoning.strip()}\n\n{thought}"
+    return reasoning.strip(), content.strip()
+
+
 class TeacherRejectsError(TeacherError):
     """The teacher rejects these settings (key, address, model), so retrying cannot help."""
 
@@ -73,7 +111,7 @@ class Teacher(Protocol):
     name: str
     prompt_version: str
     """Version of the prompt; it changes whenever the wording sent with a problem changes."""
-    is_remote: bool
+    is_costly: bool
     """Whether replies cost time or money, so that each is written to the disk as it arrives."""
 
     @property

@@ -87,7 +87,12 @@ def num_slots(cfg: LocalEngineConfig, *, is_on_gpu: bool) -> int:
 async def start_here(spec: EngineSpec) -> Sampler:
     """Build one engine in this process; see `build_engine`."""
     engine = await build_spec(spec)
-    return Sampler(engine=engine, limit=num_slots(spec.cfg, is_on_gpu=_has_gpu(spec.cfg)))
+    return Sampler(engine=engine, limit=limit_here(spec))
+
+
+def limit_here(spec: EngineSpec) -> int:
+    """Return the number of requests to send at a time to this engine in this process; see `num_slots`."""
+    return num_slots(spec.cfg, is_on_gpu=_has_gpu(spec.cfg))
 
 
 async def build_spec(spec: EngineSpec) -> InferenceEngine:

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from klear_core.cluster.engine_plan import plan_engines
 from klear_core.cluster.nodes import joins_a_cluster
 from klear_core.cluster.placement import cpu_refusal, gpus_here, is_too_large_for_cpu
+from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.engine import TorchEngineConfig
-from klear_core.config.jobs import EvaluateJob, RlJob, Stage, TagJob
+from klear_core.config.evaluate import EvaluateConfig
+from klear_core.config.jobs import DistillJob, EvaluateJob, RlJob, Stage, TagJob
 from klear_core.config.rl import RlConfig
+from klear_core.config.tag import TagConfig
 from klear_core.config.train import NO_TORCHAO
 from klear_core.errors import ResourceError
 from klear_core.pipeline.ahead import PendingWork
@@ -55,12 +58,14 @@ def _device_problems(work: PendingWork) -> Iterator[str]:
     Learners, and engines of RL, are checked where they are placed. On a Ray cluster at RAY_ADDRESS the pool of engines
     checks its devices itself.
     """
-    size = planned_size(work.config.start_model)
-    if size is None or not is_too_large_for_cpu(size.num_params) or joins_a_cluster():
+    if joins_a_cluster():
         return
     for stage in work.stages:
         use = None if isinstance(stage.job, RlJob) else stage.engine()
         if use is None or not isinstance(use.engine, TorchEngineConfig):
+            continue
+        size = planned_size(use.model or work.config.start_model)
+        if size is None or not is_too_large_for_cpu(size.num_params):
             continue
         if use.engine.runtime.device == "auto" and not _has_gpu():
             yield cpu_refusal(f"{use.key}.engine.runtime", size.num_params)
@@ -73,9 +78,14 @@ def num_engines_problems(work: PendingWork) -> Iterator[str]:
     """
     if joins_a_cluster():
         return
-    sampling = {stage.section: job.evaluate for stage, job in work.pending(EvaluateJob)}
+    sampling: dict[str, EvaluateConfig | TagConfig | LocalTeacherConfig] = {}
     # All models are evaluated with the settings of one section.
-    for section, cfg in (sampling | {stage.section: job.tag for stage, job in work.pending(TagJob)}).items():
+    sampling |= {stage.section: job.evaluate for stage, job in work.pending(EvaluateJob)}
+    sampling |= {stage.section: job.tag for stage, job in work.pending(TagJob)}
+    for stage, distill_job in work.pending(DistillJob):
+        if isinstance(distill_job.distill.teacher, LocalTeacherConfig):
+            sampling[f"{stage.section}.teacher"] = distill_job.distill.teacher
+    for section, cfg in sampling.items():
         try:
             plan_engines(cfg.runtime.num_engines, cfg.engine, gpus_here(), key=section)
         except ResourceError as e:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.config.data import BenchmarkConfig, FileSource, HubSource, ProceduralSource, PuzzleSource, Source
-from klear_core.config.distill import HttpTeacherConfig
+from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
 from klear_core.config.jobs import DistillJob, EngineUse, RlJob, SftJob, Stage, TagJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
@@ -58,7 +58,7 @@ def estimate_stage(config: PipelineConfig, stage: Stage, size: ModelSize | None)
         case TagJob(tag=tag):
             return _tag(stage, tag, config)
         case DistillJob():
-            return _distill(stage.name, config)
+            return _distill(stage, config)
         case SftJob():
             return _sft(stage, config, size)
         case RlJob(rl=rl):
@@ -188,18 +188,34 @@ def _sampled_model(use: EngineUse | None, config: PipelineConfig) -> ModelConfig
     return config.start_model if use is None or use.model is None else use.model
 
 
-def _distill(stage: str, config: PipelineConfig) -> StageEstimate:
+def _distill(stage: Stage, config: PipelineConfig) -> StageEstimate:
     traces = _num_traces(config)
     teacher = config.distill.teacher
+    if isinstance(teacher, LocalTeacherConfig):
+        return _local_teacher(stage, teacher, config, traces)
     if not isinstance(teacher, HttpTeacherConfig):
         note = f"{traces or 'unknown number of'} traces by the {teacher.kind} teacher"
-        return StageEstimate(stage=stage, max_tokens=None, memory_gb=None, note=note)
+        return StageEstimate(stage=stage.name, max_tokens=None, memory_gb=None, note=note)
     tokens = None if traces is None else traces * teacher.max_tokens
     note = f"{teacher.model}: {traces or 'unknown number of'} traces"
     prices = [endpoint.output_price for endpoint in teacher.runtime.endpoints]
     if tokens is not None and any(prices):
         note += f", at most {tokens * max(prices) / 1e6:,.0f} for output tokens at {max(prices):g} a million"
-    return StageEstimate(stage=stage, max_tokens=tokens, memory_gb=None, note=note)
+    return StageEstimate(stage=stage.name, max_tokens=tokens, memory_gb=None, note=note)
+
+
+def _local_teacher(
+    stage: Stage, teacher: LocalTeacherConfig, config: PipelineConfig, traces: int | None
+) -> StageEstimate:
+    tokens = None if traces is None else traces * teacher.sampling.max_new_tokens
+    size = planned_size(_sampled_model(stage.engine(), config))
+    return StageEstimate(
+        stage=stage.name,
+        max_tokens=tokens,
+        memory_gb=None,
+        gpu_hours=gpu_hours(config, stage, size, max_tokens=tokens),
+        note=f"{traces or 'unknown number of'} traces by a model here",
+    )
 
 
 def _sft(stage: Stage, config: PipelineConfig, size: ModelSize | None) -> StageEstimate:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint, read_manifest
 from klear_core.artifacts.store import CheckedBy, LocalStore
+from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.given import GivenFolder, GivenRepo
 from klear_core.config.given_jobs import GivenModelJob, GivenProblemsJob, GivenTracesJob, Rows
 from klear_core.config.jobs import (
@@ -128,7 +129,7 @@ def _makers(config: PipelineConfig) -> list[Stage]:
     stages = [
         _stage("benchmarks", BenchmarksJob.of(config), {}),
         *downloaded,
-        *_taggers(config),
+        *_given_samplers(config),
         _stage("curate", CurateJob.of(config, config.curate), {"benchmarks": "benchmarks"}),
     ]
     if own_problems:
@@ -142,7 +143,7 @@ def _makers(config: PipelineConfig) -> list[Stage]:
         stages.append(_stage("tag_rl", TagJob.of(config, "tag_rl"), inputs))
         problems_of_rl = "tag_rl"
     stages += [
-        _stage("distill", DistillJob.of(config), {"problems": problems}),
+        _stage("distill", DistillJob.of(config), _distill_inputs(config, problems)),
         _stage("sft", SftJob.of(config), {"model": "base", "traces": "distill"}, label="SFT"),
         _stage("rl", RlJob.of(config, "rl"), {"model": "sft", "problems": problems_of_rl}, label="RL"),
     ]
@@ -157,11 +158,24 @@ def _stage(name: str, job: Job, inputs: Mapping[str, str], *, section: str = "",
     return Stage(name=name, section=section or name, label=label or name, job=job, inputs=inputs)
 
 
-def _taggers(config: PipelineConfig) -> Iterator[Stage]:
-    """Yield the stages that take the taggers which the settings name, early, so that they are downloaded first."""
+def _given_samplers(config: PipelineConfig) -> Iterator[Stage]:
+    """Yield the stages that take the taggers and the teacher which the settings name, early: they are downloaded
+    first."""
     for name, section, tag in (("tagger", "tag", config.tag), ("tagger_rl", "tag_rl", config.tag_rl)):
         if tag and tag.model:
             yield _stage(name, GivenModelJob.of(tag.model), {}, section=f"{section}.model", label="Tagger, given")
+    teacher = config.distill.teacher
+    if isinstance(teacher, LocalTeacherConfig) and teacher.model:
+        job = GivenModelJob.of(teacher.model)
+        yield _stage("teacher", job, {}, section="distill.teacher.model", label="Teacher, given")
+
+
+def _distill_inputs(config: PipelineConfig, problems: str) -> dict[str, str]:
+    """Return the inputs of `distill`: a local teacher is the base model, unless the settings name another."""
+    teacher = config.distill.teacher
+    if not isinstance(teacher, LocalTeacherConfig):
+        return {"problems": problems}
+    return {"problems": problems, "teacher": "teacher" if teacher.model else "base"}
 
 
 def _tag_inputs(tag: TagConfig, problems: str, tagger: str) -> dict[str, str]:

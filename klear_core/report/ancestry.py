@@ -115,7 +115,7 @@ def _sources_of(manifest: Manifest) -> Iterator[DataSource]:
         for source in config.get("sources", {}).values():
             yield _described("benchmark questions, kept out", source)
     teacher = config.get("distill", {}).get("teacher", {})
-    if teacher:
+    if teacher and teacher.get("kind") != "local":  # a local one is a model of the lineage
         name = teacher.get("model") or f"{teacher.get('kind')}, a program of Klear's"
         yield DataSource(what="teacher", name=str(name), licence=NOT_STATED if teacher.get("model") else "none needed")
 

@@ -62,11 +62,11 @@ class FakeTeacher:
     notes: tuple[str, ...] = ()
 
     def __init__(
-        self, script: Mapping[str, Sequence[TeacherResult] | BaseException] | None = None, *, is_remote: bool = False
+        self, script: Mapping[str, Sequence[TeacherResult] | BaseException] | None = None, *, is_costly: bool = False
     ) -> None:
         self.script = script or {}
         self.asked: Counter[str] = Counter()
-        self.is_remote = is_remote
+        self.is_costly = is_costly
         self.earlier = Usage()
 
     def count_earlier(self, usage: Usage) -> None:
@@ -79,7 +79,7 @@ class FakeTeacher:
             raise scripted
         reply = make_reply(f"\\boxed{{{int(problem.problem_id[1:])}}}")
         result = scripted[sample_idx % len(scripted)] if scripted else reply
-        if not self.is_remote:
+        if not self.is_costly:
             return TeacherSample(result=result)
         num_replies = int(isinstance(result, TeacherReply))
         return TeacherSample(

@@ -30,7 +30,7 @@ def traces(workdir: Path) -> list[TeacherTrace]:
 
 
 def remote(*broken: str) -> FakeTeacher:
-    return FakeTeacher({problem_id: RuntimeError("power cut") for problem_id in broken}, is_remote=True)
+    return FakeTeacher({problem_id: RuntimeError("power cut") for problem_id in broken}, is_costly=True)
 
 
 def stopped_at_p005(workdir: Path) -> DistillConfig:
@@ -90,7 +90,7 @@ def test_half_a_last_line_costs_that_reply_alone(tmp_path: Path) -> None:
 
 def test_a_failed_sample_is_requested_again_and_what_it_used_stays_counted(tmp_path: Path) -> None:
     cfg = DistillConfig(runtime=DistillRuntime(traces_per_shard=10, max_in_flight=1), max_failure_rate=0.1)
-    failing = FakeTeacher({"p003": [FAILED], "p004": [FAILED]}, is_remote=True)
+    failing = FakeTeacher({"p003": [FAILED], "p004": [FAILED]}, is_costly=True)
     with pytest.raises(Exception, match="2 of the 10 answers"):
         run(cfg, tmp_path, failing)
     again = remote()
@@ -112,7 +112,7 @@ def test_paid_replies_that_are_no_traces_are_kept_with_their_reason(tmp_path: Pa
     cfg = DistillConfig(
         select=SelectConfig(hard="correct_only"), runtime=DistillRuntime(complete=Floor(stop_below=0.2))
     )
-    summary = run(cfg, tmp_path / "a", FakeTeacher(script, is_remote=True))
+    summary = run(cfg, tmp_path / "a", FakeTeacher(script, is_costly=True))
     unused = list(read_shards(tmp_path / "a" / "unused", UnusedReply))
     reasons = ["truncated", "no_reasoning", "refused", "empty", "no_answer", "wrong_hard"]
     assert [reply.reason for reply in unused] == reasons
@@ -127,7 +127,7 @@ def test_paid_replies_that_are_no_traces_are_kept_with_their_reason(tmp_path: Pa
             "select": SelectConfig(keep_truncated=True),
         }
     )
-    summary = run(kept, tmp_path / "b", FakeTeacher(script, is_remote=True))
+    summary = run(kept, tmp_path / "b", FakeTeacher(script, is_costly=True))
     assert summary.ledger[1].dropped == {"empty": 1}
     noted = {f"{reason}_but_kept": 1 for reason in ("truncated", "no_reasoning", "refused", "no_answer")}
     assert summary.ledger[1].noted == noted
@@ -137,7 +137,7 @@ def test_a_repaired_teacher_is_asked_for_the_lost_replies_alone(tmp_path: Path) 
     cfg = DistillConfig(runtime=DistillRuntime(traces_per_shard=5, max_in_flight=1, complete=Floor(stop_below=0.9)))
     silent = {f"p{i:03d}": [make_reply(reasoning="")] for i in range(2)}
     with pytest.raises(Exception, match="2 no_reasoning"):
-        run(cfg, tmp_path, FakeTeacher(silent, is_remote=True))
+        run(cfg, tmp_path, FakeTeacher(silent, is_costly=True))
     repaired = remote()
     summary = run(cfg, tmp_path, repaired)
     assert set(repaired.asked) == {"p000", "p001"}
