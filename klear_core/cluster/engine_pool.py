@@ -35,7 +35,7 @@ async def start_pool(spec: EngineSpec, *, runtime: EnginesRuntime, key: str) -> 
 
 
 async def start_planned(spec: EngineSpec, *, plan: EnginePlan, runtime: EnginesRuntime, key: str) -> Sampler:
-    """Start the engines of a plan as Ray actors, and join the endpoints of the settings; `key` is the stage's section."""
+    """Start the engines of a plan as Ray actors, and join the endpoints of the settings; `key` is its section."""
     limit = num_slots(spec.cfg, is_on_gpu=plan.gpus_per_engine > 0)
     engines = [_engine(index, spec, plan, limit) for index in range(plan.num_engines)]
     return await start_members(engines, runtime=runtime, key=key)

@@ -69,7 +69,7 @@ def distill(
 ) -> StageSummary:
     """Write `workdir/traces` and `workdir/dropped` for the problems in a curation artifact folder.
 
-    Of a teacher that is a model, also write `unused` (replies that are no traces) and `usage` (tokens and cost by shard).
+    Of a teacher that is a model, also write `unused` (replies that are no traces) and `usage` (tokens, cost by shard).
     Raise TeacherError or JudgeError if more than `cfg.max_failure_rate` of the samples fail, DataError if there is no
     problem, or too few answers are complete or selected. A rerun reuses finished shards, except those below the floors.
     """
