@@ -18,7 +18,7 @@ from klear_core.report.build import page_template, stylesheet
 from klear_core.report.charts import LineChart, Series, line_chart
 from klear_core.report.chosen import chosen_on
 from klear_core.report.compared_runs import ComparedRun, DifferentSetting, RunStage, different_settings
-from klear_core.report.curves import RL_CHARTS, SFT_CHARTS, ChartSpec
+from klear_core.report.curves import RL_CHARTS, SCORE, SFT_CHARTS, ChartSpec, problems_note, recorded_curve
 from klear_core.report.text import NONE, duration, p_value, percent, points, range_text, spread_text
 from klear_core.scores import Range
 
@@ -304,10 +304,17 @@ def _charts(stages: Sequence[tuple[str, RunStage]]) -> list[LineChart]:
         for run, stage in stages:
             lines += [(run, s) for s in stage.metrics if s.name.partition("/")[2] == metric]
         title = f"{spec.title}: {label}" if label else spec.title
-        chart = line_chart(title, lines, note=spec.note, is_share=spec.is_share)
+        note = spec.note + (_score_note(stages) if spec is SCORE else "")
+        chart = line_chart(title, lines, note=note, is_share=spec.is_share)
         if chart is not None:
             drawn.append(chart)
     return drawn
+
+
+def _score_note(stages: Sequence[tuple[str, RunStage]]) -> str:
+    """Say where the problems are from, once if the runs agree, and where the intervals are."""
+    notes = dict.fromkeys(problems_note(recorded_curve(stage.manifest)) for _, stage in stages)
+    return f"{''.join(notes)}; each run's report has the intervals"
 
 
 def _costs(runs: Sequence[ComparedRun]) -> list[CostRow]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from klear_core.artifacts.manifest import Manifest
 from klear_core.config.curve import CurveJob
 from klear_core.config.jobs import Job, RlJob, SftJob
 from klear_core.report.charts import LineChart, Series, line_chart, sparkline
@@ -55,21 +56,22 @@ class StageCurves:
     others: tuple[OtherMetric, ...]
 
 
-_SCORE = ChartSpec(
+SCORE = ChartSpec(
     title="Score on a fixed set",
     metrics=(("eval/avg", "score"), ("eval/avg_rerun_low", "re-run, low"), ("eval/avg_rerun_high", "re-run, high")),
-    note="while it trained, with the interval over other samples of these problems",
+    note="while it trained",
     is_share=True,
 )
 SFT_CHARTS = (
-    _SCORE,
+    SCORE,
     ChartSpec(title="Loss, nats per token", metrics=(("loss/train", "training"), ("loss/validation", "validation"))),
     ChartSpec(title="Gradient norm", metrics=(("grad/norm", ""),), note="before it is cut to the bound"),
     ChartSpec(title="Learning rate", metrics=(("optim/lr", ""),)),
     ChartSpec(title="Tokens per second", metrics=(("time/tokens_per_s", ""),)),
 )
+_RERUN = ", with the interval over other samples of these problems"
 RL_CHARTS = (
-    _SCORE,
+    SCORE,
     ChartSpec(title="Reward, mean", metrics=(("reward/mean", ""),), note="of all judged answers"),
     ChartSpec(
         title="Pass rate", metrics=(("pass/rate", ""),), note="share of sampled answers that are right", is_share=True
@@ -149,7 +151,7 @@ def _curves(stage: StageFacts | MissingStage) -> StageCurves:
     for spec in _charts_of(stage.stage.job):
         series = [(label, by_name[metric]) for metric, label in spec.metrics if metric in by_name]
         named |= {metric for metric, _ in spec.metrics}
-        note = spec.note + (_whose_problems(stage) if spec is _SCORE else "")
+        note = spec.note + (_RERUN + problems_note(_curve_of(stage)) if spec is SCORE else "")
         chart = line_chart(spec.title, series, note=note, is_share=spec.is_share)
         if chart is not None:
             drawn.append(chart)
@@ -159,15 +161,22 @@ def _curves(stage: StageFacts | MissingStage) -> StageCurves:
     return StageCurves(stage=stage.name, title=title, charts=tuple(drawn), phases=phases, others=tuple(others))
 
 
-def _whose_problems(stage: StageFacts | MissingStage) -> str:
-    """Say which benchmark the problems of the scores during training are from: its scores are reported, too."""
+def _curve_of(stage: StageFacts | MissingStage) -> CurveJob | None:
     if isinstance(stage, StageFacts):
         # of the artifact: it may be older than the settings of this run
-        runtime = stage.manifest.config.get("runtime")
-        held = runtime.get("curve") if isinstance(runtime, dict) else None
-        job = None if held is None else CurveJob.model_validate(held)
-    else:
-        job = stage.stage.job.runtime.curve if isinstance(stage.stage.job, SftJob | RlJob) else None
+        return recorded_curve(stage.manifest)
+    return stage.stage.job.runtime.curve if isinstance(stage.stage.job, SftJob | RlJob) else None
+
+
+def recorded_curve(manifest: Manifest) -> CurveJob | None:
+    """Return the settings of the scores that were taken while a stage trained; None if none were."""
+    runtime = manifest.config.get("runtime")
+    held = runtime.get("curve") if isinstance(runtime, dict) else None
+    return None if held is None else CurveJob.model_validate(held)
+
+
+def problems_note(job: CurveJob | None) -> str:
+    """Say which benchmark the problems of the scores during training are from: its scores are reported, too."""
     if job is None:
         return ""
     return (
