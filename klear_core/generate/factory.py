@@ -39,7 +39,7 @@ class EngineSpec:
     """The model's artifact, from which a node with another disk gets the folder; None if it is none."""
     home: Home | None = None
     is_sent: bool = False
-    """Whether the folder is none of an artifact, and was sent to the store by `send_folder`."""
+    """Whether the folder is none of an artifact, and has a copy in the store that `fetch_folder` finds."""
 
     def here(self) -> EngineSpec:
         """Return the inputs with this node's own folder of the model."""

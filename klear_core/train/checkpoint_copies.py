@@ -45,6 +45,15 @@ class CheckpointCopies:
         with ThreadPoolExecutor(_TRANSFERS) as threads:
             list(threads.map(send_one, files))
 
+    def send_whole(self, name: str, folder: Path) -> str:
+        """Send all files of a folder as the copy `name`, unless it is there, and seal it; return what seals it."""
+        files = [file for file in sorted(folder.iterdir()) if file.name != SEAL]
+        content = json.dumps({"files": digests_of(files)})
+        if self.content(name) != content.encode():
+            self.send(name, files)
+            self.seal(name, content)
+        return content
+
     def seal(self, name: str, content: str) -> None:
         """Make the copy complete, after all its files were sent."""
         self._bucket.write(self._key(name, SEAL), content.encode())
@@ -102,14 +111,8 @@ class CheckpointCopies:
 def send_folder(folder: Path) -> None:
     """Send a folder of files that no longer change to the shared store, once, for ranks with other disks."""
     copies = CheckpointCopies.of(folder.parent)
-    if copies is None:
-        return
-    files = [file for file in sorted(folder.iterdir()) if file.name != SEAL]
-    content = json.dumps({"files": digests_of(files)})
-    if copies.content(folder.name) != content.encode():
-        copies.send(folder.name, files)
-        copies.seal(folder.name, content)
-    (folder / SEAL).write_text(content)
+    if copies is not None:
+        (folder / SEAL).write_text(copies.send_whole(folder.name, folder))
 
 
 def fetch_folder(folder: Path) -> None:

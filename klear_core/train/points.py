@@ -12,7 +12,7 @@ from pathlib import Path
 from klear_core.artifacts.store import SCRATCH
 from klear_core.config.curve import CurveConfig
 from klear_core.errors import KlearError
-from klear_core.train.checkpoint_copies import CheckpointCopies, send_folder
+from klear_core.train.checkpoint_copies import CheckpointCopies
 from klear_core.train.model import Dtype, Policy, export_model
 from klear_core.train.parallel import World, full_weights
 
@@ -63,11 +63,14 @@ class Points:
     def add(self, step: int, write: Callable[[Path], None]) -> None:
         """Have `write` make a model's folder, which must be complete when it gets its name."""
         folder = self._path(step)
+        if self._copies is not None:
+            # Not in its place: whoever scores it fetches the copy to there, maybe on this disk, before we are done.
+            folder = self._folder / "exported" / folder.name
         folder.parent.mkdir(parents=True, exist_ok=True)
         write(folder)
         if self._copies is not None:
-            send_folder(folder)
-            shutil.rmtree(folder)  # whoever scores it fetches the copy
+            self._copies.send_whole(folder.name, folder)
+            shutil.rmtree(folder)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"

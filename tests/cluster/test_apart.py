@@ -146,6 +146,7 @@ def test_a_model_of_the_curve_is_scored_on_another_disk_as_in_this_process(apart
         points = Points(slot.workdir)
         points.add(20, lambda folder: shutil.copytree(model_folder(base.path), folder))
         assert points.waiting() == [20]
+        assert not list(slot.workdir.glob("**/step-*"))  # the copy counts
         plan = EnginePlan(num_engines=1, gpus_per_engine=0)
         scorer = RayScorer(job, plan, seed=0, home=home_of(slot.workdir), key="sft")
         with ray_session(NEEDS):
