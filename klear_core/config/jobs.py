@@ -463,7 +463,7 @@ class EvaluateJob(Job):
     """Score one model on all benchmarks."""
 
     kind = "evaluate"
-    code_version = 5
+    code_version = 6
     scores_model = True
 
     seed: int

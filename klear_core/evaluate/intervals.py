@@ -108,7 +108,7 @@ def rerun_interval(estimates: Estimates, *, confidence: float) -> Range:
     """Return interval C: a Wilson interval stratified by problem, for the same problems with other samples.
 
     Its centre moves by the skewness of the noise, as Wilson's does for one binomial. Problems with too few samples for
-    a variance of their own share one, that of a single binomial, which is never too small.
+    a variance of their own share one, which is never too small.
     """
     z = _normal_quantile(confidence)
     num_problems = len(estimates.value)
@@ -126,10 +126,12 @@ def rerun_interval(estimates: Estimates, *, confidence: float) -> Range:
 
 
 def new_problems_interval(estimates: Estimates, *, confidence: float) -> Range:
-    """Return interval D: a Wilson interval with the effective number of problems, for other problems of this kind.
+    """Return interval D: that of Agresti and Coull (1998) with Student's t and the effective number of problems.
 
-    The design effect compares the spread of the problems with that of a binomial, after half a problem that is never
-    solved and half a one that always is are added.
+    It is for other problems of this kind. The design effect compares the spread of the problems with that of a
+    binomial, after half a problem that is never solved and half a one that always is are added. Wilson's interval has
+    the same centre and is slightly narrower, but it holds a rare success too seldom: in 86 of 100 cases at worst for
+    30 problems that are solved always or never.
     """
     num = len(estimates.value)
     if num == 1:
@@ -142,9 +144,9 @@ def new_problems_interval(estimates: Estimates, *, confidence: float) -> Range:
     # never below the noise of sampling alone, never above problems that are solved always or never
     design_effect = min(max(ratio, float(np.mean(estimates.step))), 1.0)
     effective = num / design_effect
-    shrink = 1 + t * t / effective
-    centre = (mean + t * t / (2 * effective)) / shrink
-    half = t * math.sqrt(mean * (1 - mean) / effective + (t / (2 * effective)) ** 2) / shrink
+    # t^2 / 2 solved and as many unsolved problems are added, and the variance is that of the mean with them
+    centre = (mean * effective + t * t / 2) / (effective + t * t)
+    half = t * math.sqrt(centre * (1 - centre) / (effective + t * t))
     return _within(mean, centre - mean, half, bounds=(0.0, 1.0))
 
 
@@ -211,27 +213,32 @@ def t_interval(values: Sequence[float], *, bounds: tuple[float, float], confiden
 
 
 def _with_pooled_noise(estimates: Estimates) -> tuple[Floats, Floats]:
-    """Return values and noise in which problems without a variance have their mean and a binomial's variance."""
+    """Return values and noise in which problems without a variance share one, which is never too small.
+
+    It is that of one answer for k = 1. The variance of a mean over all choices of k of n answers is at most k/n of
+    that of one choice (Hoeffding 1948).
+    """
     is_single = np.isnan(estimates.noise)
     if not is_single.any():
         return estimates.value, estimates.noise
     mean = float(np.mean(estimates.value[is_single]))
     value = np.where(is_single, mean, estimates.value)
-    noise = np.where(is_single, mean * (1 - mean), estimates.noise)
+    noise = np.where(is_single, mean * (1 - mean) * estimates.step, estimates.noise)
     return value, noise
 
 
 def _pooled(estimates: Estimates, chosen: npt.NDArray[np.bool_]) -> float:
-    """Return the sum of the variances of the chosen problems, with one binomial for those without their own."""
+    """Return the sum of the variances of the chosen problems, with a shared one for those without their own."""
     noise = estimates.noise[chosen]
-    values = estimates.value[chosen][np.isnan(noise)]
-    own = math.fsum(noise[~np.isnan(noise)])
+    is_single = np.isnan(noise)
+    values, steps = estimates.value[chosen][is_single], estimates.step[chosen][is_single]
+    own = math.fsum(noise[~is_single])
     if len(values) == 0:
         return own
-    if len(values) == 1:
-        return own + 0.25  # the largest variance of one answer
     mean = float(np.mean(values))
-    return own + len(values) * mean * (1 - mean) * len(values) / (len(values) - 1)
+    # one value says nothing of the spread: the largest variance that there is
+    shared = 0.25 if len(values) == 1 else mean * (1 - mean) * len(values) / (len(values) - 1)
+    return own + shared * math.fsum(steps)
 
 
 def _within(value: float, shift: float, half: float, *, bounds: tuple[float, float]) -> Range:

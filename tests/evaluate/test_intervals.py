@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scipy.stats import binom
 
 from klear_core.evaluate.intervals import (
     Estimates,
@@ -40,12 +42,21 @@ PAIRED = {
     "V6": (0.0729167, (-0.09375, 0.245556), (-0.0309, 0.176733)),
 }
 SINGLE = {
-    "V1": (0.601562, (0.53866, 0.661281), (0.580181, 0.622607)),
+    "V1": (0.601562, (0.53864, 0.661301), (0.580181, 0.622607)),
     "V2": (0.5, (0.3509, 0.6491), (0.486947, 0.513053)),
-    "V3": (0.666667, (0.480111, 0.812432), (0.650661, 0.682673)),
-    "V4": (0.65, (0.419078, 0.827018), (0.391146, 0.851232)),
-    "V5": (0.025, (0.0013588, 0.325782), (0, 0.117614)),
-    "V6": (0.697917, (0.455994, 0.864277), (0.622834, 0.769021)),
+    "V3": (0.666667, (0.479016, 0.813527), (0.650661, 0.682673)),
+    "V4": (0.65, (0.417622, 0.828473), (0.391146, 0.851232)),
+    "V5": (0.025, (0, 0.363352), (0, 0.117614)),
+    "V6": (0.697917, (0.453185, 0.867086), (0.622834, 0.769021)),
+}
+# D with Wilson's interval for that of Agresti and Coull, which has the same centre
+WILSON = {
+    "V1": (0.53866, 0.661281),
+    "V2": (0.3509, 0.6491),
+    "V3": (0.480111, 0.812432),
+    "V4": (0.419078, 0.827018),
+    "V5": (0.0013588, 0.325782),
+    "V6": (0.455994, 0.864277),
 }
 
 
@@ -71,6 +82,39 @@ def test_the_single_vectors(name: str) -> None:
     assert estimates.mean == pytest.approx(value, rel=1e-5)
     assert (d.low, d.high) == pytest.approx(new, rel=1e-5)
     assert (c.low, c.high) == pytest.approx(rerun, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_interval_d_holds_wilsons_and_has_its_centre(name: str) -> None:
+    _, y, n = VECTORS[name]
+    d = new_problems_interval(same_n(y, n), confidence=0.95)
+    low, high = WILSON[name]
+    assert d.low <= low + 1e-6 < high - 1e-6 <= d.high
+    if d.low > 0:
+        assert (d.low + d.high) / 2 == pytest.approx((low + high) / 2, abs=2e-6)
+
+
+def test_interval_d_is_that_of_agresti_and_coull_for_problems_solved_always_or_never() -> None:
+    """6 of 20, t = 2.093024: (6 + t^2/2) / (20 + t^2) = 0.335936, -+ t sqrt(0.335936 * 0.664064 / 24.38075)."""
+    d = new_problems_interval(same_n([1] * 6 + [0] * 14, 1), confidence=0.95)
+    assert (d.low, d.high) == pytest.approx((0.135727, 0.536145), abs=2e-6)
+
+
+@pytest.mark.parametrize(("confidence", "least"), [(0.9, 0.87), (0.95, 0.94), (0.99, 0.985)])
+@pytest.mark.parametrize("num", [10, 20, 30, 60, 131, 256])
+def test_interval_d_holds_the_share_of_solved_problems_however_rare(num: int, confidence: float, least: float) -> None:
+    """Problems are solved always or never, a share p of them: the coverage is a sum of binomial chances, exactly.
+
+    Wilson's interval holds p in 86 of 100 cases at worst for 30 problems at 95 %.
+    """
+    samples = [same_n([1] * right + [0] * (num - right), 1) for right in range(num + 1)]
+    ranges = [new_problems_interval(sample, confidence=confidence) for sample in samples]
+    low = np.array([r.low for r in ranges])
+    high = np.array([r.high for r in ranges])
+    shares = np.linspace(0.002, 0.998, 499)[:, None]
+    chances = binom.pmf(np.arange(num + 1), num, shares)
+    holds = (low <= shares) & (shares <= high)
+    assert (chances * holds).sum(axis=1).min() >= least
 
 
 def test_the_floor_of_new_problems_is_said_to_bind_where_it_does() -> None:
@@ -136,6 +180,24 @@ def test_the_noise_of_pass_at_k_is_unbiased() -> None:
     variance = sum(w * (v - mean) ** 2 for w, v in zip(chances, found.value, strict=True))
     assert mean == pytest.approx(1 - (1 - p) ** k)
     assert sum(w * s for w, s in zip(chances, found.noise, strict=True)) == pytest.approx(variance)
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 2), (8, 4), (8, 3), (5, 5)])
+def test_the_shared_variance_of_pass_at_k_is_never_too_small(n: int, k: int) -> None:
+    """With too few samples for a variance of its own, a problem gets k/n of that of one choice of k samples."""
+    for p in (0.02, 0.2, 0.5, 0.8):
+        chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+        value = estimates_of([(c, n) for c in range(n + 1)], k=k).value
+        mean = sum(w * v for w, v in zip(chances, value, strict=True))
+        variance = sum(w * (v - mean) ** 2 for w, v in zip(chances, value, strict=True))
+        assert variance <= k / n * mean * (1 - mean) + 1e-12
+
+
+def test_a_rerun_of_pass_at_4_of_8_counts_8_samples() -> None:
+    """20 problems, each with 1 of 8 right: pass@4 = 1/2, and sqrt(20 * 1/4 * 4/8 + (z/2)^2 / 4) z / 20 to each side."""
+    found = rerun_interval(estimates_of([(1, 8)] * 20, k=4), confidence=0.95)
+    half = 1.959964 * math.sqrt(20 / 4 / 2 + (1.959964 / 2) ** 2 / 4) / 20
+    assert (found.low, found.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
 
 
 def test_pass_at_k_is_refused_for_more_samples_than_there_are() -> None:
