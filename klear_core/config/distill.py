@@ -34,7 +34,7 @@ class ProceduralTeacherConfig(Settings):
 
 
 class PuzzleTeacherConfig(Settings):
-    """Solves puzzles step by step in R1's response format, with random slips and systematic blind spots."""
+    """Solves puzzles and chains step by step in R1's response format, with random slips and systematic blind spots."""
 
     kind: Literal["puzzles"] = "puzzles"
     slip_rate: float = Field(default=0.02, ge=0, le=1)

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from random import Random
 
 from klear_core.config.distill import PuzzleTeacherConfig
+from klear_core.data.procedural import ChainProblem, apply_step, parse_chain
 from klear_core.data.puzzles.brackets import MODULUS, first_operation, parse_brackets, replace_operation, value_of
 from klear_core.data.puzzles.programs import Operation, Pipeline, parse_programs
 from klear_core.data.puzzles.residues import Residues, parse_residues
 from klear_core.distill.teacher import TeacherFailure, TeacherSample, Usage
+from klear_core.errors import DataError
 from klear_core.seeding import seed_for
 from klear_core.types import Problem, TeacherReply
 
 _BLIND_FACTORS = (4, 5, 6)
-"""Brackets: products by these."""
+"""Brackets and chains: products by these."""
 _BLIND_DIGITS = (7, 8, 9)
 """Residues: sums beyond the modulus with this last digit."""
 _BLIND_SIGNS = {"at least": (">=", ">"), "at most": ("<=", "<")}
@@ -40,7 +42,10 @@ class PuzzleTeacher:
         """Do nothing; this teacher costs nothing."""
 
     async def sample(self, problem: Problem, *, sample_idx: int, seed: int) -> TeacherSample:
-        """Return one sample; samples differ only in their random errors. Other problems are `unsupported`."""
+        """Return one sample; samples differ only in their random errors. Other problems are `unsupported`.
+
+        Chains are solved, too, so that a run can have them beside puzzles.
+        """
         rng = Random(seed_for(seed, "distill/teacher", problem.problem_id, sample_idx))  # noqa: S311
         reply = _solve(problem.question, _Errors(cfg=self.cfg, rng=rng))
         if reply is None:
@@ -77,14 +82,18 @@ class _Errors:
 
 
 def _solve(question: str, errors: _Errors) -> TeacherReply | None:
-    """Return the reply to a puzzle; None for other questions."""
+    """Return the reply to a puzzle or a chain; None for other questions."""
     if (text := parse_brackets(question)) is not None:
         return _reply(*_solve_brackets(text, errors))
     if (residues := parse_residues(question)) is not None:
         return _reply(*_solve_residues(residues, errors))
     if (pipeline := parse_programs(question)) is not None:
         return _reply(*_write_program(pipeline, errors))
-    return None
+    try:
+        chain = parse_chain(question)
+    except DataError:
+        return None
+    return _reply(*_solve_chain(chain, errors))
 
 
 def _reply(lines: list[str], answer: str) -> TeacherReply:
@@ -104,6 +113,18 @@ def _solve_brackets(text: str, errors: _Errors) -> tuple[list[str], str]:
         text = replace_operation(text, found, value)
         lines.append(f"{found[0][1:-1]}={value} {text}")
     return lines, f"\\boxed{{{text}}}"
+
+
+def _solve_chain(chain: ChainProblem, errors: _Errors) -> tuple[list[str], str]:
+    """Return one line for each operation, and the box."""
+    lines: list[str] = []
+    value = chain.start
+    for step in chain.steps:
+        in_blind_spot = step.operator == "*" and step.operand in _BLIND_FACTORS
+        result = errors.residue(apply_step(value, step, chain.modulus), chain.modulus, in_blind_spot=in_blind_spot)
+        lines.append(f"{value}{step.operator}{step.operand}={result}")
+        value = result
+    return lines, f"\\boxed{{{value}}}"
 
 
 def _solve_residues(puzzle: Residues, errors: _Errors) -> tuple[list[str], str]:

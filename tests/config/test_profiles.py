@@ -19,6 +19,7 @@ PROFILES = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and p
 def test_the_profiles_are_these() -> None:
     assert PROFILES == [
         "desk",
+        "desk_ci",
         "klear_8b",
         "klear_8b_64k",
         "klear_8b_script",

@@ -1,4 +1,7 @@
-"""The desk profile trains on all three families, scores harder problems apart, and cuts off no right solution."""
+"""The desk profile trains on all three families and scores harder problems apart; no right solution is cut off.
+
+`desk_ci` is a small version of it: one family of math and one of code.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.data import PuzzleSource
+from klear_core.config.data import ProceduralSource, PuzzleSource
 from klear_core.config.distill import PuzzleTeacherConfig
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.data.candidates import Candidate, problem_from
-from klear_core.data.puzzles.generate import generate_puzzles
+from klear_core.data.generated import generate
 from klear_core.distill.puzzles import PuzzleTeacher
 from klear_core.pipeline.graph import stages_of
 from klear_core.prompts import build_byte_tokenizer, encode_response, render_prompt, render_response
@@ -22,7 +25,7 @@ from klear_core.types import TeacherReply
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.fixture(scope="module", params=["desk"])
+@pytest.fixture(scope="module", params=["desk", "desk_ci"])
 def desk(request: pytest.FixtureRequest) -> PipelineConfig:
     return load_profile(CONFIGS / request.param, [])
 
@@ -32,7 +35,8 @@ def puzzles(*sources: object) -> list[PuzzleSource]:
 
 
 def drawn(desk: PipelineConfig, *sources: object) -> list[Candidate]:
-    return [c for source in puzzles(*sources) for c in generate_puzzles(source, seed=desk.seed)]
+    generated = [source for source in sources if isinstance(source, PuzzleSource | ProceduralSource)]
+    return [c for source in generated for c in generate(source, seed=desk.seed)]
 
 
 def num_tokens(desk: PipelineConfig, candidate: Candidate) -> tuple[int, int]:
@@ -46,7 +50,8 @@ def num_tokens(desk: PipelineConfig, candidate: Candidate) -> tuple[int, int]:
     return len(render_prompt(tokenizer, candidate.question)), len(response)
 
 
-def test_each_family_is_trained_and_has_a_harder_benchmark_of_untrained_levels(desk: PipelineConfig) -> None:
+def test_each_family_is_trained_and_has_a_harder_benchmark_of_untrained_levels() -> None:
+    desk = load_profile(CONFIGS / "desk", [])
     trained = {source.family: set(source.levels) for source in puzzles(*desk.curate.sources)}
     benchmarks = {b.name: b.source for b in desk.benchmarks if isinstance(b.source, PuzzleSource)}
     assert set(trained) == {"brackets", "residues", "programs"}
@@ -54,6 +59,20 @@ def test_each_family_is_trained_and_has_a_harder_benchmark_of_untrained_levels(d
         assert set(benchmarks[family].levels) == levels
         assert min(benchmarks[f"{family}_hard"].levels) > max(levels)
     assert all(source.split == "heldout" for source in benchmarks.values())
+
+
+def test_the_small_version_trains_and_scores_chains_and_programs_of_the_same_levels() -> None:
+    small = load_profile(CONFIGS / "desk_ci", [])
+    levels = {}
+    for source in (*small.curate.sources, *(b.source for b in small.benchmarks)):
+        assert isinstance(source, PuzzleSource | ProceduralSource)
+        levels[source.name, source.split] = source.levels if isinstance(source, PuzzleSource) else source.num_operations
+    assert levels == {
+        ("chains", "train"): (2, 3),
+        ("chain", "heldout"): (2, 3),
+        ("programs", "train"): (2,),
+        ("programs", "heldout"): (2,),
+    }
 
 
 def test_math_is_scored_again_after_code_rl(desk: PipelineConfig) -> None:

@@ -71,6 +71,8 @@ def test_traces_are_the_procedure_step_by_step():
     assert brackets.answer == "\\boxed{3}"
     residues = reply(FLAWLESS, asked("mod 13: 5+7x=0, least x=?"))
     assert (residues.reasoning, residues.answer) == ("1:5+7=12 0n\n2:12+7=19-13=6 0n\n3:6+7=13-13=0 0y", "\\boxed{3}")
+    chain = reply(FLAWLESS, asked("mod 6: 4,-1,*5=?"))
+    assert (chain.reasoning, chain.answer) == ("4-1=3\n3*5=3", "\\boxed{3}")
     program = reply(FLAWLESS, asked("f(a): at least 4, reverse, sum"))
     assert program.reasoning == "at least 4: x>=4\nreverse: a[::-1]\nsum: sum(a)"
     assert program.answer == "```python\ndef f(a):\n a=[x for x in a if x>=4]\n a=a[::-1]\n return sum(a)\n```"
@@ -80,6 +82,7 @@ def test_errors_in_the_blind_spot_are_carried_on_to_the_answer():
     assert reply(BLIND, asked("mod 7: (1+(2*5))=?")).reasoning == "2*5=4 (1+4)\n1+4=5 5"
     residues = reply(BLIND, asked("mod 13: 5+7x=7, least x=?")).reasoning
     assert residues.startswith("1:5+7=12 7n\n2:12+7=19-13=7 7y")
+    assert reply(BLIND, asked("mod 6: 4,-1,*5=?")).reasoning == "4-1=3\n3*5=4"
     assert "a if x<5]" in reply(BLIND, asked("f(a): at most 5, list")).answer
 
 
