@@ -156,6 +156,7 @@ def test_a_model_of_the_curve_is_scored_on_another_disk_as_in_this_process(apart
                 scorer.score(points.fetch(20))
         points.drop(20)
         assert points.waiting() == []
+        slot.publish(manifest(kind="sft"))
     # loaded, and then deleted where it was loaded
     assert not list(apart.root.glob("*/.building/**/step-00000020"))
     with open_exam(job, build_judge_pool, model_folder(base.path), seed=0) as exam:

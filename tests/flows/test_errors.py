@@ -93,7 +93,7 @@ def test_an_unknown_stage_is_an_error_that_lists_the_stages(klear, tmp_path: Pat
 def test_a_judge_that_gets_no_file_or_nothing_to_judge_says_so(klear, tmp_path: Path):
     ended = klear("judge", tmp_path / "none.jsonl")
     assert (ended.status, is_one_message(ended.err)) == (2, True)
-    assert "none.jsonl: cannot be read" in ended.err
+    assert "none.jsonl: no such file" in ended.err
     (tmp_path / "odd.jsonl").write_text('{"id": "1"}\n')
     ended = klear("judge", tmp_path / "odd.jsonl")
     assert ended.status == 2
