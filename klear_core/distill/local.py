@@ -20,7 +20,7 @@ from klear_core.distill.teacher import (
 )
 from klear_core.errors import KlearError, ResourceError
 from klear_core.evaluate.compute import Compute
-from klear_core.generate.engine import SamplingParams
+from klear_core.generate.engine import one_sample
 from klear_core.generate.factory import EngineSpec, Sampler
 from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
 from klear_core.seeding import seed_for
@@ -57,7 +57,7 @@ class LocalTeacher:
         Raise ResourceError if the engines cannot go on.
         """
         prompt_ids = render_prompt(self._tokenizer, question_of(problem, self.cfg))
-        params = self._params(seed_for(seed, "distill/teacher", problem.problem_id, sample_idx))
+        params = one_sample(self.cfg.sampling, seed=seed_for(seed, "distill/teacher", problem.problem_id, sample_idx))
         try:
             async with self._slots:
                 (sampled,) = await self._sampler.engine.generate(prompt_ids, params)
@@ -74,18 +74,6 @@ class LocalTeacher:
     async def close(self) -> None:
         """Stop the engines."""
         await self._sampler.engine.close()
-
-    def _params(self, seed: int) -> SamplingParams:
-        sampling = self.cfg.sampling
-        return SamplingParams(
-            num_samples=1,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            repetition_penalty=sampling.repetition_penalty,
-            max_new_tokens=sampling.max_new_tokens,
-            seed=seed,
-        )
 
 
 def _reply(completion: Completion) -> TeacherReply:

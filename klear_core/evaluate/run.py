@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from klear_core.evaluate.suite import Benchmark, PlannedAnswer, plan_answers, pl
 from klear_core.evaluate.summarise import ledger_step, make_report, metrics_of, warning_lines
 from klear_core.evaluate.tally import read_math_vote, tally
 from klear_core.evaluate.templates import asked, template_scores
-from klear_core.generate.engine import InferenceEngine, SamplingParams
+from klear_core.generate.engine import InferenceEngine, SamplingParams, one_sample
 from klear_core.generate.factory import EngineSpec
 from klear_core.generate.longest_first import LongestFirst
 from klear_core.metrics import Telemetry
@@ -277,21 +277,10 @@ def _require_planned(shard: Shard[PlannedAnswer], stored: Sequence[EvalSample]) 
 
 def sampling_params(cfg: SamplingConfig, planned: PlannedAnswer, *, seed: int) -> SamplingParams:
     """Return the settings for one answer. Each sample has its own seed: with a shared seed all n would be the same."""
-    temperature, top_p, top_k = cfg.temperature, cfg.top_p, cfg.top_k
-    if planned.decoding == "greedy":
-        temperature, top_p, top_k = 0.0, 1.0, 0
     template = (planned.template,) if planned.template else ()  # plain answers are the same with and without templates
-    return SamplingParams(
-        num_samples=1,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        repetition_penalty=cfg.repetition_penalty,
-        max_new_tokens=cfg.max_new_tokens,
-        seed=seed_for(
-            seed, "evaluate/sample", planned.benchmark, planned.problem.problem_id, planned.sample_idx, *template
-        ),
-    )
+    named = ("evaluate/sample", planned.benchmark, planned.problem.problem_id, planned.sample_idx, *template)
+    params = one_sample(cfg, seed=seed_for(seed, *named))
+    return replace(params, temperature=0.0, top_p=1.0, top_k=0) if planned.decoding == "greedy" else params
 
 
 def report_scores(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from pydantic import TypeAdapter
 
+from klear_core.config.engine import SamplingConfig
 from klear_core.types import Completion
 
 if TYPE_CHECKING:
@@ -38,6 +39,19 @@ class SamplingParams:
             raise ValueError(
                 f"num_samples = {self.num_samples} and max_new_tokens = {self.max_new_tokens} must be at least 1"
             )
+
+
+def one_sample(sampling: SamplingConfig, *, seed: int) -> SamplingParams:
+    """Return the request for one answer with a stage's decoding settings."""
+    return SamplingParams(
+        num_samples=1,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        max_new_tokens=sampling.max_new_tokens,
+        seed=seed,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,15 +173,18 @@ def _num_traces(config: PipelineConfig) -> int | None:
 def _tag(stage: Stage, tag: TagConfig, config: PipelineConfig) -> StageEstimate:
     problems = _num_problems(config)
     answers = None if problems is None else problems * tag.samples_per_problem
-    tokens = None if answers is None else answers * tag.sampling.max_new_tokens
+    note = f"{answers or 'unknown number of'} answers of the tagger"
+    return _answers_here(stage, config, answers, most_tokens=tag.sampling.max_new_tokens, note=note)
+
+
+def _answers_here(
+    stage: Stage, config: PipelineConfig, answers: int | None, *, most_tokens: int, note: str
+) -> StageEstimate:
+    """Return the estimate of a stage that samples answers with the engines of this pipeline."""
+    tokens = None if answers is None else answers * most_tokens
     size = planned_size(_sampled_model(stage.engine(), config))
-    return StageEstimate(
-        stage=stage.name,
-        max_tokens=tokens,
-        memory_gb=None,
-        gpu_hours=gpu_hours(config, stage, size, max_tokens=tokens),
-        note=f"{answers or 'unknown number of'} answers of the tagger",
-    )
+    hours = gpu_hours(config, stage, size, max_tokens=tokens)
+    return StageEstimate(stage=stage.name, max_tokens=tokens, memory_gb=None, gpu_hours=hours, note=note)
 
 
 def _sampled_model(use: EngineUse | None, config: PipelineConfig) -> ModelConfig:
@@ -192,7 +195,8 @@ def _distill(stage: Stage, config: PipelineConfig) -> StageEstimate:
     traces = _num_traces(config)
     teacher = config.distill.teacher
     if isinstance(teacher, LocalTeacherConfig):
-        return _local_teacher(stage, teacher, config, traces)
+        note = f"{traces or 'unknown number of'} traces by a model here"
+        return _answers_here(stage, config, traces, most_tokens=teacher.sampling.max_new_tokens, note=note)
     if not isinstance(teacher, HttpTeacherConfig):
         note = f"{traces or 'unknown number of'} traces by the {teacher.kind} teacher"
         return StageEstimate(stage=stage.name, max_tokens=None, memory_gb=None, note=note)
@@ -202,20 +206,6 @@ def _distill(stage: Stage, config: PipelineConfig) -> StageEstimate:
     if tokens is not None and any(prices):
         note += f", at most {tokens * max(prices) / 1e6:,.0f} for output tokens at {max(prices):g} a million"
     return StageEstimate(stage=stage.name, max_tokens=tokens, memory_gb=None, note=note)
-
-
-def _local_teacher(
-    stage: Stage, teacher: LocalTeacherConfig, config: PipelineConfig, traces: int | None
-) -> StageEstimate:
-    tokens = None if traces is None else traces * teacher.sampling.max_new_tokens
-    size = planned_size(_sampled_model(stage.engine(), config))
-    return StageEstimate(
-        stage=stage.name,
-        max_tokens=tokens,
-        memory_gb=None,
-        gpu_hours=gpu_hours(config, stage, size, max_tokens=tokens),
-        note=f"{traces or 'unknown number of'} traces by a model here",
-    )
 
 
 def _sft(stage: Stage, config: PipelineConfig, size: ModelSize | None) -> StageEstimate:

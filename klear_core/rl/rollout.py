@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
-from klear_core.generate.engine import InferenceEngine, SamplingParams
+from klear_core.generate.engine import InferenceEngine, one_sample
 from klear_core.prompts import completed, opening_of, render_prompt
 from klear_core.rl.groups import DropCounts
 from klear_core.rl.rewards import custom_reward, is_positive, overlong_penalty, reward_of
@@ -134,18 +134,10 @@ class Sampler:
 
     async def sample(self, item: StreamItem, prompt_ids: tuple[int, ...], sample_idx: int) -> Completion:
         """Return one answer of the engine."""
-        sampling = self._cfg.rollout.sampling
-        params = SamplingParams(
-            num_samples=1,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            repetition_penalty=sampling.repetition_penalty,
-            max_new_tokens=sampling.max_new_tokens,
-            # Derive the seed from position and sample index, so that a rerun draws the same answers in whatever order
-            # requests are served.
-            seed=seed_for(self._seed, "rl/rollout", item.position, sample_idx),
-        )
+        # Derive the seed from position and sample index, so that a rerun draws the same answers in whatever order
+        # requests are served.
+        seed = seed_for(self._seed, "rl/rollout", item.position, sample_idx)
+        params = one_sample(self._cfg.rollout.sampling, seed=seed)
         self._num_sampling += 1
         try:
             (sampled,) = await self._engine.generate(prompt_ids, params)
