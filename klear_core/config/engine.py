@@ -59,13 +59,14 @@ class VllmRuntime(Settings):
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that share one copy of the model (authors' scripts: 2)."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, lt=1)
-    """Share of a GPU's memory that vLLM uses for weights and KV cache; the rest is left for CUDA."""
+    """Share of a GPU's memory that vLLM uses for weights and KV cache; the rest is left for CUDA. Not used on CPU."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Maximum answers that decode together; the authors' evaluation script has 128. More need more KV cache."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs: faster start and less memory, but slower decoding."""
     kv_cache_mb: int | None = Field(default=None, ge=1)
-    """Fixed KV cache size in MB; needed on CPU, where gpu_memory_utilization refers to host memory."""
+    """Fixed KV cache size of each rank in MB; None: what gpu_memory_utilization leaves, and on CPU a quarter of the host
+    memory that is free."""
     sleep_mode: bool = False
     """Release the engine's GPU memory between rollouts, for a learner on the same GPU."""
 

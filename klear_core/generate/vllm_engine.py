@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import psutil
+
 from klear_core.config.engine import VllmEngineConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import SamplingParams, WeightOffer, WeightSource, dump_offer, load_offer
@@ -34,6 +36,8 @@ HANDOVER_PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108
 """Folders for new weights on their way to the engine process: memory, or disk where that is too small (containers)."""
 _HEADER_BYTES = 1 << 20
 """Upper bound on the bytes of the safetensors header."""
+_CPU_CACHE_SHARE = 0.25
+"""Of the free host memory. vLLM's own default, 0.9 of all memory, is refused wherever a desktop runs beside it."""
 
 
 class VllmEngine:
@@ -52,7 +56,7 @@ class VllmEngine:
     ) -> VllmEngine:
         """Load the model in a new process.
 
-        Raise ResourceError without vllm, ConfigError if `max_model_len` is too large.
+        Raise ResourceError without vllm or if the process does not start, ConfigError if `max_model_len` is too large.
 
         `num_threads` is per tensor-parallel rank and counts on CPU only; `window` raises the positions of the folder's
         config.
@@ -60,6 +64,7 @@ class VllmEngine:
         try:
             from vllm import AsyncEngineArgs
             from vllm.outputs import WeightVersionSpan  # noqa: F401 (tells 0.32 from versions that cannot label tokens)
+            from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise ResourceError(
@@ -67,11 +72,23 @@ class VllmEngine:
                 f"install klear[gpu], or klear[cpu-engine] without a GPU ({error})"
             ) from error
         tokenizer = FolderTokenizer(model_folder)
-        args = AsyncEngineArgs(**engine_arguments(cfg, model_folder, seed=seed, window=window))
+        arguments = engine_arguments(cfg, model_folder, seed=seed, window=window)
+        if current_platform.is_cpu():
+            free_bytes = psutil.virtual_memory().available
+            arguments.setdefault(
+                "kv_cache_memory_bytes", int(_CPU_CACHE_SHARE * free_bytes / cfg.runtime.tensor_parallel)
+            )
+        args = AsyncEngineArgs(**arguments)
         with contextlib.ExitStack() as held:
             sockets = held.enter_context(tempfile.TemporaryDirectory(prefix="klear-", ignore_cleanup_errors=True))
             with _environment(num_threads, sockets):
-                llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+                try:
+                    llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+                except RuntimeError as error:  # without the cause, which only the process's log has
+                    raise ResourceError(
+                        f"vLLM did not start with {model_folder}: the first error that its EngineCore or VllmWorker "
+                        f"printed above is the cause ({error})"
+                    ) from error
             engine = cls(llm, tokenizer, wanted_shapes(model_folder), version=version, held=held.pop_all())
         await llm.update_weight_version(str(version))
         return engine

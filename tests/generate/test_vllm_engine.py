@@ -215,7 +215,8 @@ class Ended:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     model = build_model(hidden_size=64, head_dim=32, max_len=128)
     folder = write_folder(tmp_path_factory.mktemp("plain"), model)
-    cfg = VllmEngineConfig(dtype="float32", yarn_factor=2.5, runtime=CPU_RUNTIME)
+    own_cache = VllmRuntime(enforce_eager=True)  # sized by the engine
+    cfg = VllmEngineConfig(dtype="float32", yarn_factor=2.5, runtime=own_cache)
     stretched = write_folder(tmp_path_factory.mktemp("stretched"), model)
     path = stretched / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | engine_arguments(cfg, folder, seed=0)["hf_overrides"]))
@@ -242,6 +243,13 @@ def sockets() -> set[Path]:
 def test_yarn_computes_what_transformers_yarn_computes(ended: Ended) -> None:
     assert max(logp_error(ended.stretched, ended.prompt, c, 0.8) for c in ended.completions) < TOLERANCE
     assert max(logp_error(ended.model, ended.prompt, c, 0.8) for c in ended.completions) > 0.1
+
+
+@needs_vllm
+def test_a_model_that_vllm_cannot_run_is_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "narrow", build_model(head_dim=16))  # its CPU kernels need 32
+    with pytest.raises(ResourceError, match=rf"vLLM did not start with {folder}"):
+        asyncio.run(VllmEngine.start(VllmEngineConfig(runtime=CPU_RUNTIME), folder, num_threads=1, seed=0))
 
 
 @needs_vllm
