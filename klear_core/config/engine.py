@@ -63,7 +63,7 @@ class VllmRuntime(Settings):
     max_num_seqs: int = Field(default=256, ge=1)
     """Maximum answers that decode together; the authors' evaluation script has 128. More need more KV cache."""
     enforce_eager: bool = False
-    """Do not capture CUDA graphs: faster start and less memory, but slower decoding."""
+    """Do not capture CUDA graphs: faster start and less memory, but slower decoding. On CPU there are none."""
     kv_cache_mb: int | None = Field(default=None, ge=1)
     """Fixed KV cache size of each rank in MB; None: what gpu_memory_utilization leaves, and on CPU a quarter of the host
     memory that is free."""

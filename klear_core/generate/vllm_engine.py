@@ -74,9 +74,10 @@ class VllmEngine:
         tokenizer = FolderTokenizer(model_folder)
         arguments = engine_arguments(cfg, model_folder, seed=seed, window=window)
         if current_platform.is_cpu():
-            free_bytes = psutil.virtual_memory().available
-            arguments.setdefault(
-                "kv_cache_memory_bytes", int(_CPU_CACHE_SHARE * free_bytes / cfg.runtime.tensor_parallel)
+            free_bytes = psutil.virtual_memory().available // cfg.runtime.tensor_parallel
+            # Nothing is compiled: `_environment` turns off torch's compiler, without which vLLM's own does not work.
+            arguments = (
+                {"kv_cache_memory_bytes": int(_CPU_CACHE_SHARE * free_bytes)} | arguments | {"enforce_eager": True}
             )
         args = AsyncEngineArgs(**arguments)
         with contextlib.ExitStack() as held:
