@@ -36,8 +36,10 @@ HANDOVER_PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108
 """Folders for new weights on their way to the engine process: memory, or disk where that is too small (containers)."""
 _HEADER_BYTES = 1 << 20
 """Upper bound on the bytes of the safetensors header."""
+_TOKENS_PER_STEP = 2048
+"""Prompt tokens that are computed together on a CPU: vLLM's default."""
 _CPU_CACHE_SHARE = 0.25
-"""Of the free host memory. vLLM's own default, 0.9 of all memory, is refused wherever a desktop runs beside it."""
+"""KV cache, of the free host memory. vLLM's own default, 0.9 of all memory, is refused wherever a desktop runs beside it."""
 
 
 class VllmEngine:
@@ -74,11 +76,7 @@ class VllmEngine:
         tokenizer = FolderTokenizer(model_folder)
         arguments = engine_arguments(cfg, model_folder, seed=seed, window=window)
         if current_platform.is_cpu():
-            free_bytes = psutil.virtual_memory().available // cfg.runtime.tensor_parallel
-            # Nothing is compiled: `_environment` turns off torch's compiler, without which vLLM's own does not work.
-            arguments = (
-                {"kv_cache_memory_bytes": int(_CPU_CACHE_SHARE * free_bytes)} | arguments | {"enforce_eager": True}
-            )
+            arguments = for_cpu(arguments, free_bytes=psutil.virtual_memory().available // cfg.runtime.tensor_parallel)
         args = AsyncEngineArgs(**arguments)
         with contextlib.ExitStack() as held:
             sockets = held.enter_context(tempfile.TemporaryDirectory(prefix="klear-", ignore_cleanup_errors=True))
@@ -289,6 +287,22 @@ def engine_arguments(
     if overrides:
         arguments["hf_overrides"] = overrides
     return arguments
+
+
+def for_cpu(arguments: Mapping[str, Any], *, free_bytes: int) -> dict[str, Any]:
+    """Return the arguments with what vLLM's CPU build needs; `free_bytes` is the free memory for each rank.
+
+    Nothing is compiled: `_environment` turns off torch's compiler, without which vLLM's own does not work. No prompt is
+    computed in parts: a seeded answer to one that is ends the engine process (0.32 sets the offset of its generator,
+    and those on CPU have none), and there are seeds in all our requests.
+    """
+    longest: int = arguments["max_model_len"]
+    return {"kv_cache_memory_bytes": int(_CPU_CACHE_SHARE * free_bytes)} | {
+        **arguments,
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(longest, _TOKENS_PER_STEP),
+    }
 
 
 def _yarn(cfg: VllmEngineConfig, model: HfConfig, *, window: int) -> dict[str, Any]:
