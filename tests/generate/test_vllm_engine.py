@@ -130,6 +130,17 @@ def test_logps_and_greedy_choices_are_the_new_models_after_every_update(running:
 
 
 @needs_vllm
+def test_prompts_that_are_too_many_for_one_step_are_all_answered(running: Running) -> None:
+    """A seeded answer to a prompt that is computed in parts ends vLLM 0.32's process on a CPU."""
+
+    async def body(engine: VllmEngine) -> list[list[Completion]]:
+        prompts = [(65 + start, *LONG) for start in range(8)]  # 2,840 tokens; vLLM computes 2,048 at a time
+        return await asyncio.gather(*(engine.generate(prompt, params(max_new_tokens=4)) for prompt in prompts))
+
+    assert [len(answers) for answers in running.run(body)] == [2] * 8
+
+
+@needs_vllm
 def test_running_requests_go_on_with_new_weights_and_say_so(running: Running) -> None:
     old, new = model_of(10, is_tied=running.is_tied), model_of(11, is_tied=running.is_tied)
 
