@@ -39,7 +39,7 @@ _HEADER_BYTES = 1 << 20
 _TOKENS_PER_STEP = 2048
 """Prompt tokens that are computed together on a CPU: vLLM's default."""
 _CPU_CACHE_SHARE = 0.25
-"""KV cache, of the free host memory. vLLM's own default is 0.9 of all memory, and it is refused if other programs run."""
+"""KV cache, of the free host memory. vLLM's own default, 0.9 of all memory, fails if other programs run."""
 
 
 class VllmEngine:
