@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
+from rich.progress import DownloadColumn, Progress
 from rich.text import Text
 
 from flows.find import find_artifact
+from flows.named_model import can_sample_in_torch, on_hub
+from klear_core.artifacts.model_files import check_model, download
 from klear_core.config.engine import LocalEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ArtifactError, ConfigError, DataError
@@ -23,10 +26,11 @@ from klear_core.report.text import visible
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.types import Completion
 
+Engine = Literal["auto", "torch", "vllm"]
 _ENGINES: dict[str, LocalEngineConfig] = {"torch": TorchEngineConfig(), "vllm": VllmEngineConfig()}
 
 
-def chat(which: str, question: str | None, params: ChatParams, *, root: Path, engine: Literal["torch", "vllm"]) -> None:
+def chat(which: str, question: str | None, params: ChatParams, *, root: Path, engine: Engine) -> None:
     """Print the answers to the question or, without one, to every line of standard input.
 
     A line that the model cannot take does not stop the others; DataError at the end if there was one.
@@ -35,9 +39,11 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
         raise ConfigError(
             f"--samples {params.num_samples} at --temperature 0: greedy answers are all the same; raise the temperature"
         )
-    folder, window = _find_model(which, root)
-    num_threads = os.cpu_count() or 1
     console = Console(highlight=False, soft_wrap=True)
+    folder, window = _find_model(which, root, Console(stderr=True))
+    if engine == "auto":
+        engine = "torch" if can_sample_in_torch(folder) else "vllm"
+    num_threads = os.cpu_count() or 1
     with asyncio.Runner() as runner:
         model = runner.run(
             open_chat(folder, _ENGINES[engine], num_threads=num_threads, seed=params.seed, window=window)
@@ -51,11 +57,26 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
             runner.run(model.close())
 
 
-def _find_model(which: str, root: Path) -> tuple[Path, int | None]:
-    """Return the Hugging Face folder that `which` names, and its training window if the model's config states less."""
+def _find_model(which: str, root: Path, console: Console) -> tuple[Path, int | None]:
+    """Return the Hugging Face folder that `which` names, and its training window if the model's config states less.
+
+    A model of the Hub is downloaded into the Hub's cache, unless it is there.
+    """
     if (Path(which) / "config.json").is_file():
         return Path(which), None
-    artifact = find_artifact(which, root)
+    try:
+        artifact = find_artifact(which, root)
+    except ArtifactError as not_here:
+        try:
+            published = on_hub(which, console)
+            if published is None:
+                raise
+            check_model(published)
+        except ConfigError as e:
+            raise ConfigError(f"{not_here}; and as a model of the Hub: {e}") from e
+        with Progress(*Progress.get_default_columns(), DownloadColumn(), console=console, transient=True) as bars:
+            bar = bars.add_task(published.repo, total=None)
+            return download(published, lambda done, total: bars.update(bar, completed=done, total=total)), None
     try:
         return model_folder(artifact), wanted_window(artifact)
     except ArtifactError as e:

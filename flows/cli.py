@@ -230,7 +230,10 @@ def show(
 @app.command()
 def chat(
     model: Annotated[
-        str, typer.Argument(help="A stage (base, sft, rl: its newest model), an artifact, or a model folder.")
+        str,
+        typer.Argument(
+            help="A stage (base, sft, rl: its newest model), an artifact, a model folder, or owner/name on the Hub."
+        ),
     ],
     question: Annotated[
         str | None, typer.Argument(help="The question; without it, every line of standard input is one.")
@@ -243,14 +246,16 @@ def chat(
     num_samples: Annotated[int, typer.Option("--samples", min=1, help="Number of answers to each question.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     engine: Annotated[
-        Literal["torch", "vllm"], typer.Option(help="Engine that samples; torch runs Qwen3 models only.")
-    ] = "torch",
+        Literal["auto", "torch", "vllm"], typer.Option(help="auto: torch for Qwen3 models, vLLM for others.")
+    ] = "auto",
 ) -> None:
-    """Ask a model of this workspace, or any model folder, a question of your own.
+    """Ask a model of this workspace, any model folder, or a model of the Hub, a question of your own.
 
     klear chat rl 'mod 10: 3,+4,*7,-2,+5=?'
 
     klear chat sft --temperature 1 --samples 4 < questions.txt
+
+    klear chat owner/name@revision 'What is 2+2?' --engine vllm
     """
     from flows.chat import chat as ask
     from klear_core.generate.chat import ChatParams

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from flows.find import find_artifact
+from flows.named_model import can_sample_in_torch, on_hub
 from flows.resolve import profile_folder
 from flows.watched import carry_out
 from klear_core.artifacts.hub import commit_of
@@ -20,16 +21,11 @@ from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.rowfiles import stem_of
 from klear_core.errors import ConfigError
-from klear_core.hf_config import read_hf_config
 from klear_core.pipeline.graph import stages_of
 from klear_core.train.base import model_folder
 
 _SECTIONS = ("benchmarks", "evaluate", "verify", "judge", "seed", "data_until")
 """Sections of a profile that an evaluation has."""
-_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_TORCH_FAMILY = "qwen3"
-"""`model_type` of the models that the torch engine samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +116,10 @@ def _given(model: str, root: Path, console: Console) -> dict[str, Any]:
     """Return the settings that name the model: a folder, a repository of the Hub, or a model of the workspace."""
     if Path(model).is_dir():
         return {"kind": "folder", "path": str(Path(model).resolve())}
-    on_hub = _HUB_ID.fullmatch(model)
-    if on_hub is None:
-        return {"kind": "folder", "path": str(model_folder(find_artifact(model, root).absolute()))}
-    repo, revision = on_hub["repo"], on_hub["revision"] or "main"
-    if not _COMMIT.fullmatch(revision):
-        commit = commit_of(repo, revision)
-        console.print(f"[dim]{repo}@{revision} is commit {commit}[/]")
-        revision = commit
-    return {"kind": "hub", "repo": repo, "revision": revision}
+    published = on_hub(model, console)
+    if published is not None:
+        return {"kind": "hub", "repo": published.repo, "revision": published.revision}
+    return {"kind": "folder", "path": str(model_folder(find_artifact(model, root).absolute()))}
 
 
 def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) -> str:
@@ -137,4 +128,4 @@ def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) 
         return engine
     if given["kind"] == "hub":
         return "vllm"
-    return "torch" if read_hf_config(Path(given["path"])).model_type == _TORCH_FAMILY else "vllm"
+    return "torch" if can_sample_in_torch(Path(given["path"])) else "vllm"

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hub_server import REVISION, hub
 from klear_command import ROOT
 from manifests import manifest
 
@@ -109,6 +113,46 @@ def test_what_is_no_model_or_not_there_is_named(klear, runs):
     curated = klear("chat", "curate", "1", "--root", runs)
     assert curated.status != 0
     assert "models are made by the stages base, sft, rl" in curated.err
+
+
+def test_a_model_of_the_hub_is_downloaded_once_and_asked(klear, runs, tmp_path):
+    folder = runs / "artifacts/rl/5eedab1e/model"
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    here = klear("chat", "rl", "1", "--root", runs, "--max-tokens", 8)
+
+    def ask(endpoint: str) -> subprocess.CompletedProcess[str]:
+        """In a process of its own: huggingface_hub reads its settings when it is imported."""
+        command = ["chat", f"owner/tiny@{REVISION}", "1", "--max-tokens", "8"]
+        env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        script = Path(sys.executable).with_name("klear")
+        return subprocess.run(
+            [script, *command], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+        )
+
+    with hub("owner/tiny", files, repo_type="model") as (endpoint, fetched):
+        asked = ask(endpoint)
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout == here.out
+    assert "model.safetensors" in fetched
+    again = ask(endpoint)  # nobody listens there now
+    assert (again.returncode, again.stdout) == (0, here.out)
+
+
+def test_a_model_that_is_neither_here_nor_on_the_hub_is_named_as_both(klear, runs, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = klear("chat", "owner/none", "1", "--root", runs)
+    assert said.status == 2
+    assert "no artifact 'owner/none'" in said.err
+    assert "as a model of the Hub: " in said.err
+
+
+def test_a_model_of_another_family_is_asked_with_vllm(klear, runs, tmp_path):
+    folder = shutil.copytree(runs / "artifacts/rl/5eedab1e/model", tmp_path / "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    said = klear("chat", folder, "1")
+    assert said.status != 0
+    assert "vllm" in said.err  # not installed here, or it finds that these are no weights of a Llama
 
 
 def test_neither_prefect_nor_mlflow_nor_ray_nor_the_registry_of_all_models_is_imported(runs):
