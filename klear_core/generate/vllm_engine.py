@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import tempfile
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 HANDOVER_PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108
 """Folders for new weights on their way to the engine process: memory, or disk where that is too small (containers)."""
+_LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+"""Unless the user has set these: commands print answers and scores to standard output."""
 _HEADER_BYTES = 1 << 20
 """Upper bound on the bytes of the safetensors header."""
 _TOKENS_PER_STEP = 2048
@@ -63,6 +66,8 @@ class VllmEngine:
         `num_threads` is per tensor-parallel rank and counts on CPU only; `window` raises the positions of the folder's
         config.
         """
+        for name, value in _LOGGING.items():  # read when vllm is imported
+            os.environ.setdefault(name, value)
         try:
             from vllm import AsyncEngineArgs
             from vllm.outputs import WeightVersionSpan  # noqa: F401 (tells 0.32 from versions that cannot label tokens)
@@ -159,6 +164,8 @@ class VllmEngine:
             self._llm.output_handler.cancel()  # or it reports the end of the process as a crash
         self._held.close()  # first, in case shutdown is cut short; open sockets stay connected
         await asyncio.to_thread(self._llm.shutdown)
+        del self._llm
+        gc.collect()  # or vLLM's finalizer runs when Python ends, which prints a traceback
 
     async def _samples(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
         tasks = [asyncio.create_task(self._sample(prompt_ids, params, sample_idx=i)) for i in range(params.num_samples)]
