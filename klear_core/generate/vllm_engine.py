@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import shutil
 import tempfile
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 
 HANDOVER_PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108
 """Folders for new weights on their way to the engine process: memory, or disk where that is too small (containers)."""
-_LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-"""Unless the user has set these: commands print answers and scores to standard output."""
+_LOGGING = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+"""Unless the user has set these: it warns of each weight, and commands print answers and scores to standard output."""
 _HEADER_BYTES = 1 << 20
 """Upper bound on the bytes of the safetensors header."""
 _TOKENS_PER_STEP = 2048
@@ -164,8 +163,6 @@ class VllmEngine:
             self._llm.output_handler.cancel()  # or it reports the end of the process as a crash
         self._held.close()  # first, in case shutdown is cut short; open sockets stay connected
         await asyncio.to_thread(self._llm.shutdown)
-        del self._llm
-        gc.collect()  # or vLLM's finalizer runs when Python ends, which prints a traceback
 
     async def _samples(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
         tasks = [asyncio.create_task(self._sample(prompt_ids, params, sample_idx=i)) for i in range(params.num_samples)]
