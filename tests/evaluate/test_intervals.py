@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
@@ -16,8 +16,6 @@ from klear_core.evaluate.intervals import (
     paired_rerun_interval,
     rerun_interval,
 )
-
-AT_ANY_SPEED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 def same_n(counts: list[int], n: int) -> Estimates:
@@ -205,7 +203,7 @@ def test_pass_at_k_is_refused_for_more_samples_than_there_are() -> None:
         estimates_of([(1, 8), (1, 4)], k=8)
 
 
-@AT_ANY_SPEED
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(1, 8)), min_size=1, max_size=40),
     st.floats(0.51, 0.999),
@@ -225,7 +223,7 @@ def test_every_interval_holds_its_value_and_stays_in_range(rows: list[tuple[int,
         assert difference - 1e-12 <= found.high <= 1
 
 
-@AT_ANY_SPEED
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=2, max_size=30))
 def test_swapping_before_and_after_turns_the_sign(rows: list[tuple[int, int]]) -> None:
     x, y = same_n([a for a, _ in rows], 8), same_n([b for _, b in rows], 8)

@@ -236,7 +236,7 @@ def test_more_engines_than_gpus_are_refused_before_anything_starts(
         "evaluate.runtime.num_engines = 3: 3 engines with 1 GPUs each need 3 GPUs, and there are 2"
     )
     assert told("2") == told("auto") == []
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert told("3") == []
 
 

@@ -129,7 +129,7 @@ def run(cfg: RlConfig, *, learn_s: float = 5.0, **engine: float) -> Run:
     return run_virtually(drive(cfg, SlowEngine(**engine), learn_s=learn_s))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     bound=st.integers(1, 4),
     learn_s=st.sampled_from([0.1, 5.0, 60.0]),

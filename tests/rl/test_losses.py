@@ -8,7 +8,7 @@ from decimal import Decimal, localcontext
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from klear_core.config.losses import (
@@ -28,7 +28,6 @@ from klear_core.config.losses import (
 from klear_core.rl.losses import TokenLoss, at_step, joins_tokens, k3, token_loss
 from klear_core.rl.weights import TrainBatch, row_max, row_mean
 
-AT_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 RATIOS = (0.25, 0.5, 0.9, 1.0, 1.2, 1.29, 1.5, 3.0, 12.0)
 ALL_LOSSES: tuple[LossConfig, ...] = (
     *(kind() for kind in LOSS_KINDS),
@@ -374,7 +373,6 @@ ANY_LOGP = st.one_of(
 )
 
 
-@AT_ANY_SPEED
 @given(logp=ANY_LOGP, old=ANY_LOGP, advantage=st.floats(-1e3, 1e3, width=32), which=st.sampled_from(ALL_LOSSES))
 def test_every_finite_or_infinite_input_gives_finite_loss_and_gradient(
     logp: float, old: float, advantage: float, which: LossConfig

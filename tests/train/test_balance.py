@@ -53,7 +53,7 @@ def test_work_of_qwen3_8b_by_hand():
     assert QWEN3_8B(32768) / (4 * QWEN3_8B(8192)) == pytest.approx(1.46, abs=0.005)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(lengths=lengths_of_rows, capacity=st.integers(1, 400), num_ranks=st.integers(1, 9), scale=st.floats(1, 1e5))
 def test_every_plan_is_complete_within_its_budget_equal_and_within_the_bound(lengths, capacity, num_ranks, scale):
     items = items_of(lengths, RowWork(attention_len=scale))
@@ -70,7 +70,7 @@ def test_every_plan_is_complete_within_its_budget_equal_and_within_the_bound(len
         assert busy_share(plan, items, num_ranks) <= bound * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60), num_ranks=st.integers(2, 9), data=st.data())
 def test_no_plan_is_slower_than_the_bins_of_best_fit_in_any_order(lengths, num_ranks, data):
     items = items_of(lengths, RowWork(attention_len=150))
