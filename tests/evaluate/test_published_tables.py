@@ -30,7 +30,8 @@ def test_every_file_of_runs_has_its_table() -> None:
 @pytest.mark.parametrize("file", DATA, ids=lambda file: file.stem)
 def test_a_published_table_is_computed_from_its_runs(file: Path) -> None:
     reference = load_ablation(ROOT / "configs" / "ablations" / f"{file.stem}.toml").reference
-    assert PUBLISHED[file.stem] == as_markdown(table_of(read_cells(file), reference))
+    table, _, _notes = as_markdown(table_of(read_cells(file), reference)).partition("\n\n")
+    assert PUBLISHED[file.stem].rstrip("\n") == table.rstrip("\n")
 
 
 @pytest.mark.parametrize("file", DATA, ids=lambda file: file.stem)
