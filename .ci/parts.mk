@@ -7,11 +7,11 @@ WHERE := $(if $(wildcard runs/*),runs/ci,runs)
 SMOKE := .venv/bin/klear run configs/smoke --set workspace.root=$(WHERE)
 say    = @printf '\n=== %s: %s (%ss)\n' '$@' '$(1)' "$$(($$(date +%s) - $(START)))"
 
-# a part has a core: threads that wait for one another spin meanwhile, on a core that another part needs
+# threads that wait for one another spin meanwhile, on a core that another part needs
 export OMP_NUM_THREADS := 1
 
 .PHONY: all vllm setup slow-flows product slow-rl slow-others fast lint
-all: vllm slow-flows product slow-rl slow-others fast lint
+all: slow-flows slow-others vllm fast slow-rl product lint
 
 # alone: two installations at a time would both write the metadata of this checkout
 setup:
