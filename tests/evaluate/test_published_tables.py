@@ -1,4 +1,4 @@
-"""The tables of docs/training.md are what the single runs in docs/data say."""
+"""The tables of docs/ablations.md are what the single runs in docs/data say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 DATA = sorted((ROOT / "docs" / "data").glob("*.jsonl"))
 PUBLISHED = dict(
     re.findall(
-        r"<!-- computed from data/(\w+)\.jsonl -->\n\n((?:\|.*\n)+)", (ROOT / "docs" / "training.md").read_text()
+        r"<!-- computed from data/(\w+)\.jsonl -->\n\n((?:\|.*\n)+)", (ROOT / "docs" / "ablations.md").read_text()
     )
 )
 
@@ -60,4 +60,4 @@ def test_the_difference_at_own_rates_is_computed_from_the_runs() -> None:
     found = seed_spread([clip[seed] - paper[seed] for seed in paper], has_collapsed=False, bounds=(-1, 1))
     assert found.interval is not None
     value, low, high = (f"{100 * x:+.1f}" for x in (found.mean, found.interval.low, found.interval.high))
-    assert f"`clip` minus `paper` {value} ({low} to {high})" in (ROOT / "docs" / "training.md").read_text()
+    assert f"`clip` minus `paper` {value} ({low} to {high})" in (ROOT / "docs" / "ablations.md").read_text()
