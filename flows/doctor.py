@@ -62,7 +62,7 @@ def check_store(url: str) -> Check:
     try:
         found = probe(Bucket(url))
     except (ConfigError, ResourceError) as e:
-        fix = 'see docs/running.md, "Nodes that share nothing but a store"'
+        fix = 'see docs/cluster.md, "Nodes that share nothing but a store"'
         return Check(name="store", found=str(e), is_good=False, is_fatal=True, fix=fix)
     latency = f"writes and reads, {found.latency_s * 1e3:.0f} ms a request"
     if found.is_conditional:
