@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from klear_core.config.pipeline import PipelineConfig
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-rl_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Look into the steps of an RL stage.")
+rl_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Replay saved steps of an RL stage.")
 app.add_typer(rl_app, name="rl")
 app.add_typer(evaluations)
 
@@ -50,7 +50,10 @@ def klear(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Turn a base language model into a reasoning model. Scores have confidence intervals; their answers are kept."""
+    """Turn a base language model into a reasoning model. Scores have confidence intervals; all answers are kept.
+
+    Begin with: klear run laptop
+    """
 
 
 @app.command()
@@ -177,7 +180,7 @@ def curate(
     sources: Annotated[list[str], typer.Argument(help="Files, folders or globs of problems in a published format.")],
     out: Annotated[Path, typer.Option(help="Folder for the result; new, empty, or of an earlier such command.")],
     benchmarks: Annotated[
-        list[str] | None, typer.Option("--benchmark", help="File of questions to keep out; may be repeated.")
+        list[str] | None, typer.Option("--benchmark", help="File of benchmark questions to drop; may be repeated.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -223,7 +226,7 @@ def show(
         show_problem(problem_id or "", root=root)
         return
     if problem_id is not None:
-        raise ConfigError(f"show {artifact} {problem_id}: a second word goes with `klear show problem` alone")
+        raise ConfigError(f"show {artifact} {problem_id}: only `klear show problem` takes a second argument")
     show_artifact(artifact, root=root, num_records=num_records)
 
 
@@ -241,7 +244,7 @@ def chat(
     root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
     temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer; by default what the model's window leaves.")
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer; by default what the model's window leaves.")
     ] = None,
     num_samples: Annotated[int, typer.Option("--samples", min=1, help="Number of answers to each question.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
@@ -314,7 +317,7 @@ def ui(
 
 @app.command()
 def sweep(
-    pool: Annotated[str, typer.Option(help="Work pool whose runs to look after.")] = "klear",
+    pool: Annotated[str, typer.Option(help="Work pool whose crashed runs to restart.")] = "klear",
 ) -> None:
     """Restart crashed runs of a work pool until Ctrl-C. Start it beside the worker; the server is at PREFECT_API_URL.
 

@@ -36,7 +36,7 @@ def rejudge(
     ] = None,
     layout: LayoutOption = None,
     num_samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Refuse answers if a problem has fewer samples than this.")
+        int | None, typer.Option("--samples", min=1, help="Stop if a problem has fewer stored samples than this.")
     ] = None,
     root: Root = Path("runs"),
 ) -> None:
@@ -100,7 +100,7 @@ def compare(
 
 @evaluations.command()
 def champion(root: Root = Path("runs"), model: ChampionOf = "klear") -> None:
-    """Show the champion of MLflow's model registry, the evidence by which it became so, and those before it.
+    """Show the champion in MLflow's model registry, the evidence that it was promoted on, and earlier champions.
 
     klear champion
 
@@ -118,7 +118,7 @@ def rollback(
     root: Root = Path("runs"),
     model: ChampionOf = "klear",
 ) -> None:
-    """Make the former champion champion again. The model that is rolled back is not promoted again.
+    """Make the previous champion the champion again. The model that is rolled back is not promoted again.
 
     klear rollback --why "answers in Chinese"
     """
@@ -168,7 +168,7 @@ def evaluate(
         typer.Option("--samples", min=1, help="Number of answers to each problem; by default that of the benchmark."),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer; by default 32,768, or that of the profile.")
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer; by default 32,768, or that of the profile.")
     ] = None,
     engine: Annotated[
         Literal["auto", "torch", "vllm"], typer.Option(help="auto: torch for Qwen3 folders, vLLM for other models.")

@@ -142,7 +142,7 @@ def upload(folder: Path, repo: str, *, is_private: bool, message: str, endpoint:
             raise ConfigError(f"{repo}: the Hub's token may not write there ({_first_line(e)}); set HF_TOKEN") from e
         raise ResourceError(f"{repo}: the Hub refused the upload ({_first_line(e)})") from e
     except (OSError, http_error) as e:
-        raise ResourceError(f"{repo}: the Hub cannot be reached ({_first_line(e)}); {folder} is whole") from e
+        raise ResourceError(f"{repo}: the Hub cannot be reached ({_first_line(e)}); {folder} is complete") from e
     return str(commit.commit_url)
 
 

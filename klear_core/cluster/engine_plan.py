@@ -65,5 +65,5 @@ def plan_scorer(
     raise ResourceError(
         f"{key}.runtime.curve: the engine that scores, that of evaluate.engine, needs {needed} of {num_gpus:g} GPUs, "
         f"and the learner's {runtime.num_workers} ranks leave {max(0.0, free):g}: lower {key}.runtime.num_workers, or "
-        f"take out the curve"
+        f"remove the curve"
     )

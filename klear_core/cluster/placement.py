@@ -86,8 +86,8 @@ def is_direct(runtime: RlRuntime, engine: LocalEngineConfig, gpus: GpuPlan) -> b
             if shares_gpus or only_one_has_gpus:
                 raise ResourceError(
                     f'runtime.weight_sync = "direct" with {gpus.learner:g} GPUs for a learner rank and '
-                    f"{gpus.rollout:g} for a rollout actor: NCCL needs whole GPUs for each of them, gloo none for "
-                    f'either; "store" works in between'
+                    f"{gpus.rollout:g} for a rollout actor: NCCL needs whole GPUs for both, and gloo no GPU for "
+                    f'either; "store" works with shares of a GPU'
                 )
             return True
         case _:

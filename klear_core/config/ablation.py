@@ -114,7 +114,7 @@ class AblationConfig(Settings):
             known = ", ".join([self.profile, *self.profiles])
             raise ConfigError(
                 f"this grid is for {known}, and its overrides and learning rates may be wrong for {names[0]}: "
-                f"a table [profiles.{names[0]}] says which to change, and may be empty"
+                f"add a table [profiles.{names[0]}] with what to change; it may be empty"
             )
         other = self.profiles[name]
         changed = {key: getattr(other, key) for key in other.model_fields_set}

@@ -156,7 +156,7 @@ def _contest_day(benchmark: BenchmarkConfig, row: Candidate) -> date:
     except ValueError as e:
         found = f"contest_date {row.contest_date!r}" if row.contest_date else "no contest_date"
         raise DataError(
-            f"benchmark {benchmark.name}: {row.row} has {found}, so that nobody can say whether it is of the window "
+            f"benchmark {benchmark.name}: {row.row} has {found}, so it may be outside of the window "
             f"{benchmark.window}; give rows a date, or name the file as a benchmark of your own, without a window"
         ) from e
 

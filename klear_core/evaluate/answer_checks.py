@@ -58,7 +58,7 @@ def _require_samples(source: AnswerSource, counts: _NumSamples, num_samples: int
         raise DataError(
             f"{source.origin}: {len(short)} of {num_problems} problems have fewer than the {num_samples} stored "
             f"samples that --samples asks for ({'; '.join(short[:_MAX_TOLD])}): a score of n = {num_samples} cannot be "
-            "told from them; give a smaller n, or complete the answers"
+            "computed from them; give a smaller n, or complete the answers"
         )
 
 

@@ -41,7 +41,7 @@ def read_cells(file: Path) -> list[CellRecord]:
         try:
             cells.append(CellRecord.model_validate_json(line))
         except ValidationError as e:
-            raise ArtifactError(f"{file}, line {number}: no cell of a grid: {e}") from e
+            raise ArtifactError(f"{file}, line {number}: not a run of a grid: {e}") from e
     return cells
 
 

@@ -161,7 +161,7 @@ def _benchmarks_of(folder: Path, manifest: Manifest) -> Path:
                 return ref.path
             own = f"{record.kind}/{record.fingerprint}"
             raise ArtifactError(f"{folder}: its benchmarks {own} are gone; without them there is no reference")
-    raise ArtifactError(f"{folder}: its manifest names no benchmarks, so that there is no reference to judge by")
+    raise ArtifactError(f"{folder}: its manifest names no benchmarks, so there is no reference to judge by")
 
 
 def _templates_of(manifest: Manifest) -> dict[str, str]:

@@ -88,7 +88,7 @@ def _layout_of(file: Path, wanted: Layout | None) -> Layout:
             return found
         raise DataError(
             f"{file}: a row with the keys {sorted(row.fields)[:12]} fits none of the layouts {', '.join(LAYOUTS)}; "
-            "--layout names one"
+            "choose one with --layout"
         )
     raise DataError(f"{file}: has no row that can be read{broken}")
 

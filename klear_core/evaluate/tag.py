@@ -46,10 +46,10 @@ def tag_problems(
     """
     untagged = tuple(read_shards(problems / "problems", Problem))
     if not untagged:
-        raise DataError(f"{problems}: there is no problem to tag")
+        raise DataError(f"{problems}: there are no problems to tag")
     judged = tuple(p for p in untagged if not isinstance(p.reference, UnverifiableReference))
     if not judged:
-        raise DataError(f"{problems}: none of its problems has a reference, so that no answer to them can be judged")
+        raise DataError(f"{problems}: none of its problems has a reference, so no answer can be judged")
     evaluation = cfg.as_evaluation()
     suite = (Benchmark(name=_NAME, problems=judged, num_samples=cfg.samples_per_problem),)
     notes = answer_suite(

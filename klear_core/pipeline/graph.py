@@ -196,7 +196,7 @@ def select_stages(
     With `needed_by` only these stages and what they depend on are left. ConfigError lists the names if one is unknown.
     """
     if only and (from_ or until):
-        raise ConfigError("only is for one stage; it does not go with from or until")
+        raise ConfigError("only runs a single stage, and cannot be combined with from or until")
     names = [s.name for s in stages]
     chosen = _indices(stages, only) if only else list(range(len(names)))
     first = min(_indices(stages, from_)) if from_ else 0

@@ -76,7 +76,7 @@ def load_model(
     # With dropout, old log-probs would differ from the policy's, and a resumed run from an uninterrupted one.
     if dropouts:
         raise ConfigError(
-            f"{folder}: dropout ({min(dropouts)}); set it to 0 in the model's config, Klear trains without"
+            f"{folder}: dropout ({min(dropouts)}); Klear trains without it: set it to 0 in the model's config"
         )
     fuse(hf)
     if adapters is not None:

@@ -72,7 +72,7 @@ def test_a_dropped_problem_says_why(klear, runs):
         (["problem", "5a"], f"'5a' begins the ids of 2 problems: {SUM}, {PRODUCT}"),
         (["problem", "77"], "no problem '77' in the newest artifacts under"),
         (["problem"], "show problem: give the problem's id or its first digits"),
-        (["curate", SUM], f"show curate {SUM}: a second word goes with `klear show problem` alone"),
+        (["curate", SUM], f"show curate {SUM}: only `klear show problem` takes a second argument"),
     ],
 )
 def test_what_is_no_single_problem_is_refused_with_the_reason(klear, runs, words, error):
