@@ -26,7 +26,7 @@ Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
 """Weights as (torch dtype, numpy array) by name. Ray shares numpy arrays between processes and pickles tensors."""
 
 _TRANSFER_TIMEOUT_S = 300.0  # longest wait of learner and engine for each other at a weight transfer
-_CHECK_TIMEOUT_S = 120.0  # the same at the check of the direct way
+_CHECK_TIMEOUT_S = 120.0  # the same for the check of direct transfer
 
 
 def to_arrays(weights: Mapping[str, Tensor]) -> Arrays:
@@ -53,7 +53,7 @@ def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
 
 
 def check_timeout_s(setup: RlSetup) -> float:
-    """Return how many seconds an engine waits for the learner at the check of the direct way."""
+    """Return how many seconds an engine waits for the learner in the check of direct transfer."""
     return min(_CHECK_TIMEOUT_S, setup.cfg.runtime.stall_timeout_s)
 
 

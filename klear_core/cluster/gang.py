@@ -26,17 +26,17 @@ from klear_core.metrics import Telemetry
 from klear_core.train.progress import Progress
 
 _POLL_S = 0.5
-"""Seconds between two looks at what the ranks report, and 0.01 more for each rank: a thousand are asked in 10 s."""
+"""Seconds between two polls of the ranks' reports, plus 0.01 for each rank: a thousand ranks are polled every 10 s."""
 _GRACE_S = 60.0
 """Longest wait for an answer of the other ranks after a rank's RuntimeError.
 
 torch raises one for a lost peer too. A rank that answers is alive, so then the error is that rank's own.
 """
 _OTHERS_S = 1.0
-"""Seconds to wait for news of further deaths after the first: a node takes all its ranks with it."""
-_MOST_NAMED = 8  # ranks in an error of a thousand
-_NODES_S = 2.0  # between two looks at whether the planned nodes are still there
-_RELEASE_S = 10.0  # a Ray that lives needs milliseconds
+"""Seconds to wait for further deaths after the first: when a node dies, all of its ranks die."""
+_MOST_NAMED = 8  # most ranks that an error names; there may be a thousand
+_NODES_S = 2.0  # seconds between two checks that the planned nodes are alive
+_RELEASE_S = 10.0  # longest wait; a running Ray needs milliseconds
 _NODE_LABEL = "ray.io/node-id"
 _REPORTS = "reports"
 
@@ -135,7 +135,7 @@ class Gang:
                 task.cancel()
 
     def close(self) -> None:
-        """Kill all ranks and release their places; do not wait long for a Ray that a signal has ended before us."""
+        """Kill all ranks and release their places; do not wait long if a signal has already ended Ray."""
         self.kill()
         # SIGTERM goes to all processes of a session or container, Ray's own too. A call to a Ray that is gone blocks
         # for a minute, and then ends this process with an error. What is not released ends with the driver's job.

@@ -83,7 +83,7 @@ class RayJudgeNode:
         return result
 
     def close(self) -> None:
-        """End the node's judging processes. One that is lost has none."""
+        """End the node's judging processes. A node that is lost has none."""
         try:
             ray.get(self._actor.close.remote(), timeout=_CLOSE_S)
         except (RayError, GetTimeoutError) as error:

@@ -19,7 +19,7 @@ from klear_core.config.evaluate import EnginesRuntime
 from klear_core.errors import ResourceError
 from klear_core.evaluate.checkpoints import open_exam, score_with, spec_of
 
-_MAX_RESTARTS = 1  # of an engine while one model is scored; a score that fails is told, and training goes on
+_MAX_RESTARTS = 1  # of an engine while one model is scored; a score that fails is reported, and training continues
 
 
 class RayScorer:

@@ -1,4 +1,4 @@
-"""Tell what nodes a run has: those of the Ray cluster at RAY_ADDRESS, or this machine."""
+"""Find the nodes of a run: those of the Ray cluster at RAY_ADDRESS, or this machine."""
 
 from __future__ import annotations
 

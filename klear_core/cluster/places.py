@@ -50,7 +50,7 @@ class Placement:
 
 @dataclass(slots=True)
 class Room:
-    """What is left of a node while ranks and engines are placed."""
+    """The free resources of a node while ranks and engines are placed."""
 
     node: Node
     free_cpus: float
@@ -63,7 +63,7 @@ class Room:
         return [cls(node=node, free_cpus=node.num_cpus, free_gpus=[1.0] * node.num_gpus) for node in nodes]
 
     def unused(self) -> list[int]:
-        """Return the numbers of the GPUs of which nothing is taken."""
+        """Return the numbers of the GPUs that are entirely free."""
         return [i for i, free in enumerate(self.free_gpus) if free == 1]
 
     def take(self, gpus: Sequence[int], share: float = 1.0) -> Place:

@@ -34,7 +34,7 @@ class DeadActor:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Link:
-    """The requests of one actor; its successor has others."""
+    """The requests of one actor; an actor that replaces it has its own."""
 
     actor: Any
     waiting: dict[int, asyncio.Future[list[Completion]]] = field(default_factory=dict)
@@ -46,12 +46,12 @@ class _Link:
 
 
 class RayEngine:
-    """A `PooledEngine` in an actor; `start` replaces the actor of before."""
+    """A `PooledEngine` in an actor; `start` replaces an earlier actor."""
 
     def __init__(
         self, name: str, create: Callable[[], Any], load: Callable[[Any], Awaitable[None]], *, limit: int
     ) -> None:
-        """`create` makes an actor, and `load` builds the engine in it, with the weights of the moment."""
+        """`create` makes an actor, and `load` builds the engine in it, with the current weights."""
         self.name = name
         self.limit = limit
         self.lock = asyncio.Lock()

@@ -95,10 +95,10 @@ class RayLearner:
         return largest
 
     async def check_direct(self, engines: Mapping[int, Any]) -> None:
-        """Send known tensors directly to these actors; if they do not all receive them, give up the direct way."""
+        """Send known tensors directly to these actors; if not all receive them, use the object store from now on."""
         try:
             failure = await self._failure_of_direct(engines)
-        except Exception as e:  # noqa: BLE001  a broken way can raise anything; the note says what
+        except Exception as e:  # noqa: BLE001  a broken transfer can raise anything; the note says what
             failure = f"{type(e).__name__}: {e}".partition("\n")[0][:300]
         if failure:
             self.is_direct = False

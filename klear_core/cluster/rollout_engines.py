@@ -67,7 +67,7 @@ class RayRolloutEngines:
         await self._pool.start()
 
     async def check_direct(self) -> None:
-        """Check the direct way of the weights to all actors; see `RayLearner.check_direct`."""
+        """Check the direct transfer of weights to all actors; see `RayLearner.check_direct`."""
         await self._learner.check_direct({i: engine.actor for i, engine in enumerate(self.engines)})
 
     def _create_actor(self, index: int) -> Any:

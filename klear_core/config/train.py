@@ -74,7 +74,7 @@ class OptimConfig(Settings):
     """AdamW with a linear warm-up, then a constant rate or a cosine decay to a floor."""
 
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw_8bit` keeps both moments in 8 bits (torchao; arXiv 2110.02861): 2 bytes a weight instead of 8. A rank's
+    """`adamw_8bit` keeps both moments in 8 bits (torchao; arXiv 2110.02861): 2 bytes per weight instead of 8. A rank's
     tensors of fewer than 4,096 values, or of no multiple of 256, keep moments in float32."""
     lr: float = Field(gt=0, le=1)
     """Peak learning rate."""

@@ -1,9 +1,9 @@
 """Compute the rows of an ablation's table: per variant the score over seeds and the difference from the reference.
 
-The unit is the seed: one complete run, from data and SFT to the score. Variants of one seed share all that they can.
-Runs that can collapse have no interval that holds over a handful of seeds, so every row has its range, the number of
-collapses and the largest rate of them that it leaves possible; an interval of the mean stands only beside runs of which
-none collapsed, and is about such runs.
+The unit is the seed: one complete run, from data and SFT to the score. Variants of one seed share all artifacts that
+they can. No interval over a handful of seeds is reliable if runs can collapse. So every row has its range, the number
+of collapses, and the largest collapse rate that this number leaves possible. A row has an interval of the mean only if
+none of its runs collapsed.
 """
 
 from __future__ import annotations
@@ -85,8 +85,10 @@ def at_own_rate(runs_by_rate: Mapping[float, Runs]) -> Runs:
 
 
 def best_runs(rows: Sequence[TableRow]) -> list[tuple[TableRow, int]]:
-    """Return the runs that the scores of these rows put first, each as its row and seed: those of the row with the best
-    mean, and the best run of each seed. Empty if there is only one row."""
+    """Return the runs that a reader would choose by these scores, each as its row and seed.
+
+    These are the runs of the row with the best mean, and the best run of each seed. Empty if there is only one row.
+    """
     rows = [row for row in rows if row.learning_rate is not None]
     if len(rows) < 2:
         return []

@@ -45,8 +45,8 @@ class RunResult(Settings):
     num_tokens: int | None = None
     """Tokens that SFT trained on; None for RL."""
     num_lacking: int = 0
-    """Number of those steps that lack one of the metrics above (an update skipped, in files of earlier versions).
-    Means are over the steps that have the metric."""
+    """Number of those steps that lack one of the metrics above (skipped updates, in files of earlier versions). Means
+    are over the steps that have the metric."""
     greedy: float | None = None
     """Share of right greedy answers after RL, averaged over benchmarks; None if none were asked for."""
     commit: str | None = None

@@ -13,7 +13,7 @@ from klear_core.evaluate.stats import SeedSpread, largest_rate
 
 
 class AblationTable(Settings):
-    """The table's rows, and the runs that gave no result."""
+    """The rows of the table, and the runs without a result."""
 
     reference: str
     benchmarks: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ def as_markdown(table: AblationTable) -> str:
 
 
 def _lines_of_choice(table: AblationTable) -> list[str]:
-    """Return the line that marks the best row's score as chosen by; none if there is only one row."""
+    """Return the note that the best row was chosen by its score; none if there is only one row."""
     if len(table.rows) < 2 or not table.benchmarks:
         return []
     names = ", ".join(table.benchmarks)

@@ -1,4 +1,4 @@
-"""Read stored answers once before work begins, to refuse or name what is wrong with them."""
+"""Read stored answers once before work begins: refuse unusable ones, and report smaller faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NumSamples = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedAnswers:
-    """The faults of a set of answers that can be used in spite of them."""
+    """Faults of a set of answers that is usable nevertheless."""
 
     num_unread: int
     """Rows that could not be read; they are left out."""
@@ -27,7 +27,7 @@ class CheckedAnswers:
 def check_answers(
     source: AnswerSource, *, num_samples: int | None = None, judges: Collection[str] | None = None
 ) -> CheckedAnswers:
-    """Read all answers, and return what to tell of them before work begins.
+    """Read all answers, and return the faults to report before work begins.
 
     Raise DataError if the files are damaged, no row can be read, or, with `num_samples`, a problem has fewer sampled
     answers; ConfigError if a reference needs a judge that is not among `judges`, which None leaves unchecked.

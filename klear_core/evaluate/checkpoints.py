@@ -26,7 +26,7 @@ from klear_core.verify import JudgePool
 def fixed_set(job: CurveJob, *, seed: int) -> tuple[Problem, ...]:
     """Return the problems of the fixed set: the same for every stage and step of a run.
 
-    They are the first in an order by a hash of seed and problem id, so that a larger set holds a smaller one. Raise
+    They are the first in an order by a hash of seed and problem id, so that a larger set contains a smaller one. Raise
     DataError as `load_benchmark` does.
     """
     problems = load_benchmark(job.source, seed=seed)
@@ -38,9 +38,9 @@ def fixed_set(job: CurveJob, *, seed: int) -> tuple[Problem, ...]:
 def open_exam(
     job: CurveJob, judges: Callable[[VerifyConfig], JudgePool], folder: Path, *, seed: int
 ) -> Iterator[CheckpointExam]:
-    """Yield the exam for a model of this folder's tokenizer, with judges of its own.
+    """Yield the exam for models with this folder's tokenizer; it has judges of its own.
 
-    Raise DataError or SandboxError, before anything is spent, if the problems cannot be read or judged.
+    Raise DataError or SandboxError, before training begins, if the problems cannot be read or judged.
     """
     problems = fixed_set(job, seed=seed)
     tokenizer = load_tokenizer(folder)
@@ -66,14 +66,14 @@ class CheckpointExam:
     """Turns a question into prompt token ids."""
     judge: Judge
     opening: str
-    """Start of every response that its prompt holds; see `opening_of`."""
+    """Start of every response that is part of the prompt (`<think>`); see `opening_of`."""
     seed: int
 
     async def score(self, engine: InferenceEngine) -> dict[str, float]:
         """Return the score with its intervals and what stands beside it, by the last part of the metric's name.
 
-        All answers have the same seeds at every step, so that unchanged weights give an unchanged score. Of answers
-        that could not be judged only the share is returned; without one judged answer there is no score.
+        All answers have the same seeds at every step, so unchanged weights give an unchanged score. Answers that could
+        not be judged count only in their share; if no answer was judged, there is no score.
         """
         planned: list[PlannedAnswer] = []
         for problem in self.problems:

@@ -1,4 +1,4 @@
-"""Say where a stage's engines and judges run."""
+"""Define where a stage's engines and judges run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Count stored answers as they stream by, whatever made them: scores by problem, and the shares that stand beside."""
+"""Count stored answers of any source while they are streamed: scores by problem, and the shares shown beside them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Estimate(Settings):
     new_problems: Range
     """Interval over other problems of this kind."""
     rerun: Range | None
-    """Interval over other samples of these problems; None with one answer a problem, which would show no noise."""
+    """Interval over other samples of these problems; None with one answer per problem, which would show no noise."""
     num_problems: int
 
 
@@ -41,7 +41,7 @@ class Difference(Estimate):
 
 
 class Shares(Settings):
-    """Counts of one set of answers that stand beside its score, and the score; None if nothing could be scored."""
+    """The score of one set of answers, and the counts shown beside it; the score is None if nothing could be scored."""
 
     num_answers: int
     num_problems: int

@@ -38,7 +38,7 @@ class Comparison(Settings):
     new_problems: Range
     """Interval of the difference over other problems of this kind."""
     floor_binds: bool
-    """Whether `new_problems` is as narrow as so few problems allow: changes of two of them could go unseen."""
+    """Whether `new_problems` has the least width for so few problems, which could miss a change of two of them."""
     rerun: Range | None
     """Interval of the difference over other samples of the same problems; None for greedy answers."""
     p: float = Field(ge=0, le=1)

@@ -50,7 +50,7 @@ class Generation:
     verdict: Verdict | None
     """None if the file has none."""
     template: str = ""
-    """Name of the prompt template that the question was asked in; empty: as it stands."""
+    """Name of the prompt template that the question was asked in; empty for the plain question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class RejudgedAnswer:
     benchmark: str
     problem_id: str
     template: str = ""
-    """Empty also in folders of versions that judged no answers to templates again."""
+    """Name of the prompt template; also empty in folders of versions that did not judge templates again."""
     decoding: Decoding
     sample_idx: int
     response: str

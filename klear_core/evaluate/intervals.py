@@ -2,13 +2,13 @@
 
 Two intervals belong to each score, because it can be asked for two things:
 
-- re-run: the score of the same problems with other samples, if every problem were sampled forever. It has only the
-  noise of sampling. Published scores are compared with it, and it has no meaning for greedy decoding.
+- re-run: the score that these problems would have if each were sampled infinitely often. Its only noise is that of
+  sampling. Published scores are compared with it, and it has no meaning for greedy decoding.
 - new problems: the score on all problems of this kind, of which these are a random draw. Models are compared with it.
 
 The unit of the second is the problem, because samples of one problem are correlated. No interval over problems can be
-narrow and also safe against changes that no drawn problem shows; docs/statistics.md has the simulations, the formulas
-and the choices. The letters A to D below are theirs.
+narrow and also safe against changes that no drawn problem shows. docs/statistics.md has the formulas, which are called
+A to D there and below, and the simulations by which they were chosen.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def estimates_without_noise(values: Sequence[Fraction], *, step: float) -> Estim
 def _noise(num: int, right: int, k: int) -> float:
     """Return an unbiased estimate of the variance of pass@k of one problem; nan where there are too few samples.
 
-    None exists below 2k samples. For k > 1 it is too skewed below 4k: an interval from it held the truth in 88 of 100.
+    None exists below 2k samples. For k > 1 it is too skewed below 4k: an interval from it contained the truth in only
+    88 of 100 cases.
     With q the chance that k samples are all wrong, C(n-c, 2k) / C(n, 2k) estimates q^2 without bias. For k = 1 this
     is v(1-v) / (n-1).
     """
@@ -130,8 +131,8 @@ def new_problems_interval(estimates: Estimates, *, confidence: float) -> Range:
 
     It is for other problems of this kind. The design effect compares the spread of the problems with that of a
     binomial, after half a problem that is never solved and half a one that always is are added. Wilson's interval has
-    the same centre and is slightly narrower, but it holds a rare success too seldom: in 86 of 100 cases at worst for
-    30 problems that are solved always or never.
+    the same centre and is slightly narrower, but it contains a score near 0 or 1 too seldom: in 86 of 100 cases at
+    worst for 30 problems that are solved always or never.
     """
     num = len(estimates.value)
     if num == 1:
@@ -177,7 +178,7 @@ def paired_new_problems_interval(before: Estimates, after: Estimates, *, confide
     """Return interval B for after minus before, for other problems of this kind.
 
     Student's t over the problems' differences, stretched to the side of their skewness (Johnson 1978), with a half
-    width of at least 2/P at 95 %: a change of up to 2 in P problems can go undrawn.
+    width of at least 2/P at 95 %: a draw of P problems can miss a change that affects up to 2 in P of all problems.
     """
     difference = after.value - before.value
     num = len(difference)

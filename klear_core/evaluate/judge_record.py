@@ -1,4 +1,4 @@
-"""Record the judge of a score with its machine: limits of time are met or not on a processor, at a concurrency."""
+"""Record the judge of a score with its machine, because time limits depend on the processor and on the concurrency."""
 
 from __future__ import annotations
 

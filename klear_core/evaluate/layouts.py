@@ -5,7 +5,7 @@
 | `klear` | Klear-Reasoner's published generations: `messages` that end with the assistant's, `meta` or `answer` |
 | `lm-eval` | `samples_*.jsonl` of lm-evaluation-harness: `doc`, `target`, `resps` |
 | `lighteval` | details in Parquet: `doc` and `model_response`, or `predictions` and `gold` (before version 0.11) |
-| `matharena` | outputs by answer (`problem`, `gold_answer`, `answer`), or a file a problem (`messages`) |
+| `matharena` | outputs by answer (`problem`, `gold_answer`, `answer`), or a file per problem (`messages`) |
 | `qwen-math` | Qwen2.5-Math's harness, also SimpleRL's and SkyThought's: `question`, `answer`, `code`, `score` |
 | `rows` | `id`, `response` and `reference`, as `klear judge` reads them |
 
@@ -149,7 +149,7 @@ def _rows(file: Path) -> Iterator[FileRow | BrokenRow]:
 
 @dataclass(slots=True)
 class _Seen:
-    """What earlier rows held: a row that repeats or contradicts one is not read."""
+    """Content of earlier rows; a row that repeats or contradicts one is not read."""
 
     num_answers: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By benchmark and problem."""
@@ -161,7 +161,7 @@ class _Seen:
     """Digest of each problem's reference, and the place that states it; tests of programs may be large."""
 
     def problem_of(self, row: AnswerRow, benchmark: str, where: str) -> str:
-        """Return the id of the row's problem. Raise DataError if an earlier row says the same, or something else."""
+        """Return the id of the row's problem. Raise DataError if the row repeats or contradicts an earlier one."""
         question_id = problem_id_of(row.question, domain_of(row.reference)) if row.question else row.problem
         problem_id = question_id
         if not question_id:

@@ -1,6 +1,6 @@
 """Score models on the fixed set of a curve, each in a process of its own beside the training.
 
-Nothing of it can reach the process that trains: neither its threads nor its random numbers, nor a crash of an engine.
+Scoring therefore cannot affect the training process: not its threads, nor its random numbers, nor by an engine's crash.
 """
 
 from __future__ import annotations

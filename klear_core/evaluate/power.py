@@ -12,7 +12,7 @@ from klear_core.evaluate.sign_flip import MIN_CHANGED
 POWER = 0.8
 """Share of runs in which a gain of the printed size is shown, by convention (Cohen 1988)."""
 _SPREAD = 0.5
-"""Standard deviation of the gain over problems, in logits: no training helps all problems alike."""
+"""Standard deviation of the gain over problems, in logits: training does not help all problems equally."""
 _NUM_POINTS = 200
 
 
@@ -27,10 +27,10 @@ class Detectable:
 
 
 def detectable(num_problems: int, num_samples: int, *, confidence: float) -> Detectable:
-    """Return what can be detected on problems of all difficulties alike, which real benchmarks are close to.
+    """Return what can be detected if all difficulties are equally frequent, which is close to real benchmarks.
 
-    Pairing leaves the noise of sampling and the spread of the gain over problems. The test is taken as Student's t,
-    whose power the exact sign-flip test shares (docs/statistics.md).
+    With paired problems only the noise of sampling and the spread of the gain over problems remain. The power is that
+    of Student's t test, which the exact sign-flip test has, too (docs/statistics.md).
     """
     from scipy.special import ndtri, stdtrit
 

@@ -62,7 +62,7 @@ class Agreement:
     difference: float
     """Our score minus the published one."""
     agrees: bool
-    """Whether two runs of one model on these problems may differ so much, by the re-run interval of ours."""
+    """Whether two runs of one model on these problems may differ so much, according to our re-run interval."""
 
 
 def read_published(file: Path) -> tuple[PublishedModel, ...]:

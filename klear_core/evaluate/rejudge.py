@@ -1,4 +1,4 @@
-"""Judge stored answers again with other settings, and tell which verdicts changed, answer by answer."""
+"""Judge stored answers again with other settings, and report which verdicts changed, answer by answer."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def rejudge(
 ) -> RejudgeSummary:
     """Judge all answers of `source` again; write them with both verdicts, the changes, and `rejudge.json` to `out`.
 
-    The folder must be new, empty or of an earlier such command, and appears when it is whole. Answers stream: memory
-    does not grow with their number. Raise DataError if no answer can be read, ConfigError if a judge of the user's own
+    The folder must be new, empty or of an earlier such command, and appears when it is complete. Answers are streamed:
+    memory does not grow with their number. Raise DataError if no answer can be read, ConfigError if a judge of the user
     cannot be used, JudgeError and SandboxError as `JudgePool.judge` does.
     """
     check_folder(out)

@@ -55,7 +55,7 @@ class EvalSetup:
     section: str = "evaluate"
     """Section of the settings, for messages."""
     opening: str = ""
-    """Start of every response that its prompt holds; see `opening_of`."""
+    """Start of every response that is part of the prompt (`<think>`); see `opening_of`."""
     max_sampling: int = 1024
     """Answers that are sampled at a time."""
     num_engines: int = 1

@@ -40,7 +40,7 @@ class SignFlip:
 
 
 def sign_flip_test(differences: Sequence[Fraction]) -> SignFlip:
-    """Return the two-sided sign-flip test of the differences, one a problem."""
+    """Return the two-sided sign-flip test of the differences, one per problem."""
     changed = [d for d in differences if d]
     if not changed:
         return SignFlip(p=1.0, num_changed=0, is_exact=True)

@@ -71,8 +71,8 @@ class SeedSpread(Settings):
     most: float
     num: int
     interval: Range | None
-    """Student's t interval of the mean; None if a run collapsed, as nothing that holds can be computed from few runs
-    then: at a collapse rate of 10 % it covers the mean of all runs in 42 of 100 cases."""
+    """Student's t interval of the mean; None if a run collapsed, because no interval over few runs is reliable then: at
+    a collapse rate of 10 % it covers the mean of all runs in 42 of 100 cases."""
 
 
 def seed_spread(values: Sequence[float], *, has_collapsed: bool, bounds: tuple[float, float]) -> SeedSpread:

@@ -37,7 +37,7 @@ class PlannedAnswer:
     decoding: Literal["sampled", "greedy"]
     sample_idx: int
     template: str = ""
-    """Name of the prompt template; empty: the question as it stands."""
+    """Name of the prompt template; empty for the plain question."""
 
 
 def read_suite(folder: Path, configs: Sequence[BenchmarkConfig]) -> list[Benchmark]:

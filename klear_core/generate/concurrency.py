@@ -1,4 +1,4 @@
-"""Find the number of concurrent requests at which an endpoint gives the most tokens a second."""
+"""Find the number of concurrent requests at which an endpoint gives the most tokens per second."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ConcurrencyLimit:
     """Grows the limit window by window while throughput grows with it, and cuts it when the server refuses.
 
     It doubles until the first refusal or the first window without a gain. Afterwards it tries an eighth more and an
-    eighth less in turn, and keeps what gives more tokens a second. After a refusal the limit is the number of requests
-    that the server was serving: its own capacity, as it just showed.
+    eighth less in turn, and keeps what gives more tokens per second. After a refusal the limit is the number of
+    requests that the server was serving, which it has just shown that it can serve.
     """
 
     def __init__(self, *, minimum: int, maximum: int, window_s: float, now: float) -> None:
@@ -33,7 +33,7 @@ class ConcurrencyLimit:
         self._direction = 1
         """1 if the next probe is a higher limit, -1 if it is a lower one."""
         self._best: tuple[int, float] | None = None
-        """Limit and tokens a second of the last window that is to be beaten."""
+        """Limit and tokens per second of the last window that is to be beaten."""
         self._is_new = False
         """Whether the limit was just changed: the first window after that counts a burst of first tokens."""
         self._hold, self._next_hold = 0, _FIRST_HOLD
@@ -117,7 +117,7 @@ class ConcurrencyLimit:
 
 
 class AdaptiveSlots:
-    """Slots for requests to one endpoint that sends whole replies; their number follows its throughput."""
+    """Slots for requests to one endpoint whose replies are not streamed; their number follows its throughput."""
 
     def __init__(
         self, *, minimum: int, maximum: int, window_s: float, clock: Callable[[], float] = time.monotonic
@@ -169,7 +169,7 @@ class AdaptiveSlots:
 
     def refuse(self, *, sent_at: float) -> None:
         """Lower the limit: the endpoint has refused a request that took its slot at this time."""
-        # Without a stream nobody knows how many of the open requests it has begun to serve.
+        # Without a stream it is unknown how many of the open requests it has begun to serve.
         self._limit.refuse(num_served=0, sent_at=sent_at, now=self._clock())
         self._replies_in_window = 0
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from klear_core.artifacts.home import Home
 
 _QUEUE_MARGIN = 1.25
-"""Requests sent to an engine for each that it decodes, so that its batch is filled again without a wait for us."""
+"""Requests sent to an engine per request that it can decode at a time, so that its batch never waits for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,10 @@ class EngineSpec:
     seed: int
     window: int | None = None
     artifact: Path | None = None
-    """The model's artifact, from which a node with another disk gets the folder; None if it is none."""
+    """The model's artifact, from which a node with another disk gets the folder; None if the folder is in none."""
     home: Home | None = None
     is_sent: bool = False
-    """Whether the folder is none of an artifact, and has a copy in the store that `fetch_folder` finds."""
+    """Whether the folder belongs to no artifact but has a copy in the store, which `fetch_folder` finds."""
 
     def here(self) -> EngineSpec:
         """Return the inputs with this node's own folder of the model."""

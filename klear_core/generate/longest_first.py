@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager
 
 
 class LongestFirst:
-    """A limit on open requests; at the end of the queue those go first whose answers are expected to be longest.
+    """Limit the open requests. At the end of the queue, requests with the longest expected answers go first.
 
-    Answers to one key (a problem) are about as long as each other, so that the first of each key is a pilot for the
-    rest. Until the last request has come, they go in order: held back earlier, a few short answers would keep their
-    shards open.
+    Answers to one key (a problem) have similar lengths, so the first answer to each key predicts the others. Until the
+    last request has come, requests go in order: reordered earlier, a few short answers would keep their shards open.
     """
 
     def __init__(self, limit: int, *, num_requests: int) -> None:
@@ -67,6 +66,6 @@ class LongestFirst:
         """Return the expected length of an answer; a key that was never asked goes before all others."""
         if key not in self._asked:
             return float("inf")
-        # If its pilot is not back, they are as long as those of other keys on average.
+        # Before the first answer to a key has come, the average of all other keys is expected.
         num_answers, num_tokens = self._lengths.get(key, (self._num_answers, self._num_tokens))
         return num_tokens / max(1, num_answers)

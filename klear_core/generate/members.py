@@ -48,10 +48,10 @@ class LocalMember:
 
 
 class EndpointMember:
-    """A `PooledEngine` over an endpoint, which nobody here can start: it is waited for.
+    """A `PooledEngine` over an endpoint. Klear cannot start it, and waits for it instead.
 
-    It draws other samples of a seed than our own engine does, so that in a pool of both kinds an answer depends on who
-    gave it.
+    It draws other samples from a seed than our own engine does, so in a pool of both kinds an answer depends on which
+    of them gave it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EndpointMember:
 
     @property
     def limit(self) -> int:
-        """Return the number of requests at which the endpoint gives the most tokens a second, as far as known."""
+        """Return the number of requests at which the endpoint gives the most tokens per second, as far as known."""
         return self._engine.limit if self._engine is not None else 1
 
     async def start(self) -> None:

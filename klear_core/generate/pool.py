@@ -215,15 +215,16 @@ class EnginePool:
         for request in requests:
             if request.asking is not None and request.asking is not asyncio.current_task():
                 request.asking.cancel()
-        # If the engine is replaced for another's reason (its weights), its requests are not to blame.
+        # If the engine is replaced because it did not get its weights, its requests are not the cause.
         self._ask_again(slot, requests, error) if is_counted else self._waiting.extendleft(reversed(requests))
         slot.replacing = asyncio.create_task(self._replace(slot, error, is_counted=is_counted))
         self._dispatch()
 
     def _ask_again(self, slot: _Slot, requests: Sequence[_Request], error: BaseException) -> None:
-        """Put the requests of a dead engine back; fail the one of which engines keep dying.
+        """Put the requests of a dead engine back; fail the one that keeps crashing engines.
 
-        That one is found among those that were there at two deaths by asking ever fewer of them at a time.
+        Suspects are the requests that at least two engines had when they died. The one at fault is found by bisection:
+        an engine gets fewer and fewer suspects at a time.
         """
         suspects = [request for request in requests if request.num_tries > 0]
         for request in requests:
@@ -273,7 +274,7 @@ class EnginePool:
         self._dispatch()
 
     def _withdraw(self, request: _Request) -> None:
-        """Drop a request for which nobody waits any more."""
+        """Drop a request whose caller no longer waits."""
         if request.asking is not None:
             request.asking.cancel()
         for slot in self._slots:

@@ -1,4 +1,4 @@
-"""Make tensors of known content, and digest what arrived of them, to check the direct way of weights to the engines."""
+"""Make tensors of known content, and hash what an engine received of them, to check the direct transfer of weights."""
 
 from __future__ import annotations
 

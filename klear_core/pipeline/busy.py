@@ -89,7 +89,7 @@ def _longest_row(training: SftConfig | RlConfig) -> int:
 
 
 def _wider_contexts(runtime: TrainRuntime, size: ModelSize) -> list[TrainRuntime]:
-    """Return the settings with larger contexts, with as many tokens a process as now."""
+    """Return the settings with larger contexts, with as many tokens per process as now."""
     wider = []
     for context in range(runtime.context_parallel + 1, min(runtime.num_workers, _TRIED) + 1):
         if runtime.num_workers % context == 0 and size.num_heads % context == 0:

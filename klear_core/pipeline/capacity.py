@@ -25,7 +25,7 @@ from klear_core.pipeline.estimate import estimate, num_curve_models
 from klear_core.pipeline.known_models import planned_size
 
 MIN_FREE_GB = 1.0
-"""Gigabytes on the workspace's disk for what is not counted: metrics, reports, MLflow's and Prefect's databases."""
+"""Gigabytes of the workspace's disk kept for metrics, reports, and MLflow's and Prefect's databases."""
 _CHECKPOINT_BYTES = 12
 """Checkpoint bytes per parameter: weights and both moments of Adam, in float32."""
 _TEXT_BYTES = 1.0
@@ -99,7 +99,7 @@ def _has_gpu() -> bool:
 
 
 def disk_problem(work: PendingWork, *, free_gb: float) -> str | None:
-    """Return what the workspace's disk lacks for these stages, with the parts of the need; None if it has enough.
+    """Return what the workspace's disk lacks for these stages, by what needs it; None if it has enough.
 
     The output of earlier attempts at these stages counts as free: it is continued or overwritten.
     """
@@ -120,7 +120,7 @@ def disk_problem(work: PendingWork, *, free_gb: float) -> str | None:
 
 
 def disk_parts(work: PendingWork) -> list[DiskPart]:
-    """Return what is on the disk when it is fullest: a stage's checkpoints go when it ends, its result stays."""
+    """Return what the disk holds when it is fullest: a stage's checkpoints are deleted when it ends, its result stays."""
     kept = [DiskPart(what="everything else", gb=MIN_FREE_GB)]
     fullest = kept
     for stage in work.stages:

@@ -14,7 +14,7 @@ from klear_core.pipeline.engines import engine_fit
 from klear_core.pipeline.model_size import ModelSize
 
 _TRAINING_FLOPS = 6
-"""Operations a weight and token: multiply and add, once forward and twice backward. Recomputation is not counted, as
+"""Operations per weight and token: multiply and add, once forward and twice backward. Recomputation is not counted, as
 is usual for MFU."""
 _OLD_LOGP_FLOPS = 2
 """The same of the forward pass that computes old log-probs in RL."""
@@ -52,7 +52,7 @@ def gpu_hours(config: PipelineConfig, stage: Stage, size: ModelSize | None, *, m
 
 
 def _rl_gpu_hours(rl: RlConfig, use: EngineUse | None, *, learning: float, sampling: float) -> float:
-    """Return the hours of all GPUs of the stage: while engines sample those of the learner wait, and the reverse."""
+    """Return the hours of all GPUs of the stage: those of the learner wait while engines sample, and vice versa."""
     assert use is not None
     assert isinstance(use.engine, VllmEngineConfig)
     learners = rl.runtime.num_workers

@@ -10,7 +10,7 @@ from klear_core.pipeline.model_size import ModelSize
 
 _VALUE_BYTES = {"bfloat16": 2, "float32": 4}
 _WORKSPACE_GB = 3.0
-"""Activations of the largest batch, CUDA graphs and NCCL, a GPU. Ours; not measured on a GPU."""
+"""Memory per GPU for activations of the largest batch, CUDA graphs and NCCL. Ours; not measured on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class EngineFit:
     """A vLLM engine on GPUs of a given memory."""
 
     weights_gb: float
-    """Weights a GPU."""
+    """Gigabytes of weights per GPU."""
     cache_tokens: int
     """Tokens that fit into the KV cache of all its GPUs; 0 if not even the weights fit."""
     longest: int
@@ -33,7 +33,7 @@ class EngineFit:
 
 
 def engine_fit(size: ModelSize, engine: VllmEngineConfig, hardware: HardwareConfig, *, longest: int) -> EngineFit:
-    """Return what fits, and the speed of decoding as the time to read weights and cache once a token.
+    """Return what fits, and the speed of decoding as the time to read weights and cache once per token.
 
     The answers are on average half as long as the longest. `hardware.gpu_memory_gb` must be known.
     """
@@ -61,7 +61,7 @@ def step_seconds(
     bandwidth = hardware.memory_tb_per_s * 1e12 * hardware.decoding_efficiency * ranks
     weights = size.num_params * _VALUE_BYTES[engine.dtype]
     reading_s = (weights + cached_tokens * _token_bytes(size, engine)) / bandwidth
-    # A large batch is bound by arithmetic: two operations a weight and token.
+    # A large batch is bound by arithmetic: two operations per weight and token.
     computing_s = 2 * size.num_params * batch / (hardware.peak_tflops * 1e12 * hardware.mfu * ranks)
     return max(reading_s, computing_s)
 

@@ -30,8 +30,8 @@ class Comparison:
 def measure_training(size: ModelSize, training: SftConfig | RlConfig) -> Comparison | None:
     """Return both peaks of a rank. Takes 10 to 60 s.
 
-    None for training in float32, which is for CPUs, with 8-bit moments, or with host memory, which fake tensors have no
-    place of their own for.
+    None for training in float32 (which is for CPUs), with 8-bit moments, or with offloading to host memory, which fake
+    tensors do not tell apart from device memory.
     """
     if training.dtype != "bfloat16" or training.optim.kind != "adamw" or training.runtime.cpu_offload:
         return None

@@ -22,8 +22,8 @@ from klear_core.pipeline.memory import LearnerPeak, learner_load, learner_peak, 
 from klear_core.pipeline.model_size import ModelSize
 
 MARGIN_SHARE, MARGIN_GB = 0.06, 1.5
-"""On top of what torch allocates: holes of its allocator, 6 % of the peak, and the CUDA context with the buffers of
-cuBLAS and NCCL, 1.5 GB. Ours; not measured on a GPU."""
+"""Margin on top of what torch allocates: 6 % of the peak for fragmentation of its allocator, and 1.5 GB for the CUDA
+context and the buffers of cuBLAS and NCCL. Ours; not measured on a GPU."""
 _MOST_WORKERS = 64
 
 
@@ -169,7 +169,7 @@ def _shared_problems(stage: Stage, rl: RlConfig, size: ModelSize, gpu_gb: float)
     key = f"{stage.section}.rollout.engine.runtime"
     if not engine.runtime.sleep_mode:
         yield f"{key}.sleep_mode = false: learner and engine share a GPU, so the engine must release it: set it to true"
-    # While the engine samples there are no gradients: weights and both moments of Adam, 12 bytes a weight.
+    # While the engine samples there are no gradients: weights and both moments of Adam, 12 bytes per weight.
     resident_gb = with_margin_gb(resident_bytes(size, learner_load(rl)))
     used_gb = engine.runtime.gpu_memory_utilization * gpu_gb
     if resident_gb + used_gb > gpu_gb:

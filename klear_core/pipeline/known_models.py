@@ -1,4 +1,4 @@
-"""List the sizes of well-known models, so that a plan can reckon with a model that is not on this machine yet."""
+"""List the sizes of well-known models, so that a plan can estimate for a model that is not on this machine yet."""
 
 from __future__ import annotations
 

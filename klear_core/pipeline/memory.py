@@ -20,7 +20,7 @@ from klear_core.pipeline.model_size import ModelSize
 _LOGITS = 1 << 28
 """Logits that the head holds at a time on CUDA (`train.logps.CHUNK_LOGITS_CUDA`; importing that loads torch)."""
 _MOMENTS_BYTES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
-"""Bytes of a weight's two moments: in float32, or in 8 bits with a float32 scale for 256 of them."""
+"""Bytes of a weight's two moments: in float32, or in 8 bits with one float32 scale per 256 values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def learner_load(training: SftConfig | RlConfig) -> LearnerLoad:
 def learner_peak(size: ModelSize, load: LearnerLoad) -> LearnerPeak:
     """Return the largest of all moments of an update, from its second micro-batch on, when there are gradients.
 
-    Not counted: the rounding and the holes of torch's allocator, buffers of cuBLAS and NCCL, and the CUDA context.
+    Not counted: rounding and fragmentation of torch's allocator, buffers of cuBLAS and NCCL, and the CUDA context.
     """
     return max(_moments(size, load), key=lambda peak: peak.num_bytes)
 
@@ -132,7 +132,7 @@ def _moments(size: ModelSize, load: LearnerLoad) -> Iterator[LearnerPeak]:
     passing = _layer_sum(size, load) if load.has_checkpointing else 0
     backward = {
         "gathered weights": _gathered(size, load, num_layers=2),
-        "gradients on their way": passing + (0 if is_lora else b * size.vocab_size * size.hidden_size),
+        "gradients being summed": passing + (0 if is_lora else b * size.vocab_size * size.hidden_size),
     }
     for moment, values, matrix in _layer_backward(size, load):
         layers_kept = size.num_layers - 1
@@ -143,11 +143,11 @@ def _moments(size: ModelSize, load: LearnerLoad) -> Iterator[LearnerPeak]:
 
 
 def _last_values(size: ModelSize, load: LearnerLoad) -> float:
-    """Return the values a token that lie between the last layer and the logits.
+    """Return the values per token that are held between the last layer and the logits.
 
-    The last layer's output, the final norm's output and the states of the loss tokens; uncompiled, also the norm's
-    input in float32. A norm that is frozen keeps one tensor less. With adapters, torch frees the first layer's input
-    and output of the micro-batch before only later: nothing below that layer needs a gradient.
+    These are the last layer's output, the final norm's output and the states of the loss tokens; uncompiled, also the
+    norm's input in float32. A frozen norm keeps one tensor less. With adapters, the first layer's input and output of
+    the previous micro-batch are also still there: nothing below that layer needs a gradient, so torch frees them later.
     """
     values = 3 * size.hidden_size
     if not size.is_fused:
@@ -158,28 +158,28 @@ def _last_values(size: ModelSize, load: LearnerLoad) -> float:
 
 
 def _head_bytes(size: ModelSize, load: LearnerLoad) -> float:
-    """Return the bytes that the head holds: a chunk's logits in float32 and their gradient; the states' gradient."""
+    """Return the bytes that the head holds: logits of a chunk in float32, and the gradients of logits and states."""
     b, t, h = load.value_bytes, load.num_tokens, size.hidden_size
     chunk = (4 + b) * _chunk_tokens(t, size.vocab_size) * size.vocab_size
     if load.adapter_rank is not None:
         return chunk + b * t * h
-    # 4 bytes a weight for the head's gradient. After the last chunk it is cast, while its float32 sum is still there.
+    # 4 bytes per weight for the head's gradient. After the last chunk it is cast, while its float32 sum is still there.
     embedding = size.vocab_size * h
     return 4 * embedding + max(chunk, b * (embedding + t * h)) + b * t * h
 
 
 def _kept_values(size: ModelSize, load: LearnerLoad) -> float:
-    """Return the values a token and layer that the forward pass keeps for the backward pass."""
+    """Return the values per token and layer that the forward pass keeps for the backward pass."""
     return size.hidden_size if load.has_checkpointing else _layer_values(size, load)
 
 
 def _layer_values(size: ModelSize, load: LearnerLoad) -> float:
-    """Return the values a token that one layer keeps without checkpointing.
+    """Return the values per token that one layer keeps without checkpointing.
 
-    Fused: inputs and outputs of both norms (4H), queries and keys before and after their rotation with the values
-    and the output (3A + 3G), gate, up and their product (3I). Uncompiled each norm keeps its input in float32, the
-    normalised input and its output (8H); a rotation keeps nothing, the activation its result (2A + 2G + 4I).
-    Attention adds a float32 number a head. Each of seven adapters keeps what lies between A and B.
+    Fused layers keep the inputs and outputs of both norms (4H), queries and keys before and after their rotation,
+    values and output of attention (3A + 3G), and gate, up and their product (3I). Uncompiled, each norm keeps its input
+    in float32, the normalised input and its output (8H); a rotation keeps nothing, and the activation keeps its result
+    (2A + 2G + 4I). Attention adds one float32 number per head. Each of seven adapters keeps the tensor between A and B.
     """
     h, a, g, i = size.hidden_size, size.query_size, size.kv_size, size.mlp_size
     beside = 2 * size.num_heads + 7 * (load.adapter_rank or 0)
@@ -189,20 +189,20 @@ def _layer_values(size: ModelSize, load: LearnerLoad) -> float:
 
 
 def _norm_less(size: ModelSize, load: LearnerLoad) -> int:
-    """Return the values a token that an uncompiled norm need not keep if its weight is frozen."""
+    """Return the values per token that an uncompiled norm need not keep if its weight is frozen."""
     return 0 if load.adapter_rank is None else size.hidden_size
 
 
 def _layer_backward(size: ModelSize, load: LearnerLoad) -> Iterator[tuple[str, float, float]]:
-    """Yield moments of one layer's backward pass: its name, values a token, and weights of a gradient being formed."""
+    """Yield moments of one layer's backward pass: name, values per token, weights whose gradient is being formed."""
     h, a, g, i = size.hidden_size, size.query_size, size.kv_size, size.mlp_size
-    # A frozen matrix has no gradient. Before an adapter's B the gradient is scaled, which is a copy of it.
+    # A frozen matrix has no gradient. Scaling the gradient before an adapter's B makes a copy of it.
     layer, matrix = _layer_values(size, load) + (0 if load.adapter_rank is None else h), h * i
     if load.adapter_rank is not None:
         matrix = 0
     if size.is_fused:
-        # The product of gate and up is used up, and so is the sum before the second norm: gradients of gate, up and
-        # of their product are there, and the gradient of the layer's output.
+        # The product of gate and up and the sum before the second norm are already freed. There are the gradients of
+        # gate, of up, of their product and of the layer's output.
         yield "mlp backward", layer - h - i + h + 3 * i, matrix
     else:
         yield "mlp backward", layer + h + 2 * i, matrix
@@ -220,32 +220,34 @@ def _gathered(size: ModelSize, load: LearnerLoad, *, num_layers: int) -> float:
         if load.adapter_rank is not None:
             return b * adapters  # frozen weights are used as they are
         if b == 4:
-            return 0.0  # the weights themselves
-        # One rank keeps all layers from forward to backward; the backward pass has released one by its first peak.
+            return 0.0  # the weights themselves are used, and counted elsewhere
+        # One rank keeps all layers gathered from forward to backward. Before its first peak, the backward pass has
+        # released one of them.
         return b * (size.num_params - (num_layers - 1) * size.layer_params)
-    # A rank's share of the next layer comes from the host as it is kept there, before it is cast and gathered.
+    # A rank's share of the next layer comes from the host in the dtype in which it is kept there, and is then cast and
+    # gathered.
     kept_bytes = 4 if load.adapter_rank is None else b
     coming = kept_bytes * size.layer_params / load.num_ranks if load.is_offloaded else 0.0
     return coming + b * (size.embedding_params + num_layers * (size.layer_params + adapters / size.num_layers))
 
 
 def _layer_sum(size: ModelSize, load: LearnerLoad) -> float:
-    """Return the bytes of a layer's gradient in float32, as it is given to the sum over ranks."""
+    """Return the bytes of a layer's gradient in float32, as it enters the sum over ranks."""
     if load.num_ranks == 1 and load.value_bytes == 4:
         return 0.0
     return 4.0 * (size.layer_params if load.adapter_rank is None else _trained(size, load) / size.num_layers)
 
 
 def _embedding_gradient(size: ModelSize, load: LearnerLoad) -> dict[str, float]:
-    """Return what is there at the end of the backward pass, when embedding and head get their gradients."""
+    """Return the bytes at the end of the backward pass, when embedding and head get their gradients."""
     b, embedding = load.value_bytes, size.vocab_size * size.hidden_size
-    # Given to the sum over ranks: the gradients and their copy in float32. Its result, the shard of a rank, is there
-    # twice while it is added to the gradient of the micro-batches before, which may be in host memory.
+    # The gradients and their float32 copy enter the sum over ranks. Its result, a rank's shard, is there twice while it
+    # is added to the gradient of earlier micro-batches, unless that is in host memory.
     num_shards = 1 if load.is_offloaded else 2
     summed = max((4 + b) * size.embedding_params, 4 * size.embedding_params * (1 + num_shards / load.num_ranks))
-    # A tied matrix has two gradients first, by the head and by the lookup, and their sum, beside the weights.
+    # A tied matrix first has two gradients, from the head and from the lookup, and then their sum, beside the weights.
     joined = 4 * b * embedding + _layer_sum(size, load) if size.is_tied else 0
-    return {"gradients on their way": max(summed, joined)}
+    return {"gradients being summed": max(summed, joined)}
 
 
 def _chunk_tokens(num_tokens: int, vocab_size: int) -> int:

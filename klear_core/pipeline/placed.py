@@ -1,4 +1,4 @@
-"""Place the learners and engines of pending stages on the nodes that there are, or tell why that cannot be."""
+"""Place the learners and engines of pending stages on the available nodes, or say why that is impossible."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def place_training(training: SftConfig | RlConfig, size: ModelSize | None, nodes
 
 
 def placement_lines(stages: Collection[Stage], size: ModelSize | None) -> Iterator[str]:
-    """Yield what of each training runs where, a line for each node in use; nothing where it cannot be placed."""
+    """Yield where the processes of each training run, one line per node in use; nothing if they cannot be placed."""
     try:
         nodes = known_nodes()
     except ResourceError:
@@ -117,7 +117,7 @@ def placement_lines(stages: Collection[Stage], size: ModelSize | None) -> Iterat
 
 
 def stage_lines(stage: Stage, size: ModelSize | None, nodes: Sequence[Node]) -> Iterator[str]:
-    """Yield what of a training runs where on these nodes; nothing for other stages."""
+    """Yield where the processes of a training run on these nodes; nothing for other stages."""
     training = stage.job.training()
     if training is None:
         return

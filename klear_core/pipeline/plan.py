@@ -1,4 +1,4 @@
-"""Plan a run: tell for each stage whether it would be reused or run, and why."""
+"""Plan a run: say for each stage whether it would be reused or run, and why."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _unjudged_rl_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _benchmark_problems(work: PendingWork) -> Iterator[str]:
-    """Compare row counts, which are not in a fingerprint: benchmarks built before one was expected are reused."""
+    """Compare row counts of reused benchmarks: the expected count is in no fingerprint, so it may have changed."""
     from klear_core.data.benchmarks import num_rows
 
     if work.benchmarks is None:
@@ -215,7 +215,7 @@ def _reward_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _function_problems(key: str, cfg: UserFunction) -> Iterator[str]:
-    """Import a user's function in a child process: what its module does when imported must not happen to us."""
+    """Import a user's function in a child process, so that side effects of the import do not reach this process."""
     from klear_core.verify.user_code import check
 
     missing = [path for path in cfg.files if not Path(path).exists()]

@@ -67,7 +67,7 @@ def estimate_split(rl: RlConfig, size: ModelSize, hardware: HardwareConfig) -> S
         return None
     tokens_per_s = batch / step_seconds(size, engine, known, batch=batch, cached_tokens=batch * mean_in_flight)
     rollout = rl.rollout
-    # With pass rates spread evenly, 2 of n + 1 groups of n answers are all right or all wrong, and are sampled in vain.
+    # If pass rates are spread evenly, 2 of n + 1 groups of n answers are all right or all wrong and give no gradient.
     informative_share = 1 - 2 / (rollout.samples_per_group + 1)
     sampled = rollout.groups_per_step * rollout.samples_per_group * mean / informative_share
     learning = _learning_gpu_s(rl, size, known, lengths)

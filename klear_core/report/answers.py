@@ -2,7 +2,7 @@
 
 The page works from a folder, without a server: browsers let a page opened from disk load scripts that lie beside it,
 but not read other files, so that each chunk of texts is a script of one call. The page itself holds no text: 100,000
-answers of 32,000 tokens are gigabytes. `index.js` has a few bytes an answer; a chunk is loaded when it is looked at.
+answers of 32,000 tokens are gigabytes. `index.js` has a few bytes per answer; a chunk is loaded when it is looked at.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def write_viewer(
     """Write `answers.html` and its data to `folder`. `is_one_text`: the sources are judgements of the same answers.
 
     An earlier viewer there is replaced. Texts go through a database on disk, which brings the answers to one problem
-    together; memory grows with the number of problems and by a few bytes an answer. Raise DataError if there is none.
+    together; memory grows with the number of problems and by a few bytes per answer. Raise DataError if there is none.
     """
     data, beside = folder / DATA_FOLDER, folder / (DATA_FOLDER + ".tmp")
     if data.exists() and not (data / "index.js").is_file():

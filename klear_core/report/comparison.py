@@ -40,7 +40,7 @@ class ScoreCell:
     not_judged: str
     score: float | None
     rerun: str
-    """Interval over other samples of these problems; empty with one answer a problem."""
+    """Interval over other samples of these problems; empty with one answer per problem."""
     templates: str = ""
     """Scores in other prompt templates and their spread; empty if there is none."""
     chosen: str = ""

@@ -1,11 +1,13 @@
 """Sample without rounds: requests in flight are kept at a set number, and steps train on the groups that are finished.
 
-An answer goes on under new weights when they arrive. The staleness bound is kept by two rules, and no finished answer
-is ever too old. Let s be the next step to be filled, v the version of the engines' weights, b the bound and G the
-groups of a step. A group begun under version v must be trained on by step v + b at the latest, its deadline.
-1. A group is begun only if fewer than G * (v + b + 1 - s) are in no step yet: they fill the steps up to its deadline.
+An answer that is unfinished when new weights arrive continues under them. Two rules keep the staleness bound, so that
+no finished answer is ever too old. Let s be the next step to be filled, v the version of the engines' weights, b the
+bound and G the number of groups per step. A group that is begun under version v has the deadline v + b: it must be
+trained on by that step.
+1. A group is begun only if fewer than G * (v + b + 1 - s) groups are begun and in no step yet, which is what the steps
+   up to its deadline have room for.
 2. A step takes the oldest finished groups, and waits until those left can meet their deadlines: for each step d, at
-   most G * (d - s) of them are due by d.
+   most G * (d - s) of them have a deadline of d or earlier.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ class ContinuousRollouts:
         runtime, rollout = self._cfg.runtime, self._cfg.rollout
         num_requests = runtime.requests_per_actor * runtime.num_rollout_actors
         while self._may_begin():
-            # A set number smaller than a group would otherwise never allow one.
+            # If fewer requests are allowed than a group has, no group would ever begin otherwise.
             if self._open and self._num_in_flight + rollout.samples_per_group > num_requests:
                 return
             item = self._stream.at(self._again.pop(0)) if self._again else self._stream.take(1)[0]
@@ -154,7 +156,7 @@ class ContinuousRollouts:
 
     async def _rollout(self, item: StreamItem, prompt_ids: tuple[int, ...], sample_idx: int) -> Rollout:
         completion = await self._sampler.sample(item, prompt_ids, sample_idx)
-        # Judges have no part in the number in flight: engines go on while answers are judged.
+        # Answers that are being judged do not count as in flight, so that engines continue meanwhile.
         self._num_in_flight -= 1
         self._begin_groups()
         return await self._sampler.judge(item, prompt_ids, completion)

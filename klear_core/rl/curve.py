@@ -33,7 +33,7 @@ def no_exam(_folder: Path) -> AbstractContextManager[Exam | None]:
 
 
 class Curve:
-    """Points of the curve, one at a time; leaving the context cancels the one that is being made.
+    """Make the points of the curve, one at a time; leaving the context cancels the one that is being made.
 
     A point is of one version of the weights: its requests are sent when the engines have got these, run beside the next
     rollouts and the learner's update, and are waited for before the engines get new weights.

@@ -88,8 +88,8 @@ def log_ratio(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
 def k3(log_ratio_N: Tensor) -> Tensor:
     """Return the low-variance KL estimate r - 1 - log r in float64: never negative, and right to ten digits.
 
-    So is its gradient. With x = log r it is about x^2 / 2 for small x, all of which exp(x) - 1 - x loses to rounding:
-    in float32 from x = 1e-4 down, in float64 from 1e-8.
+    Its gradient is as accurate. With x = log r the estimate is about x^2 / 2 for small x. Computed as exp(x) - 1 - x it
+    would be lost to rounding: in float32 from x = 1e-4 down, in float64 from 1e-8.
     """
     x_N = log_ratio_N.double()
     series_N = x_N.square() / 2 * (1 + x_N / 3)  # the omitted next term is x^2 / 12 relative to x^2 / 2
@@ -115,5 +115,5 @@ def joins_tokens(cfg: LossConfig) -> bool:
 def _entropy_moved(entropy_N: Tensor, old_entropy_N: Tensor, erc: ErcConfig) -> Tensor:
     """Return the mask of tokens whose new entropy over old entropy is outside (low, high) (arXiv 2512.05591)."""
     ratio_N = (entropy_N + _ENTROPY_FLOOR) / (old_entropy_N + _ENTROPY_FLOOR)
-    # A NaN is in neither comparison: it is an error, which the loss itself shows, and no entropy that moved.
+    # Both comparisons are false for NaN, so the token keeps its gradient and the loss shows the error.
     return (ratio_N <= erc.low) | (ratio_N >= erc.high)

@@ -76,7 +76,7 @@ def make_targets(
     """Spread advantages and scales of rows over the micro-batch's loss tokens; `rows` is the complete mini-batch."""
 
     def per_row(values: Sequence[float]) -> Tensor:
-        # From one value a row to one a token; `row_N` indexes the rows of the mini-batch.
+        # From one value per row to one per token; `row_N` indexes the rows of the mini-batch.
         return torch.tensor(values, dtype=torch.float32, device=micro.target_N.device)[micro.row_N]
 
     scales = [_scale(sum(r.loss_mask), denominators, cfg.normalise, cfg.rollout.sampling.max_new_tokens) for r in rows]

@@ -88,8 +88,8 @@ class Progress:
     def trained_share(self, *, example: str) -> Share:
         """Return the share of prompts whose group was trained on; surplus and cancelled groups do not count."""
         drops = self.drops.of("group")
-        # A surplus group was informative and only had no room, so it is neither trained on nor lost; of one that was
-        # cancelled, nobody knows.
+        # A surplus group was informative and only had no room, so it is neither trained on nor lost. Whether a
+        # cancelled one was informative is unknown.
         lost = {reason: n for reason, n in drops.items() if reason not in (TRAINED, SURPLUS, CANCELLED)}
         what = f"prompts were trained on in {self.step} steps (last pass rate {self.pass_rate:.2f})"
         return Share(what=what, num_in=drops.get(TRAINED, 0) + sum(lost.values()), lost=lost, example=example)

@@ -27,7 +27,7 @@ from klear_core.train.ranks import RunRanks, run_here
 from klear_core.types import TrainSample
 
 _OF_THE_MACHINE = ("rl/speed/", "rl/batch/fill", "rl/batch/busy")
-"""Metrics of the clock and of how rows lie on ranks, which a replay on other machines does not repeat."""
+"""Metrics of time, and of how rows are distributed over ranks, which a replay on other machines does not repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ class StepRollouts:
     position: int
     """Position of the prompt stream after this step's prompts."""
     seconds: float
-    """Time from the first request to the last verdict; without batches, since the step before."""
+    """Time from the first request to the last verdict; in continuous mode, since the step before."""
     unfinished: tuple[int, ...] = ()
     """Positions before `position` whose groups are in no step yet: a resumed run asks them again."""
 

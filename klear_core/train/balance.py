@@ -19,7 +19,8 @@ _PASS_TOKENS = 300
 """Cost of a pass beyond its rows' work (launches, collective calls), in tokens. An assumption; it only decides between
 plans with different numbers of passes."""
 _EXTRA_PASSES = 3
-"""Passes beyond the fewest that levels are tried with. Of 40 or more, none may succeed; an even spread is then best."""
+"""Plans by levels are tried with the fewest possible passes and up to this many more. From 40 passes on all of them may
+fail; an even spread is then best."""
 _TOLERANCE = 1e-6
 """Relative slack of a level, because sums of work are rounded."""
 
@@ -41,8 +42,8 @@ class RowWork:
 
         With `recomputes` layers run forward twice (activation checkpointing).
         """
-        # Causal attention of n tokens looks at n^2 / 2 pairs, and a product costs 2 FLOPs a channel and pair. There are
-        # two products forward; five backward, because FlashAttention computes the scores again.
+        # Causal attention of n tokens looks at n^2 / 2 pairs, and a product costs 2 FLOPs per channel and pair. There
+        # are two products forward; five backward, because FlashAttention computes the scores again.
         num_products = 2 + 5 + (2 if recomputes else 0)
         return cls(attention_len=product_flops / (num_products * attention_width))
 
@@ -141,7 +142,7 @@ def _work_of(chosen: Bin, items: Sequence[Item]) -> float:
 
 
 def _align(bins: Sequence[Bin], items: Sequence[Item], num_ranks: int) -> Plan:
-    """Put micro-batches of like work into the same pass: for given bins no other order is faster."""
+    """Put micro-batches of similar work into the same pass: for given bins no other order is faster."""
     ordered = sorted(bins, key=lambda b: (-_work_of(b, items), b))
     plan = []
     for first in range(0, len(ordered), num_ranks):

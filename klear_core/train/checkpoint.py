@@ -161,7 +161,7 @@ class Checkpoints:
             copies.seal(final.name, content)
             for old in copies.sealed()[: -self.cfg.keep]:
                 copies.drop(old)
-        # Of the ranks that share a disk any may be the one that renames; its files are all there after the gathering.
+        # Any of the ranks that share a disk may do the renaming, because all files are there after the gathering.
         beside = self.folder / f"{SEAL}.{self.world.rank}"
         beside.write_text(content)
         try:

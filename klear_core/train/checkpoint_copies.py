@@ -46,7 +46,7 @@ class CheckpointCopies:
             list(threads.map(send_one, files))
 
     def send_whole(self, name: str, folder: Path) -> str:
-        """Send all files of a folder as the copy `name`, unless it is there, and seal it; return what seals it."""
+        """Send all files of a folder as the copy `name`, unless it is there, and seal it; return the seal."""
         files = [file for file in sorted(folder.iterdir()) if file.name != SEAL]
         content = json.dumps({"files": digests_of(files)})
         if self.content(name) != content.encode():
@@ -59,7 +59,7 @@ class CheckpointCopies:
         self._bucket.write(self._key(name, SEAL), content.encode())
 
     def content(self, name: str) -> bytes | None:
-        """Return what seals a copy; None if it is not complete."""
+        """Return a copy's seal; None if the copy is not complete."""
         return self._bucket.read(self._key(name, SEAL))
 
     def sealed(self) -> list[str]:
@@ -74,7 +74,10 @@ class CheckpointCopies:
             self._bucket.delete(key)
 
     def fetch(self, name: str, folder: Path) -> None:
-        """Fetch what `folder` lacks of a copy, once for all ranks of a disk. ArtifactError if it is not whole."""
+        """Fetch the files of a copy that `folder` lacks, once for all ranks of a disk.
+
+        Raise ArtifactError if the copy is not complete.
+        """
         content = self.content(name)
         if content is None:
             raise ArtifactError(f"{self._place(name)}: its {SEAL} is gone")

@@ -106,6 +106,6 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.AdamW) or first.device.type != "cpu":
         optimizer.step()
         return
-    # torchao compiles its step once a shape, which takes a CPU longer than the updates of a small model.
+    # torchao compiles its step once per shape, which takes a CPU longer than the updates of a small model.
     with torch.compiler.set_stance("force_eager"):
         optimizer.step()

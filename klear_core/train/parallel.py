@@ -164,7 +164,7 @@ def load_policy(
         return shard(read(device=home))
     policy = shard(read(device="meta"))
     hf: Any = policy.to_empty(device=home).hf
-    for module in hf.modules():  # offloaded are weights alone: buffers stay where they are computed with
+    for module in hf.modules():  # only weights are offloaded: buffers stay on the device that computes with them
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = buffer.to(world.device)
     hf.tie_weights()  # to_empty() allocates the head apart from its embedding

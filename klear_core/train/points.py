@@ -64,7 +64,8 @@ class Points:
         """Have `write` make a model's folder, which must be complete when it gets its name."""
         folder = self._path(step)
         if self._copies is not None:
-            # Not in its place: whoever scores it fetches the copy to there, maybe on this disk, before we are done.
+            # Write it elsewhere than to its final folder: the scorer fetches the copy to that folder, maybe on this
+            # disk, before we are done.
             folder = self._folder / "exported" / folder.name
         folder.parent.mkdir(parents=True, exist_ok=True)
         write(folder)

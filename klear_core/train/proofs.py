@@ -70,7 +70,7 @@ class Proof:
     error: float = math.nan
     """Largest error of a result or gradient, as a share of the tolerance: above 1 it disagrees."""
     reason: str = ""
-    """The cause for which the path cannot be used, for a reader."""
+    """Why the path cannot be used, in words for the user."""
     time_ratio: float = math.nan
     """Time of the fast path over that of plain operations, forward and backward; NaN if it was not measured."""
 
@@ -98,8 +98,8 @@ class Conditions:
 def prove_fast_paths(config: HfConfig, world: World, dtype: Dtype, *, context_parallel: int = 1) -> tuple[str, ...]:
     """Leave out all fast paths that fail on any rank, with a warning; return notes for the manifest (collective call).
 
-    All ranks decide alike: with different kernels their shares of a gradient would be rounded differently, and a rank
-    that compiles for longer would hold up the others.
+    All ranks use the same paths: with different kernels their shares of a gradient would be rounded differently, and
+    the others would wait for a rank that compiles for longer.
     """
     sizes = ModelSizes.of(config, context_parallel=context_parallel)
     mine = _proofs_of_process(Conditions(device=world.device, dtype=DTYPES[dtype], sizes=sizes))
@@ -119,7 +119,7 @@ def prove_fast_paths(config: HfConfig, world: World, dtype: Dtype, *, context_pa
 
 
 def _note(proof: Proof, rank: int, world: World) -> str:
-    """Return what was left out and what is used instead; nothing if another library was there in the first place."""
+    """Return what was left out and what is used instead; nothing if another library already provides the path."""
     part, kind, *_ = proof.name.split("/")
     others = [name for name in paths.provided() if name.startswith(f"{part}/{kind}/") and paths.in_use(name)]
     if others and proof.verdict == "missing":

@@ -47,7 +47,7 @@ Row = Candidate | Dropped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBlocks:
-    """The tasks that read the blocks of a plan, one task a block. A result is a folder, renamed when it is whole."""
+    """The tasks that read the blocks of a plan, one task per block. A result is a folder, renamed when it is whole."""
 
     folder: Path
     """Folder of the curation's working files."""

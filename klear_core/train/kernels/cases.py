@@ -29,10 +29,11 @@ Outputs = tuple[Tensor, ...]
 _EPS = 1e-5
 _HEAD_HIDDEN = 64
 _LENGTHS = {"cpu": (300, 7), "cuda": (1100, 37)}
-"""Tokens of the trials of elementwise parts. The first is beyond all blocks that kernels cut rows into (128 at most,
-256 rows to a partial sum); the second, another, makes torch.compile build its kernel for any length."""
+"""Tokens of the trials of elementwise parts. The first is larger than any block that kernels cut rows into (128 at
+most, 256 rows per partial sum). The second differs, so that torch.compile builds its kernel for any length."""
 _ROWS = {"cpu": ((1,), (5,), (300,), (20, 9, 1, 30)), "cuda": ((1,), (5,), (37,), (130,), (1100,))}
-"""Rows of attention's trial; several numbers are a prompt and the rows that share it, which is for CPUs alone."""
+"""Rows of attention's trial, by length. Several numbers in one tuple are a prompt and the rows that share it, which
+only CPU kernels support."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
     python -m klear_core.train.memory.measure < case.json    prints the result as JSON
 
-It is our model, sharding, packing, head and update, unchanged but for what `stand_ins` says. Counted is what torch
-allocates: not the allocator's rounding and holes, the buffers of cuBLAS and NCCL, nor the CUDA context.
+It runs our model, sharding, packing, head and update, unchanged except for what `stand_ins` replaces. It counts what
+torch allocates, but not its allocator's rounding and fragmentation, buffers of cuBLAS and NCCL, or the CUDA context.
 """
 
 from __future__ import annotations

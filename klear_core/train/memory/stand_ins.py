@@ -20,7 +20,7 @@ from klear_core.train.kernels import attention, fused, paths
 def install(*, is_compiled: bool) -> None:
     """Make fake tensors on the CPU take our CUDA paths. `is_compiled=False` leaves out what torch.compile does."""
     fake = cast(Any, FakeTensor)
-    # A CPU build of torch cannot hold fake CUDA tensors: autograd ends the process for want of a device guard.
+    # A CPU build of torch cannot hold fake CUDA tensors: autograd ends the process, as it has no device guard.
     fake.is_cuda = property(lambda _: True)
     # The values that decide a step's course: a finite loss and norm.
     fake.item = lambda _: 0.0
@@ -59,7 +59,7 @@ class _Attention(Function):
 
 
 class _Pass(Function):
-    """Allocates what a compiled pointwise pass does: its inputs are kept, its outputs made, nothing lies between."""
+    """Allocates what a compiled pointwise pass does: it keeps its inputs and makes its outputs, and nothing else."""
 
     @staticmethod
     def forward(ctx: Any, outputs_like: tuple[int, ...], *inputs: Tensor) -> Any:
