@@ -273,7 +273,7 @@ def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool
     settings: dict[str, object] = {}
     for override in overrides:
         if not override.startswith("verify."):
-            raise ConfigError(f"--set {override!r}: only verify.* settings matter to the judge")
+            raise ConfigError(f"--set {override!r}: this command takes only verify.* settings")
         settings = apply_override(settings, override)
     config = validate(settings, origin="--set")
     console = Console(highlight=False)

@@ -59,7 +59,7 @@ def config_of(sources: Sequence[str], benchmarks: Sequence[str], overrides: Sequ
     }
     for override in overrides:
         if not override.startswith(("curate.", "seed=")):
-            raise ConfigError(f"--set {override!r}: only curate.* settings and the seed matter to a curation")
+            raise ConfigError(f"--set {override!r}: this command takes only curate.* settings and the seed")
         settings = apply_override(settings, override)
     return validate(settings, origin="klear curate")
 

@@ -22,7 +22,7 @@ def resolve(profile: str | None, overrides: Sequence[str], settings: PipelineCon
     """
     if profile is None:
         if settings is None or overrides:
-            raise ConfigError("without a profile, settings must be given, and overrides have nothing to go over")
+            raise ConfigError("without a profile, settings must be given, and overrides cannot be used")
         return settings
     tree = read_profile(profile_folder(profile))
     if settings is not None:

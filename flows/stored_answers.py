@@ -78,7 +78,7 @@ def newest_evaluation(model: Path) -> Path:
         if wanted in models:
             found.append((manifest.created_at, folder))
     if not found:
-        raise ArtifactError(f"{model}: no evaluation of it is in this workspace, so that there are no answers")
+        raise ArtifactError(f"{model}: there is no evaluation of it in this workspace, so there are no answers")
     return max(found)[1]
 
 
@@ -182,7 +182,7 @@ def _judge_settings(source: AnswerSource, overrides: Sequence[str]) -> VerifyCon
     settings: dict[str, object] = {"verify": stored.model_dump(mode="json")}
     for override in overrides:
         if not override.startswith("verify."):
-            raise ConfigError(f"--set {override!r}: only verify.* settings matter to the judge")
+            raise ConfigError(f"--set {override!r}: this command takes only verify.* settings")
         settings = apply_override(settings, override)
     return validate(settings, origin="--set").verify
 

@@ -68,7 +68,7 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
         dead = ", ".join(
             server.name for server, process in zip(wanted, running, strict=True) if process.poll() is not None
         )
-        raise ResourceError(f"{dead} stopped by itself; see the *-server.log files in {root}")
+        raise ResourceError(f"{dead} ended unexpectedly; see the *-server.log files in {root}")
     finally:
         for process in running:
             _stop(process)

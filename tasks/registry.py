@@ -136,7 +136,7 @@ class Registry:
             now = f"version {found.number} ({found.promotion.model})" if found else "none"
             raise ConfigError(
                 f"the champion of {self._name!r} changed meanwhile, from version {expected.number} to {now}, so "
-                "nothing was rolled back; look at it with `klear champion`, and repeat this if it is to go, too"
+                "nothing was rolled back; `klear champion` shows the new one: repeat the command to roll that one back"
             )
 
     def _may_follow(self, promotion: Promotion) -> bool:

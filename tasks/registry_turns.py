@@ -44,8 +44,8 @@ class Turn:
         first = _first(self.client, self.name)
         if first is None or int(first.version) != self.number:
             raise ResourceError(
-                f"this process took longer than {TURN_S:.0f} s to change the champion, so that others have gone on "
-                "without it; run it again"
+                f"this process took longer than {TURN_S:.0f} s to change the champion, so other processes "
+                "continued without it; run it again"
             )
 
 

@@ -129,7 +129,7 @@ def rejudge(
 def check_folder(out: Path) -> None:
     """Raise ConfigError if `out` holds anything that an earlier such command did not write."""
     if out.exists() and not (out / REJUDGE_FILE).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: exists and is not of an earlier `klear rejudge`; name a new folder")
+        raise ConfigError(f"--out {out}: exists and was not written by `klear rejudge`; name a new folder")
 
 
 def _judged(

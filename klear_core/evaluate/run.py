@@ -210,7 +210,7 @@ class _AnswerWorker:
         """Sample one answer and judge it."""
         problem = planned.problem
         params = sampling_params(self.cfg.sampling, planned, seed=self.seed)
-        # All benchmarks are one queue, so that the engine is idle at the end of the last alone.
+        # All benchmarks are one queue, so that the engine runs empty only at the end of the last one.
         key = (planned.benchmark, problem.problem_id)
         question = asked(problem.question, self.cfg, planned.template)
         try:

@@ -120,7 +120,7 @@ def disk_problem(work: PendingWork, *, free_gb: float) -> str | None:
 
 
 def disk_parts(work: PendingWork) -> list[DiskPart]:
-    """Return what the disk holds when it is fullest: a stage's checkpoints are deleted when it ends, its result stays."""
+    """Return what the disk holds when fullest: checkpoints are deleted when their stage ends, its result stays."""
     kept = [DiskPart(what="everything else", gb=MIN_FREE_GB)]
     fullest = kept
     for stage in work.stages:

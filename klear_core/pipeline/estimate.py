@@ -252,7 +252,7 @@ def _on_host(size: ModelSize | None, training: SftConfig | RlConfig) -> str:
 
 
 def _evaluate(config: PipelineConfig, size: ModelSize | None, stages: Collection[Stage]) -> StageEstimate:
-    """Return the estimate of all evaluations: they differ in the model alone."""
+    """Return the estimate of all evaluations together: only their models differ."""
     counts = [_benchmark_rows(b) for b in config.benchmarks]
     use = next(iter(stages)).engine()
     memory = None if size is None or use is None else _weights_gb(size, use)

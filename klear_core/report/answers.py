@@ -81,7 +81,7 @@ def write_viewer(
     """
     data, beside = folder / DATA_FOLDER, folder / (DATA_FOLDER + ".tmp")
     if data.exists() and not (data / "index.js").is_file():
-        raise ConfigError(f"{data}: exists and is not of an answer viewer; name another folder")
+        raise ConfigError(f"{data}: exists and was not written by `klear answers`; name another folder")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     database = beside / "order.sqlite"
