@@ -75,7 +75,7 @@ def distill(
     """
     offered = list(read_shards(problems / "problems", Problem))
     if not offered:
-        raise DataError(f"{problems}: there is no problem to distill; the ledger of curation says why rows were dropped")
+        raise DataError(f"{problems}: there is no problem to distill; the ledger of `curate` says why")
     tagged = [problem for problem in offered if not cfg.difficulties or problem.difficulty in cfg.difficulties]
     if not tagged:
         tags = ", ".join(cfg.difficulties)
