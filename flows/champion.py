@@ -44,7 +44,7 @@ def show_champion(name: str, *, root: Path) -> None:
 def roll_back(name: str, *, root: Path, why: str, by: str) -> None:
     """Give the alias back to the former champion and say so. ConfigError if there is none, or no reason is given."""
     if not why.strip():
-        raise ConfigError('klear rollback --why "": give a reason, which is recorded')
+        raise ConfigError('klear rollback --why "": a reason is needed, for the record')
     lost, has = _registry(name, root).roll_back(by=by or getpass.getuser(), why=why.strip())
     console = Console(highlight=False, soft_wrap=True)
     console.print(

@@ -38,10 +38,10 @@ def test_cells_are_read_as_they_were_written_one_a_line(tmp_path: Path) -> None:
     assert read_cells(tmp_path / "cells.jsonl") == CELLS
 
 
-def test_a_line_that_is_no_cell_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_run_is_named(tmp_path: Path) -> None:
     file = tmp_path / "cells.jsonl"
     file.write_text(CELLS[0].model_dump_json() + '\n{"variant": "clip"}\n')
-    with pytest.raises(ArtifactError, match="line 2: no cell"):
+    with pytest.raises(ArtifactError, match="line 2: not a run"):
         read_cells(file)
 
 

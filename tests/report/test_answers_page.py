@@ -123,5 +123,5 @@ def test_a_page_without_answers_or_over_other_files_is_refused(tmp_path: Path) -
     with pytest.raises(DataError, match="no answer"):
         write_viewer([empty], tmp_path / "out")
     (tmp_path / DATA_FOLDER).mkdir()
-    with pytest.raises(ConfigError, match="not of an answer viewer"):
+    with pytest.raises(ConfigError, match="was not written by"):
         write_viewer([empty], tmp_path)
