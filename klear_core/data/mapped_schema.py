@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from klear_core.config.data import FieldMap
 from klear_core.data.code_schemas import reference_in, with_instructions
 from klear_core.data.fields import Fields, RowError, Schema, answers_at, grade_at, rating_at, text_at, user_message
-from klear_core.data.references import custom_reference
+from klear_core.data.own_references import custom_reference
 from klear_core.errors import DataError
 from klear_core.types import CustomReference, Domain, MathReference, Reference
 

@@ -15,7 +15,7 @@ from klear_core.data.fields import (
     user_message,
     value_at,
 )
-from klear_core.data.references import reference_from_json
+from klear_core.data.own_references import reference_from_json
 from klear_core.errors import DataError
 from klear_core.types import MathReference, Reference
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from klear_core.artifacts.tests_file import load_tests, sizes_of_tests
 from klear_core.config.verify import VerifyConfig
-from klear_core.data.references import reference_from_cell
+from klear_core.data.own_references import reference_from_cell
 from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows
 from klear_core.errors import DataError
 from klear_core.types import CodeReference, CustomReference, Difficulty, Outcome, Problem, Reference, Verdict, domain_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from klear_core.data.fields import Fields, RowError, answer_at, bare_answer, text_at, user_message, value_at
-from klear_core.data.references import reference_from_cell
+from klear_core.data.own_references import reference_from_cell
 from klear_core.types import MathReference, Reference
 from klear_core.verify.math.text import boxed_texts
 

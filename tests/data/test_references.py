@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from klear_core.data.references import code_reference_from_row, code_reference_from_tests, reference_from_json
+from klear_core.data.own_references import reference_from_json
+from klear_core.data.references import code_reference_from_row, code_reference_from_tests
 from klear_core.errors import DataError
 from klear_core.types import (
     AssertTests,
