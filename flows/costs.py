@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from klear_core.config.engine import VllmEngineConfig
-from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
+from klear_core.config.stage import Stage
 from klear_core.pipeline.busy import ENOUGH, MEDIAN_SHARE, SIGMA, BusyEstimate, estimate_busy
 from klear_core.pipeline.estimate import StageEstimate, estimate
 from klear_core.pipeline.fits import known_hardware, with_margin_gb

@@ -26,8 +26,8 @@ from flows.resolve import resolve
 from flows.result import PipelineResult, page_of
 from flows.sweep_rules import MAX_ATTEMPTS
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
-from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.config.stage import Stage
 from klear_core.errors import ArtifactError, KlearError
 from klear_core.pipeline.graph import (
     fingerprints_of,

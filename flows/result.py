@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.artifacts.manifest import ArtifactRef
-from klear_core.config.jobs import Stage
+from klear_core.config.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

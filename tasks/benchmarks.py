@@ -6,7 +6,7 @@ from pathlib import Path
 
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import ArtifactRef
-from klear_core.config.jobs import BenchmarksJob
+from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.metrics import Telemetry
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import ArtifactRef
-from klear_core.config.jobs import ReportJob, Stage
+from klear_core.config.jobs import ReportJob
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.stage import Stage
 from klear_core.metrics import Telemetry
 from klear_core.pipeline.graph import artifact_id, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
 from tasks.report_inputs import report_inputs

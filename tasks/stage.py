@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest
-from klear_core.config.jobs import Job
 from klear_core.config.settings import result_settings
+from klear_core.config.stage import Job
 from klear_core.metrics import METRICS_FILE, MetricsFile, Telemetry, finite
 from klear_core.pipeline.graph import artifact_id, input_records, open_store
 from tasks import tracking

@@ -9,7 +9,8 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
 from klear_core.config.distill import HttpTeacherConfig
-from klear_core.config.jobs import DistillJob, Job
+from klear_core.config.jobs import DistillJob
+from klear_core.config.stage import Job
 from klear_core.errors import ConfigError
 
 

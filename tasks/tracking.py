@@ -17,9 +17,9 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import InputRecord
-from klear_core.config.jobs import Job
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.settings import result_settings
+from klear_core.config.stage import Job
 from klear_core.errors import ConfigError
 from klear_core.metrics import read_metrics
 from klear_core.pipeline.graph import workspace_root

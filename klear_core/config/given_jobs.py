@@ -15,9 +15,9 @@ from klear_core.config.data import (
     ReadFloor,
 )
 from klear_core.config.given import GivenDataset, GivenFacts, GivenFiles, GivenFolder, GivenModel, GivenRepo
-from klear_core.config.jobs import HubUse, Job, SourceUse
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Floor, Settings
+from klear_core.config.stage import HubUse, Job, SourceUse
 from klear_core.config.train import HubModelConfig, PublishedModel
 
 Rows = tuple[GivenFiles | GivenDataset, ...]

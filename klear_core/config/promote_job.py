@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Self
 
-from klear_core.config.jobs import Job
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.promote import Champion, PromoteConfig
 from klear_core.config.settings import Settings
+from klear_core.config.stage import Job
 
 
 class PromoteRuntime(Settings):

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from klear_core.artifacts.manifest import ArtifactId
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.jobs import BenchmarksJob, EngineUse, Job, Stage
+from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.stage import EngineUse, Job, Stage
 from klear_core.config.train import TrainRuntime
 from klear_core.distill.keys import BlockKeys
 from klear_core.errors import ConfigError

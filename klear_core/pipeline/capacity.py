@@ -15,8 +15,9 @@ from klear_core.cluster.placement import cpu_refusal, gpus_here, is_too_large_fo
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.engine import TorchEngineConfig
 from klear_core.config.evaluate import EvaluateConfig
-from klear_core.config.jobs import DistillJob, EvaluateJob, RlJob, Stage, TagJob
+from klear_core.config.jobs import DistillJob, EvaluateJob, RlJob, TagJob
 from klear_core.config.rl import RlConfig
+from klear_core.config.stage import Stage
 from klear_core.config.tag import TagConfig
 from klear_core.config.train import NO_TORCHAO
 from klear_core.errors import ResourceError

@@ -6,10 +6,10 @@ from typing import assert_never
 
 from klear_core.config.engine import VllmEngineConfig
 from klear_core.config.hardware import HardwareConfig
-from klear_core.config.jobs import EngineUse, Stage
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.sft import SftConfig
+from klear_core.config.stage import EngineUse, Stage
 from klear_core.pipeline.engines import engine_fit
 from klear_core.pipeline.model_size import ModelSize
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from klear_core.config.data import BenchmarkConfig, FileSource, HubSource, ProceduralSource, PuzzleSource, Source
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
-from klear_core.config.jobs import DistillJob, EngineUse, RlJob, SftJob, Stage, TagJob
+from klear_core.config.jobs import DistillJob, RlJob, SftJob, TagJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.sft import SftConfig
+from klear_core.config.stage import EngineUse, Stage
 from klear_core.config.tag import TagConfig
 from klear_core.config.train import ModelConfig
 from klear_core.pipeline.cost import gpu_hours, sampling_hours

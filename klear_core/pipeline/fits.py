@@ -10,9 +10,10 @@ from itertools import product
 
 from klear_core.config.engine import VllmEngineConfig
 from klear_core.config.hardware import HardwareConfig
-from klear_core.config.jobs import EngineUse, RlJob, Stage
+from klear_core.config.jobs import RlJob
 from klear_core.config.rl import RlConfig
 from klear_core.config.sft import SftConfig
+from klear_core.config.stage import EngineUse, Stage
 from klear_core.config.train import TrainRuntime
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.cost import longest_sequence

@@ -18,25 +18,15 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint, read_manifest
 from klear_core.artifacts.store import CheckedBy, LocalStore
+from klear_core.config.data_jobs import BenchmarksJob, CurateJob
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.given import GivenFolder, GivenRepo
 from klear_core.config.given_jobs import GivenModelJob, GivenProblemsJob, GivenTracesJob, Rows
-from klear_core.config.jobs import (
-    BaseJob,
-    BenchmarksJob,
-    CurateJob,
-    DistillJob,
-    EvaluateJob,
-    Job,
-    ReportJob,
-    RlJob,
-    SftJob,
-    Stage,
-    TagJob,
-)
+from klear_core.config.jobs import BaseJob, DistillJob, EvaluateJob, ReportJob, RlJob, SftJob, TagJob
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.promote_job import PromoteJob
 from klear_core.config.settings import result_settings
+from klear_core.config.stage import Job, Stage
 from klear_core.config.tag import TagConfig
 from klear_core.config.train import HubModelConfig
 from klear_core.errors import ArtifactError, ConfigError

@@ -7,8 +7,9 @@ from collections.abc import Collection
 
 from klear_core.artifacts.model_files import folder_of
 from klear_core.config.given_jobs import GivenModelJob
-from klear_core.config.jobs import BaseJob, Stage
+from klear_core.config.jobs import BaseJob
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.stage import Stage
 from klear_core.config.train import PublishedModel, TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of, with_inputs

@@ -17,9 +17,9 @@ from klear_core.cluster.placement import (
 )
 from klear_core.cluster.places import Node, Place, Placement, Room, check_tensor_parallel, place_ranks, place_rl
 from klear_core.config.engine import HttpEngineConfig
-from klear_core.config.jobs import Stage
 from klear_core.config.rl import RlConfig
 from klear_core.config.sft import SftConfig
+from klear_core.config.stage import Stage
 from klear_core.errors import ResourceError
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.known_models import planned_size

@@ -12,9 +12,9 @@ from klear_core.artifacts.manifest import ArtifactId, InputRecord, Manifest, rea
 from klear_core.artifacts.model_files import download_gb
 from klear_core.artifacts.store import CheckedBy, LocalStore
 from klear_core.config.given_jobs import GivenModelJob
-from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
+from klear_core.config.stage import Stage
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.pipeline.graph import (
     fingerprints_of,

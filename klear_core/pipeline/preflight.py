@@ -19,23 +19,13 @@ from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.model_files import check_model, folder_of
 from klear_core.cluster.nodes import joins_a_cluster
 from klear_core.config.data import FileSource, GeneratedSource, Source
+from klear_core.config.data_jobs import BenchmarksJob, CurateJob
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig
 from klear_core.config.given_jobs import GivenModelJob, GivenTracesJob, origin_of
-from klear_core.config.jobs import (
-    BaseJob,
-    BenchmarksJob,
-    CurateJob,
-    DistillJob,
-    EngineUse,
-    EvaluateJob,
-    RlJob,
-    SftJob,
-    SourceUse,
-    Stage,
-    TagJob,
-)
+from klear_core.config.jobs import BaseJob, DistillJob, EvaluateJob, RlJob, SftJob, TagJob
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.stage import EngineUse, SourceUse, Stage
 from klear_core.config.train import HfModelConfig, HubModelConfig, ModelConfig, TinyModelConfig
 from klear_core.config.user_code import UserFunction
 from klear_core.distill.keys import MAKE_BLOCK, NO_KEYS, BlockKeys

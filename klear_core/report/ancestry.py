@@ -13,7 +13,8 @@ from klear_core.artifacts.hub import HubFiles
 from klear_core.artifacts.manifest import OUTSIDE_KINDS, Manifest, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import licence_in
 from klear_core.config.data import HubRuntime
-from klear_core.config.jobs import BaseJob, BenchmarksJob
+from klear_core.config.data_jobs import BenchmarksJob
+from klear_core.config.jobs import BaseJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ArtifactError
 

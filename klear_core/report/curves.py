@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from klear_core.artifacts.manifest import Manifest
 from klear_core.config.curve import CurveJob
-from klear_core.config.jobs import Job, RlJob, SftJob
+from klear_core.config.jobs import RlJob, SftJob
+from klear_core.config.stage import Job
 from klear_core.report.charts import LineChart, Series, line_chart, sparkline
 from klear_core.report.facts import MissingStage, StageFacts
 from klear_core.report.text import duration, number

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.artifacts.manifest import Manifest
-from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.stage import Stage
 from klear_core.evaluate.decision import Decision
 from klear_core.evaluate.published import PublishedModel
 from klear_core.report.charts import Series

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from klear_core.config.jobs import Stage
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.stage import Stage
 from klear_core.evaluate.published import PublishedModel
 from klear_core.scores import Range
 

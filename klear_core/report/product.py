@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from klear_core.config.jobs import Stage
+from klear_core.config.stage import Stage
 from klear_core.report.examples import pick_examples
 from klear_core.report.facts import Facts
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.records import read_shards
-from klear_core.config.jobs import Stage
+from klear_core.config.stage import Stage
 from klear_core.evaluate.decision import DECISION_FILE, read_decision
 from klear_core.evaluate.suite import SAMPLES_FOLDER
 from klear_core.metrics import METRICS_FILE, read_metrics

@@ -11,7 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from klear_core.config.data import BenchmarkConfig, FileSource, HubSource
-from klear_core.config.jobs import BenchmarksJob, EvaluateJob
+from klear_core.config.data_jobs import BenchmarksJob
+from klear_core.config.jobs import EvaluateJob
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import result_settings

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
-from klear_core.config.jobs import BenchmarksJob, BenchmarksRuntime
+from klear_core.config.data_jobs import BenchmarksJob, BenchmarksRuntime
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import config_digest
 from klear_core.config.verify import CodeConfig, MathConfig, VerifyConfig

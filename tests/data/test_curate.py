@@ -12,7 +12,7 @@ from klear_core.config.data import (
     FileSource,
     ProceduralSource,
 )
-from klear_core.config.jobs import BenchmarksRuntime
+from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.curate import check_curation, curate
 from klear_core.data.decontaminate import Leak

@@ -10,7 +10,7 @@ import pytest
 
 from klear_core.artifacts.records import read_shards
 from klear_core.config.data import BenchmarkConfig, CurateConfig, DecontaminateConfig, FileSource
-from klear_core.config.jobs import BenchmarksRuntime
+from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.candidates import Candidate
 from klear_core.data.curate import curate

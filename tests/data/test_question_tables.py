@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from klear_core.config.data import FileSource
-from klear_core.config.jobs import CurateJob
+from klear_core.config.data_jobs import CurateJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.candidates import Candidate
 from klear_core.data.sources import check_source, domains_of, read_source

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from klear_core.config.data import CurateConfig, FileSource, SelectConfig, SentenceEmbedding
-from klear_core.config.jobs import CurateJob
+from klear_core.config.data_jobs import CurateJob
 from klear_core.data.embed import check_embedding, embed
 from klear_core.data.selection import Pool, select_problems
 

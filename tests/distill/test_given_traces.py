@@ -8,7 +8,7 @@ from hub_server import REVISION, hub
 
 from klear_core.artifacts.records import read_shards
 from klear_core.config.data import BenchmarkConfig, DecontaminateConfig, FileSource, HubRuntime, HubSource
-from klear_core.config.jobs import BenchmarksRuntime
+from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.settings import Floor
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.given_rows import describe_rows

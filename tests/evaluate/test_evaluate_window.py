@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
-from klear_core.config.jobs import BenchmarksRuntime
 from klear_core.config.train import HfModelConfig, TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import prepare_benchmarks

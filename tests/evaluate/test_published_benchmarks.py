@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from klear_core.config.data import BenchmarkConfig, FileSource
+from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.evaluate import EvaluateConfig
-from klear_core.config.jobs import BenchmarksRuntime
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.evaluate.run import EvalSetup, answer_benchmarks, report_scores

@@ -14,8 +14,8 @@ from klear_core.artifacts.manifest import POINTER, ArtifactRef
 from klear_core.artifacts.model_files import folder_of
 from klear_core.artifacts.records import read_shards
 from klear_core.config.data import BenchmarkConfig, FileSource
+from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.given_jobs import GivenModelJob, GivenProblemsJob
-from klear_core.config.jobs import BenchmarksRuntime
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import HfModelConfig
