@@ -15,7 +15,7 @@ from flows.named_model import can_sample_in_torch, on_hub
 from flows.resolve import profile_folder
 from flows.watched import carry_out
 from klear_core.artifacts.hub import commit_of
-from klear_core.config.data import BenchmarkConfig
+from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig

@@ -6,7 +6,8 @@ import json
 import random
 from pathlib import Path
 
-from klear_core.config.data import CurateConfig, CurateRuntime, DecontaminateConfig, FileSource, ProceduralSource
+from klear_core.config.curate import CurateConfig, CurateRuntime, DecontaminateConfig
+from klear_core.config.data import FileSource, ProceduralSource
 from klear_core.data.curate import curate
 from klear_core.metrics import NullTelemetry
 

@@ -11,7 +11,8 @@ from types import MappingProxyType
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest, read_manifest
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.jobs import EvaluateJob
 from klear_core.config.verify import VerifyConfig

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.train import HfModelConfig
 from klear_core.errors import ConfigError

@@ -4,7 +4,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from klear_core.config.data import BenchmarkConfig, CurateConfig, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.promote import PromoteConfig
 from klear_core.config.rl import RlConfig

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import Field
 
-from klear_core.config.data import BenchmarkConfig
+from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.engine import LocalEngineConfig
 from klear_core.config.evaluate import EvaluateSamplingConfig
 from klear_core.config.settings import Settings

@@ -7,7 +7,9 @@ from typing import Self
 
 from pydantic import Field
 
-from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, GeneratedSource, Source
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import FileSource, GeneratedSource, Source
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.known_benchmarks import DateWindow
 from klear_core.config.pipeline import PipelineConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from klear_core.config.data import (
+from klear_core.config.curate import (
     CurateConfig,
     CurateRuntime,
     DecontaminateConfig,

@@ -11,8 +11,8 @@ from typing import Literal, Self, assert_never
 
 from pydantic import Field
 
+from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curve import CurveRuntime
-from klear_core.config.data import BenchmarkConfig
 from klear_core.config.distill import DistillConfig, LocalTeacherConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.given import GivenFolder, GivenModel, GivenRepo

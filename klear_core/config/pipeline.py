@@ -8,7 +8,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from klear_core.config.data import BenchmarkConfig, CurateConfig
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import CurateConfig
 from klear_core.config.distill import DistillConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.given import GivenConfig

@@ -14,7 +14,8 @@ from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.records import read_shards, shard_name, write_shard
 from klear_core.artifacts.store import SCRATCH
-from klear_core.config.data import BenchmarkConfig, DifficultyConfig
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import DifficultyConfig
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.data.candidates import Candidate, problem_from, with_stored_tests

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.artifacts.tests_file import StoredTestsWriter
-from klear_core.config.data import DifficultyConfig
+from klear_core.config.curate import DifficultyConfig
 from klear_core.data.difficulty import difficulty_of
 from klear_core.types import Domain, Dropped, Problem, Reference, problem_id_of
 

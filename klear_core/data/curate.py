@@ -13,7 +13,8 @@ import numpy as np
 from klear_core.artifacts.floors import Share, check_floor
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.store import SCRATCH
-from klear_core.config.data import CurateConfig, DecontaminateConfig, FileSource
+from klear_core.config.curate import CurateConfig, DecontaminateConfig
+from klear_core.config.data import FileSource
 from klear_core.data.benchmarks import read_benchmarks, read_contest_ids
 from klear_core.data.curation.merge import LEAK, NEAR, NOT_SELECTED, REPEAT, STAYS, merge
 from klear_core.data.curation.plan import Plan, make_plan, save_plan

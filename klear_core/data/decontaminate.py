@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from klear_core.config.data import DecontaminateConfig, DecontaminationRule
+from klear_core.config.curate import DecontaminateConfig, DecontaminationRule
 from klear_core.data.candidates import Candidate
 from klear_core.data.gram_index import GramIndex, Hit
 from klear_core.data.leak_filter import LeakFilter

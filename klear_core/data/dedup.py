@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from klear_core.config.data import DedupConfig
+from klear_core.config.curate import DedupConfig
 from klear_core.data.candidates import Candidate
 from klear_core.data.near import Ranks
 from klear_core.data.normalise import tokens_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from klear_core.config.data import DifficultyConfig
+from klear_core.config.curate import DifficultyConfig
 from klear_core.types import Difficulty
 
 

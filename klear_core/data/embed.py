@@ -17,7 +17,7 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
-from klear_core.config.data import EmbeddingConfig, HashedEmbedding, SentenceEmbedding
+from klear_core.config.curate import EmbeddingConfig, HashedEmbedding, SentenceEmbedding
 from klear_core.data.kcenter import Indices, Vectors, quantised
 from klear_core.data.normalise import tokens_of
 from klear_core.errors import ConfigError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from klear_core.config.data import NearConfig
+from klear_core.config.curate import NearConfig
 from klear_core.data.meaning import ReferenceMarks, facts_of
 from klear_core.data.ragged import Ragged, joined_parts, ragged
 from klear_core.data.sketch import Hashes, hash_of, similarities, sketches_of

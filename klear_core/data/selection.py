@@ -15,7 +15,8 @@ from math import floor
 import numpy as np
 import numpy.typing as npt
 
-from klear_core.config.data import CurateConfig, SelectConfig, Source
+from klear_core.config.curate import CurateConfig, SelectConfig
+from klear_core.config.data import Source
 from klear_core.data.embed import check_embedding, embed
 from klear_core.data.kcenter import Centres, Indices, k_center, refined
 from klear_core.data.sources import source_name

@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from klear_core.config.data import NearConfig
+from klear_core.config.curate import NearConfig
 from klear_core.data.normalise import is_word
 from klear_core.data.ragged import Ragged, distinct
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from klear_core.artifacts.floors import Share, check_floor
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import write_shard
-from klear_core.config.data import DecontaminateConfig, FileSource, HubSource
+from klear_core.config.curate import DecontaminateConfig
+from klear_core.config.data import FileSource, HubSource
 from klear_core.config.settings import Floor
 from klear_core.data.candidates import Candidate
 from klear_core.data.curate import protected_questions

@@ -9,7 +9,7 @@ from typing import Literal
 
 from klear_core.artifacts.records import read_shards
 from klear_core.artifacts.shards import Shard, plan_shards
-from klear_core.config.data import BenchmarkConfig
+from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.types import Problem
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from klear_core.config.data import BenchmarkConfig, GeneratedSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import GeneratedSource
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.evaluate.power import detectable
 

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from klear_core.config.data import BenchmarkConfig, FileSource, HubSource, ProceduralSource, PuzzleSource, Source
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import FileSource, HubSource, ProceduralSource, PuzzleSource, Source
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
 from klear_core.config.jobs import DistillJob, RlJob, SftJob, TagJob
 from klear_core.config.pipeline import PipelineConfig

@@ -13,7 +13,8 @@ from typing import Any
 
 from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, Manifest, file_ref, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import folder_of
-from klear_core.config.data import BenchmarkConfig, FileSource, GeneratedSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import FileSource, GeneratedSource
 from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.given_jobs import GivenModelJob
 from klear_core.config.pipeline import PipelineConfig

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from klear_core.config.data import BenchmarkConfig, FileSource, HubSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import FileSource, HubSource
 from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.jobs import EvaluateJob
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from klear_core.config.data import CurateConfig, FileSource
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import FileSource
 from klear_core.data.candidates import Candidate
 from klear_core.data.curate import curate
 from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows

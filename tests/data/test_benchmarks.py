@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import FileSource, ProceduralSource
 from klear_core.config.data_jobs import BenchmarksJob, BenchmarksRuntime
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import config_digest

@@ -4,14 +4,9 @@ from collections import Counter
 import pytest
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.data import (
-    BenchmarkConfig,
-    CurateConfig,
-    CurateRuntime,
-    DecontaminateConfig,
-    FileSource,
-    ProceduralSource,
-)
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import CurateConfig, CurateRuntime, DecontaminateConfig
+from klear_core.config.data import FileSource, ProceduralSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.curate import check_curation, curate

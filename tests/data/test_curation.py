@@ -6,7 +6,8 @@ import pytest
 from curations import Stopper, config, lines, prompts, run, sources
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.data import CurateConfig, FileSource
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import FileSource
 from klear_core.data.candidates import DroppedRow
 from klear_core.data.curation.plan import make_plan
 from klear_core.errors import DataError

@@ -14,14 +14,14 @@ import pytest
 from curations import config, digest, lines, prompts, run, sources
 from processes import alive
 
-from klear_core.config.data import (
+from klear_core.config.curate import (
     CurateConfig,
     CurateRuntime,
-    FileSource,
     LocalExecutorConfig,
     RayExecutorConfig,
     SlurmExecutorConfig,
 )
+from klear_core.config.data import FileSource
 from klear_core.data.curation.executors import run_on_executor, slurm_executor
 from klear_core.data.curation.tasks import num_workers, run_tasks
 from klear_core.errors import ConfigError, DataError, ResourceError

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from klear_core.config.data import DecontaminateConfig
+from klear_core.config.curate import DecontaminateConfig
 from klear_core.data.candidates import Candidate
 from klear_core.data.decontaminate import Decontaminator, Protected, counts_by_rule, drop_of
 from klear_core.data.normalise import tokens_of

@@ -1,4 +1,4 @@
-from klear_core.config.data import DedupConfig
+from klear_core.config.curate import DedupConfig
 from klear_core.data.candidates import Candidate
 from klear_core.data.dedup import contradict, exact_key, first_with_key, keys_array, written_answers
 from klear_core.data.normalise import tokens_of

@@ -1,6 +1,6 @@
 import pytest
 
-from klear_core.config.data import DifficultyConfig
+from klear_core.config.curate import DifficultyConfig
 from klear_core.data.difficulty import difficulty_of
 from klear_core.types import Difficulty
 

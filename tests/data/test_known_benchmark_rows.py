@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.data import BenchmarkConfig
+from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import load_benchmark, prepare_benchmarks

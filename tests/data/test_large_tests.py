@@ -7,7 +7,9 @@ from pathlib import Path
 
 from klear_core.artifacts.records import read_shards
 from klear_core.artifacts.tests_file import StoredTestsWriter, load_tests
-from klear_core.config.data import BenchmarkConfig, CurateConfig, CurateRuntime, FileSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import CurateConfig, CurateRuntime
+from klear_core.config.data import FileSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.rl import PromptFilterConfig
 from klear_core.data.benchmarks import prepare_benchmarks, read_benchmarks

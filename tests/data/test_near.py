@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from klear_core.config.data import DedupConfig, NearConfig
+from klear_core.config.curate import DedupConfig, NearConfig
 from klear_core.data.candidates import Candidate
 from klear_core.data.dedup import exact_key, first_with_key, keys_array
 from klear_core.data.meaning import marks_of
@@ -255,7 +255,7 @@ def test_a_sketch_does_not_depend_on_the_questions_beside_it():
 
 def test_sketches_are_the_same_in_another_process():
     code = (
-        "from klear_core.config.data import NearConfig; from klear_core.data.sketch import sketches_of, hash_of;"
+        "from klear_core.config.curate import NearConfig; from klear_core.data.sketch import sketches_of, hash_of;"
         "s = sketches_of(['the quick brown fox'.split()], NearConfig());"
         "print(s.shingles[0].tolist(), s.band_keys_BN.tolist(), hash_of('\\ud800'))"
     )

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.data import BenchmarkConfig, CurateConfig, DecontaminateConfig, FileSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import CurateConfig, DecontaminateConfig
+from klear_core.config.data import FileSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.candidates import Candidate

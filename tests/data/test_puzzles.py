@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from klear_core.config.data import CurateConfig, PuzzleSource
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import PuzzleSource
 from klear_core.data.generated import check_generated
 from klear_core.data.puzzles.brackets import count_brackets, parse_brackets, solve_brackets, write_brackets
 from klear_core.data.puzzles.generate import FAMILIES, generate_puzzles

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.data import CurateConfig, FileSource, HashedEmbedding, SelectConfig, SentenceEmbedding
+from klear_core.config.curate import CurateConfig, HashedEmbedding, SelectConfig, SentenceEmbedding
+from klear_core.config.data import FileSource
 from klear_core.data.candidates import Candidate, DroppedRow
 from klear_core.data.curate import curate
 from klear_core.data.embed import check_embedding, embed

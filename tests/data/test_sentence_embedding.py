@@ -6,7 +6,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from klear_core.config.data import CurateConfig, FileSource, SelectConfig, SentenceEmbedding
+from klear_core.config.curate import CurateConfig, SelectConfig, SentenceEmbedding
+from klear_core.config.data import FileSource
 from klear_core.config.data_jobs import CurateJob
 from klear_core.data.embed import check_embedding, embed
 from klear_core.data.selection import Pool, select_problems

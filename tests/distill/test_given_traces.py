@@ -7,7 +7,9 @@ import pytest
 from hub_server import REVISION, hub
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.data import BenchmarkConfig, DecontaminateConfig, FileSource, HubRuntime, HubSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import DecontaminateConfig
+from klear_core.config.data import FileSource, HubRuntime, HubSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.settings import Floor
 from klear_core.data.benchmarks import prepare_benchmarks

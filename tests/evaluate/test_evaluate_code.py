@@ -1,7 +1,8 @@
 from pathlib import Path
 
 from klear_core.artifacts.records import write_shard
-from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.train import HfModelConfig, TinyModelConfig

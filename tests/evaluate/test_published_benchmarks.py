@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.data import BenchmarkConfig, FileSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import FileSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.verify import VerifyConfig

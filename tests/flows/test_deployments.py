@@ -8,7 +8,9 @@ from prefect.flows import Flow, load_flow_from_entrypoint
 from flows.execute import label_of
 from flows.resolve import profile_folder, resolve
 from flows.sweep_rules import SILENT_S
-from klear_core.config.data import BenchmarkConfig, CurateConfig, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.promote import PromoteConfig

@@ -6,7 +6,9 @@ import pytest
 
 from flows.execute import StageSelection, tracked_run
 from flows.pipeline import run_stages
-from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ConfigError
 

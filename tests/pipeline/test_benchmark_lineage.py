@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.load import load_profile
 from klear_core.pipeline.graph import fingerprints_of, stages_of
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.pipeline.detectable import detectable_lines
 

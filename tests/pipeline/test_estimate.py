@@ -1,5 +1,6 @@
+from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curve import CurveConfig
-from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.data import ProceduralSource
 from klear_core.config.engine import SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.pipeline import PipelineConfig

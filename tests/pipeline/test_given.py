@@ -13,7 +13,8 @@ from test_hf_config import QWEN3, write_config
 from klear_core.artifacts.manifest import POINTER, ArtifactRef
 from klear_core.artifacts.model_files import folder_of
 from klear_core.artifacts.records import read_shards
-from klear_core.config.data import BenchmarkConfig, FileSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import FileSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.given_jobs import GivenModelJob, GivenProblemsJob
 from klear_core.config.load import load_profile

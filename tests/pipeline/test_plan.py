@@ -4,7 +4,9 @@ from pathlib import Path
 import pytest
 from manifests import manifest
 
-from klear_core.config.data import BenchmarkConfig, CurateConfig, FileSource, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import CustomReward, RewardConfig, RlConfig
 from klear_core.config.settings import result_settings

@@ -1,4 +1,5 @@
-from klear_core.config.data import CurateConfig, ProceduralSource
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.pipeline.graph import stages_of

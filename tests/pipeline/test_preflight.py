@@ -16,7 +16,8 @@ from test_hf_config import QWEN3, write_config
 
 from klear_core.artifacts.ledger import LedgerStep
 from klear_core.cluster.placement import GpuPlan, gpus_here, plan_gpus
-from klear_core.config.data import CurateConfig, FileSource
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import FileSource
 from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig

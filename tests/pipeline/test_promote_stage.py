@@ -10,7 +10,8 @@ from manifests import manifest
 
 from flows.reuse import intact_artifacts
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord
-from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.promote import Champion, PromoteConfig
 from klear_core.config.promote_job import PromoteJob

@@ -14,7 +14,8 @@ from klear_core.artifacts.ledger import LedgerStep
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest, fingerprint
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.engine import TorchEngineConfig
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.pipeline import PipelineConfig

@@ -13,8 +13,9 @@ import pytest
 from report_runs import BROKEN_BY_RL, config, laptop_run, stage_folder, with_stage
 from rich.console import Console
 
+from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curve import CurveConfig, CurveJob, CurveRuntime
-from klear_core.config.data import BenchmarkConfig, FileSource
+from klear_core.config.data import FileSource
 from klear_core.config.losses import ClipConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.evaluate.published import PublishedModel

@@ -17,7 +17,8 @@ from mlflow import MlflowClient
 from stored_evaluations import RIGHT, WRONG, evaluation, said, sample
 
 from klear_core.artifacts.manifest import ArtifactRef, read_manifest
-from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.promote import PromoteConfig
 from klear_core.config.promote_job import PromoteJob

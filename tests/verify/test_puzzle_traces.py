@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from klear_core.config.data import DifficultyConfig, PuzzleSource
+from klear_core.config.curate import DifficultyConfig
+from klear_core.config.data import PuzzleSource
 from klear_core.config.distill import PuzzleTeacherConfig
 from klear_core.data.candidates import Candidate, problem_from
 from klear_core.data.puzzles.generate import generate_puzzles

@@ -27,7 +27,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from klear_core import errors
-from klear_core.config.data import ExecutorConfig, LocalExecutorConfig, RayExecutorConfig, SlurmExecutorConfig
+from klear_core.config.curate import ExecutorConfig, LocalExecutorConfig, RayExecutorConfig, SlurmExecutorConfig
 from klear_core.data.curation.protocol import Progress, Tasks
 from klear_core.errors import ConfigError, KlearError, ResourceError
 

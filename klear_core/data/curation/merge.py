@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from klear_core.artifacts.records import read_shard, write_shard
-from klear_core.config.data import NearConfig
+from klear_core.config.curate import NearConfig
 from klear_core.data.candidates import DroppedRow, dropped_row
 from klear_core.data.curation.plan import Plan
 from klear_core.data.curation.read import LEAK_DROPPED

@@ -11,15 +11,8 @@ from itertools import islice
 from pathlib import Path
 
 from klear_core.artifacts.files import is_pattern, matching_files
-from klear_core.config.data import (
-    CurateConfig,
-    FileSource,
-    GeneratedSource,
-    HubSource,
-    ProceduralSource,
-    PuzzleSource,
-    Source,
-)
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import FileSource, GeneratedSource, HubSource, ProceduralSource, PuzzleSource, Source
 from klear_core.config.settings import result_settings
 from klear_core.data.candidates import Candidate
 from klear_core.data.datafiles import DataFile, data_files
@@ -31,7 +24,7 @@ from klear_core.data.sources import FirstRow, Piece, first_row, read_source, sou
 from klear_core.data.spans import spans_of
 from klear_core.data.templates import SAMPLE_SIZE, Templates, templates_of
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the files in the working folder; those of another version are not used."""
 _BLOCK_BYTES = 16 << 20
 _MAX_BLOCKS = 160

@@ -14,7 +14,8 @@ from uuid import uuid4
 import numpy as np
 
 from klear_core.artifacts.tests_file import StoredTestsWriter, sizes_of_tests
-from klear_core.config.data import CurateConfig, GeneratedSource, QuestionSet
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import GeneratedSource, QuestionSet
 from klear_core.data.candidates import Candidate, dropped_row
 from klear_core.data.curation.plan import Block, Plan, SourcePlan, load_plan
 from klear_core.data.curation.segment import PlacedDrop, PlacedLeak, write_rest, write_segment

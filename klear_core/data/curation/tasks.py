@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from klear_core.config.data import ExecutorConfig, LocalExecutorConfig
+from klear_core.config.curate import ExecutorConfig, LocalExecutorConfig
 from klear_core.cpus import usable_cpus
 from klear_core.data.curation.protocol import Progress, Tasks
 

@@ -117,13 +117,8 @@ def run_one(kind: str, data: Path) -> Result:
 
 def klear(data: Path, work: Path) -> Callable[[], int]:
     """Return our curation in one process."""
-    from klear_core.config.data import (
-        CurateConfig,
-        CurateRuntime,
-        DecontaminateConfig,
-        FileSource,
-        LocalExecutorConfig,
-    )
+    from klear_core.config.curate import CurateConfig, CurateRuntime, DecontaminateConfig, LocalExecutorConfig
+    from klear_core.config.data import FileSource
     from klear_core.data.curate import curate
     from klear_core.metrics import NullTelemetry
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from klear_core.config.data import DecontaminateConfig, DecontaminationRule, FileSource
+from klear_core.config.curate import DecontaminateConfig, DecontaminationRule
+from klear_core.config.data import FileSource
 from klear_core.data.candidates import Candidate
 from klear_core.data.decontaminate import Decontaminator, Protected
 from klear_core.data.normalise import tokens_of

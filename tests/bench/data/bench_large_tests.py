@@ -116,7 +116,8 @@ def _read(folder: Path) -> dict[str, float]:
 
 
 def _curate(folder: Path) -> dict[str, float]:
-    from klear_core.config.data import CurateConfig, FileSource
+    from klear_core.config.curate import CurateConfig
+    from klear_core.config.data import FileSource
     from klear_core.data.curate import curate
     from klear_core.metrics import NullTelemetry
 

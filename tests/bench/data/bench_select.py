@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from klear_core.config.data import HashedEmbedding, SelectConfig
+from klear_core.config.curate import HashedEmbedding, SelectConfig
 from klear_core.data.embed import embed
 from klear_core.data.kcenter import Indices
 from klear_core.data.selection import Pool, select_problems
