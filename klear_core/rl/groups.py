@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from klear_core.artifacts.ledger import LedgerStep
-from klear_core.config.rl import AdvantageConfig, GroupFilterConfig, OverlongConfig
+from klear_core.config.reward import OverlongConfig
+from klear_core.config.rl import AdvantageConfig
+from klear_core.config.rollout import GroupFilterConfig
 from klear_core.rl.rewards import advantages
 from klear_core.types import Rollout, RolloutGroup, TrainSample
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from klear_core.artifacts.floors import check_floor
 from klear_core.artifacts.ledger import StageSummary
-from klear_core.config.rl import RlConfig, RolloutConfig
+from klear_core.config.rl import RlConfig
+from klear_core.config.rollout import RolloutConfig
 from klear_core.config.settings import Floor
 from klear_core.config.verify import VerifyConfig
 from klear_core.generate.engine import SleepingEngine, TrainableEngine

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from klear_core.artifacts.ledger import LedgerStep
 from klear_core.artifacts.records import read_shards
-from klear_core.config.rl import PromptFilterConfig
+from klear_core.config.rollout import PromptFilterConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.scores import read_pass_rates
 from klear_core.types import CodeReference, PassRate, Problem, UnverifiableReference

@@ -9,14 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import assert_never
 
-from klear_core.config.rl import (
-    AdvantageConfig,
-    BatchAdvantage,
-    GrpoAdvantage,
-    OverlongConfig,
-    RewardConfig,
-    RlooAdvantage,
-)
+from klear_core.config.reward import OverlongConfig, RewardConfig
+from klear_core.config.rl import AdvantageConfig, BatchAdvantage, GrpoAdvantage, RlooAdvantage
 from klear_core.prompts import THINK_CLOSE, THINK_OPEN
 from klear_core.types import Completion, Outcome, Verdict
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from klear_core.config.rl import CustomReward
+from klear_core.config.reward import CustomReward
 from klear_core.config.user_code import source_digest
 from klear_core.errors import JudgeError, RewardError
 from klear_core.types import Completion, JudgedAnswer, MathReference, Problem, Verdict

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self, assert_never
 
-from klear_core.config.rl import CustomReward
+from klear_core.config.reward import CustomReward
 from klear_core.config.user_code import source_digest
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ConfigError, JudgeError, SandboxError

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from klear_core.config.rl import CustomReward
+from klear_core.config.reward import CustomReward
 from klear_core.config.user_code import UserFunction, module_file, source_digest
 from klear_core.config.verify import CustomJudge
 from klear_core.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from klear_core.config.rl import CustomReward
+from klear_core.config.reward import CustomReward
 from klear_core.config.verify import CustomJudge, MathConfig
 from klear_core.types import AnswerToJudge, CodeReference, JudgedAnswer
 from klear_core.verify.math.values import Comparison

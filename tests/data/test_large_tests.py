@@ -11,7 +11,7 @@ from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import CurateConfig, CurateRuntime
 from klear_core.config.data import FileSource
 from klear_core.config.data_jobs import BenchmarksRuntime
-from klear_core.config.rl import PromptFilterConfig
+from klear_core.config.rollout import PromptFilterConfig
 from klear_core.data.benchmarks import prepare_benchmarks, read_benchmarks
 from klear_core.data.curate import curate
 from klear_core.data.meaning import marks_of

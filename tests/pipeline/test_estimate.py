@@ -4,7 +4,8 @@ from klear_core.config.data import ProceduralSource
 from klear_core.config.engine import SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
+from klear_core.config.rl import RlConfig, RlRuntime
+from klear_core.config.rollout import RolloutConfig
 from klear_core.config.sft import SftConfig, SftRuntime
 from klear_core.pipeline.estimate import estimate
 

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from klear_core.config.engine import SamplingConfig, VllmEngineConfig, VllmRuntime
 from klear_core.config.hardware import HardwareConfig
-from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
+from klear_core.config.rl import RlConfig, RlRuntime
+from klear_core.config.rollout import RolloutConfig
 from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
 from klear_core.config.train import LoraConfig
 from klear_core.pipeline.engines import engine_fit

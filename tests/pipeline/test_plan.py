@@ -8,7 +8,8 @@ from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.rl import CustomReward, RewardConfig, RlConfig
+from klear_core.config.reward import CustomReward, RewardConfig
+from klear_core.config.rl import RlConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
 from klear_core.config.train import HfModelConfig

@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 from klear_core.artifacts.records import shard_name, write_shard
 from klear_core.config.engine import SamplingConfig
 from klear_core.config.losses import GppoConfig
-from klear_core.config.rl import RewardConfig, RlCheckpointConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
+from klear_core.config.reward import RewardConfig
+from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlOptimConfig, RlRuntime
+from klear_core.config.rollout import RolloutConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base import prepare_base

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from klear_core.config.rl import OverlongConfig, RlConfig
+from klear_core.config.reward import OverlongConfig
+from klear_core.config.rl import RlConfig
 
 
 def rl(sampling: dict[str, object], **settings: object) -> RlConfig:

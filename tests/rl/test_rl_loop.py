@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard
 from klear_core.config.engine import SamplingConfig, TorchEngineConfig
-from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
+from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime
+from klear_core.config.rollout import RolloutConfig
 from klear_core.config.settings import RareFloor
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError

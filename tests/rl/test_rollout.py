@@ -12,7 +12,9 @@ import pytest
 from rl_builders import problem, rl_config, tiny_base
 
 from klear_core.config.engine import SamplingConfig
-from klear_core.config.rl import OverlongConfig, RewardConfig, RlConfig, RlRuntime, RolloutConfig
+from klear_core.config.reward import OverlongConfig, RewardConfig
+from klear_core.config.rl import RlConfig, RlRuntime
+from klear_core.config.rollout import RolloutConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams
 from klear_core.generate.fake_engine import FakeAnswer, FakeEngine, Script

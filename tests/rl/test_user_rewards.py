@@ -12,7 +12,9 @@ from pydantic import ValidationError
 from rl_builders import problem, rl_config, tiny_base
 
 from klear_core.config.engine import SamplingConfig
-from klear_core.config.rl import CustomReward, GroupFilterConfig, OverlongConfig, RewardConfig, RlConfig, RolloutConfig
+from klear_core.config.reward import CustomReward, OverlongConfig, RewardConfig
+from klear_core.config.rl import RlConfig
+from klear_core.config.rollout import GroupFilterConfig, RolloutConfig
 from klear_core.config.verify import VerifyConfig, VerifyRuntime
 from klear_core.errors import RewardError
 from klear_core.generate.fake_engine import FakeAnswer, FakeEngine

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "generate"))
 from vllm_marks import needs_vllm
 
 from klear_core.config.engine import VllmEngineConfig, VllmRuntime
-from klear_core.config.rl import RlConfig, RolloutConfig
+from klear_core.config.rl import RlConfig
+from klear_core.config.rollout import RolloutConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
 from klear_core.generate.factory import build_trainable_engine

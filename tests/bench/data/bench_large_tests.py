@@ -135,7 +135,7 @@ def _curate(folder: Path) -> dict[str, float]:
 
 def _rl(folder: Path) -> dict[str, float]:
     """Hold the prompts as RL does, and judge answers to some of them: every second program is wrong in half of the tests."""
-    from klear_core.config.rl import PromptFilterConfig
+    from klear_core.config.rollout import PromptFilterConfig
     from klear_core.config.verify import VerifyConfig
     from klear_core.rl.problems import choose_problems
     from klear_core.rl.rollout import PromptStream

@@ -20,7 +20,9 @@ import torch
 
 from klear_core.config.engine import SamplingConfig
 from klear_core.config.losses import CispoConfig, ClipConfig, GspoConfig, LossConfig
-from klear_core.config.rl import RewardConfig, RlConfig, RlOptimConfig, RolloutConfig
+from klear_core.config.reward import RewardConfig
+from klear_core.config.rl import RlConfig, RlOptimConfig
+from klear_core.config.rollout import RolloutConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
