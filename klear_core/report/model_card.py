@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from klear_core.evaluate.counts import AnswerCounts
 from klear_core.report.ancestry import Ancestor, DataSource
 from klear_core.report.compared_runs import CountsBy
-from klear_core.report.scores_view import decoding_text
+from klear_core.report.decoding import decoding_text
 from klear_core.report.text import NBSP, NONE, number, percent
 from klear_core.scores import DecodingProfile, Range
 

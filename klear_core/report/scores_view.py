@@ -5,26 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from klear_core.config.engine import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.evaluate import PLAIN_TEMPLATE, QUESTION
-from klear_core.report.charts import nice_ticks
 from klear_core.report.chosen import chosen_in_run
-from klear_core.report.claims import Standing, standing_of, why_not_tested
 from klear_core.report.contamination import num_contaminated
+from klear_core.report.decoding import decoding_text
+from klear_core.report.differences_view import Axis, DifferenceRow, Span, axis_of, difference_row
 from klear_core.report.facts import Facts, ModelFacts
-from klear_core.report.inputs import PairedDifference
 from klear_core.report.published_view import PublishedRow, published_rows
-from klear_core.report.text import MINUS, NONE, number, p_value, percent, points, range_text, spread_text
-from klear_core.scores import DecodingProfile, EvalReport, Range, Score
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """An interval as text, and its ends in percent of the axis for drawing."""
-
-    text: str
-    low: float
-    high: float
+from klear_core.report.text import NONE, number, percent, spread_text
+from klear_core.scores import EvalReport, Range, Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,45 +63,6 @@ class SideBySide:
     num_problems: int
     means: tuple[tuple[int, Mean | None], ...]
     """Pairs of the model's `tone` and score; None if nothing was scored."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
-    """An axis from the first to the last of its marks, which are round numbers."""
-
-    marks: tuple[float, ...]
-
-    def place(self, value: float) -> float:
-        """Return a value's position in percent of the axis length."""
-        return round(100 * (value - self.marks[0]) / (self.marks[-1] - self.marks[0]), 2)
-
-    @property
-    def labels(self) -> tuple[tuple[float, str], ...]:
-        """Position and signed number of each mark."""
-        return tuple((self.place(mark), _signed(mark)) for mark in self.marks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DifferenceRow:
-    """A paired difference as text, and as positions for drawing."""
-
-    before: str
-    after: str
-    score: str
-    """Name of the score: `avg@4` or `greedy`."""
-    value: str
-    at: float
-    """Position on `BenchmarkView.difference_axis` in percent of its length."""
-    other: Span
-    """Interval over other problems of this kind."""
-    rerun: Span | None
-    """Interval over other samples of these problems; None for greedy answers."""
-    p: str
-    """Corrected p-value: `< 0.0001`, or why there is none."""
-    notes: tuple[str, ...]
-    """Reservations about the interval and the test."""
-    standing: Standing
-    num_problems: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +117,6 @@ class BenchmarkView:
         )
 
 
-def _signed(value: float) -> str:
-    return f"{value:+g}".replace("-", MINUS) if value else "0"
-
-
 def benchmark_views(facts: Facts) -> list[BenchmarkView]:
     """Return one view per benchmark, in config order."""
     return [_view(facts, name) for name in facts.benchmarks]
@@ -197,10 +143,10 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
     scored = [(m, report) for m in facts.models if (report := m.score(name)) is not None]
     last = scored[-1][1]
     differences = [d for d in facts.differences if d.benchmark == name]
-    axis = _axis_of(differences)
+    axis = axis_of(differences)
     decodings = dict.fromkeys(decoding_text(report.decoding) for _, report in scored)
     rows = [_row(facts, m, report) for m, report in scored]
-    difference_rows = [_difference(facts, d, axis, num_samples=last.num_samples) for d in differences]
+    difference_rows = [difference_row(facts, d, axis, num_samples=last.num_samples) for d in differences]
     return BenchmarkView(
         name=name,
         age=_age(facts, name),
@@ -319,76 +265,3 @@ def _mean_at(report: EvalReport, difficulty: str) -> Mean | None:
 
 def _mean_if_any(score: Score | None) -> Mean | None:
     return None if score is None else _mean(score)
-
-
-def _axis_of(differences: list[PairedDifference]) -> Axis:
-    """Return an axis in percentage points that covers zero and every interval."""
-    ends = [d.new_problems for d in differences]
-    ends += [d.rerun for d in differences if d.rerun]
-    low = min((100 * e.low for e in ends), default=0.0)
-    high = max((100 * e.high for e in ends), default=0.0)
-    return Axis(marks=tuple(nice_ticks(min(low, 0.0), max(high, 0.0))))
-
-
-def _difference(facts: Facts, d: PairedDifference, axis: Axis, *, num_samples: int) -> DifferenceRow:
-    rerun = _difference_span(d.rerun, axis) if d.rerun else None
-    p = p_value(d.p_corrected).removeprefix("p ").removeprefix("= ")
-    return DifferenceRow(
-        before=facts.model(d.before).maker.label,
-        after=facts.model(d.after).maker.label,
-        score="greedy" if d.decoding == "greedy" else f"avg@{num_samples}",
-        value=points(d.value),
-        at=axis.place(d.value * 100),
-        other=_difference_span(d.new_problems, axis),
-        rerun=rerun,
-        p=NONE if why_not_tested(d) else p,
-        notes=_difference_notes(d),
-        standing=standing_of(d),
-        num_problems=d.num_problems,
-    )
-
-
-def _difference_span(ends: Range, axis: Axis) -> Span:
-    return Span(text=range_text(ends), low=axis.place(ends.low * 100), high=axis.place(ends.high * 100))
-
-
-def _difference_notes(d: PairedDifference) -> tuple[str, ...]:
-    notes = [why_not_tested(d)] if why_not_tested(d) else []
-    if d.floor_binds:
-        notes.append(
-            f"with {d.num_problems} problems a change in up to 2 of {d.num_problems} could go unseen; the interval "
-            "over other problems is not narrower than that"
-        )
-    return tuple(notes)
-
-
-def decoding_text(profile: DecodingProfile) -> str:
-    """Describe a profile: `temperature 0.6, top-p 0.95, …, up to 32,768 new tokens; torch engine in float32; …`."""
-    s = profile.sampling
-    top_p = f"{s.top_p:g}" if s.top_p < 1 else "off"
-    top_k = f"{s.top_k}" if s.top_k else "off"
-    penalty = f"{s.repetition_penalty:g}" if s.repetition_penalty > 1 else "off"
-    parts = [
-        f"temperature {s.temperature:g}",
-        f"top-p {top_p}",
-        f"top-k {top_k}",
-        f"repetition penalty {penalty}",
-        f"up to {s.max_new_tokens:,} new tokens",
-    ]
-    return f"{', '.join(parts)}; {_engine_text(profile)}; {profile.seed_policy}"
-
-
-def _engine_text(profile: DecodingProfile) -> str:
-    match profile.engine:
-        case TorchEngineConfig() as engine:
-            return f"torch engine in {engine.dtype}"
-        case VllmEngineConfig() as engine:
-            yarn = f", YaRN factor {engine.yarn_factor:g}" if engine.yarn_factor else ", no YaRN"
-            if engine.yarn_original_window:
-                yarn += f" over {engine.yarn_original_window:,} positions"
-            attention = (
-                f" with attention factor {engine.yarn_attention_factor:g}" if engine.yarn_attention_factor else ""
-            )
-            return f"vLLM in {engine.dtype}{yarn}{attention}"
-        case HttpEngineConfig() as engine:
-            return f"endpoint serving {engine.model}"

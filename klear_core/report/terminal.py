@@ -11,9 +11,10 @@ from rich.text import Text
 
 from klear_core.evaluate.decision import Decision
 from klear_core.report.claims import Headline, headline
+from klear_core.report.differences_view import Span
 from klear_core.report.facts import Facts
 from klear_core.report.notices import Notice, notices
-from klear_core.report.scores_view import BenchmarkView, Span, benchmark_views
+from klear_core.report.scores_view import BenchmarkView, benchmark_views
 from klear_core.report.text import NONE
 
 VERDICTS = {"better": "better", "worse": "worse", "not_shown": "not shown"}
