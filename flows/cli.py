@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from flows.evaluation_commands import evaluations
+from flows.inspection_commands import chat, replay, show
 from flows.interrupts import exit_at_once_when_interrupted, heeded_interrupts
 from flows.proxies import spare_own_machine
-from klear_core.errors import ConfigError, KlearError
+from flows.server_commands import sweep, ui
+from klear_core.errors import KlearError
 
 if TYPE_CHECKING:
     from klear_core.artifacts.store import CheckedBy
@@ -195,137 +196,12 @@ def curate(
     curate_files(sources, benchmarks or [], overrides or [], out=out)
 
 
-@app.command()
-def show(
-    artifact: Annotated[
-        str,
-        typer.Argument(
-            help="A stage or kind (its newest artifact), a fingerprint or its first digits, a folder; or: problem."
-        ),
-    ],
-    problem_id: Annotated[
-        str | None, typer.Argument(help="After the word problem: the id of the problem or its first digits.")
-    ] = None,
-    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
-    num_records: Annotated[
-        int, typer.Option("--records", min=0, help="Number of records to print from each table.")
-    ] = 2,
-) -> None:
-    """Show an artifact: its manifest, its ledger and its first records; or everything about one problem.
-
-    klear show evaluate_sft --root /data/klear
-
-    klear show 3f2a91 --records 5
-
-    klear show problem 91b0c2
-    """
-    from flows.problem import show_problem
-    from flows.show import show_artifact
-
-    if artifact == "problem":
-        show_problem(problem_id or "", root=root)
-        return
-    if problem_id is not None:
-        raise ConfigError(f"show {artifact} {problem_id}: only `klear show problem` takes a second argument")
-    show_artifact(artifact, root=root, num_records=num_records)
-
-
-@app.command()
-def chat(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A stage (base, sft, rl: its newest model), an artifact, a model folder, or owner/name on the Hub."
-        ),
-    ],
-    question: Annotated[
-        str | None, typer.Argument(help="The question; without it, every line of standard input is one.")
-    ] = None,
-    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")] = 0.0,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of an answer; by default what the model's window leaves.")
-    ] = None,
-    num_samples: Annotated[int, typer.Option("--samples", min=1, help="Number of answers to each question.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
-    engine: Annotated[
-        Literal["auto", "torch", "vllm"], typer.Option(help="auto: torch for Qwen3 models, vLLM for others.")
-    ] = "auto",
-) -> None:
-    """Ask a model of this workspace, any model folder, or a model of the Hub, a question of your own.
-
-    klear chat rl 'mod 10: 3,+4,*7,-2,+5=?'
-
-    klear chat sft --temperature 1 --samples 4 < questions.txt
-
-    klear chat owner/name@revision 'What is 2+2?' --engine vllm
-    """
-    from flows.chat import chat as ask
-    from klear_core.generate.chat import ChatParams
-
-    params = ChatParams(temperature=temperature, max_tokens=max_tokens, num_samples=num_samples, seed=seed)
-    ask(model, question, params, root=root, engine=engine)
-
-
-@rl_app.command()
-def replay(
-    step: Annotated[int, typer.Argument(min=1, help="RL step as logged; it must be in rl.runtime.save_steps.")],
-    losses: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--loss",
-            metavar="KIND[,KEY=VALUE]",
-            help="Loss to try; may be repeated. Default: all losses with their defaults.",
-        ),
-    ] = None,
-    artifact: Annotated[
-        str,
-        typer.Option("--of", help="An RL stage (its newest artifact), a fingerprint or its first digits, or a folder."),
-    ] = "rl",
-    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of learner processes; by default that of the run.")
-    ] = None,
-) -> None:
-    """Train other losses on a saved step of a run, and show what would have differed. Samples nothing.
-
-    klear rl replay 40
-
-    klear rl replay 40 --loss clip --loss gppo,beta_low=0.25 --loss dgpo,high_root=3 --root /data/klear
-    """
-    from flows.replay import replay_step
-
-    replay_step(step, artifact, losses or [], root=root, num_workers=workers)
-
-
-@app.command()
-def ui(
-    root: Annotated[Path, typer.Option(help="Workspace whose runs to look at.")] = Path("runs"),
-    prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the Prefect UI.")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the MLflow UI.")] = 5000,
-) -> None:
-    """Serve the Prefect and MLflow UIs of a workspace, until Ctrl-C.
-
-    klear ui
-
-    klear ui --root /data/klear --prefect-port 4201
-    """
-    from flows.ui import serve_uis
-
-    serve_uis(root, prefect_port=prefect_port, mlflow_port=mlflow_port)
-
-
-@app.command()
-def sweep(
-    pool: Annotated[str, typer.Option(help="Work pool whose crashed runs to restart.")] = "klear",
-) -> None:
-    """Restart crashed runs of a work pool until Ctrl-C. Start it beside the worker; the server is at PREFECT_API_URL.
-
-    klear sweep --pool klear
-    """
-    from flows.sweep import sweep_until_interrupted
-
-    sweep_until_interrupted(pool, lambda line: typer.echo(f"{datetime.now():%H:%M:%S} {line}"))
+# In the order of `klear --help`, which is that of these calls.
+app.command()(show)
+app.command()(chat)
+rl_app.command()(replay)
+app.command()(ui)
+app.command()(sweep)
 
 
 @app.command()
