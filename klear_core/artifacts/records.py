@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from klear_core.artifacts.tests_file import StoredTestsWriter, located, path_of_tests, with_tests
+from klear_core.code_tests import CodeReference
 from klear_core.errors import ArtifactError
-from klear_core.types import CodeReference
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -15,17 +15,9 @@ from typing import Any, BinaryIO, Self, assert_never
 
 from pydantic import TypeAdapter, ValidationError
 
+from klear_core.code_tests import AssertTests, CallTests, CodeReference, StdinTests, StoredTests, TestKind, Tests
 from klear_core.errors import ArtifactError
-from klear_core.types import (
-    AssertTests,
-    CallTests,
-    CodeReference,
-    Reference,
-    StdinTests,
-    StoredTests,
-    TestKind,
-    Tests,
-)
+from klear_core.types import Reference
 
 INLINE_BYTES = 16 << 10
 """Tests whose JSON is longer are stored; shorter ones stay in their record (those of HumanEval and MBPP all do)."""

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from klear_core.artifacts.home import Home, home_of
 from klear_core.artifacts.store import BUILDING
+from klear_core.code_tests import StoredTests
 from klear_core.config.verify import VerifyConfig
 from klear_core.cpus import usable_cpus
-from klear_core.types import StoredTests, Verdict
+from klear_core.types import Verdict
 from klear_core.verify.client import JudgeClient
 from klear_core.verify.work import CodeTask, Fault, Task
 

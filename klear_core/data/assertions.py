@@ -6,8 +6,8 @@ import ast
 import sys
 from collections.abc import Mapping
 
+from klear_core.code_tests import AssertTests, CodeReference
 from klear_core.errors import DataError
-from klear_core.types import AssertTests, CodeReference
 
 
 def asserts_reference(programs: object) -> CodeReference:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import TypeGuard
 
+from klear_core.code_tests import CallCase, StdinCase
 from klear_core.errors import DataError
-from klear_core.types import CallCase, StdinCase
 
 
 def stdin_case(given: object, output: object, i: int) -> StdinCase:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from klear_core.code_tests import CodeReference
 from klear_core.data.fields import Fields, RowError, Schema, grade_at, keys, no_rating, rating_at, text_at, value_at
 from klear_core.data.references import code_reference_from_row, code_reference_from_tests, has_no_tests
 from klear_core.errors import DataError
-from klear_core.types import CodeReference, Domain, Reference, UnverifiableReference
+from klear_core.types import Domain, Reference, UnverifiableReference
 
 _OPENING = re.compile(
     r"^\s*(?:(?:You are an expert Python programmer\. )?"

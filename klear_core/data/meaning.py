@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from klear_core.artifacts.tests_file import load_tests
+from klear_core.code_tests import AssertTests, CallTests
 from klear_core.data.normalise import is_word, tokens_of
 from klear_core.data.sketch import hash_of
-from klear_core.types import AssertTests, CallTests, CustomReference, MathReference, Reference, UnverifiableReference
+from klear_core.types import CustomReference, MathReference, Reference, UnverifiableReference
 
 _OPERATOR_NAMES = """
 sqrt frac binom sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln exp lim det gcd lcm max min sum

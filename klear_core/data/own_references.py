@@ -15,22 +15,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
+from klear_core.code_tests import AssertTests, CallTests, CodeReference, StdinTests, Tests
 from klear_core.config.verify import JUDGE_NAME_PATTERN
 from klear_core.data.assertions import checked_programs
 from klear_core.data.cases import call_case, is_number, refuse_unknown, stdin_case
 from klear_core.errors import DataError
-from klear_core.types import (
-    AssertTests,
-    CallTests,
-    CodeReference,
-    CustomReference,
-    Domain,
-    MathReference,
-    Reference,
-    StdinTests,
-    Tests,
-    UnverifiableReference,
-)
+from klear_core.types import CustomReference, Domain, MathReference, Reference, UnverifiableReference
 
 _KLEAR_KEYS = {"kind", "tests", "time_limit_s", "memory_limit_mb", "is_order_free", "checker"}
 _TEST_KEYS = {"stdin": {"type", "cases"}, "call": {"type", "fn_name", "cases"}, "asserts": {"type", "code"}}

@@ -17,21 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from klear_core.code_tests import AssertTests, CallCase, CallTests, CodeReference, StdinCase, StdinTests
 from klear_core.data.assertions import asserts_reference, entry_point_reference, pytest_reference
 from klear_core.data.cases import call_case, is_number, lcb_call, refuse_unknown, stdin_case
 from klear_core.data.own_references import klear_code_reference
 from klear_core.data.packed_tests import inflate, is_packed, unpack, unpack_or_none
 from klear_core.errors import DataError
-from klear_core.types import (
-    AssertTests,
-    CallCase,
-    CallTests,
-    CodeReference,
-    MathReference,
-    Reference,
-    StdinCase,
-    StdinTests,
-)
+from klear_core.types import MathReference, Reference
 
 _IO_KEYS = {"inputs", "outputs", "fn_name", "timeout", "max_test_cases", "time_limit", "memory_limit", "testtype"}
 _TEST_COLUMNS = ("tests", "input_output", "ground_truth")

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.artifacts.tests_file import load_tests, sizes_of_tests
+from klear_core.code_tests import CodeReference
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.own_references import reference_from_cell
 from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows
 from klear_core.errors import DataError
-from klear_core.types import CodeReference, CustomReference, Difficulty, Outcome, Problem, Reference, Verdict, domain_of
+from klear_core.types import CustomReference, Difficulty, Outcome, Problem, Reference, Verdict, domain_of
 from klear_core.verify import user_code
 from klear_core.verify.pool import JudgePool, build_judge_pool
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from klear_core.artifacts.records import write_shard
+from klear_core.code_tests import CodeReference, StoredTests
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.counts import AnswerCounts, paired_estimate
@@ -25,7 +26,7 @@ from klear_core.evaluate.generations import (
     UnreadRow,
 )
 from klear_core.evaluate.rejudged import Change, RejudgeSummary, Rescored, mark_of
-from klear_core.types import CodeReference, Difficulty, Problem, StoredTests, Verdict, domain_of
+from klear_core.types import Difficulty, Problem, Verdict, domain_of
 from klear_core.verify import user_code
 from klear_core.verify.pool import JudgePool, build_judge_pool
 

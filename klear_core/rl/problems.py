@@ -8,10 +8,11 @@ from pathlib import Path
 
 from klear_core.artifacts.ledger import LedgerStep
 from klear_core.artifacts.records import read_shards
+from klear_core.code_tests import CodeReference
 from klear_core.config.rollout import PromptFilterConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.scores import read_pass_rates
-from klear_core.types import CodeReference, PassRate, Problem, UnverifiableReference
+from klear_core.types import PassRate, Problem, UnverifiableReference
 
 
 def choose_problems(artifact: Path, domain: str, cfg: PromptFilterConfig) -> tuple[list[Problem], LedgerStep]:

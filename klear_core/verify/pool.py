@@ -12,19 +12,18 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self, assert_never
 
+from klear_core.code_tests import CodeReference, StoredTests
 from klear_core.config.reward import CustomReward
 from klear_core.config.user_code import source_digest
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ConfigError, JudgeError, SandboxError
 from klear_core.types import (
     AnswerToJudge,
-    CodeReference,
     CustomReference,
     JudgedAnswer,
     MathReference,
     Outcome,
     Problem,
-    StoredTests,
     UnverifiableReference,
     Verdict,
 )

@@ -8,19 +8,9 @@ from concurrent.futures import Future
 from typing import assert_never
 
 from klear_core.artifacts.tests_file import load_tests
+from klear_core.code_tests import AssertTests, CallTests, CodeReference, StdinTests
 from klear_core.errors import JudgeError
-from klear_core.types import (
-    AssertTests,
-    CallTests,
-    CodeReference,
-    CustomReference,
-    MathReference,
-    Outcome,
-    Problem,
-    StdinTests,
-    UnverifiableReference,
-    Verdict,
-)
+from klear_core.types import CustomReference, MathReference, Outcome, Problem, UnverifiableReference, Verdict
 from klear_core.verify.pool import JudgePool
 
 _RESPONSE = "<think>\n</think>\n{answer}"

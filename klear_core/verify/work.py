@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from klear_core.code_tests import CodeReference
 from klear_core.config.reward import CustomReward
 from klear_core.config.verify import CustomJudge, MathConfig
-from klear_core.types import AnswerToJudge, CodeReference, JudgedAnswer
+from klear_core.types import AnswerToJudge, JudgedAnswer
 from klear_core.verify.math.values import Comparison
 
 

@@ -23,6 +23,7 @@ from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.store import LocalStore
 from klear_core.artifacts.tests_file import StoredTestsWriter
 from klear_core.cluster.engine_plan import EnginePlan
+from klear_core.code_tests import CodeReference, StoredTests
 from klear_core.config.curve import ScorerConfig
 from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
 from klear_core.errors import ResourceError
@@ -32,7 +33,7 @@ from klear_core.rl.loop import run_rl
 from klear_core.rl.workers import LocalWorkers, RlSetup, Workers
 from klear_core.train.base import model_folder
 from klear_core.train.points import Points
-from klear_core.types import CodeReference, Outcome, StoredTests
+from klear_core.types import Outcome
 from klear_core.verify import build_judge_pool
 from tasks.resources import Needs, ray_session
 

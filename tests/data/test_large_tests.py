@@ -7,6 +7,7 @@ from pathlib import Path
 
 from klear_core.artifacts.records import read_shards
 from klear_core.artifacts.tests_file import StoredTestsWriter, load_tests
+from klear_core.code_tests import CodeReference, StoredTests
 from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import CurateConfig, CurateRuntime
 from klear_core.config.data import FileSource
@@ -18,7 +19,7 @@ from klear_core.data.meaning import marks_of
 from klear_core.data.references import code_reference_from_tests
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.problems import choose_problems
-from klear_core.types import CodeReference, Problem, StoredTests
+from klear_core.types import Problem
 
 NUM_TESTS = 20
 CASE_CHARS = 10_000

@@ -6,6 +6,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from klear_core.code_tests import CallCase, CallTests, CodeReference, StdinCase, StdinTests
 from klear_core.config.curate import DedupConfig, NearConfig
 from klear_core.data.candidates import Candidate
 from klear_core.data.dedup import exact_key, first_with_key, keys_array
@@ -15,7 +16,7 @@ from klear_core.data.normalise import tokens_of
 from klear_core.data.ragged import ragged
 from klear_core.data.sketch import SKETCH_SIZE, similarities, sketches_of
 from klear_core.data.templates import templates_of
-from klear_core.types import CallCase, CallTests, CodeReference, Domain, MathReference, StdinCase, StdinTests
+from klear_core.types import Domain, MathReference
 
 STORY = (
     "Every card in a deck has a picture of one shape, circle, square, or triangle, which is painted in one of the "

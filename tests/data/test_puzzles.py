@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from klear_core.code_tests import CodeReference
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import PuzzleSource
 from klear_core.data.generated import check_generated
@@ -14,7 +15,7 @@ from klear_core.data.puzzles.programs import calls_of, parse_programs
 from klear_core.data.puzzles.residues import MODULI, parse_residues, solve_residues
 from klear_core.data.sources import check_source, domains_of, read_source
 from klear_core.errors import ConfigError
-from klear_core.types import CodeReference, Domain, MathReference
+from klear_core.types import Domain, MathReference
 
 LEVELS = {"brackets": (2, 3, 5), "residues": (1, 4, 10), "programs": (2, 3, 4)}
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from rl_builders import problem, problem_artifact
 
 from klear_core.artifacts.records import shard_name, write_shard
+from klear_core.code_tests import AssertTests, CodeReference, StdinCase, StdinTests
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.rollout import PromptFilterConfig
@@ -18,16 +19,7 @@ from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.preflight import problems_with
 from klear_core.rl.problems import choose_problems, drop_reason
 from klear_core.scores import RATES_FOLDER
-from klear_core.types import (
-    AssertTests,
-    CodeReference,
-    Domain,
-    PassRate,
-    Problem,
-    StdinCase,
-    StdinTests,
-    UnverifiableReference,
-)
+from klear_core.types import Domain, PassRate, Problem, UnverifiableReference
 
 MATH = [problem(f"p{i}") for i in range(4)]
 EVERYTHING = PromptFilterConfig()

@@ -13,7 +13,8 @@ from verify_builders import (
     stdin_reference,
 )
 
-from klear_core.types import CodeReference, Outcome
+from klear_core.code_tests import CodeReference
+from klear_core.types import Outcome
 from klear_core.verify import JudgePool
 
 RIGHT = {

@@ -14,6 +14,7 @@ from uuid import uuid4
 import numpy as np
 
 from klear_core.artifacts.tests_file import StoredTestsWriter, sizes_of_tests
+from klear_core.code_tests import CodeReference, StoredTests
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import GeneratedSource, QuestionSet
 from klear_core.data.candidates import Candidate, dropped_row
@@ -30,7 +31,7 @@ from klear_core.data.question_tables import QuestionTables
 from klear_core.data.ragged import Numbers, Ragged, joined, ragged
 from klear_core.data.sources import READ, read_pieces
 from klear_core.seeding import seed_for
-from klear_core.types import CodeReference, CustomReference, Difficulty, Dropped, MathReference, Reference, StoredTests
+from klear_core.types import CustomReference, Difficulty, Dropped, MathReference, Reference
 
 TAGS = tuple(Difficulty)
 """Difficulty tags by their code in the column `tag`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from klear_core.code_tests import CallCase, CallTests, CodeReference
 from klear_core.config.data import PuzzleFamily, PuzzleSource
 from klear_core.data.candidates import Candidate
 from klear_core.data.puzzles.brackets import count_brackets, parse_brackets, solve_brackets, write_brackets
@@ -16,7 +17,7 @@ from klear_core.data.puzzles.residues import count_residues, parse_residues, sol
 from klear_core.data.spaces import Share, problems_by_level, questions_in_turn
 from klear_core.errors import ConfigError
 from klear_core.seeding import seed_for
-from klear_core.types import CallCase, CallTests, CodeReference, Domain, MathReference, Reference, domain_of
+from klear_core.types import Domain, MathReference, Reference, domain_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from klear_core.artifacts.tests_file import load_tests
+from klear_core.code_tests import AssertTests, CallTests, CodeReference, StdinTests, StoredTests
 from klear_core.config.verify import CodeConfig, VerifyConfig
 from klear_core.errors import ArtifactError
-from klear_core.types import AssertTests, CallTests, CodeReference, Outcome, StdinTests, StoredTests, Verdict
+from klear_core.types import Outcome, Verdict
 from klear_core.verify.code.compare import same_output, same_value
 from klear_core.verify.code.text import chosen_tests
 from klear_core.verify.sandbox.jail import Jail, JailBrokenError, JailReply, Status, TestLimits

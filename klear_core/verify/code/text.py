@@ -8,9 +8,9 @@ import textwrap
 from typing import assert_never
 
 from klear_core.artifacts.tests_file import sizes_of_tests
+from klear_core.code_tests import AssertTests, CallTests, CodeReference, StdinTests, StoredTests, Tests
 from klear_core.config.verify import CodeConfig
 from klear_core.seeding import seed_for
-from klear_core.types import AssertTests, CallTests, CodeReference, StdinTests, StoredTests, Tests
 from klear_core.verify.window import NoAnswer
 
 # Possessive quantifiers, so that hostile text cannot make it backtrack.
