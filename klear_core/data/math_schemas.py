@@ -40,7 +40,12 @@ def _gsm8k_reference(fields: Fields) -> MathReference:
     match = _GSM8K_ANSWER.search(text_at(fields, "answer"))
     if match is None:
         raise RowError("no_reference", "answer", "no '#### ' before a final answer")
-    return MathReference(answers=(_THOUSANDS_COMMA.sub("", match[1].strip()),))
+    return MathReference(answers=(without_thousands_commas(match[1].strip()),))
+
+
+def without_thousands_commas(answer: str) -> str:
+    """Return an answer of GSM8K with `1,234` as `1234`."""
+    return _THOUSANDS_COMMA.sub("", answer)
 
 
 def _klear_bench_reference(fields: Fields) -> MathReference:

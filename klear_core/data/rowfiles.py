@@ -181,6 +181,12 @@ def is_array(path: Path) -> bool:
     return False
 
 
+def whole_text(path: Path) -> str:
+    """Return the text of a JSON file, unpacked. Raise OSError or UnicodeDecodeError if it is damaged."""
+    with _open(path) as f:
+        return f.read().decode("utf-8-sig")
+
+
 def _line_rows(path: Path, label: str, max_row_bytes: int, span: Span | None) -> Iterator[FileRow | BrokenRow]:
     with _open(path) as f:
         number = 0

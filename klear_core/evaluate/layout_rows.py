@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from klear_core.data.fields import Fields, RowError, answer_at, bare_answer, text_at, user_message, value_at
+from klear_core.data.math_schemas import without_thousands_commas
 from klear_core.data.own_references import reference_from_cell
 from klear_core.types import MathReference, Reference
 from klear_core.verify.math.text import boxed_texts
@@ -19,6 +20,8 @@ _AFTER_HASHES = re.compile(r"####\s*(\S.*)$", re.MULTILINE)
 _QUESTION_KEYS = ("question", "problem", "prompt", "query", "input")
 _PROGRAM_KEYS = frozenset({"entry_point", "canonical_solution", "test_list", "test_cases", "public_test_cases"})
 """Keys of a document that state a programming task."""
+_NO_ANSWERS = ("cot", "tool_call", "internal_tool_call")
+"""Types of messages in MathArena's conversations that are not an answer."""
 _METRIC_KEYS = ("exact_match", "math_verify", "extractive_match", "pass@1", "acc")
 
 
@@ -55,7 +58,7 @@ def _math_reference(value: object, where: str) -> MathReference:
     text = answer_at({where: value}, where)
     after_hashes = _AFTER_HASHES.findall(text)
     if after_hashes:
-        return MathReference(answers=(after_hashes[-1].strip().replace(",", ""),))
+        return MathReference(answers=(without_thousands_commas(after_hashes[-1].strip()),))
     boxes = [box for box in boxed_texts(text) if box]
     return MathReference(answers=(bare_answer(boxes[-1] if boxes else text),))
 
@@ -135,7 +138,7 @@ def _lm_eval(fields: Fields) -> AnswerRow:
     known = doc if isinstance(doc, Mapping) else {}
     if _PROGRAM_KEYS & known.keys():
         raise RowError("not_math", "doc", "is a programming task; `klear judge` judges programs")
-    texts = _texts(value_at(fields, "resps"), "resps")
+    texts = _texts(_generated(value_at(fields, "resps")), "resps")
     metrics = fields.get("metrics")
     names = [*metrics, *_METRIC_KEYS] if isinstance(metrics, list) else list(_METRIC_KEYS)
     score = None
@@ -143,11 +146,30 @@ def _lm_eval(fields: Fields) -> AnswerRow:
         score = _score(next((fields[name] for name in names if name in fields), None))
     return AnswerRow(
         question=_named(known, *_QUESTION_KEYS).strip(),
-        reference=_math_reference(value_at(fields, "target"), "target"),
+        reference=_math_reference(_list_of_texts(value_at(fields, "target")), "target"),
         answers=tuple(StatedAnswer(text=text, score=score) for text in texts),
         problem=_named(fields, "doc_id"),
         row=_row_name("doc_id", _named(fields, "doc_id")),
     )
+
+
+def _generated(responses: object) -> object:
+    """Return the responses of a document; raise RowError if they are the log-likelihoods of given choices.
+
+    The harness writes these as texts, too: `[[["-1.5", "False"]], ...]`, one pair a choice, where answers to a request
+    are `["..."]`.
+    """
+    requests = responses if isinstance(responses, list) else []
+    if any(isinstance(one, list) for request in requests if isinstance(request, list) for one in request):
+        raise RowError("no_text", "resps", "holds no generated text: a task that only scores given choices")
+    return responses
+
+
+def _list_of_texts(target: object) -> object:
+    """Return the accepted answers that the harness wrote as the text of a list (`['1/2', '0.5']`); others unchanged."""
+    answers = _literal(target)
+    is_list = isinstance(answers, list) and bool(answers) and all(isinstance(answer, str) for answer in answers)
+    return answers if is_list else target
 
 
 def _lighteval(fields: Fields) -> AnswerRow:
@@ -171,7 +193,7 @@ def _lighteval(fields: Fields) -> AnswerRow:
 
 
 def _lighteval_row(fields: Fields, question: str, gold: object, texts: tuple[str, ...], *, tokens: object) -> AnswerRow:
-    metrics = fields.get("metric") or fields.get("metrics")
+    metrics = _literal(fields.get("metric") or fields.get("metrics"), opening="{")
     stated = _stated_metric(metrics) if isinstance(metrics, Mapping) and len(texts) == 1 else None
     lists = tokens if isinstance(tokens, list) and len(tokens) == len(texts) else [None] * len(texts)
     answers = []
@@ -194,9 +216,9 @@ def _stated_metric(metrics: Mapping[str, object]) -> float | None:
     return _score(values[0]) if named or len(values) == 1 else None
 
 
-def _literal(value: object) -> object:
-    """Return a list that a column holds as its text; other values unchanged."""
-    if isinstance(value, str) and value.startswith("["):
+def _literal(value: object, *, opening: str = "[") -> object:
+    """Return a list, or what else `opening` begins, that a column holds as its text; other values unchanged."""
+    if isinstance(value, str) and value.startswith(opening):
         try:
             return ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -218,6 +240,7 @@ def _matharena(fields: Fields) -> AnswerRow:
             last = messages[-1] if isinstance(messages, list) and messages else None
             if not isinstance(last, Mapping):
                 raise RowError("no_answer", f"messages.{i}", "holds no message")
+            _require_answer(last, f"messages.{i}")
             cost = costs[i] if isinstance(costs, list) and i < len(costs) else {}
             score = scores[i] if isinstance(scores, list) and i < len(scores) else None
             tokens = _count(cost.get("output_tokens")) if isinstance(cost, Mapping) else None
@@ -241,6 +264,14 @@ def _matharena(fields: Fields) -> AnswerRow:
         row=row,
         model=_named(fields, "model_name"),
     )
+
+
+def _require_answer(message: Fields, where: str) -> None:
+    """Raise RowError unless a conversation's last message is an answer: a failed request leaves the question alone."""
+    role, kind = message.get("role", "assistant"), message.get("type")
+    if role != "assistant" or kind in _NO_ANSWERS:
+        said_by = f"{role} ({kind})" if kind else role
+        raise RowError("no_answer", where, f"ends with a message of {said_by}, not with the model's answer")
 
 
 def _qwen_math(fields: Fields) -> AnswerRow:

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import get_args
 
 from klear_core.data.fields import RowError
-from klear_core.data.rowfiles import SUFFIXES, BrokenRow, FileRow, is_array, read_rows, stem_of
+from klear_core.data.references import has_half_character
+from klear_core.data.rowfiles import SUFFIXES, BrokenRow, FileRow, is_array, read_rows, stem_of, whole_text
 from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.generations import AnswerSource, Generation, UnreadRow
 from klear_core.evaluate.layout_rows import READERS, SIGNATURES, AnswerRow, Layout
@@ -32,6 +33,7 @@ from klear_core.types import Outcome, Verdict, domain_of, problem_id_of
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
+_JSON = (".json", ".json.gz", ".json.zst")
 _DATE = re.compile(r"_\d{4}-\d{2}-\d{2}T[\d.:-]+$")
 """End of a file's name that says when it was written."""
 _SCORES = re.compile(r"results_.*\.json")
@@ -135,12 +137,12 @@ def _benchmark_name(file: Path, root: Path, layout: Layout) -> str:
 
 
 def _rows(file: Path) -> Iterator[FileRow | BrokenRow]:
-    """Yield the rows of a file; a `.json` file that is one object is one row."""
-    if file.suffix == ".json" and not is_array(file):
+    """Yield the rows of a file; a `.json` file that is one object is one row, compressed or not."""
+    if file.name.endswith(_JSON) and not is_array(file):
         try:
-            value = json.loads(file.read_text(encoding="utf-8-sig"))
-        except (ValueError, RecursionError):
-            value = None  # several objects: lines of JSON under another suffix
+            value = json.loads(whole_text(file))
+        except (ValueError, RecursionError, OSError):
+            value = None  # several objects: lines of JSON under another suffix; or damaged, which `read_rows` reports
         if isinstance(value, dict):
             yield FileRow(where=str(file), fields=value)
             return
@@ -196,12 +198,24 @@ def _generations(names: Mapping[Path, str], layout: Layout) -> Iterator[Generati
                     continue
             try:
                 row = READERS[layout](raw.fields)
+                _require_whole_characters(row)
                 of = f"{benchmark}, {row.model}" if row.model else benchmark
                 problem_id = seen.problem_of(row, of, raw.where)
             except (RowError, DataError) as e:
                 yield UnreadRow(where=raw.where, reason=str(e))
                 continue
             yield from _numbered(row, of, problem_id, seen)
+
+
+def _require_whole_characters(row: AnswerRow) -> None:
+    """Raise DataError if a text has half of a surrogate pair, which texts inside of a row's texts can escape."""
+    texts = (row.question, *(answer.text for answer in row.answers))
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as e:
+        raise DataError(f"has half a character: {e}") from e
+    if has_half_character(row.reference):
+        raise DataError("its reference has half a character")
 
 
 def _numbered(row: AnswerRow, benchmark: str, problem_id: str, seen: _Seen) -> Iterator[Generation]:

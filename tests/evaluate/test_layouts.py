@@ -66,11 +66,30 @@ def test_lm_eval_repeats_are_several_answers_whose_common_metric_says_nothing_of
     assert [(a.sample_idx, a.response, a.verdict) for a in answers] == [(0, "a", None), (1, "b", None), (2, "c", None)]
 
 
-def test_tasks_that_score_given_choices_have_no_answers_and_are_counted(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "samples_mmlu.jsonl", lm_eval_row(resps=[[[-1.5, False]], [[-0.1, True]]]))
+@pytest.mark.parametrize(
+    "resps", [[[[-1.5, False]], [[-0.1, True]]], [[["-1.5", "False"]], [["-0.1", "True"]]]], ids=["numbers", "texts"]
+)
+def test_tasks_that_score_given_choices_have_no_answers_and_are_counted(tmp_path: Path, resps: object) -> None:
+    """The harness writes the log-likelihood of each choice, and all numbers as texts."""
+    file = jsonl(tmp_path / "samples_mmlu.jsonl", lm_eval_row(resps=resps))
     _, answers, (row,) = read(file)
     assert answers == []
     assert "no generated text" in row.reason
+
+
+def test_lm_eval_has_a_list_of_accepted_answers_as_its_text(tmp_path: Path) -> None:
+    """An interval stays what it is."""
+    targets = ["['1/2', '0.5']", "[1, 2]", "['a'"]
+    rows = [lm_eval_row(doc_id=i, target=target) for i, target in enumerate(targets)]
+    _, answers, unread = read(jsonl(tmp_path / "samples_x.jsonl", *rows))
+    references = [a.reference.answers for a in answers]  # type: ignore[union-attr]
+    assert (references, unread) == ([("1/2", "0.5"), ("[1, 2]",), ("['a'",)], [])
+
+
+def test_commas_are_dropped_from_the_number_of_a_worked_solution_and_not_from_a_pair(tmp_path: Path) -> None:
+    rows = [lm_eval_row(doc_id=i, target=target) for i, target in enumerate(["#### 1,234,567", "#### (1, 2)"])]
+    _, answers, _ = read(jsonl(tmp_path / "samples_x.jsonl", *rows))
+    assert [a.reference.answers for a in answers] == [("1234567",), ("(1, 2)",)]  # type: ignore[union-attr]
 
 
 def test_lighteval_details_of_both_versions_give_the_same_answers(tmp_path: Path) -> None:
@@ -90,12 +109,12 @@ def test_lighteval_details_of_both_versions_give_the_same_answers(tmp_path: Path
     assert [part[3] for part in seen[0]] == ["\\boxed{2}", "\\boxed{3}"]
 
 
-def test_lighteval_before_0_10_wrote_lists_as_text(tmp_path: Path) -> None:
+def test_lighteval_before_0_10_wrote_lists_and_metrics_as_text(tmp_path: Path) -> None:
     row = {
         "full_prompt": "1+1?",
         "predictions": "['\\\\boxed{2}']",
         "gold": "['2']",
-        "metrics": {"extractive_match": 1},
+        "metrics": "{'extractive_match': 1}",
     }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "details_x.parquet")
     _, (answer,), _ = read(tmp_path / "details_x.parquet")
@@ -121,13 +140,20 @@ def test_matharena_is_read_from_its_table_and_from_a_file_a_problem(tmp_path: Pa
         "messages": conversations, "detailed_costs": [{"output_tokens": 10}, {"output_tokens": 11}],
     }  # fmt: skip
     (folder / "1.json").write_text(json.dumps(single, indent=4))
+    packed = tmp_path / "packed" / "aime_2026"
+    packed.mkdir(parents=True)
+    with pa.output_stream(str(packed / "1.json.zst"), compression="zstd") as f:
+        f.write(json.dumps(single, indent=4).encode())  # as the repository's scripts write them since 2026
     facts = []
-    for path, benchmark in ((tmp_path / "aime_2026_outputs.parquet", "aime_2026_outputs, m"), (folder, "aime_2026")):
+    table_file = tmp_path / "aime_2026_outputs.parquet"
+    for path, benchmark in (
+        (table_file, "aime_2026_outputs, m"), (folder, "aime_2026"), (packed, "aime_2026"),
+    ):  # fmt: skip
         layout, answers, unread = read(path)
         assert (layout, unread) == ("matharena", [])
         assert {a.benchmark for a in answers} == {benchmark}
         facts.append([(a.problem_id, a.response, a.num_tokens, a.verdict) for a in answers])
-    assert facts[0] == facts[1]
+    assert facts[0] == facts[1] == facts[2]
     assert [verdict and verdict.is_correct for *_, verdict in facts[0]] == [False, True]
 
 
@@ -217,15 +243,36 @@ def test_an_incomplete_problem_a_failed_answer_and_a_program_are_named(tmp_path:
     asked, said = {"role": "user", "content": "Find x."}, {"role": "assistant", "content": "1"}
     problem = {"idx": 1, "problem": "Find x.", "gold_answer": "1", "N": 2, "messages": [[asked, said]]}
     failed = problem | {"idx": 2, "messages": [[asked, said], [asked, said | {"content": None}]]}
-    _, answers, unread = read(jsonl(tmp_path / "a.jsonl", problem, failed))
+    unanswered = problem | {"idx": 3, "messages": [[asked, said], [asked]]}
+    thought = problem | {"idx": 4, "messages": [[asked, said], [asked, said | {"type": "cot"}]]}
+    _, answers, unread = read(jsonl(tmp_path / "a.jsonl", problem, failed, unanswered, thought))
     assert answers == []
     assert [row.reason for row in unread] == [
         "messages: hold 1 of the N = 2 answers",
         "messages.1.content: an answer must be text, not NoneType",
+        "messages.1: ends with a message of user, not with the model's answer",
+        "messages.1: ends with a message of assistant (cot), not with the model's answer",
     ]
     program = lm_eval_row(doc={"prompt": "def f():", "entry_point": "f"}, target="check(f)")
     _, _, (row,) = read(jsonl(tmp_path / "samples_humaneval.jsonl", program))
     assert "`klear judge` judges programs" in row.reason
+
+
+def test_half_a_character_inside_of_a_text_costs_its_row_alone(tmp_path: Path) -> None:
+    """No file could hold it: lists in Parquet and references may be texts that escape it."""
+    rows = [
+        {"example": f"{i}?", "predictions": said, "gold": "['2']"} for i, said in enumerate(["['\\ud800']", "['2']"])
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "details_x.parquet")
+    _, answers, (row,) = read(tmp_path / "details_x.parquet")
+    assert [a.response for a in answers] == ["2"]
+    assert "half a character" in row.reason
+
+    reference = '{"kind": "math", "answers": ["\\ud800"]}'
+    said = {"id": "a", "response": "1", "reference": reference}
+    _, answers, (row,) = read(jsonl(tmp_path / "mine.jsonl", said))
+    assert answers == []
+    assert "half a character" in row.reason
 
 
 def test_compressed_files_are_read_and_damaged_ones_are_named(tmp_path: Path) -> None:
