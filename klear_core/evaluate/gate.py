@@ -46,7 +46,7 @@ class Comparison(Settings):
     p_corrected: float = Field(ge=0, le=1)
     """`p` by Holm's correction for all comparisons that were made together; it decides whether the models differ."""
     num_changed: int = Field(ge=0)
-    """Problems with different scores; fewer than six are too few for a test."""
+    """Problems with different scores; fewer than six are too few for a test at 95 %."""
     confidence: float = Field(gt=0, lt=1)
     is_same_decoding: bool
     """Whether both models were decoded with the same settings; if not, these may explain part of the difference."""

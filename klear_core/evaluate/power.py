@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from klear_core.evaluate.sign_flip import MIN_CHANGED
+from klear_core.evaluate.sign_flip import min_changed
 
 POWER = 0.8
 """Share of runs in which a gain of the printed size is shown, by convention (Cohen 1988)."""
@@ -37,7 +37,7 @@ def detectable(num_problems: int, num_samples: int, *, confidence: float) -> Det
     difficulty = (np.arange(_NUM_POINTS) + 0.5) / _NUM_POINTS
     noise = float(np.mean(difficulty * (1 - difficulty))) / num_samples
     rerun = float(ndtri(0.5 + confidence / 2)) * math.sqrt(2 * noise / num_problems)
-    if num_problems < MIN_CHANGED:
+    if num_problems < min_changed(confidence):
         return Detectable(gain=None, rerun=rerun)
     quantiles = float(stdtrit(num_problems - 1, 0.5 + confidence / 2)) + float(ndtri(POWER))
     logits = np.log(difficulty / (1 - difficulty))[:, None]

@@ -3,7 +3,7 @@
 If the models are alike, either could have given either result of a problem, so the signs of the differences are coin
 flips. The p-value is the share of all sign choices whose sum is at least as far from zero as the one seen. It assumes
 nothing about how large the differences are. Few changed problems can show nothing, however many samples each has:
-below six, p is above 0.05 whatever they are.
+below six, p is above 0.05 whatever they are (`min_changed`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from klear_core.seeding import seed_for
 
-MIN_CHANGED = 6
-"""Fewest changed problems with which p < 0.05 can be reached: 2 / 2^6 = 0.031."""
 _MAX_CELLS = 300_000_000
 """Sums times problems that are added up exactly, in about half a second."""
 _MAX_ENUMERATED = 20
@@ -53,6 +51,14 @@ def sign_flip_test(differences: Sequence[Fraction]) -> SignFlip:
     if len(changed) <= _MAX_ENUMERATED:
         return SignFlip(p=_by_enumeration(sizes, seen), num_changed=len(changed), is_exact=True)
     return SignFlip(p=_by_drawing(sizes, seen), num_changed=len(changed), is_exact=False)
+
+
+def min_changed(confidence: float) -> int:
+    """Return the fewest changed problems with which p can be below 1 minus the confidence: 2 / 2^6 = 0.031 for 95 %."""
+    num = 1
+    while 2.0 ** (1 - num) + confidence >= 1:
+        num += 1
+    return num
 
 
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:

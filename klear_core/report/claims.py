@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from klear_core.evaluate.sign_flip import min_changed
 from klear_core.report.facts import Facts
 from klear_core.report.inputs import PairedDifference
 from klear_core.report.text import p_value, percent, points, range_text
 
 Standing = Literal["better", "worse", "not_shown"]
-MIN_CHANGED = 6
-"""Changed problems below which the sign-flip test cannot give p < 0.05: 2 / 2^5 is 0.0625."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,7 @@ def standing_of(difference: PairedDifference) -> Standing:
 def why_not_tested(difference: PairedDifference) -> str:
     """Return why the test could not have shown anything; empty if it could."""
     num = difference.num_changed
-    if num >= MIN_CHANGED:
+    if num >= min_changed(difference.confidence):
         return ""
     return f"only {num} of {difference.num_problems} problems changed, too few for a test"
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from test_intervals import VECTORS
 
-from klear_core.evaluate.sign_flip import MIN_CHANGED, holm, sign_flip_test
+from klear_core.evaluate.sign_flip import holm, min_changed, sign_flip_test
 
 P_VALUES = {"V1": 1.86265e-09, "V2": 1, "V3": 0.5, "V4": 0.125, "V5": 1, "V6": 0.125}
 
@@ -37,10 +37,10 @@ def test_it_counts_all_sign_choices() -> None:
 
 
 def test_fewer_than_six_changed_problems_can_show_nothing() -> None:
-    for num in range(1, MIN_CHANGED + 2):
+    for num in range(1, 8):
         found = sign_flip_test([Fraction(1)] * num + [Fraction(0)] * 20)
         assert found.num_changed == num
-        assert (found.p < 0.05) == (num >= MIN_CHANGED)
+        assert (found.p < 0.05) == (num >= 6)
 
 
 def test_fishers_worked_example() -> None:
@@ -70,3 +70,10 @@ def test_holm_by_hand() -> None:
     assert holm([0.6, 0.5]) == (1.0, 1.0)
     assert holm([0.2]) == (0.2,)
     assert holm([]) == ()
+
+
+@pytest.mark.parametrize("confidence", [0.6, 0.8, 0.9, 0.95, 0.99])
+def test_the_fewest_changed_problems_of_a_test_depend_on_the_level(confidence: float) -> None:
+    fewest = min_changed(confidence)
+    assert sign_flip_test([Fraction(1)] * fewest).p + confidence < 1
+    assert sign_flip_test([Fraction(1)] * (fewest - 1)).p + confidence >= 1

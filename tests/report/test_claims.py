@@ -74,6 +74,15 @@ def test_too_few_changed_problems_are_said_to_be_the_reason(facts: Facts) -> Non
     assert "; only 5 of 256 problems changed, too few for a test)." in sentence(few)
 
 
+def test_how_few_are_too_few_depends_on_the_level(facts: Facts) -> None:
+    """Five of five: p = 2 / 2^5 = 0.0625, below 1 - 0.9."""
+    five = with_last(facts, num_changed=5, p_corrected=0.0625, confidence=0.9)
+    assert headline(five).standing == "better"
+    assert "too few" not in sentence(five)
+    seven = with_last(facts, num_changed=7, p_corrected=0.0156, confidence=0.99)
+    assert "only 7 of 256 problems changed, too few for a test" in sentence(seven)
+
+
 def test_the_earlier_step_follows_as_a_claim_of_its_own(facts: Facts) -> None:
     assert [c.sentence.startswith("SFT improved") for c in headline(facts).claims] == [True]
 
