@@ -35,7 +35,7 @@ def g_pass_at_k(num_samples: int, num_correct: int, k: int, *, threshold: float)
     assert 0 < threshold <= 1, threshold
     _check_k("G-Pass", k, num_samples)
     # the small number undoes rounding up after products like 0.1 * 30 = 3.0000000000000004
-    fewest = math.ceil(threshold * k - 1e-9)
+    fewest = max(1, math.ceil(threshold * k - 1e-9))
     num_wrong = num_samples - num_correct
     hits = sum(math.comb(num_correct, j) * math.comb(num_wrong, k - j) for j in range(fewest, min(num_correct, k) + 1))
     return Fraction(hits, math.comb(num_samples, k))

@@ -59,7 +59,8 @@ def test_g_pass_at_k_is_the_share_of_k_subsets_with_enough_right_ones() -> None:
 
 
 def test_g_pass_at_k_is_pass_at_k_for_one_right_answer() -> None:
-    assert g_pass_at_k(10, 3, 4, threshold=1e-6) == pass_at_k(10, 3, 4)
+    for threshold in (1e-6, 1e-12):
+        assert g_pass_at_k(10, 3, 4, threshold=threshold) == pass_at_k(10, 3, 4)
 
 
 def test_a_share_of_k_that_is_whole_is_not_rounded_up() -> None:
