@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from klear_core.artifacts.hub import HubFile, HubFiles, Progress, fetch, published_files
@@ -133,20 +134,26 @@ def fetch_small(repo: HubFiles) -> None:
 
 
 def licence_in(folder: Path) -> str:
-    """Return the licence that a model or dataset card states in its header; empty if there is none."""
+    """Return the licence that a model or dataset card states in its header, several with commas; empty if none."""
     try:
         lines = (folder / CARD).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
     if not lines or lines[0].strip() != "---":
         return ""
-    for line in lines[1:]:
-        if line.strip() == "---":
-            break
+    header = list(takewhile(lambda line: line.strip() != "---", lines[1:]))
+    for number, line in enumerate(header):
         key, _, value = line.partition(":")
         if key.strip() == "license":
-            return value.strip().strip("'\"")
+            stated = value.strip().strip("[]").split(",") if value.strip() else _items(header[number + 1 :])
+            return ", ".join(licence.strip().strip("'\"") for licence in stated)
     return ""
+
+
+def _items(lines: Sequence[str]) -> list[str]:
+    """Return the items of the YAML list that these lines begin with, one a line."""
+    items = takewhile(lambda line: line.lstrip().startswith("- "), lines)
+    return [item.lstrip().removeprefix("- ") for item in items]
 
 
 def _published(repo: HubFiles) -> list[HubFile]:

@@ -62,7 +62,7 @@ def model_card(facts: CardFacts) -> str:
 def _header(facts: CardFacts) -> str:
     """Return the YAML header; JSON is YAML, so every value is written as JSON."""
     header: dict[str, object] = {
-        "license": facts.licence or "other",
+        "license": _licences(facts.licence),
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["reasoning", "klear"],
@@ -75,6 +75,12 @@ def _header(facts: CardFacts) -> str:
         header["model-index"] = [{"name": facts.name, "results": results}]
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items()]
     return "\n".join(["---", *lines, "---"])
+
+
+def _licences(licence: str) -> str | list[str]:
+    """Return the licence as the Hub reads it: several are a list, an unknown one is `other`."""
+    several = licence.split(", ")
+    return several if len(several) > 1 else licence or "other"
 
 
 def _results(facts: CardFacts) -> list[dict[str, object]]:

@@ -187,3 +187,19 @@ def test_a_card_without_a_header_states_no_licence(tmp_path):
     assert licence_in(tmp_path) == ""
     (tmp_path / "README.md").write_text("# A model\nlicense: mit\n")
     assert licence_in(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("header", "licence"),
+    [
+        ("license: mit", "mit"),
+        ("license: 'apache-2.0'\npretty_name: x", "apache-2.0"),
+        ("language:\n- en\nlicense:\n- cc-by-4.0\n- mit\nsize_categories:\n- 1K<n<10K", "cc-by-4.0, mit"),
+        ("license:\n  - mit", "mit"),
+        ("license: [mit, apache-2.0]", "mit, apache-2.0"),
+        ("license:\npretty_name: x", ""),
+    ],
+)
+def test_a_card_states_one_licence_or_a_list_of_them(header: str, licence: str, tmp_path) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{header}\n---\nlicense: none\n")
+    assert licence_in(tmp_path) == licence
