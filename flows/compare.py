@@ -36,9 +36,9 @@ def compare(which: Sequence[str], *, root: Path, out: Path | None) -> None:
     comparison = compare_runs([read_run(report) for report in folders], folder)
     console = Console(highlight=False, soft_wrap=True)
     show_comparison(console, comparison)
-    console.print(f"\npage     {folder / COMPARISON_PAGE}")
+    console.print(f"\npage     {folder / COMPARISON_PAGE}", markup=False)
     if comparison.viewer is not None:
-        console.print(f"answers  {comparison.viewer.page}#show=flipped")
+        console.print(f"answers  {comparison.viewer.page}#show=flipped", markup=False)
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:

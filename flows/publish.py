@@ -41,7 +41,8 @@ def publish(which: str, to: str, *, root: Path, licence: str, is_private: bool) 
     )
     for warning in published.warnings:
         console.print(f"[yellow]warning[/] {escape(warning)}")
-    console.print(f"folder   {folder}  ({published.num_bytes / 1e6:,.1f} MB)\ncard     {folder / 'README.md'}")
+    size = f"{published.num_bytes / 1e6:,.1f} MB"
+    console.print(f"folder   {folder}  ({size})\ncard     {folder / 'README.md'}", markup=False)
     if repo:
         fingerprint = read_manifest(artifact).fingerprint
         address = upload(folder, repo, is_private=is_private, message=f"Klear {artifact.parent.name}/{fingerprint}")

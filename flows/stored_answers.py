@@ -118,8 +118,8 @@ def rejudge_answers(
         pair if has_before else pair[1:], folder, title=f"{source.name}, judged again", is_one_text=True
     )
     show_rejudged(console, summary)
-    console.print(f"\nanswers  {viewer.page}{_flipped_view(source) if has_before else ''}")
-    console.print(f"changes  {folder / CHANGES_FILE}")
+    page = f"{viewer.page}{_flipped_view(source) if has_before else ''}"
+    console.print(f"\nanswers  {page}\nchanges  {folder / CHANGES_FILE}", markup=False)
     if summary.num_unread:
         raise DataError(f"{source.origin}: {summary.num_unread:,} rows could not be read, and are in no count")
 
@@ -160,7 +160,8 @@ def view_answers(which: Sequence[str], *, root: Path, layout: Layout | None, out
     folder = out or root / "answers" / "-".join(_as_file_name(source) for source in sources)
     viewer = write_viewer(sources, folder, title=title)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{viewer.num_answers:,} answers to {viewer.num_problems:,} problems\nanswers  {viewer.page}")
+    counts = f"{viewer.num_answers:,} answers to {viewer.num_problems:,} problems"
+    console.print(f"{counts}\nanswers  {viewer.page}", markup=False)
     if viewer.num_unread:
         raise DataError(f"{viewer.num_unread:,} rows could not be read, and are not on the page")
 
@@ -194,18 +195,31 @@ def _as_file_name(source: AnswerSource) -> str:
 
 
 def _distinct(sources: Sequence[AnswerSource]) -> list[AnswerSource]:
-    """Return the sources with names that differ: those of one name also have the start of their fingerprint."""
+    """Return the sources with names that differ.
+
+    Evaluations of one name also have the start of their fingerprint, files of one name their folder, and what is still
+    alike its number.
+    """
     num_of = Counter(source.name for source in sources)
+    places = [_place(source) for source in sources]
+    num_at = Counter((source.name, place) for source, place in zip(sources, places, strict=True))
     named = []
-    for i, source in enumerate(sources):
+    for i, (source, place) in enumerate(zip(sources, places, strict=True), start=1):
         is_unique = num_of[source.name] == 1
-        folder = Path(source.origin).name[:8]
-        named.append(source if is_unique else replace(source, name=f"{source.name} {folder or i}"))
+        mark = place if num_at[source.name, place] == 1 else f"{place} ({i})"
+        named.append(source if is_unique else replace(source, name=f"{source.name} {mark}"))
     return named
 
 
+def _place(source: AnswerSource) -> str:
+    """Return the start of a fingerprint, or the name of the folder that a file of another program is in."""
+    path = Path(source.origin).absolute()
+    return path.parent.name if _is_foreign(source) else path.name[:8]
+
+
 def _scores(part: Rescored, summary: RejudgeSummary) -> Table:
-    title = f"{in_template(part.benchmark, part.template)}, {part.decoding}: {part.before.num_problems:,} problems"
+    what = escape(in_template(part.benchmark, part.template))
+    title = f"{what}, {part.decoding}: {part.before.num_problems:,} problems"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
     table.add_column("judged")
     for name in ("answers", "score", "cut off", "no answer", "not judged", "change, points"):
@@ -239,5 +253,5 @@ def _changes(summary: RejudgeSummary) -> Table:
         answer = "greedy" if change.decoding == "greedy" else f"sample {change.sample_idx}"
         answer = in_template(answer, change.template)
         detail = change.detail_after[:_MAX_DETAIL]
-        table.add_row(change.problem_id[:8], answer, change.before, change.after, escape(detail))
+        table.add_row(escape(change.problem_id[:8]), answer, change.before, change.after, escape(detail))
     return table

@@ -87,6 +87,32 @@ def test_answers_to_prompt_templates_are_counted_shown_and_linked(klear: Klear, 
     assert f"toy, template terse {2:016x}: 1" in " ".join(refused.err.split())
 
 
+def test_files_of_one_name_are_told_apart_by_their_folders(klear: Klear, tmp_path: Path) -> None:
+    row = {"id": "a", "response": "The answer is 7.", "reference": {"kind": "math", "answers": ["7"]}}
+    files = []
+    for model in ("qwen", "llama"):
+        (tmp_path / model).mkdir()
+        files.append(tmp_path / model / "samples_x.jsonl")
+        files[-1].write_text(json.dumps(row) + "\n")
+    ended = klear("answers", *files, "--root", tmp_path, "--out", tmp_path / "page")
+    assert ended.status == 0, ended.err
+    index = (tmp_path / "page" / "answers-data" / "index.js").read_text()
+    assert '"name":"samples_x qwen"' in index
+    assert '"name":"samples_x llama"' in index
+
+
+def test_names_in_square_brackets_are_printed_as_they_stand(klear: Klear, tmp_path: Path) -> None:
+    """They are no markup of the terminal's."""
+    row = {"problem_idx": "[/b]1", "problem": "", "gold_answer": "1", "answer": "\\boxed{2}", "correct": True}
+    file = tmp_path / "aime [new].jsonl"
+    file.write_text(json.dumps(row | {"model_name": "o9 [high]"}) + "\n")
+    ended = klear("rejudge", file, "--set", "verify.tags=none", "--root", tmp_path, "--out", tmp_path / "[again]")
+    assert ended.status == 0, ended.err
+    assert "aime [new], o9 [high], sampled: 1 problems" in ended.out
+    assert "[/b]1" in ended.out
+    assert f"{tmp_path}/[again]/answers.html" in ended.out
+
+
 def test_compare_takes_fingerprints_and_workspaces(klear: Klear, tmp_path: Path) -> None:
     for seed, verdict in ((0, WRONG), (1, RIGHT)):
         root = tmp_path / f"w{seed}"
