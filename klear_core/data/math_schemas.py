@@ -39,7 +39,8 @@ def _gsm8k_reference(fields: Fields) -> MathReference:
     """Return the number after `####` in the worked solution, without thousands commas."""
     match = _GSM8K_ANSWER.search(text_at(fields, "answer"))
     if match is None:
-        raise RowError("no_reference", "answer", "no '#### ' before a final answer")
+        bare = "; if answers are bare, call the column of the questions `problem`"
+        raise RowError("no_reference", "answer", f"no '#### ' before a final answer, as GSM8K has it{bare}")
     return MathReference(answers=(without_thousands_commas(match[1].strip()),))
 
 

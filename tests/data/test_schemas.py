@@ -252,6 +252,14 @@ def test_naming_the_format_overrides_the_guess(tmp_path):
     assert read_one(both, tmp_path, row_schema="problem").reference == MathReference(answers=("3",))
 
 
+def test_a_file_of_questions_and_bare_answers_is_told_what_to_call_its_columns(tmp_path):
+    """`question` and `answer` are GSM8K's columns, whose answers are worked solutions."""
+    assert (
+        "if answers are bare, call the column of the questions `problem`"
+        in read_one({"question": "What is 1+1?", "answer": "2"}, tmp_path).detail
+    )
+
+
 def test_thousands_commas_of_gsm8k_are_removed_but_not_those_of_lists(tmp_path):
     assert read_one(MATH_ROWS["gsm8k"] | {"answer": "#### 1,080"}, tmp_path).reference.answers == ("1080",)
     assert read_one(MATH_ROWS["gsm8k"] | {"answer": "#### -109,200,000"}, tmp_path).reference.answers == ("-109200000",)
