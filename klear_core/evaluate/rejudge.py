@@ -128,7 +128,9 @@ def rejudge(
 
 
 def check_folder(out: Path) -> None:
-    """Raise ConfigError if `out` holds anything that an earlier such command did not write."""
+    """Raise ConfigError if `out` holds anything that an earlier such command did not write, or is `.`."""
+    if not out.name:
+        raise ConfigError(f"--out {out}: has no name of its own; name a new folder")
     if out.exists() and not (out / REJUDGE_FILE).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists and was not written by `klear rejudge`; name a new folder")
 

@@ -48,6 +48,8 @@ def write_model(
     `evaluation` is the artifact of its scores. The folder appears when it is whole. Raise ConfigError if it exists, if
     a part of the model is missing, or if the chat template or the end token does not hold.
     """
+    if not folder.name:
+        raise ConfigError(f"--to {folder}: has no name of its own; name a new folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--to {folder}: exists and is not empty")
     lineage = ancestors(artifact)

@@ -12,7 +12,7 @@ from klear_core.config.verify import MathConfig, VerifyConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.generations import evaluation_answers, rejudged_answers
 from klear_core.evaluate.layouts import foreign_answers
-from klear_core.evaluate.rejudge import CHANGES_FILE, rejudge
+from klear_core.evaluate.rejudge import CHANGES_FILE, check_folder, rejudge
 from klear_core.evaluate.rejudged import read_summary
 
 ONE = VerifyConfig.model_validate({"runtime": {"math_workers": 1}})
@@ -80,6 +80,12 @@ def test_a_folder_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
         rejudge(source, ONE, tmp_path)
     rejudge(source, ONE, tmp_path / "out")
     rejudge(source, ONE, tmp_path / "out")  # its own result may be replaced
+
+
+def test_the_present_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"--out \.: has no name of its own; name a new folder"):
+        check_folder(Path())
 
 
 def test_a_judge_of_ones_own_that_is_not_there_is_told_before_anything_is_judged(tmp_path: Path) -> None:

@@ -96,6 +96,16 @@ def test_nothing_is_overwritten_and_a_damaged_model_is_not_published(
     assert not (tmp_path / "out").exists()
 
 
+def test_the_present_folder_is_not_replaced(
+    artifact: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, scores = artifact
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match=r"--to \.: has no name of its own; name a new folder"):
+        write_model(model, model / "model", scores, Path(), name="mine")
+
+
 @pytest.mark.parametrize("profile", ["laptop", "klear_8b"])
 def test_a_config_comes_back_from_its_toml(profile: str, tmp_path: Path) -> None:
     config = load_profile(CONFIGS / profile)
