@@ -84,12 +84,15 @@ def seed_spread(values: Sequence[float], *, has_collapsed: bool, bounds: tuple[f
 
 
 def t_test_p(values: Sequence[float]) -> float:
-    """Return the two-sided p-value of Student's t test that the mean is 0; of equal values 0, or 1 if they are 0."""
+    """Return the two-sided p-value of Student's t test that the mean is 0.
+
+    Equal values have no spread to test by: theirs is that of the sign-flip test, 2 / 2^n, or 1 if they are 0.
+    """
     from scipy.special import stdtr
 
     mean, spread = fmean(values), stdev(values)
     if not spread:
-        return 0.0 if mean else 1.0
+        return 2.0 ** (1 - len(values)) if mean else 1.0
     t = mean / spread * len(values) ** 0.5
     return float(2 * stdtr(len(values) - 1, -abs(t)))
 

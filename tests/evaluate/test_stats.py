@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from klear_core.evaluate.stats import g_pass_at_k, largest_rate, maj_at_n, pass_at_k, seed_spread
+from klear_core.evaluate.stats import g_pass_at_k, largest_rate, maj_at_n, pass_at_k, seed_spread, t_test_p
 from klear_core.scores import Range
 
 # ---- pass@k ----
@@ -122,6 +122,15 @@ def test_the_interval_of_three_seeds_by_hand() -> None:
 def test_runs_that_collapsed_have_a_range_and_no_interval() -> None:
     spread = seed_spread([0.0, 0.9, 0.91], has_collapsed=True, bounds=(0, 1))
     assert (spread.interval, spread.least, spread.most) == (None, 0.0, 0.91)
+
+
+def test_the_t_test_of_seeds_by_hand_and_without_a_spread() -> None:
+    """Mean .2, standard deviation .1: t = .2 / .1 * sqrt(3) = 3.464, p = 0.0742 with 2 degrees of freedom."""
+    assert t_test_p([0.1, 0.2, 0.3]) == pytest.approx(0.0742, abs=1e-4)
+    # two seeds that gained one answer of 512 each are no proof
+    assert t_test_p([1 / 512, 1 / 512]) == 0.5
+    assert t_test_p([0.3] * 6) == 2 / 2**6
+    assert t_test_p([0.0, 0.0]) == 1
 
 
 def test_one_run_has_no_spread() -> None:
