@@ -13,7 +13,17 @@ _CHARS_A_TOKEN = 4
 """Characters of an average token, to estimate tokens where the server counts none (OpenAI's rule of thumb)."""
 _MOST_CHARS_A_TOKEN = 20
 """No text of a reply has more characters a token on average; more means that `max_tokens` was ignored."""
-_FINISH: dict[str, TeacherFinish] = {"stop": "stop", "length": "length", "content_filter": "content_filter"}
+_FINISH: dict[str, TeacherFinish] = {
+    "stop": "stop",
+    "eos": "stop",
+    "eos_token": "stop",
+    "length": "length",
+    "content_filter": "content_filter",
+}
+"""Together says `eos`, and older versions of TGI `eos_token`, where others say `stop`."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_EMPTY_EVENTS = (b"", b"null")
+"""Events without content, which some servers and proxies send to keep a connection open."""
 
 
 class BadReplyError(Exception):
@@ -80,6 +90,9 @@ class ReplyReader:
             self._start += chunk[:100]
         if self._is_json is None:
             self._line += chunk
+            if _BYTE_ORDER_MARK.startswith(bytes(self._line)):
+                return  # the rest of the mark may follow
+            self._line = self._line.removeprefix(_BYTE_ORDER_MARK)
             first = self._line.lstrip()[:1]
             if not first:
                 return
@@ -136,11 +149,11 @@ class ReplyReader:
                 self._data.append(value.removeprefix(b" "))
             return
         if self._data:
-            event = b"\n".join(self._data)
+            event = b"\n".join(self._data).strip()
             self._data = []
-            if event.strip() == b"[DONE]":
+            if event == b"[DONE]":
                 self.is_done = True
-            else:
+            elif event not in _EMPTY_EVENTS:
                 self._read_event(event)
 
     def _read_event(self, payload: bytes) -> None:
@@ -154,13 +167,13 @@ class ReplyReader:
             raise BadReplyError("stream_error", f"the server says {str(event['error'])[:300]!r}")
         self.has_fingerprint |= bool(event.get("system_fingerprint"))
         self._read_usage(event.get("usage"))
-        choices = event.get("choices", [])
+        choices = event.get("choices") or []  # null beside the token counts of some servers
         if not isinstance(choices, list):
             raise BadReplyError("malformed", f"choices is {type(choices).__name__}")
         for choice in choices:
             if not isinstance(choice, dict):
                 raise BadReplyError("malformed", f"a choice is {type(choice).__name__}")
-            if choice.get("index", 0) == 0:  # one is asked for; a server may send more
+            if not choice.get("index"):  # one is asked for; a server may send more, or call the only one null
                 self._read_choice(choice)
 
     def _read_choice(self, choice: dict[str, Any]) -> None:
@@ -174,7 +187,7 @@ class ReplyReader:
             self._is_refused = True
             self._add(message["refusal"], self._content, "refusal")
         finish_reason = choice.get("finish_reason")
-        if finish_reason is not None:
+        if finish_reason:  # some servers send an empty one with every piece
             self._finish_reason = str(finish_reason)
 
     def _add(self, text: object, parts: list[str], field: str) -> None:

@@ -112,6 +112,13 @@ def test_a_stream_is_read_like_the_reply_at_once() -> None:
         STREAM[3] + STREAM[1] + STREAM[2] + STREAM[4] + usage_event(),  # the answer before the reasoning
         STREAM[1] + STREAM[2] + STREAM[4] + STREAM[3] + usage_event(),  # a piece after the finish reason
         b"".join(STREAM[:-2]) + usage_event(3) + usage_event(9),  # running counts: the last one holds
+        b"data:\n\n" + b"".join(STREAM[:2]) + b"data: \n\ndata: null\n\n" + b"".join(STREAM[2:]),  # empty events
+        b"\xef\xbb\xbf" + b"".join(STREAM[1:]),  # a byte order mark
+        b"".join(STREAM).replace(b'"choices": []', b'"choices": null'),
+        b"".join(STREAM).replace(b'"index": 0', b'"index": null'),
+        b"".join(STREAM).replace(b'"finish_reason": "stop"', b'"finish_reason": "eos"'),  # Together
+        b"".join(STREAM).replace(b'"finish_reason": "stop"', b'"finish_reason": "eos_token"'),  # TGI
+        b"".join(STREAM[:-2]) + event(finish_reason="") + b"".join(STREAM[-2:]),  # nothing, after the reason
     ],
 )
 def test_servers_that_frame_a_stream_in_their_own_way_are_understood(body: bytes) -> None:
