@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ _FAILURES_IN_A_ROW = 3
 """Failures without a success between them after which an endpoint is left out."""
 _LONGEST_LEFT_OUT = 16
 """Most times `left_out_s` for which an endpoint is left out."""
+_SECRET_CHARS = 16
+"""Length from which a key is masked in replies, too. Shorter ones are placeholders such as vLLM's `EMPTY`, and words
+that a program may use."""
+_TOLD_CHARS = 6
+"""Characters of a key from which its beginning is masked."""
 
 
 class OverBudgetError(Exception):
@@ -59,6 +65,8 @@ class Endpoint:
         self._runtime = runtime
         self._times_left_out = 0
         self._headers = request_headers(cfg, keys)
+        self._key = self._headers.get("Authorization", "").removeprefix("Bearer ")
+        self._key_or_beginning = _beginnings_of(self._key)
         self.client = httpx.AsyncClient(
             headers=self._headers,
             timeout=httpx.Timeout(None, connect=runtime.connect_timeout_s),
@@ -66,9 +74,14 @@ class Endpoint:
         )
 
     def redact(self, text: str) -> str:
-        """Return the text without the API key: servers may echo what they were sent."""
-        key = self._headers.get("Authorization", "").removeprefix("Bearer ")
-        return text.replace(key, "[key]") if key else text
+        """Return an error's text without the API key, or the beginning of it that is left where the text was cut:
+        servers may echo what they were sent.
+        """
+        return self._key_or_beginning.sub("[key]", text) if self._key else text
+
+    def redact_reply(self, text: str) -> str:
+        """Return a reply's text without the API key. A placeholder is no secret, and stays."""
+        return text.replace(self._key, "[key]") if len(self._key) >= _SECRET_CHARS else text
 
     def can_take(self, now: float) -> bool:
         """Return whether a request may be sent now."""
@@ -97,6 +110,12 @@ class Endpoint:
             )  # fmt: skip
             self.pause(seconds, now)
             self.limit.restart(now)
+
+
+def _beginnings_of(key: str) -> re.Pattern[str]:
+    """Return a pattern for a key and its beginnings, the longest first."""
+    shortest = min(len(key), _TOLD_CHARS)
+    return re.compile("|".join(re.escape(key[:length]) for length in range(len(key), shortest - 1, -1)))
 
 
 @dataclass(slots=True, eq=False)

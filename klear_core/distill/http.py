@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -288,7 +289,7 @@ class _Attempt:
     def _finished(self) -> TeacherReply:
         reply = self._reader.finish()
         assert self.endpoint is not None
-        redact = self.endpoint.redact
+        redact = self.endpoint.redact_reply
         return replace(reply, reasoning=redact(reply.reasoning), answer=redact(reply.answer))
 
     async def _refusal(self, response: httpx.Response, endpoint: Endpoint) -> _FailedTry:
@@ -362,7 +363,7 @@ def check_endpoints(cfg: HttpTeacherConfig, keys: BlockKeys = NO_KEYS) -> None:
 def _retry_after_s(response: httpx.Response) -> float:
     """Return the seconds to wait from `Retry-After`, given as seconds or a date; 0 if absent or unreadable."""
     value = response.headers.get("Retry-After", "").strip()
-    if value.isdecimal():
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):  # the standard knows whole seconds, some servers fractions
         return float(value)
     try:
         return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())

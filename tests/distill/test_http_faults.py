@@ -224,6 +224,35 @@ def test_a_key_that_the_server_repeats_is_in_no_result_log_or_exception(
     assert KEY not in caplog.text + "".join(seen)
 
 
+@pytest.mark.parametrize("num_before", [70, 280, 290, 299])
+def test_no_beginning_of_a_key_is_left_where_an_error_is_cut(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    for body in (json.dumps({"error": "x" * num_before + KEY}), "x" * num_before + KEY):
+        server.script = [Answer(body=body)]
+        seen = repr(ask_all(make_config(server.base_url, api_key_env="TEACHER_KEY")))
+        assert "xxx" in seen
+        assert KEY[:6] not in seen
+
+
+def test_a_placeholder_for_a_key_changes_no_reply(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_KEY", "EMPTY")
+    server.script = [streamed(event({"reasoning": "EMPTY = 0"}), event({"content": "grid[0] = EMPTY"}), *STREAM[4:])]
+    (reply,) = ask(make_config(server.base_url, api_key_env="TEACHER_KEY"))
+    assert isinstance(reply, TeacherReply)
+    assert (reply.reasoning, reply.answer) == ("EMPTY = 0", "grid[0] = EMPTY")
+    assert server.headers[0]["authorization"] == "Bearer EMPTY"
+
+
+def test_a_key_in_a_reply_is_masked(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    server.script = [streamed(event({"reasoning": "hm"}), event({"content": f"it is {KEY}."}), *STREAM[4:])]
+    (reply,) = ask(make_config(server.base_url, api_key_env="TEACHER_KEY"))
+    assert isinstance(reply, TeacherReply)
+    assert reply.answer == "it is [key]."
+
+
 def test_an_unusable_key_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEACHER_KEY", f"{KEY}\nx")
     with pytest.raises(ConfigError, match="TEACHER_KEY") as caught:

@@ -121,8 +121,8 @@ def test_attempts_are_bounded_and_all_send_the_same_seed(server: ScriptedServer)
     assert sample.usage == Usage(attempts=4)
 
 
-@pytest.mark.parametrize("value", ["1", "date"])
-def test_retry_after_is_honoured_in_both_its_forms(server: ScriptedServer, value: str) -> None:
+@pytest.mark.parametrize("value", ["1", "1.0", "date"])
+def test_retry_after_is_honoured_in_all_its_forms(server: ScriptedServer, value: str) -> None:
     after = formatdate(time.time() + 4, usegmt=True) if value == "date" else value
     server.script = [Answer(status=429, headers={"Retry-After": after}), Answer()]
     assert list(ask(make_config(server.base_url))) == [REPLY]
