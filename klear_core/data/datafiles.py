@@ -151,9 +151,20 @@ def _local_files(source: FileSource) -> list[DataFile]:
     if is_pattern(source.path):
         root, files = fixed_part(source.path), matching_files(source.path)
     else:
-        root, files = path, [file for file in path.rglob("*") if file.is_file()]
+        root, files = path, _files_below(path)
     names = chosen_names([file.relative_to(root).as_posix() for file in files], source)
     return _existing({str(root / name): root / name for name in names})
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return all files below a folder. Raise DataError for a link to nothing, as in a copy of the Hub's cache that
+    lacks the files themselves.
+    """
+    found = list(folder.rglob("*"))
+    for file in found:
+        if file.is_symlink() and not file.exists() and _is_data(file.relative_to(folder).as_posix()):
+            raise DataError(f"{file}: is a link to {file.readlink()}, which is not there: copy or fetch it again")
+    return [file for file in found if file.is_file()]
 
 
 def _existing(files: dict[str, Path], *, may_be_empty: bool = False) -> list[DataFile]:

@@ -343,14 +343,16 @@ def _table_rows(batches: Iterator[pa.RecordBatch], label: str, *, first: int) ->
             for value in _values(batch.slice(start, step)):
                 number += 1
                 where = f"{label} row {number}"
-                if isinstance(value, pa.ArrowInvalid):
-                    yield BrokenRow(where=where, reason="not_utf8", detail=str(value))
+                if isinstance(value, Exception):
+                    reason = "not_utf8" if isinstance(value, pa.ArrowInvalid) else "bad_value"
+                    yield BrokenRow(where=where, reason=reason, detail=str(value))
                 else:
                     yield FileRow(where=where, fields=value)
 
 
-def _values(batch: pa.RecordBatch) -> list[dict[str, object] | pa.ArrowInvalid]:
-    """Return the rows as dicts; a row with text that is not UTF-8 as the error that says so.
+def _values(batch: pa.RecordBatch) -> list[dict[str, object] | Exception]:
+    """Return the rows as dicts; a row with text that is not UTF-8, or with a value that Python has no type for (a day
+    in the year 300,000, an unknown time zone), as the error that says so.
 
     Arrow trusts the offsets in a file. In a damaged one they lead outside of its memory, so they are checked first.
     """
@@ -358,9 +360,10 @@ def _values(batch: pa.RecordBatch) -> list[dict[str, object] | pa.ArrowInvalid]:
 
     try:
         batch.validate(full=True)
-        return cast("list[dict[str, object] | pa.ArrowInvalid]", batch.to_pylist())
-    except pa.ArrowInvalid as e:
-        if batch.num_rows == 1 and "UTF8" in str(e):
+        return cast("list[dict[str, object] | Exception]", batch.to_pylist())
+    except (ValueError, OverflowError, LookupError) as e:  # ArrowInvalid is a ValueError
+        is_damage = isinstance(e, pa.ArrowInvalid) and "UTF8" not in str(e)
+        if batch.num_rows == 1 and not is_damage:
             return [e]
         if batch.num_rows <= 1:
             raise

@@ -44,6 +44,43 @@ def test_undecodable_text_in_a_table_costs_its_row_alone(tmp_path):
         assert reasons(tmp_path / name) == ["", "", "not_utf8", "", ""]
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([0, 2**62, 1], pa.timestamp("us")),
+        pa.array([0, 2**30, 1], pa.int32()).cast(pa.date32()),
+    ],
+)
+def test_a_date_that_python_cannot_hold_costs_its_row_alone(column, tmp_path):
+    table = pa.table({"problem": ["a", "b", "c"], "answer": ["1", "2", "3"], "day": column})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        assert reasons(tmp_path / name) == ["", "bad_value", ""]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([0, 1], pa.timestamp("us", "Mars/Olympus")),
+        pa.StructArray.from_arrays([pa.array([1, 2]), pa.array([3, 4])], names=["twice", "twice"]),
+    ],
+)
+def test_a_column_that_python_cannot_hold_is_an_error_that_says_why(column, tmp_path):
+    pq.write_table(pa.table({"problem": ["a", "b"], "answer": ["1", "2"], "odd": column}), tmp_path / "a.parquet")
+    assert reasons(tmp_path / "a.parquet") == ["bad_value", "bad_value"]
+    with pytest.raises(ConfigError, match=r"a\.parquet row 1: .*(Mars|duplicate)"):
+        check_source(FileSource(path=str(tmp_path / "a.parquet")))
+
+
+def test_a_link_to_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "blobs" / "0123")
+    with pytest.raises(DataError, match=r"b\.jsonl: is a link to .*0123, which is not there"):
+        check_source(FileSource(path=str(tmp_path)))
+
+
 def test_undecodable_text_in_json_costs_its_row_alone(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"problem": "\xff", "answer": "1"}\n' + LINES)
     assert reasons(tmp_path / "a.jsonl") == ["not_utf8", *[""] * 20]
