@@ -201,6 +201,10 @@ def _codeforces_reference(fields: Fields) -> Reference:
 
 
 def _contests_reference(fields: Fields) -> Reference:
+    """Return the tests if they decide about a program that reads standard input, else why it is unverifiable."""
+    if fields.get("input_file") or fields.get("output_file"):
+        why = f"the program reads {fields.get('input_file')!r} and writes {fields.get('output_file')!r}"
+        return UnverifiableReference(domain=Domain.CODE, why=why)
     sets = [fields.get(key) for key in _CONTEST_TESTS]
     if all(tests is None or tests == {"input": [], "output": []} for tests in sets):
         return UnverifiableReference(domain=Domain.CODE, why="the source has no tests")

@@ -184,10 +184,11 @@ def user_message(fields: Fields, *path: str) -> str:
     messages, key = value_at(fields, *path), ".".join(path)
     if not isinstance(messages, list):
         raise RowError("wrong_type", key, f"expected a list of messages, found {_shown(messages)}")
-    users = [m for m in messages if isinstance(m, Mapping) and m.get("role", m.get("from")) in _USER_ROLES]
+    # A table in which rows have either layout has the keys of both, some of them null.
+    users = [m for m in messages if isinstance(m, Mapping) and (m.get("role") or m.get("from")) in _USER_ROLES]
     if len(users) != 1:
         raise RowError("not_single_turn", key, f"expected one user message, found {len(users)}")
-    return text_at(users[0], "content" if "role" in users[0] else "value")
+    return text_at(users[0], "content" if users[0].get("role") else "value")
 
 
 def _shown(value: object) -> str:

@@ -66,6 +66,9 @@ def _named(place: str, error: RowError) -> RowError:
 
 def _question(fields: Fields, places: FieldMap) -> str:
     held = _at(fields, places.question)
+    parsed = _parsed(held[_HELD])
+    if _is_chat(parsed):
+        held = {_HELD: parsed}
     try:
         is_chat = isinstance(held[_HELD], list)
         question = user_message(held, _HELD) if is_chat else text_at(held, _HELD)
@@ -74,6 +77,11 @@ def _question(fields: Fields, places: FieldMap) -> str:
     if not places.starter_code:
         return question
     return with_instructions(question, value_at_place(fields, places.starter_code))
+
+
+def _is_chat(value: object) -> bool:
+    """Return whether a value is a list of messages; a question may be JSON text, too (`[1, 2, 3]`)."""
+    return isinstance(value, list) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
 
 def _reference_reader(places: FieldMap) -> Callable[[Fields], Reference] | None:

@@ -191,10 +191,10 @@ def _replies_in(*path: str) -> Callable[[Fields], Sequence[Reply]]:
         messages = value_at(fields, *path)
         if not isinstance(messages, list):
             raise RowError("wrong_type", ".".join(path), f"expected a list, found {type(messages).__name__}")
-        said = [m for m in messages if isinstance(m, Mapping) and m.get("role", m.get("from")) in _REPLY_ROLES]
+        said = [m for m in messages if isinstance(m, Mapping) and (m.get("role") or m.get("from")) in _REPLY_ROLES]
         if len(said) != 1:
             raise RowError("not_single_turn", ".".join(path), f"expected one assistant message, found {len(said)}")
-        text = text_at(said[0], "content" if "role" in said[0] else "value")
+        text = text_at(said[0], "content" if said[0].get("role") else "value")
         thinking = said[0].get("reasoning_content") or said[0].get("reasoning")
         if isinstance(thinking, str) and thinking.strip():
             return (Reply(reasoning=thinking.strip(), answer=text),)

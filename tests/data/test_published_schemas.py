@@ -404,6 +404,31 @@ def test_a_declared_mapping_reads_nested_fields_messages_and_json_text(tmp_path)
     assert mapped(row, tmp_path, question="a.b").question == "dotted"
 
 
+def test_messages_in_a_mapped_place_may_be_json_text(tmp_path):
+    chat = json.dumps([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}])
+    row = {"data": {"chat": chat}, "meta": {"truth": {"value": 7}}, "stars": None}
+    assert mapped(row, tmp_path).question == "Why?"
+    row["data"]["chat"] = "[1, 2] and [3]: which is longer?"
+    assert mapped(row, tmp_path).question == row["data"]["chat"]
+    row["data"]["chat"] = "[1, 2, 3]"
+    assert mapped(row, tmp_path).question == "[1, 2, 3]"
+
+
+def test_messages_of_a_table_that_has_both_layouts_are_read(tmp_path):
+    empty = {"role": None, "content": None}
+    chat = [message | empty for message in talk("Why?", "human")]
+    assert read_one({"conversations": chat}, tmp_path, domain="math").question == "Why?"
+    chat = [{"role": "user", "content": "Why?", "from": None, "value": None}]
+    assert read_one({"conversations": chat}, tmp_path, domain="math").question == "Why?"
+
+
+def test_code_contests_problems_that_use_files_are_kept_without_their_tests(tmp_path):
+    for name in ("input_file", "output_file"):
+        found = read_one(CODE_CONTESTS | {name: "sum.txt"}, tmp_path)
+        assert isinstance(found.reference, UnverifiableReference)
+        assert "sum.txt" in found.reference.why
+
+
 def test_a_declared_mapping_reads_tests_and_starter_code(tmp_path):
     row = {"q": "Add.", "t": STDIN, "name": "", "start": "def add():"}
     places = {"question": "q", "tests": "t", "starter_code": "start"}
