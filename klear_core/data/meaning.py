@@ -18,16 +18,25 @@ prod int iint oint partial lfloor rfloor lceil rceil floor ceil cup cap notin su
 mod pmod bmod infty infinity oplus neg wedge vee
 """
 _OPERATORS = frozenset(_OPERATOR_NAMES.split())
-_NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
+_NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+)
+_TENS = "thirty forty fifty sixty seventy eighty ninety"
 _OPPOSITES = (
     "maximum maximal maximize largest greatest biggest longest most highest",
     "minimum minimal minimize smallest least fewest shortest lowest",
     "more greater larger", "less smaller fewer", "increasing ascending", "decreasing descending", "even", "odd",
-    "not no never cannot without", "positive", "negative", "row rows", "column columns", "left", "right",
-    "inside", "outside", "first", "second", "third", "last", "area", "perimeter",
-    "volume", "product", "difference", "quotient", "remainder",
+    "not no never cannot without neither nor", "non", "positive", "negative", "row rows", "column columns", "left", "right",
+    "inside", "outside", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth",
+    "last", "area", "perimeter", "volume", "product", "difference", "quotient", "remainder",
+    "dozen", "hundred", "thousand", "million", "billion", "half", "quarter", "twice double", "thrice triple",
+    "rational", "irrational", "finite", "infinite", "unequal", "inscribed", "circumscribed",
+    "numerator", "denominator", "clockwise", "counterclockwise anticlockwise", "horizontal", "vertical",
+    "convex", "concave", "radius", "diameter", "median",
 )  # fmt: skip
 _MEANS = {word: str(number) for number, word in enumerate(_NUMBER_WORDS.split())}
+_MEANS |= {word: str(10 * number) for number, word in enumerate(_TENS.split(), 3)}
 for _group in _OPPOSITES:
     _MEANS |= dict.fromkeys(_group.split(), _group.split()[0])
 """Words that decide what is asked, each with the word or the number that stands for all that mean the same."""

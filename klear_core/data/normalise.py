@@ -35,30 +35,40 @@ _PRIME_NAME = re.compile(r"\^\s*(?:\{\s*\\prime\s*\}|\\prime(?![a-zA-Z]))")
 _SHORT_FRACTION = re.compile(r"(\\frac)\s*(\d)\s*(\d)")
 """LaTeX takes one digit as an argument without braces: `\\frac12` is one half."""
 _GREEK = "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi pi rho sigma tau phi chi psi omega"
-_SCRIPTS = {ord(c): f"^{i}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
-_SCRIPTS |= {ord(c): f"_{i}" for i, c in enumerate("₀₁₂₃₄₅₆₇₈₉")}
-"""Unicode scripts. NFKC would make plain digits of them, and 10² would read as 102."""
+_SUPERSCRIPTS = re.compile("[¹²³\u2070-\u207f\u1d2c-\u1d61\u1d9c\u1da0\u1dbb\u02b0-\u02b8\u02e1-\u02e3]+")
+_SUBSCRIPTS = re.compile("[\u2080-\u209c\u1d62-\u1d6a\u2c7c]+")
+"""Unicode scripts. NFKC would make plain signs of them: 10² would read as 102, 2ⁿ as 2n, and aₙ₊₁ as aₙ+1."""
+_MIXED_NUMBER = re.compile(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])")
+"""Place between a number and a fraction in one character: NFKC would make 31/2 of 3½."""
 _CHARACTERS = str.maketrans(
     {
-        "−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "⁄": "/", "∣": "|",
+        "−": "-", "–": "-", "—": "-", "‐": "-", "‒": "-", "―": "-", "×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "⁄": "/", "∣": "|",
         "≤": "<=", "⩽": "<=", "≥": ">=", "⩾": ">=", "≠": "!=", "’": "'", "′": "'", "°": "^\\circ ",
         "√": "\\sqrt ", "∞": "\\infty ", "±": "\\pm ", "∑": "\\sum ", "∏": "\\prod ", "∫": "\\int ", "∂": "\\partial ",
         "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∉": "\\notin ", "⊂": "\\subset ", "⊆": "\\subseteq ", "→": "\\to ",
         "∠": "\\angle ", "△": "\\triangle ", "⊥": "\\perp ", "∥": "\\parallel ", "≡": "\\equiv ", "≈": "\\approx ",
         "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ", "⊕": "\\oplus ", "∅": "\\emptyset ",
+        "⟨": "\\langle ", "⟩": "\\rangle ", "‖": "|",
+        **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\ufeff", ""),  # soft hyphen, and spaces of no width
     }
 )  # fmt: skip
 """Unicode signs and the ASCII or LaTeX that means the same."""
 _GREEK_LETTER = re.compile(r"(?<![α-ω])[α-ω](?![α-ω])")
 """A Greek letter that does not belong to a Greek word."""
 _GREEK_NAMES = dict(zip("αβγδεζηθκλμνξπρστφχψω", _GREEK.split(), strict=True))
+_LEADING_POINT = re.compile(r"\.(?<![\w.)\]}]\.)(?=\d)")
+"""The point of `.5`, which is 0.5 and not 5; not that of `Fig.5` or of `...5`."""
+_CONTRACTED_NOT = re.compile(r"(?<=[a-z])n't(?![a-z])")
 _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _SUBSCRIPT = re.compile(r"([_^][A-Za-z])(?=[A-Za-z])")
 """A subscript without braces is one character: `A_iA_1` is A_i A_1."""
 _LONE_LETTERS = r"\s(?<=[^\W\d_]\s)(?<![^\W\d_][^\W\d_]\s)\s*(?=[^\W\d_](?![^\W\d_]))"
 """White space between single letters, which are joined: some sources write the triangle ABC as `A B C`."""
 _PRIME = r"(?<=[\W_][^\W\d_])'(?![^\W\d_])|(?<=[)'])'(?![^\W\d_])"
-_TOKEN = r"[^\W\d_]+|\d+(?:\.\d+)?|[-+*/=<>!^|()\[\]&%\u2190-\u22ff\u2a00-\u2aff¬\ue000\ue001]|\\[{}]|" + _PRIME
+_TOKEN = (
+    r"[^\W\d_]+|\d+(?:\.\d+)?|[-+*/=<>!^|()\[\]&%\u0304\u0305\u2190-\u22ff\u27c0-\u27ff\u2a00-\u2aff¬\ue000\ue001]|\\[{}]|"
+    + _PRIME
+)
 """Numbers, runs of letters, signs with a meaning in mathematics (also primes, set braces, and the two group marks)."""
 
 
@@ -89,6 +99,10 @@ def tokens_of(text: str) -> list[str]:
     # A pattern is only tried on texts with the sign that it begins with: most texts are prose.
     if "," in plain:
         plain = _THOUSANDS_COMMA.sub("", plain)
+    if "." in plain:
+        plain = _LEADING_POINT.sub("0.", plain)
+    if "n't" in plain:
+        plain = _CONTRACTED_NOT.sub(" not", plain)
     if "\\frac" in plain:
         plain = _SHORT_FRACTION.sub(r"\1 \2 \3 ", plain)
     if "_" in plain or "^" in plain:
@@ -116,7 +130,9 @@ def _ascii_letters(text: str) -> str:
     """Return the text in lower case, with ASCII or LaTeX for each sign that has one."""
     if text.isascii():
         return text.lower()  # nothing below applies
-    plain = unicodedata.normalize("NFKC", text.translate(_SCRIPTS)).translate(_CHARACTERS).casefold()
+    plain = _SUPERSCRIPTS.sub(r"^{\g<0>}", _MIXED_NUMBER.sub(" ", text))
+    plain = _SUBSCRIPTS.sub(r"_{\g<0>}", plain)
+    plain = unicodedata.normalize("NFKC", plain).translate(_CHARACTERS).casefold()
     return _GREEK_LETTER.sub(_greek_name, plain)
 
 

@@ -2,6 +2,7 @@
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from klear_core.data.normalise import tokens_of
 from klear_core.data.ragged import ragged
 from klear_core.data.sketch import SKETCH_SIZE, similarities, sketches_of
 from klear_core.data.templates import templates_of
-from klear_core.types import Domain, MathReference
+from klear_core.types import Domain, MathReference, UnverifiableReference
 
 STORY = (
     "Every card in a deck has a picture of one shape, circle, square, or triangle, which is painted in one of the "
@@ -84,6 +85,15 @@ def test_the_same_problem_with_a_word_changed_is_a_copy_and_the_first_stays():
         ("in one of the three", "in one of the 30"),
         ("How many different sets", "What is the largest number of different sets"),
         ("a deck has", "a deck has not"),
+        ("three colors", "thirty colors"),
+        ("three colors", "fifteen colors"),
+        ("one of the three", "half of the three"),
+        ("one of the three", "twice the three"),
+        ("in one of", "in the fourth of"),
+        ("which is painted", "which isn't painted"),
+        ("different sets", "finite sets"),
+        ("different sets", "non-empty sets"),
+        ("different sets", "irrational sets"),
     ],
 )
 def test_other_numbers_or_opposite_words_make_another_problem(one, other):
@@ -127,6 +137,31 @@ def test_a_sign_an_operator_a_bracket_or_a_number_makes_another_problem(one, oth
     pair = [math(sentence.format(one), "5"), math(sentence.format(other), "5")]
     assert not is_exact_repeat(*pair)
     assert dropped(*pair) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("twenty balls", "thirty balls"),
+        ("a hundred balls", "a thousand balls"),
+        ("twice as many balls", "half as many balls"),
+        ("the fourth of them", "the fifth of them"),
+        ("negative integers", "non-negative integers"),
+        ("integers that aren't prime", "integers that are prime"),
+        ("rational roots", "irrational roots"),
+        ("circles inscribed in it", "circles circumscribed about it"),
+        ("the numerator of it", "the denominator of it"),
+    ],
+)
+def test_number_words_and_negations_make_another_problem_also_without_an_answer(one, other):
+    sentence = (
+        "Think of all the ways in which you can draw shapes on paper with a pencil and take them to your friend, and then "
+        "consider every part with great care: {}; explain in whole sentences how you found what you say about each."
+    )
+    pair = [math(sentence.format(text)) for text in (one, other)]
+    pair = [replace(c, reference=UnverifiableReference(domain=Domain.MATH, why="none")) for c in pair]
+    assert dropped(*pair) == []
+    assert dropped(pair[0], replace(pair[0], question=pair[0].question + " Go.")) == [1]
 
 
 @pytest.mark.parametrize(

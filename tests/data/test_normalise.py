@@ -43,6 +43,13 @@ from klear_core.data.normalise import tokens_of
         ("$f^{\\prime}(x)$", "$f'(x)$"),
         ("the students' books", "the students books"),
         ("$x=1\\hspace{1cm}\\mbox{ if }z$", "$x=1$ if $z$"),
+        ("$.5$ or $-.25$", "$0.5$ or $-0.25$"),
+        ("5 \N{NON-BREAKING HYPHEN} 3 \N{HYPHEN} 2 \N{FIGURE DASH} 1", "5 - 3 - 2 - 1"),
+        ("x¹⁰ + aₙ₊₁ = 2ˣ⁻¹", "$x^{10} + a_{n+1} = 2^{x-1}$"),
+        ("3½ cups", "3 1/2 cups"),
+        ("It isn't, and they don’t.", "It is not, and they do not."),
+        ("num\u00adber of pri\u200bmes", "number of primes"),
+        ("‖x‖ and ⟨u, v⟩", "$\\|x\\|$ and $\\langle u, v \\rangle$"),
     ],
 )
 def test_typesetting_does_not_matter(one, other):
@@ -77,6 +84,19 @@ def test_typesetting_does_not_matter(one, other):
         ("$f'(x)$", "$f(x)$"),
         ("$\\{x\\}$", "$x$"),
         ("10²", "102"),
+        (".5", "5"),
+        ("-.25", "-25"),
+        ("2ⁿ", "2n"),
+        ("eˣ", "ex"),
+        ("aₙ₊₁", "aₙ+1"),
+        ("f(\N{NON-BREAKING HYPHEN}3)", "f(3)"),
+        ("7 \N{HYPHEN} 4", "7 4"),
+        ("3½", "31/2"),
+        ("0.3\u0305", "0.3"),
+        ("x\u0304", "x"),
+        ("p ⟺ q", "p ⟹ q"),
+        ("‖x‖", "x"),
+        ("isn't", "is"),
     ],
 )
 def test_what_changes_the_meaning_stays(one, other):
