@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from rich.table import Table
 
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.records import whole_tables
+from klear_core.config.data import FileSource
 from klear_core.config.load import apply_override, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.curate import curate
+from klear_core.data.datafiles import default_name
 from klear_core.data.leak_table import LEAKS_PAGE
 from klear_core.errors import ConfigError, KlearError
 from klear_core.report.curation import write_curation_page
@@ -55,13 +58,34 @@ def curate_files(sources: Sequence[str], benchmarks: Sequence[str], overrides: S
 def config_of(sources: Sequence[str], benchmarks: Sequence[str], overrides: Sequence[str]) -> PipelineConfig:
     """Return a config whose `curate` reads these files. Raise ConfigError for an override of anything else."""
     settings: dict[str, object] = {
-        "curate": {"sources": list(sources), "decontaminate": {"also": [{"path": path} for path in benchmarks]}}
+        "curate": {
+            "sources": [{"kind": "file", **named} for named in _named(sources)],
+            "decontaminate": {"also": _named(benchmarks)},
+        }
     }
     for override in overrides:
         if not override.startswith(("curate.", "seed=")):
             raise ConfigError(f"--set {override!r}: this command takes only curate.* settings and the seed")
         settings = apply_override(settings, override)
     return validate(settings, origin="klear curate")
+
+
+def _named(paths: Sequence[str]) -> list[dict[str, str]]:
+    """Return the settings of files. Several of one name are called by as many of their folders as tell them apart.
+
+    Raise ConfigError for an empty path.
+    """
+    if "" in paths:
+        raise ConfigError("'' is no path: name files, folders or globs")
+    names = {path: default_name(FileSource(path=path)) for path in paths}
+    folders = {path: Path(path).absolute().parent.parts[1:] for path in paths}
+    for depth in range(1, max(map(len, folders.values()), default=0) + 1):
+        counts = Counter(names.values())
+        for path, name in names.items():
+            if counts[name] > 1:
+                own = default_name(FileSource(path=path))
+                names[path] = "/".join([*folders[path][-depth:], own])
+    return [{"path": path, "name": names[path]} for path in paths]
 
 
 def _drops(summary: StageSummary) -> Table:

@@ -78,6 +78,20 @@ def test_a_run_that_was_stopped_is_continued_and_its_working_files_are_deleted(k
     assert all(made[0][name] == made[1][name] for name in ("kept.parquet", "dropped.parquet", "leaks.html"))
 
 
+def test_files_of_one_name_are_called_by_their_folders_too(klear, files, tmp_path: Path):
+    train, benchmark = files
+    copies = [tmp_path / "a" / "x" / "train.jsonl", tmp_path / "b" / "x" / "train.jsonl", tmp_path / "c" / "aime.jsonl"]
+    for copy, original in zip(copies, (train, train, benchmark), strict=True):
+        copy.parent.mkdir(parents=True)
+        copy.write_bytes(original.read_bytes())
+    words = ["--benchmark", benchmark, "--benchmark", copies[2], "--out", tmp_path / "out"]
+    said = klear("curate", train, copies[0], copies[1], *words)
+    assert said.status == 0, said.err
+    dropped = pq.read_table(tmp_path / "out/dropped.parquet").to_pylist()
+    assert {row["source"] for row in dropped} == {f"{tmp_path.name}/train", "a/x/train", "b/x/train"}
+    assert {row["reason"] for row in dropped if row["step"] == "decontaminate"} == {f"in_{tmp_path.name}/aime"}
+
+
 def test_it_can_be_repeated_and_gives_the_same_bytes(klear, files, tmp_path: Path):
     def made() -> list[bytes]:
         assert klear("curate", files[0], "--out", tmp_path / "out").status == 0
@@ -90,6 +104,7 @@ def test_it_can_be_repeated_and_gives_the_same_bytes(klear, files, tmp_path: Pat
     ("words", "error"),
     [
         (["no-such.jsonl", "--out", "out"], "no-such.jsonl: no such file"),
+        (["", "--out", "out"], "'' is no path"),
         (["train.jsonl", "--out", "."], "has other files (aime.jsonl, train.jsonl)"),
         (["train.jsonl", "--out", "out", "--set", "rl.num_steps=3"], "only curate.* settings and the seed"),
         (["train.jsonl", "--out", "out", "--set", "curate.dedup.neer=1"], "neer"),
