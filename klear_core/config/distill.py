@@ -56,7 +56,7 @@ class TeacherEndpoint(Settings):
     base_url: str = Field(pattern=r"^https?://[^/\s@?#]+(/[^\s?#]*)?$")
     """URL before `/chat/completions`, such as `https://api.deepseek.com/v1`. A user name, password or query is refused:
     a URL is no place for a key."""
-    api_key_env: str = ""
+    api_key_env: str = Field(default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")
     """Name of the environment variable that holds the API key; the key itself is never a setting."""
     api_key_block: str = Field(default="", pattern="^[a-z0-9-]*$")
     """Name of the Prefect block of type Secret that holds the API key, in place of a variable."""

@@ -128,7 +128,7 @@ class HttpEngineConfig(Settings):
     """URL up to and including `/v1`."""
     model: str
     """Model name at the endpoint, as `/v1/models` lists it."""
-    api_key_env: str = ""
+    api_key_env: str = Field(default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")
     """Name of the environment variable that holds the API key; the key itself is never a setting."""
     runtime: HttpRuntime = HttpRuntime()
 

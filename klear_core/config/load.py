@@ -223,7 +223,16 @@ def _explain(error: Any, model: type[BaseModel]) -> str:
         return f"{key}: missing, and it has no default"
     if error["type"] == "value_error":  # from our validators, whose messages name the values
         return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
-    return f"{key} = {error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+    problem = f"{error['msg'][:1].lower()}{error['msg'][1:]}"
+    if _may_hold_a_key(loc, str(error["input"])):
+        return f"{key}: {problem}; its value is not shown, because it may hold a key"
+    return f"{key} = {error['input']!r}: {problem}"
+
+
+def _may_hold_a_key(loc: Sequence[str], value: str) -> bool:
+    """Return whether somebody may have written a key into this setting, which is no place for it."""
+    setting = loc[-1] if loc else ""
+    return setting in ("api_key_env", "api_key_block") or (setting == "base_url" and not {"@", "?"}.isdisjoint(value))
 
 
 def _without_tags(loc: Sequence[str], model: Any) -> list[str]:

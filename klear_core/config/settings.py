@@ -15,7 +15,13 @@ class Settings(BaseModel):
     A field called `runtime` holds settings that never change a result (workers, hosts, timeouts); hashes leave it out.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,  # pydantic's own message is in tracebacks; ours shows values that hold no key
+    )
 
 
 class Floor(Settings):

@@ -89,6 +89,21 @@ def test_out_of_range_value_is_named_with_its_bound(profile):
         load_profile(profile, ["rl.num_steps=0"])
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("api_key_env", "sk-proj-0123456789"),
+        ("api_key_block", "SK_0123456789"),
+        ("base_url", "https://user:0123456789@host/v1"),
+    ],
+)
+def test_a_key_in_the_wrong_place_is_refused_without_being_shown(setting, value):
+    teacher = {"kind": "http", "model": "r1", "base_url": "https://host/v1", setting: value}
+    with pytest.raises(ConfigError, match=rf"{setting}: string should match .* its value is not shown") as caught:
+        validate({"distill": {"teacher": teacher}}, origin="here")
+    assert "0123456789" not in f"{caught.value} {caught.value.__cause__}"
+
+
 def test_all_wrong_keys_are_reported_at_once():
     with pytest.raises(ConfigError, match=r"(?s)sede.*nmae"):
         validate({"sede": 1, "nmae": "x"}, origin="here")
