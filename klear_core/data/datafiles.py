@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import glob
 from pathlib import Path
 from typing import assert_never
 
-from klear_core.artifacts.files import fixed_part, is_pattern, matching_files
+from klear_core.artifacts.files import fixed_part, is_pattern
 from klear_core.artifacts.hub import HubFiles, cached_names, fetch, published_files
 from klear_core.config.data import FileSource, HubSource
 from klear_core.data.rowfiles import SUFFIXES, check_ends, check_file, stem_of
@@ -149,22 +150,22 @@ def _local_files(source: FileSource) -> list[DataFile]:
         check_file(path)
         return _existing({source.path: path}, may_be_empty=True)
     if is_pattern(source.path):
-        root, files = fixed_part(source.path), matching_files(source.path)
+        root, found = fixed_part(source.path), map(Path, glob(source.path, recursive=True))
     else:
-        root, files = path, _files_below(path)
-    names = chosen_names([file.relative_to(root).as_posix() for file in files], source)
+        root, found = path, path.rglob("*")
+    names = chosen_names([file.relative_to(root).as_posix() for file in _files_among(found, root)], source)
     return _existing({str(root / name): root / name for name in names})
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """Return all files below a folder. Raise DataError for a link to nothing, as in a copy of the Hub's cache that
-    lacks the files themselves.
+def _files_among(found: Iterable[Path], root: Path) -> Iterator[Path]:
+    """Yield the files among files and folders. Raise DataError for a data file that is a link to nothing, as in a copy
+    of the Hub's cache that lacks the files themselves.
     """
-    found = list(folder.rglob("*"))
-    for file in found:
-        if file.is_symlink() and not file.exists() and _is_data(file.relative_to(folder).as_posix()):
-            raise DataError(f"{file}: is a link to {file.readlink()}, which is not there: copy or fetch it again")
-    return [file for file in found if file.is_file()]
+    for path in found:
+        if path.is_file():
+            yield path
+        elif path.is_symlink() and not path.exists() and _is_data(path.relative_to(root).as_posix()):
+            raise DataError(f"{path}: is a link to {path.readlink()}, which is not there: copy or fetch it again")
 
 
 def _existing(files: dict[str, Path], *, may_be_empty: bool = False) -> list[DataFile]:

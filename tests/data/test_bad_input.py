@@ -77,8 +77,9 @@ def test_a_column_that_python_cannot_hold_is_an_error_that_says_why(column, tmp_
 def test_a_link_to_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES)
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "blobs" / "0123")
-    with pytest.raises(DataError, match=r"b\.jsonl: is a link to .*0123, which is not there"):
-        check_source(FileSource(path=str(tmp_path)))
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(DataError, match=r"b\.jsonl: is a link to .*0123, which is not there"):
+            check_source(FileSource(path=str(path)))
 
 
 def test_undecodable_text_in_json_costs_its_row_alone(tmp_path):
