@@ -149,10 +149,10 @@ def _local_files(source: FileSource) -> list[DataFile]:
     if not is_pattern(source.path) and not path.is_dir():
         check_file(path)
         return _existing({source.path: path}, may_be_empty=True)
+    found: Iterable[Path] = path.rglob("*")
+    root = path
     if is_pattern(source.path):
         root, found = fixed_part(source.path), map(Path, glob(source.path, recursive=True))
-    else:
-        root, found = path, path.rglob("*")
     names = chosen_names([file.relative_to(root).as_posix() for file in _files_among(found, root)], source)
     return _existing({str(root / name): root / name for name in names})
 
