@@ -14,6 +14,8 @@ from klear_core.scores import Range
 
 SEED_CONFIDENCE = 0.95
 """Confidence level of intervals over seeds."""
+_ROUNDING = 1e-12
+"""Differences of scores between 0 and 1 that are smaller than this come from rounding."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> Fraction:
@@ -87,12 +89,13 @@ def t_test_p(values: Sequence[float]) -> float:
     """Return the two-sided p-value of Student's t test that the mean is 0.
 
     Equal values have no spread to test by: theirs is that of the sign-flip test, 2 / 2^n, or 1 if they are 0.
+    Differences of scores that are equal but for rounding are equal.
     """
     from scipy.special import stdtr
 
     mean, spread = fmean(values), stdev(values)
-    if not spread:
-        return 2.0 ** (1 - len(values)) if mean else 1.0
+    if spread <= _ROUNDING:
+        return 2.0 ** (1 - len(values)) if abs(mean) > _ROUNDING else 1.0
     t = mean / spread * len(values) ** 0.5
     return float(2 * stdtr(len(values) - 1, -abs(t)))
 

@@ -130,6 +130,8 @@ def test_the_t_test_of_seeds_by_hand_and_without_a_spread() -> None:
     # two seeds that gained one answer of 512 each are no proof
     assert t_test_p([1 / 512, 1 / 512]) == 0.5
     assert t_test_p([0.3] * 6) == 2 / 2**6
+    # the same difference at six levels: rounding makes them differ by 5e-17
+    assert t_test_p([(0.3 + seed / 100) - (0.5 + seed / 100) for seed in range(6)]) == 2 / 2**6
     assert t_test_p([0.0, 0.0]) == 1
 
 

@@ -268,7 +268,7 @@ def test_a_grid_of_sft_is_compared_with_the_papers_rows_beside_it(tmp_path: Path
         profile = "smoke"
         compare = "sft"
         reference = "a"
-        seeds = [1, 2]
+        seeds = [1, 2, 3, 4, 5, 6]
         scored_on = ["heldout"]
         [variants]
         a = []
@@ -291,15 +291,15 @@ def test_a_grid_of_sft_is_compared_with_the_papers_rows_beside_it(tmp_path: Path
                 counts = {"steps": 30, "tokens": 5000}
                 slot.publish(manifest(own.kind, own.fingerprint, counts=counts))
     ablate_grid(options)
-    assert "4 runs; artifacts to make: none" in capsys.readouterr().out
+    assert "12 runs; artifacts to make: none" in capsys.readouterr().out
     folder = tmp_path / "ws" / "ablations"
     shown = (folder / "small.md").read_text()
     assert (
-        "| b | 0.004 | 31.5 (31.0 to 32.0) | 25.1 to 37.9 | -20.0 (-20.0 to -20.0) | -20.0 to -20.0 | 30 | 5,000 |"
+        "| b | 0.004 | 33.5 (31.0 to 36.0) | 31.5 to 35.5 | -20.0 (-20.0 to -20.0) | -20.0 to -20.0 | 30 | 5,000 |"
         in shown
     )
     assert (
-        "| b | 31.5 (31.0 to 32.0) | a | -20.0 (-20.0 to -20.0) | -20.0 to -20.0 | 0.000 | 35.5 | -4.5 | same in 1 of 1 |"
+        "| b | 33.5 (31.0 to 36.0) | a | -20.0 (-20.0 to -20.0) | -20.0 to -20.0 | 0.031 | 35.5 | -4.5 | same in 1 of 1 |"
         in shown
     )
     table = AblationTable.model_validate_json((folder / "small.json").read_text())
