@@ -95,9 +95,16 @@ def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
         with device:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     transformers_logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
+    hf, found = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True, output_loading_info=True
     )
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers draws them at random, and only logs it
+        raise ConfigError(
+            f"{folder}: {len(missing)} of the model's tensors are not in its weights ({', '.join(missing[:3])}); was it "
+            "saved with adapters that are not merged, or for another config.json?"
+        )
+    return hf
 
 
 def pick_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import packed, random_rows, rows_of_groups, tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -123,6 +124,18 @@ def test_export_stops_at_the_end_of_a_turn_and_at_what_the_source_stopped_at(fol
     generation = json.loads((made / "generation_config.json").read_text())
     assert (generation["eos_token_id"], generation["temperature"]) == ([258, 256], 0.6)
     assert json.loads((made / "config.json").read_text())["eos_token_id"] == 258
+
+
+@pytest.mark.parametrize("renamed", ["model.layers.0.self_attn.q_proj.base_layer.weight", "q_proj.weight"])
+def test_weights_without_a_tensor_of_the_model_are_refused_instead_of_drawn_at_random(folder, tmp_path, renamed):
+    source = tmp_path / "source"
+    shutil.copytree(folder, source)
+    weights = load_file(source / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[renamed] = weights.pop(name)  # as a model that was saved with its LoRA adapters has it
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"{source}: 1 of the model's tensors are not in its weights \({name}\)"):
+        load_model(source, device="cpu")
 
 
 def test_export_never_lowers_the_window_and_replaces_what_a_killed_run_left(folder, tmp_path):
