@@ -176,6 +176,12 @@ def grade_at(fields: Fields, *path: str) -> float | None:
 _USER_ROLES = ("user", "human")
 
 
+def is_from_user(message: object) -> bool:
+    """Return whether a chat's message is a user's, in either layout (see `user_message`)."""
+    # A table in which rows have either layout has the keys of both, some of them null.
+    return isinstance(message, Mapping) and (message.get("role") or message.get("from")) in _USER_ROLES
+
+
 def user_message(fields: Fields, *path: str) -> str:
     """Return the text of the only user message in a chat; other roles hold the source's instructions.
 
@@ -184,8 +190,7 @@ def user_message(fields: Fields, *path: str) -> str:
     messages, key = value_at(fields, *path), ".".join(path)
     if not isinstance(messages, list):
         raise RowError("wrong_type", key, f"expected a list of messages, found {_shown(messages)}")
-    # A table in which rows have either layout has the keys of both, some of them null.
-    users = [m for m in messages if isinstance(m, Mapping) and (m.get("role") or m.get("from")) in _USER_ROLES]
+    users = [message for message in messages if is_from_user(message)]
     if len(users) != 1:
         raise RowError("not_single_turn", key, f"expected one user message, found {len(users)}")
     return text_at(users[0], "content" if users[0].get("role") else "value")

@@ -9,7 +9,7 @@ from itertools import islice
 from klear_core.config.data import FileSource, HubSource
 from klear_core.data.contest_ids import contest_id
 from klear_core.data.datafiles import check_files, data_files, origin
-from klear_core.data.fields import Fields, RowError, keys, stated_id, text_at, user_message, value_at
+from klear_core.data.fields import Fields, RowError, is_from_user, keys, stated_id, text_at, user_message, value_at
 from klear_core.data.question_tables import QuestionTables
 from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows
 from klear_core.data.trace_schemas import TRACE_SCHEMAS
@@ -118,10 +118,18 @@ def split_reply(text: str) -> Reply:
         return Reply(reasoning=text.replace(_THOUGHT_OPEN, "").strip(), answer="", finish_reason="length")
     if THINK_CLOSE in text:
         split = split_response(text)
-        return Reply(reasoning=split.reasoning, answer=split.answer)
-    if text.lstrip().startswith(THINK_OPEN):
-        return Reply(reasoning=split_response(text).reasoning, answer="", finish_reason="length")
+        return Reply(reasoning=_without_tags(split.reasoning), answer=split.answer)
+    if THINK_OPEN in text:
+        return Reply(reasoning=text.partition(THINK_OPEN)[2].strip(), answer="", finish_reason="length")
     return Reply(reasoning="", answer=text.strip())
+
+
+def _without_tags(reasoning: str) -> str:
+    """Return the thinking without tags around it, of which some rows have several pairs; SFT writes one of its own."""
+    bare = reasoning.strip()
+    while bare.startswith(THINK_OPEN) or bare.endswith(THINK_CLOSE):
+        bare = bare.removeprefix(THINK_OPEN).removesuffix(THINK_CLOSE).strip()
+    return bare
 
 
 def _rows(source: FileSource | HubSource, complete: Callable[[Fields], Fields]) -> Iterator[PublishedTrace | Dropped]:
@@ -174,7 +182,7 @@ def _two_fields(reasoning: str, answer: str) -> Callable[[Fields], Sequence[Repl
     """Return a reader of replies whose thinking and answer are in two columns, with or without tags."""
 
     def replies(fields: Fields) -> Sequence[Reply]:
-        thinking = text_at(fields, reasoning).removeprefix(THINK_OPEN).removesuffix(THINK_CLOSE).strip()
+        thinking = _without_tags(text_at(fields, reasoning))
         return (Reply(reasoning=thinking, answer=str(value_at(fields, answer) or "").strip()),)
 
     return replies
@@ -194,10 +202,15 @@ def _replies_in(*path: str) -> Callable[[Fields], Sequence[Reply]]:
         said = [m for m in messages if isinstance(m, Mapping) and (m.get("role") or m.get("from")) in _REPLY_ROLES]
         if len(said) != 1:
             raise RowError("not_single_turn", ".".join(path), f"expected one assistant message, found {len(said)}")
+        if not any(map(is_from_user, messages[: messages.index(said[0])])):
+            raise RowError("not_single_turn", ".".join(path), "the assistant's message comes before the user's")
         text = text_at(said[0], "content" if said[0].get("role") else "value")
         thinking = said[0].get("reasoning_content") or said[0].get("reasoning")
         if isinstance(thinking, str) and thinking.strip():
-            return (Reply(reasoning=thinking.strip(), answer=text),)
+            # Some rows have the thinking a second time, in tags at the beginning of the text.
+            is_repeated = text.startswith((THINK_OPEN, _THOUGHT_OPEN))
+            reply = split_reply(text) if is_repeated else Reply(reasoning="", answer=text)
+            return (replace(reply, reasoning=_without_tags(thinking)),)
         return (split_reply(text),)
 
     return replies
@@ -217,7 +230,7 @@ def _generations(fields: Fields) -> Sequence[Reply]:
     whole, right = fields.get("is_reasoning_complete"), fields.get("correctness_math_verify")
     replies = []
     for index, text in enumerate(texts):
-        reply = split_reply(str(text))
+        reply = split_reply("" if text is None else str(text))
         finish: TeacherFinish = "length" if _flag_at(whole, index) is False else reply.finish_reason
         verdict = _as_verdict(_flag_at(right, index))
         replies.append(replace(reply, finish_reason=finish, published_verdict=verdict))
@@ -232,8 +245,15 @@ def _graded_samples(fields: Fields) -> Sequence[Reply]:
     replies = []
     for index, text in enumerate(texts):
         verdict = _as_verdict(_flag_at(scores, index))
-        replies.append(replace(split_reply(str(text)), published_verdict=verdict))
+        replies.append(replace(split_reply("" if text is None else str(text)), published_verdict=verdict))
     return replies
+
+
+def _prompt(fields: Fields) -> str:
+    """Return the question of a plain pair; an instruction's `input` (Alpaca) belongs to it."""
+    question = text_at(fields, _first_key(fields, "prompt", "question", "instruction"))
+    given = fields.get("input") if "instruction" in fields else None
+    return f"{question}\n\n{given.strip()}" if isinstance(given, str) and given.strip() else question
 
 
 def _first_key(fields: Fields, *names: str) -> str:
@@ -322,7 +342,7 @@ FORMATS = (
     TraceFormat(
         name="prompt_response",
         signatures=keys("prompt response", "question response", "instruction output"),
-        question=lambda fields: text_at(fields, _first_key(fields, "prompt", "question", "instruction")),
+        question=_prompt,
         replies=lambda fields: (split_reply(text_at(fields, _first_key(fields, "response", "output"))),),
     ),
 )

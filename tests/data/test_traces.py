@@ -25,6 +25,15 @@ ROWS = {
     "messages, with the thinking apart": {
         "messages": [CHAT[0], {"role": "assistant", "content": "so \\boxed{2}", "reasoning_content": "hm"}]
     },
+    "messages, with the thinking apart and in tags": {
+        "messages": [
+            CHAT[0],
+            {"role": "assistant", "content": "so \\boxed{2}", "reasoning_content": "<think>\nhm\n</think>"},
+        ]
+    },
+    "messages, with the thinking apart and in the text": {
+        "messages": [CHAT[0], {"role": "assistant", "content": THOUGHT, "reasoning_content": "hm"}]
+    },
     "Nemotron-Post-Training-Dataset-v2": {
         "uuid": "u",
         "license": "cc-by-4.0",
@@ -111,6 +120,7 @@ ROWS = {
         "message_content": "so \\boxed{2}",
     },
     "prompt and response": {"prompt": QUESTION, "response": THOUGHT},
+    "Alpaca": {"instruction": QUESTION, "input": "", "output": THOUGHT},
 }
 
 
@@ -154,6 +164,18 @@ def test_every_generation_of_a_row_is_a_reply_with_what_the_row_says_of_it(tmp_p
     assert told == [("hm", "stop", "right"), ("wait, wait", "length", "wrong"), ("hm", "stop", "wrong")]
 
 
+def test_a_generation_that_is_null_is_no_reply_of_the_word_none(tmp_path):
+    row = OPENR1 | {"generations": [None, THOUGHT]}
+    (trace,) = read_traces(source_of(tmp_path, row))
+    told = [(r.reasoning, r.answer, r.published_verdict) for r in trace.replies]
+    assert told == [("", "", "right"), ("hm", "so \\boxed{2}", "wrong")]
+
+
+def test_the_input_of_an_instruction_belongs_to_the_question(tmp_path):
+    (trace,) = read_traces(source_of(tmp_path, {"instruction": "Add.", "input": "1+1", "output": THOUGHT}))
+    assert trace.question == "Add.\n\n1+1"
+
+
 @pytest.mark.parametrize(
     ("text", "split"),
     [
@@ -161,6 +183,8 @@ def test_every_generation_of_a_row_is_a_reply_with_what_the_row_says_of_it(tmp_p
         ("hm</think>2", ("hm", "2", "stop")),  # the prompt opened the thinking
         ("<think>a</think>b<think>c</think>2", ("a</think>b<think>c", "2", "stop")),
         ("<think>hm", ("hm", "", "length")),
+        ("Well. <think>hm", ("hm", "", "length")),
+        ("<think>\n<think>\nhm\n</think>\n</think>\n2", ("hm", "2", "stop")),
         ("It is 2.", ("", "It is 2.", "stop")),
         (SKY, ("hm", "so \\boxed{2}", "stop")),
         (SKY.removesuffix("<|end_of_solution|>"), ("hm", "so \\boxed{2}", "length")),
@@ -178,6 +202,7 @@ BAD = {
     "two questions": ({"messages": [CHAT[0], *CHAT]}, "not_single_turn"),
     "two answers": ({"messages": [*CHAT, CHAT[1]]}, "not_single_turn"),
     "no answer": ({"messages": CHAT[:1]}, "not_single_turn"),
+    "a greeting before the question": ({"messages": CHAT[::-1]}, "not_single_turn"),
     "an empty answer": ({"messages": [CHAT[0], {"role": "assistant", "content": " "}]}, "empty_field"),
     "no list": ({"messages": "hi"}, "wrong_type"),
 }
