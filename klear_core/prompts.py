@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from klear_core.types import Completion
 if TYPE_CHECKING:
     Tokenizer = Any  # transformers ships no types for its fast tokenizers
 
+_DATE = datetime(2024, 7, 26, tzinfo=UTC)
+"""Today, for templates that write the date. The clock's would change prompts, and so weights and scores, by the day;
+this is the one that Llama 3's templates have where there is no clock."""
 _QUESTION = "1+1 = ?"
 """A question to try a template with."""
 THINK_OPEN = "<think>"
@@ -55,7 +59,9 @@ def render_prompt(tokenizer: Tokenizer, question: str) -> tuple[int, ...]:
 def prompt_text(tokenizer: Tokenizer, question: str) -> str:
     """Return the text that `render_prompt` encodes."""
     messages = [{"role": "user", "content": question}]
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text: str = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, strftime_now=_DATE.strftime
+    )
     return text
 
 

@@ -112,6 +112,15 @@ def test_the_end_token_is_what_ends_a_turn_even_if_the_folder_names_the_end_of_a
     assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
+def test_a_template_that_writes_the_date_gives_the_same_prompt_on_every_day(tokenizer):
+    """Llama 3.2, SmolLM3 and others do: a run that goes on after midnight must train on the prompts it sampled from."""
+    dated = build_byte_tokenizer()
+    dated.chat_template = "Today is {{ strftime_now('%d %b %Y %H:%M:%S.%f') }}.\n" + CHAT_TEMPLATE
+    text = dated.decode(render_prompt(dated, "2*3 = ?"))
+    assert text.startswith("Today is 26 Jul 2024 00:00:00.000000.\n")
+    assert text.endswith(tokenizer.decode(render_prompt(tokenizer, "2*3 = ?")))
+
+
 R1_TEMPLATE = (
     "{{ '<|endoftext|>' }}{% for message in messages %}{% if message['role'] == 'user' %}"
     "{{ '<|im_start|>' + message['content'] }}{% else %}"
