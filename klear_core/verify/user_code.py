@@ -98,7 +98,9 @@ def check(cfg: UserFunction) -> None:
     module_file(cfg.module)
     command = [sys.executable, "-m", "klear_core.verify.user_code", cfg.function, str(cfg.memory_mb)]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=IMPORT_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"its import does not end within {IMPORT_TIMEOUT_S:g} s") from None
     if ended.returncode == OUT_OF_MEMORY:

@@ -200,6 +200,7 @@ def test_a_fit_function_passes_without_being_imported_here(folder: Path, capfd: 
         ("import os\nos._exit(4)", "its import ended the process .exit status 4"),
         ("x = bytearray(10**9)", "its import failed: unfit:f needs more memory than its memory_mb = 256"),
         ("raise SystemExit(0)", "its import ended the process .exit status 0"),
+        ("import os\nos.write(2, b'\\xff')\nos._exit(4)", "its import ended the process .exit status 4"),
     ],
 )
 def test_an_import_that_fails_does_so_in_the_child(folder: Path, source: str, why: str) -> None:
