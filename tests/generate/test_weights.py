@@ -22,6 +22,12 @@ def test_one_file_many_shards_and_a_mapping_are_the_same_weights(tmp_path: Path)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    build_model().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    assert tensor_shapes(tmp_path).keys() == build_model().state_dict().keys() - {HEAD}
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     build_model().save_pretrained(tmp_path, max_shard_size="20KB")
     lost = sorted(tmp_path.glob("*.safetensors"))[1]
