@@ -17,7 +17,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 CARD = "README.md"
 _CONFIG = "config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZER = "tokenizer.json"
 _OPTIONAL = (
     CARD,
     "generation_config.json",
@@ -26,7 +26,9 @@ _OPTIONAL = (
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
-    *_VOCABULARIES,
+    _TOKENIZER,
+    "tokenizer.model",
+    "vocab.json",
 )
 _ADAPTER = "adapter_config.json"
 
@@ -64,19 +66,26 @@ def model_files(names: Collection[str], *, at: str) -> list[str]:
     if _CONFIG not in names:
         what = "an adapter without its base model; merge the two first" if _ADAPTER in names else "not a model"
         raise ConfigError(f"{at}: no {_CONFIG} there, so this is {what}")
-    shards = sorted(name for name in names if name.startswith("model") and name.endswith(".safetensors"))
-    weights = [WEIGHTS] if WEIGHTS in names else shards
+    weights = weight_files(names)
     if not weights:
         others = sorted(name for name in names if name.endswith((".bin", ".pth", ".pt", ".gguf", ".safetensors")))
         there = f"there are {', '.join(others[:4])}; convert them with transformers" if others else "there are none"
         raise ConfigError(f"{at}: no {WEIGHTS} and no shards model-*.safetensors there; weights: {there}")
-    if weights == shards and WEIGHTS not in names:
+    if weights != [WEIGHTS]:
         if WEIGHTS_INDEX not in names:
-            raise ConfigError(f"{at}: has {len(shards)} shards of weights and no {WEIGHTS_INDEX}")
-        weights = [*shards, WEIGHTS_INDEX]
-    if _TOKENIZER_CONFIG not in names or not any(name in names for name in _VOCABULARIES):
+            raise ConfigError(f"{at}: has {len(weights)} shards of weights and no {WEIGHTS_INDEX}")
+        weights.append(WEIGHTS_INDEX)
+    # Engines read tokenizer.json alone; transformers writes it if it can make one of the other forms.
+    if _TOKENIZER_CONFIG not in names or _TOKENIZER not in names:
         raise ConfigError(f"{at}: no tokenizer there: {_TOKENIZER_CONFIG} and tokenizer.json are needed")
     return sorted([_CONFIG, _TOKENIZER_CONFIG, *weights, *(name for name in _OPTIONAL if name in names)])
+
+
+def weight_files(names: Collection[str]) -> list[str]:
+    """Return which of a folder's files hold its model's weights: a single file, else the shards; empty if none does."""
+    if WEIGHTS in names:
+        return [WEIGHTS]
+    return sorted(name for name in names if name.startswith("model") and name.endswith(".safetensors"))
 
 
 def check_model(model: PublishedModel) -> None:

@@ -12,7 +12,7 @@ from klear_core.artifacts.files import sha256_of_all
 from klear_core.artifacts.hub import check_content
 from klear_core.artifacts.ledger import FileRecord, GivenRecord, StageSummary
 from klear_core.artifacts.manifest import POINTER
-from klear_core.artifacts.model_files import check_folder, download, licence_in, origin_of, repo_of
+from klear_core.artifacts.model_files import check_folder, download, licence_in, origin_of, repo_of, weight_files
 from klear_core.config.train import HubModelConfig, ModelConfig, PublishedModel, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.hf_config import read_hf_config
@@ -21,6 +21,8 @@ from klear_core.seeding import seed_for
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from klear_core.prompts import Tokenizer
 
 
 def prepare_base(cfg: ModelConfig, *, seed: int, workdir: Path, telemetry: Telemetry) -> StageSummary:
@@ -72,7 +74,9 @@ def model_folder(artifact: Path) -> Path:
     folder = Path(pointed["path"])
     if not (folder / "config.json").is_file():
         raise ArtifactError(f"{pointer}: points to {folder}, which has no config.json any more")
-    if _weight_sizes(folder) != pointed["weights"]:
+    recorded: dict[str, int] = pointed["weights"]
+    is_whole = all((folder / name).is_file() for name in recorded)
+    if not is_whole or not _weight_sizes(folder).items() <= recorded.items():
         raise ArtifactError(
             f"{pointer}: the weights in {folder} are not those that it was made for; run the base stage again"
         )
@@ -173,12 +177,26 @@ def _point_to(folder: Path, max_position_embeddings: int | None, workdir: Path) 
     pointed = {"path": str(folder), "max_position_embeddings": max_position_embeddings, "weights": weights}
     temporary.write_text(json.dumps(pointed, indent=2))
     temporary.replace(workdir / POINTER)
-    return StageSummary(counts={"weight_bytes": sum(weights.values())})
+    return StageSummary(counts={"weight_bytes": sum(weights.values())}, notes=_end_notes(folder, tokenizer))
+
+
+def _end_notes(folder: Path, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return a note if engines would not stop where the chat template ends a turn: answers run on to their limit."""
+    from klear_core.generate.text import FolderTokenizer
+
+    if tokenizer.eos_token_id in FolderTokenizer(folder).stop_ids:
+        return ()
+    return (
+        f"{folder}: its template ends a turn with {tokenizer.eos_token!r}, which neither tokenizer_config.json "
+        "(eos_token) nor generation_config.json (eos_token_id) lists: its samples go on behind the end of the answer. "
+        "If it was trained on that template, add the token there",
+    )
 
 
 def _weight_sizes(folder: Path) -> dict[str, int]:
-    """Return bytes by file, to detect that the folder holds another model.
+    """Return the bytes of each file of the model's weights, to detect that the folder holds another model.
 
     A flipped bit is not detected: hashing 16 GB would cost every stage a minute.
     """
-    return {f.name: f.stat().st_size for f in sorted(folder.glob("*.safetensors"))}
+    names = weight_files([file.name for file in folder.iterdir()])
+    return {name: (folder / name).stat().st_size for name in names}

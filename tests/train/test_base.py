@@ -64,10 +64,11 @@ def test_a_hugging_face_folder_is_pointed_to_not_copied(tmp_path):
 
 def test_what_a_folder_lacks_is_named(tmp_path):
     folder = tiny_folder(tmp_path / "hf")
-    for missing in ("model.safetensors", "tokenizer_config.json", "config.json"):
+    for missing in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"):
         broken = tmp_path / missing
         shutil.copytree(folder, broken)
         (broken / missing).unlink()
+        (broken / "vocab.json").write_text("{}")  # engines read tokenizer.json alone
         with pytest.raises(ConfigError, match=str(broken)):
             point(broken, tmp_path / "base")
 
@@ -106,6 +107,23 @@ def test_a_pointer_to_weights_that_were_replaced_is_an_artifact_error(tmp_path):
     (folder / "model.safetensors").write_bytes(b"another model")
     with pytest.raises(ArtifactError, match="not those that it was made for"):
         model_folder(tmp_path / "base")
+
+
+def test_a_file_that_is_no_part_of_the_model_may_come_beside_it(tmp_path):
+    folder = tiny_folder(tmp_path / "hf")
+    point(folder, tmp_path / "base")
+    (folder / "consolidated.safetensors").write_bytes(b"the same weights in another format, as Mistral has them")
+    assert model_folder(tmp_path / "base") == folder
+
+
+def test_a_model_whose_files_do_not_list_the_end_of_a_turn_has_a_note(tmp_path):
+    folder = tiny_folder(tmp_path / "hf")
+    assert point(folder, tmp_path / "base").notes == ()
+    for file, key, value in (("tokenizer", "eos_token", "<|endoftext|>"), ("generation", "eos_token_id", 256)):
+        path = folder / f"{file}_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    (note,) = point(folder, tmp_path / "base").notes
+    assert "its template ends a turn with '<|im_end|>', which neither" in note
 
 
 def test_a_second_run_replaces_what_a_killed_one_left(tmp_path):
