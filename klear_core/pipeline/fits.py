@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ MARGIN_SHARE, MARGIN_GB = 0.06, 1.5
 """Margin on top of what torch allocates: 6 % of the peak for fragmentation of its allocator, and 1.5 GB for the CUDA
 context and the buffers of cuBLAS and NCCL. Ours; not measured on a GPU."""
 _MOST_WORKERS = 64
+_MOST_OF_A_GPU = 0.9
+"""Largest gpu_memory_utilization that is advised; vLLM's default."""
+_OFFLOADED: dict[str, int] = {"cpu_offload": True, "activation_checkpointing": True}
 
 
 def memory_problems(work: PendingWork) -> Iterator[str]:
@@ -42,10 +46,11 @@ def memory_problems(work: PendingWork) -> Iterator[str]:
         if training is not None and size is not None and _is_on_gpu(training):
             yield from _learner_problems(stage, training, size, hardware.gpu_memory_gb)
         engine_size = size if use is None or use.model is None else planned_size(use.model)
-        if use is not None and engine_size is not None:
+        if isinstance(stage.job, RlJob) and _share_a_gpu(stage.job.rl):
+            if size is not None:
+                yield from _shared_problems(stage, stage.job.rl, size, hardware)
+        elif use is not None and engine_size is not None:
             yield from _engine_problems(use, engine_size, hardware)
-        if isinstance(stage.job, RlJob) and size is not None:
-            yield from _shared_problems(stage, stage.job.rl, size, hardware.gpu_memory_gb)
 
 
 def with_margin_gb(num_bytes: float) -> float:
@@ -123,8 +128,7 @@ def _fits_offloaded(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: flo
     """Return whether the same number of GPUs is enough with weights, gradients and moments in host memory."""
     if training.optim.kind != "adamw":
         return False  # no other moments may be there
-    changes = {"cpu_offload": True, "activation_checkpointing": True}
-    changed = training.model_copy(update={"runtime": training.runtime.model_copy(update=changes)})
+    changed = training.model_copy(update={"runtime": training.runtime.model_copy(update=_OFFLOADED)})
     return with_margin_gb(learner_peak(size, learner_load(changed)).num_bytes) <= gpu_gb
 
 
@@ -152,30 +156,107 @@ def _engine_problems(use: EngineUse, size: ModelSize, hardware: HardwareConfig) 
         return
     held = f"{fit.weights_gb:.1f} GB of weights on each of {engine.runtime.tensor_parallel} GPUs"
     lack = f"{fit.cache_tokens} tokens of cache beside {held}: not one answer of {fit.longest} fits"
-    remedy = "a larger gpu_memory_utilization"
+    remedy = _engine_remedy(engine, size, hardware, longest=fit.longest)
+    advice = f"set {remedy}" if remedy else "no number of GPUs that divides its heads is enough"
+    yield f"{use.key}.engine.runtime: {lack}; {advice}"
+
+
+def _engine_remedy(engine: VllmEngineConfig, size: ModelSize, hardware: HardwareConfig, *, longest: int) -> str:
+    """Return a setting of the engine with which one answer fits, as in a TOML file; empty if there is none."""
+    cache_mb = engine.runtime.kv_cache_mb
+    if cache_mb is not None:
+        of_1_gb = engine_fit(size, _with(engine, kv_cache_mb=1000), hardware, longest=longest).cache_tokens
+        cache_mb = math.ceil(1000 * longest / max(of_1_gb, 1))
+        if _holds_an_answer(_with(engine, kv_cache_mb=cache_mb), size, hardware, longest):
+            return f"kv_cache_mb = {cache_mb}"
+    now = engine.runtime.gpu_memory_utilization
+    for share in (percent / 100 for percent in range(1, 1 + round(100 * _MOST_OF_A_GPU))):
+        if share > now and _holds_an_answer(_with(engine, gpu_memory_utilization=share), size, hardware, longest):
+            return f"gpu_memory_utilization = {share:g}"
     for ranks in _powers(size.num_heads):
-        wider = engine.model_copy(update={"runtime": engine.runtime.model_copy(update={"tensor_parallel": ranks})})
-        if size.num_heads % ranks == 0 and engine_fit(size, wider, hardware, longest=fit.longest).sequences >= 1:
-            remedy = f"tensor_parallel = {ranks}"
-            break
-    yield f"{use.key}.engine.runtime: {lack}; set {remedy}"
+        wider = _with(engine, tensor_parallel=ranks)
+        if size.num_heads % ranks == 0 and _holds_an_answer(wider, size, hardware, longest):
+            return f"tensor_parallel = {ranks}"
+    return ""
 
 
-def _shared_problems(stage: Stage, rl: RlConfig, size: ModelSize, gpu_gb: float) -> Iterator[str]:
-    """Check learner and engine on one GPU: they take turns, and the learner's weights and optimizer stay there."""
-    engine = rl.rollout.engine
+def _with(engine: VllmEngineConfig, **changes: float) -> VllmEngineConfig:
+    return engine.model_copy(update={"runtime": engine.runtime.model_copy(update=changes)})
+
+
+def _holds_an_answer(engine: VllmEngineConfig, size: ModelSize, hardware: HardwareConfig, longest: int) -> bool:
+    return engine_fit(size, engine, hardware, longest=longest).sequences >= 1
+
+
+def _share_a_gpu(rl: RlConfig) -> bool:
+    """Return whether learner and vLLM engine take turns on one GPU."""
     shares = rl.runtime.learner_gpus is not None and 0 < rl.runtime.learner_gpus < 1
-    if not shares or not isinstance(engine, VllmEngineConfig) or not _is_on_gpu(rl):
-        return
+    return shares and isinstance(rl.rollout.engine, VllmEngineConfig) and _is_on_gpu(rl)
+
+
+def _shared_problems(stage: Stage, rl: RlConfig, size: ModelSize, hardware: HardwareConfig) -> Iterator[str]:
+    """Check that learner and engine fit on one GPU together: the learner's weights and optimizer stay there."""
+    engine, gpu_gb = rl.rollout.engine, hardware.gpu_memory_gb
+    assert isinstance(engine, VllmEngineConfig), engine
+    assert gpu_gb is not None
     key = f"{stage.section}.rollout.engine.runtime"
     if not engine.runtime.sleep_mode:
         yield f"{key}.sleep_mode = false: learner and engine share a GPU, so the engine must release it: set it to true"
+    share, most = engine.runtime.gpu_memory_utilization, _share_left(rl, size, gpu_gb)
+    longest = _longest_row(rl)
+    if share <= most and _holds_an_answer(engine, size, hardware, longest):
+        return
+    advised = min(most, _MOST_OF_A_GPU)
+    if advised and _holds_an_answer(_with(engine, gpu_memory_utilization=advised), size, hardware, longest):
+        advice = f"set {advised:g} at most"
+    else:
+        ways = _room_for_both(rl, size, hardware, section=stage.section)
+        own = "set learner_gpus and rollout_gpus to whole numbers, so that each has GPUs of its own"
+        advice = f"no share holds the engine: {'set ' + ', or '.join(ways) if ways else own}"
+    resident_gb = _resident_gb(rl, size)
+    kept = f"while the engine samples, the learner keeps {resident_gb:.1f} of {gpu_gb:.0f} GB"
+    yield f"{key}.gpu_memory_utilization = {share:g}: {kept}: {advice}"
+
+
+def _resident_gb(rl: RlConfig, size: ModelSize) -> float:
     # While the engine samples there are no gradients: weights and both moments of Adam, 12 bytes per weight.
-    resident_gb = with_margin_gb(resident_bytes(size, learner_load(rl)))
-    used_gb = engine.runtime.gpu_memory_utilization * gpu_gb
-    if resident_gb + used_gb > gpu_gb:
-        most = max(0.0, (gpu_gb - resident_gb) / gpu_gb)
-        yield (
-            f"{key}.gpu_memory_utilization = {engine.runtime.gpu_memory_utilization:g}: while the engine samples, the "
-            f"learner keeps {resident_gb:.1f} of {gpu_gb:.0f} GB: set {int(100 * most) / 100:g} at most"
-        )
+    return with_margin_gb(resident_bytes(size, learner_load(rl)))
+
+
+def _share_left(rl: RlConfig, size: ModelSize, gpu_gb: float) -> float:
+    """Return the share of a GPU that the learner leaves, in hundredths rounded down."""
+    left_gb = max(0.0, gpu_gb - _resident_gb(rl, size))
+    return int(100 * left_gb / gpu_gb) / 100
+
+
+def _room_for_both(rl: RlConfig, size: ModelSize, hardware: HardwareConfig, *, section: str) -> list[str]:
+    """Return settings of the learner that leave room for the engine: the fewest ranks, and offloading."""
+    now, engine = rl.runtime, rl.rollout.engine
+    assert isinstance(engine, VllmEngineConfig), engine
+    share = engine.runtime.gpu_memory_utilization
+    more_ranks = [{"num_workers": n} for n in _powers(_MOST_WORKERS) if n > now.num_workers]
+    found = []
+    for kind in (more_ranks, [_OFFLOADED] if rl.optim.kind == "adamw" else []):
+        for changes in kind:
+            changed = rl.model_copy(update={"runtime": now.model_copy(update=changes)})
+            new_share = _share_beside(changed, size, hardware)
+            if new_share is not None:
+                beside = "" if new_share == share else f" with gpu_memory_utilization = {new_share:g}"
+                found.append(f"{_differences(now, changes)} in {section}.runtime{beside}")
+                break
+    return found
+
+
+def _share_beside(rl: RlConfig, size: ModelSize, hardware: HardwareConfig) -> float | None:
+    """Return the share of a GPU that the engine can have beside this learner, its own if possible; None if no share."""
+    engine, gpu_gb, longest = rl.rollout.engine, hardware.gpu_memory_gb, _longest_row(rl)
+    assert isinstance(engine, VllmEngineConfig), engine
+    assert gpu_gb is not None
+    if with_margin_gb(learner_peak(size, learner_load(rl)).num_bytes) > gpu_gb:
+        return None
+    most = min(_MOST_OF_A_GPU, _share_left(rl, size, gpu_gb))
+    own = engine.runtime.gpu_memory_utilization
+    for share in (own, most):
+        if 0 < share <= most and _holds_an_answer(_with(engine, gpu_memory_utilization=share), size, hardware, longest):
+            return share
+    return None

@@ -8,11 +8,16 @@ from klear_core.config.load import load_profile
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.fits import memory_problems
 
-KLEAR_8B = Path(__file__).parents[2] / "configs" / "klear_8b"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def _problems(*overrides: str) -> list[str]:
-    return list(memory_problems(PendingWork.of(load_profile(KLEAR_8B, overrides), None, ())))
+def _problems(*overrides: str, profile: str = "klear_8b") -> list[str]:
+    return list(memory_problems(PendingWork.of(load_profile(CONFIGS / profile, overrides), None, ())))
+
+
+def _advice_on_sharing(problems: list[str]) -> str:
+    (problem,) = [p for p in problems if p.startswith("rl.rollout.engine.runtime")]
+    return problem
 
 
 def test_the_8b_profile_fits_into_80_gb() -> None:
@@ -39,3 +44,37 @@ def test_a_learner_and_an_engine_on_one_gpu_must_leave_room_for_each_other() -> 
     assert "sleep_mode = false" in of_engine[0]
     # 8 ranks keep 12 * 8.19e9 / 8 = 12.3 GB each, 14.5 with the margin: 80 - 14.5 is 81 % of the GPU, less than 90 %.
     assert "set 0.81 at most" in of_engine[1]
+
+
+ONE_GPU_8B = ("model.path=models/Qwen3-8B", "hardware.gpu_memory_gb=80")
+
+
+def test_no_share_of_a_gpu_is_named_where_the_learner_leaves_none() -> None:
+    told = _advice_on_sharing(_problems(*ONE_GPU_8B, profile="single_gpu"))
+    assert "the learner keeps 105.7 of 80 GB" in told
+    assert told.endswith("set num_workers = 4 in rl.runtime, or cpu_offload = true in rl.runtime")
+    for followed in ("rl.runtime.num_workers=4", "rl.runtime.cpu_offload=true"):
+        assert not any(p.startswith("rl.") for p in _problems(*ONE_GPU_8B, followed, profile="single_gpu"))
+
+
+def test_the_share_that_is_named_holds_the_engine_too() -> None:
+    small = ("model.path=models/Qwen3-8B", "hardware.gpu_memory_gb=24", "rl.lora.rank=16", "sft.lora.rank=16")
+    told = _advice_on_sharing(_problems(*small, profile="single_gpu"))
+    assert told.endswith("cpu_offload = true in rl.runtime with gpu_memory_utilization = 0.9")
+    followed = ("rl.runtime.cpu_offload=true", "rl.rollout.engine.runtime.gpu_memory_utilization=0.9")
+    assert not any(p.startswith("rl.") for p in _problems(*small, *followed, profile="single_gpu"))
+
+
+def test_where_nothing_makes_room_for_both_they_get_gpus_of_their_own() -> None:
+    told = _advice_on_sharing(_problems("hardware.gpu_memory_gb=3", profile="single_gpu"))
+    assert "set learner_gpus and rollout_gpus to whole numbers" in told
+
+
+def test_an_engine_that_is_given_too_little_memory_is_told_how_much_is_enough() -> None:
+    engine = "rl.rollout.engine.runtime"
+    (problem,) = _problems("hardware.gpu_memory_gb=80", f"{engine}.gpu_memory_utilization=0.05")
+    assert problem.endswith("set gpu_memory_utilization = 0.18")
+    assert _problems("hardware.gpu_memory_gb=80", f"{engine}.gpu_memory_utilization=0.18") == []
+    (problem,) = _problems("hardware.gpu_memory_gb=80", f"{engine}.kv_cache_mb=10")
+    assert problem.endswith("set kv_cache_mb = 2718")
+    assert _problems("hardware.gpu_memory_gb=80", f"{engine}.kv_cache_mb=2718") == []
