@@ -45,6 +45,8 @@ class HfConfig(BaseModel):
     attn_logit_softcapping: float | None = None
     logit_scale: float | None = None
     logits_scaling: float | None = None
+    mamba_d_conv: int | None = None
+    """Width of the convolution in state-space layers, which stand beside or in place of attention."""
 
     @property
     def rope(self) -> dict[str, Any]:
@@ -101,7 +103,8 @@ def read_hf_config(folder: Path) -> HfConfig:
 def check_architecture(folder: Path) -> None:
     """Raise ConfigError for features that Klear's packed forward pass would silently leave out.
 
-    They are scaled logits or attention, attention other than full or sliding, and positions that depend on the batch.
+    They are scaled logits or attention, attention other than full or sliding, state-space layers, and positions that
+    depend on the batch.
     """
     path, config = folder / "config.json", read_hf_config(folder)
     classes = config.architectures or ()
@@ -112,6 +115,11 @@ def check_architecture(folder: Path) -> None:
         found = getattr(config, key)
         if found not in (value, None):
             raise ConfigError(f"{path}: {key}={found!r}; Klear trains models without it")
+    if config.mamba_d_conv is not None:
+        raise ConfigError(
+            f"{path}: mamba_d_conv={config.mamba_d_conv}; "
+            "state-space layers carry a state from one packed row to the next"
+        )
     odd = sorted(set(config.layer_types or ()) - {"full_attention", "sliding_attention"})
     if odd:
         raise ConfigError(f"{path}: layers with {', '.join(odd)}; Klear trains full and sliding attention only")

@@ -101,8 +101,8 @@ def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     missing = sorted(found["missing_keys"])
     if missing:  # transformers draws them at random, and only logs it
         raise ConfigError(
-            f"{folder}: {len(missing)} of the model's tensors are not in its weights ({', '.join(missing[:3])}); was it "
-            "saved with adapters that are not merged, or for another config.json?"
+            f"{folder}: {len(missing)} of the model's tensors are not in its weights ({', '.join(missing[:3])}); "
+            "was it saved with adapters that are not merged, or for another config.json?"
         )
     return hf
 

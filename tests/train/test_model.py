@@ -204,6 +204,14 @@ def test_dropout_is_refused_for_the_old_log_probs_would_not_be_those_of_the_poli
         load_model(tmp_path, device="cpu")
 
 
+def test_layers_whose_state_would_flow_from_row_to_row_are_refused(folder, tmp_path):
+    """Falcon-H1, Jamba, Bamba and Zamba mix state-space layers with attention, and name them under no `layer_types`."""
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mamba_d_conv": 4}))
+    with pytest.raises(ConfigError, match=r"mamba_d_conv=4; .* carry a state from one packed row to the next"):
+        check_architecture(tmp_path)
+
+
 @pytest.mark.parametrize(
     "rope", [{"rope_parameters": {"rope_type": "dynamic"}}, {"rope_scaling": {"type": "longrope"}}]
 )
