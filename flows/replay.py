@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,10 @@ from tasks.resources import learner_ranks
 if TYPE_CHECKING:
     from klear_core.rl.replay import LossEffect
 
+_TABLE_WIDTH = 120
+"""Characters that the table needs, with the name of a loss that has one or two settings."""
+_BETWEEN_SETTINGS = re.compile(r",(?![^{\[]*[}\]])")
+"""A comma that is not inside the braces or brackets of a value."""
 _LEGEND = """\
 value, gradient: means over the mini-batches; cosine: of the change of all weights with that of the run's loss
 A>0, A<0: tokens of that advantage that are clipped, decayed or masked, of all tokens; F: mean weight of theirs
@@ -48,7 +53,8 @@ def replay_step(step: int, which: str, given: Sequence[str], *, root: Path, num_
     asked = Replay(cfg=cfg, seed=job.seed, model=model, folder=folder, step=step, losses=losses)
     with learner_ranks(cfg.runtime, model) as run_ranks:
         found = replay(asked, run_ranks)
-    console = Console(highlight=False)
+    # A file has no width to fit, and in a narrow terminal a wrapped line is better than numbers without digits.
+    console = Console(highlight=False, width=max(_TABLE_WIDTH, Console().width))
     console.print(f"RL step {step} of {manifest.stage} {manifest.fingerprint[:8]}: {found.num_samples} answers")
     console.print(_table({f"{cfg.loss.kind} (the run's)": found.own} | found.others))
     console.print(_LEGEND, style="dim")
@@ -57,7 +63,7 @@ def replay_step(step: int, which: str, given: Sequence[str], *, root: Path, num_
 
 def parse_loss(text: str) -> LossConfig:
     """Return the loss that `kind` or `kind,key=value,...` names; ConfigError if it is none."""
-    kind, *pairs = text.split(",")
+    kind, *pairs = _BETWEEN_SETTINGS.split(text)
     settings: dict[str, object] = {"kind": kind.strip()}
     for pair in pairs:
         key, separator, value = pair.partition("=")

@@ -12,7 +12,7 @@ from manifests import manifest
 from flows.replay import parse_loss
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.jobs import RlJob
-from klear_core.config.losses import ClipConfig, DgpoConfig, GppoConfig
+from klear_core.config.losses import BetaSchedule, ClipConfig, DgpoConfig, GppoConfig
 from klear_core.config.rl import RlConfig, RlRuntime
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
@@ -84,6 +84,15 @@ def test_the_losses_that_are_asked_for_are_compared(klear, workspace: Path) -> N
     assert list(rows(shown.out)) == ["loss", "gppo (the run's)", "dgpo,high_root=3", "clip"]
 
 
+def test_no_number_is_cut_in_a_file_or_a_narrow_terminal(
+    klear, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = klear("rl", "replay", 1, "--loss", "gppo,preset=high_only", "--root", workspace)
+    assert shown.status == 0, shown.err
+    assert "…" not in shown.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -106,5 +115,9 @@ def test_a_loss_is_its_kind_and_settings() -> None:
     assert parse_loss("clip") == ClipConfig()
     assert parse_loss("dgpo, high_root = 3, low_power=2") == DgpoConfig(high_root=3, low_power=2)
     assert parse_loss("gppo,preset=ce_gppo") == GppoConfig(preset="ce_gppo")
+    schedule = "schedule={start_step=1, end_step=2, beta_low=0.5, beta_high=1}"
+    assert parse_loss(f"gppo,{schedule},eps_high=0.3").schedule == BetaSchedule(
+        start_step=1, end_step=2, beta_low=0.5, beta_high=1
+    )
     with pytest.raises(ConfigError, match=r"high_root = 0: .*greater than or equal to 1"):
         parse_loss("dgpo,high_root=0")
