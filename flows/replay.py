@@ -109,7 +109,7 @@ def _model_of(folder: Path, manifest: Manifest) -> Path:
 
 def _table(rows: Mapping[str, LossEffect]) -> Table:
     table = Table(box=None)
-    table.add_column("loss", no_wrap=True)
+    table.add_column("loss", overflow="fold")  # a long name gives way, and no number does
     for header in ("value", "gradient", "cosine", "A>0", "A<0", "F, A>0", "F, A<0", "KL", "entropy"):
         table.add_column(header, justify="right", no_wrap=True)
     for name, effect in rows.items():

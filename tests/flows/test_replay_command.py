@@ -23,6 +23,7 @@ from klear_core.train.base import prepare_base
 from klear_core.train.parallel import World
 from klear_core.types import TrainSample
 
+SCHEDULE = "schedule={start_step=1, end_step=2, beta_low=0.5, beta_high=1}"
 ROW = re.compile(r"^ (\S.*?) {2,}(.*)$", re.MULTILINE)
 
 
@@ -88,7 +89,7 @@ def test_no_number_is_cut_in_a_file_or_a_narrow_terminal(
     klear, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = klear("rl", "replay", 1, "--loss", "gppo,preset=high_only", "--root", workspace)
+    shown = klear("rl", "replay", 1, "--loss", f"gppo,{SCHEDULE}", "--root", workspace)
     assert shown.status == 0, shown.err
     assert "…" not in shown.out
 
@@ -115,8 +116,7 @@ def test_a_loss_is_its_kind_and_settings() -> None:
     assert parse_loss("clip") == ClipConfig()
     assert parse_loss("dgpo, high_root = 3, low_power=2") == DgpoConfig(high_root=3, low_power=2)
     assert parse_loss("gppo,preset=ce_gppo") == GppoConfig(preset="ce_gppo")
-    schedule = "schedule={start_step=1, end_step=2, beta_low=0.5, beta_high=1}"
-    assert parse_loss(f"gppo,{schedule},eps_high=0.3").schedule == BetaSchedule(
+    assert parse_loss(f"gppo,{SCHEDULE},eps_high=0.3").schedule == BetaSchedule(
         start_step=1, end_step=2, beta_low=0.5, beta_high=1
     )
     with pytest.raises(ConfigError, match=r"high_root = 0: .*greater than or equal to 1"):
