@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from klear_core.config.rl import RlConfig
-from klear_core.rl.groups import CANCELLED, DropCounts, keep_informative
+from klear_core.rl.groups import CANCELLED, SURPLUS, DropCounts, keep_informative
 from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts, StreamItem, now
 from klear_core.types import Rollout, RolloutGroup
 
@@ -193,10 +193,7 @@ class ContinuousRollouts:
         chosen = [self._finished.pop(position) for position in self._chosen()]
         self._step += 1
         if self._step == self._cfg.num_steps:
-            for _ in range(len(self._open)):
-                self._drops.count_group(CANCELLED)
-                self._drops.count_rollouts(f"group_{CANCELLED}", self._cfg.rollout.samples_per_group)
-            await self._cancel_open()
+            await self._give_up_rest()
         drops, self._drops = self._drops, DropCounts()
         for group in chosen:
             drops.add(group.drops)
@@ -213,6 +210,19 @@ class ContinuousRollouts:
         )
         self._begin_groups()
         return step
+
+    async def _give_up_rest(self) -> None:
+        """Count the groups for which no step is left: steps that went on with fewer may have left some."""
+        for group in self._finished.values():
+            self._drops.add(group.drops)
+            self._drops.count_group(SURPLUS)
+            self._drops.count_rollouts(f"group_{SURPLUS}", len(group.kept.rollouts))
+            self._dropped_groups.append(group.sampled)
+        num_cancelled = len(self._open) + len(self._again)
+        self._drops.count_group(CANCELLED, num_cancelled)
+        self._drops.count_rollouts(f"group_{CANCELLED}", num_cancelled * self._cfg.rollout.samples_per_group)
+        self._finished, self._again = {}, []
+        await self._cancel_open()
 
     async def _cancel_open(self) -> None:
         tasks = [group.task for group in self._open.values()]

@@ -218,6 +218,23 @@ def test_prompts_that_are_too_long_end_in_the_books_and_not_in_a_loop():
     assert Counter(done.progress.drops.of("group")) == {"prompt_too_long": 6 * 8}
 
 
+def test_groups_for_which_no_step_is_left_end_in_the_books():
+    """After one round of prompts a step goes on with fewer groups; so more are left than the last step has room for."""
+
+    async def two_thirds_are_too_hard(asked, response):
+        return await low_byte_judge(asked, "z" if int(asked.problem_id[1:]) % 3 else response)
+
+    cfg = config(bound=2, num_steps=3, requests=99, max_rounds=1)
+    done = run_virtually(drive(cfg, SlowEngine(), judge=two_thirds_are_too_hard))
+    groups, answers = done.progress.drops.of("group"), done.progress.drops.of("rollout")
+    assert [len(step.kept) for step in done.steps] == [2, 2, 4]
+    assert groups["surplus"] == 1
+    assert answers["group_surplus"] == 4
+    assert sum(groups.values()) == done.progress.position
+    assert sum(answers.values()) == 4 * sum(groups.values())
+    assert done.progress.unfinished == ()
+
+
 def test_an_error_of_one_answer_is_raised_by_the_next_step():
     async def broken(_asked, _response):
         raise RuntimeError("the judge broke")
