@@ -133,7 +133,7 @@ class HttpEngine:
     async def _served_model(self) -> _Model:
         async with self._model_lock:  # ask the endpoint once, however many requests start together
             if self._model is None:
-                served = _Models.model_validate_json(await self._request("GET", "models", None)).data
+                served = self._models(await self._request("GET", "models", None))
                 names = [model.id for model in served]
                 if self._cfg.model not in names:
                     raise ConfigError(f"model = {self._cfg.model!r} is not served at {self._cfg.base_url}: {names} are")
@@ -158,12 +158,7 @@ class HttpEngine:
             "spaces_between_special_tokens": False,
         }
         content = await self._request("POST", "completions", body)
-        try:
-            (choice,) = _Reply.model_validate_json(content).choices
-        except ValidationError as error:
-            raise ConfigError(
-                f"{self._cfg.base_url}/completions does not answer with token ids and log-probs: {error}"
-            ) from error
+        choice = self._only_choice(content)
         token_ids, logps = tuple(choice.token_ids), tuple(choice.logprobs.token_logprobs)
         self._slots.count(len(token_ids))
         if len(token_ids) != len(logps):
@@ -177,6 +172,24 @@ class HttpEngine:
             finish_reason=choice.finish_reason,
             policy_versions=(0,) * len(token_ids),
         )
+
+    def _models(self, content: bytes) -> list[_Model]:
+        try:
+            return _Models.model_validate_json(content).data
+        except ValidationError as error:
+            raise ConfigError(f"{self._cfg.base_url}/models does not list models: {error}") from error
+
+    def _only_choice(self, content: bytes) -> _Choice:
+        """Return the answer in a reply. ConfigError, because a ValueError would blame the prompt."""
+        try:
+            choices = _Reply.model_validate_json(content).choices
+        except ValidationError as error:
+            raise ConfigError(
+                f"{self._cfg.base_url}/completions does not answer with token ids and log-probs: {error}"
+            ) from error
+        if len(choices) != 1:
+            raise ConfigError(f"{self._cfg.base_url}/completions gave {len(choices)} answers to a request for one")
+        return choices[0]
 
     async def _send(self, method: str, path: str, body: dict[str, object] | None) -> httpx.Response:
         """Return the response to one try, made in a slot; a server that is too busy lowers their number."""

@@ -124,6 +124,27 @@ def test_an_endpoint_without_token_ids_or_logps_is_named_as_such() -> None:
         run(lambda _n, _request, answer=answer: (200, answer), body)
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_endpoint_with_another_number_of_answers_is_named_and_not_taken_for_a_prompt_without_room(count: int) -> None:
+    async def body(engine: HttpEngine) -> None:
+        with pytest.raises(ConfigError, match=rf"/completions gave {count} answers to a request for one"):
+            await engine.generate([1], PARAMS)
+
+    run(lambda _n, _request: (200, {"choices": ANSWER["choices"] * count}), body)
+
+
+def test_an_endpoint_whose_list_of_models_cannot_be_read_is_named() -> None:
+    async def main() -> None:
+        cfg = HttpEngineConfig(base_url="http://endpoint/v1", model=MODEL)
+        transport = httpx.MockTransport(lambda _request: httpx.Response(200, text="<html>sign in</html>"))
+        engine = HttpEngine(cfg, transport=transport)
+        with pytest.raises(ConfigError, match="http://endpoint/v1/models does not list models"):
+            await engine.check()
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_a_model_that_is_not_served_is_a_config_error() -> None:
     async def body(engine: HttpEngine) -> None:
         with pytest.raises(ConfigError, match=r"'absent' is not served .* \['other', 'tiny'\]"):
