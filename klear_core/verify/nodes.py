@@ -77,10 +77,12 @@ class JudgeNodes:
             if slot is not None:
                 slot.num_open += 1
         if slot is None:
-            detail = f"all {len(self._slots)} judging nodes were lost"
-            job.result.set_result(Fault(kind="died", detail=detail))
+            job.result.set_result(self._all_lost())
             return
         slot.node.submit(job.task).add_done_callback(partial(self._on_result, slot, job))
+
+    def _all_lost(self) -> Fault:
+        return Fault(kind="died", detail=f"all {len(self._slots)} judging nodes were lost")
 
     def _least_busy(self) -> _Slot | None:
         present = [slot for slot in self._slots if not slot.is_lost]
@@ -118,6 +120,9 @@ class JudgeNodes:
         """
         with self._lock:
             slots = [slot for slot in self._slots if not slot.is_lost]
+        if not slots:
+            result.set_result(self._all_lost())
+            return
         found: dict[str, Verdict | Fault] = {}
 
         def collect(slot: _Slot, done: Future[Verdict | Fault]) -> None:

@@ -116,3 +116,13 @@ def test_the_sandbox_is_checked_on_every_node_and_the_one_without_is_named() -> 
             assert result.result(0) == Fault(kind="no_sandbox", detail="b: no user namespaces")
         else:
             assert result.result(0) == Verdict(outcome=Outcome.SCORED, score=1.0, detail="bwrap, firejail")
+
+
+def test_the_sandbox_is_not_waited_for_once_all_nodes_are_lost() -> None:
+    node = Node("only")
+    nodes = JudgeNodes([node])
+    task = nodes.submit(TASK)
+    node.finish(lost())
+    fault = Fault(kind="died", detail="all 1 judging nodes were lost")
+    assert task.result(0) == fault
+    assert nodes.submit(CheckSandbox()).result(0) == fault
