@@ -54,7 +54,11 @@ def lease(bucket: Bucket, key: str, times: LeaseTimes, *, node: str, on_wait: Ca
     finally:
         stop.set()
         beat.join()
-        bucket.write(term, _RELEASED)
+        try:
+            bucket.write(term, _RELEASED)
+        except (KlearError, OSError) as e:
+            # The artifact may be sealed by now, and an error of the block itself must not be lost.
+            log.warning("the lease %s could not be given back, and ends after %g s: %s", term, times.expiry_s, e)
 
 
 def _take(bucket: Bucket, key: str, times: LeaseTimes, node: str, on_wait: Callable[[str], None]) -> str:

@@ -21,7 +21,7 @@ from klear_core.artifacts.manifest import MANIFEST_SUM, POINTER, ArtifactRef, In
 from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.opened import store_of
 from klear_core.artifacts.store import LocalStore
-from klear_core.errors import ArtifactError, ConfigError
+from klear_core.errors import ArtifactError, ConfigError, ResourceError
 from klear_core.report.ancestry import ancestors
 from klear_core.train.base import model_folder, wanted_window
 
@@ -363,6 +363,22 @@ def test_the_next_run_of_a_node_does_not_wait_for_the_lease_of_its_killed_one(no
     a._times = LeaseTimes(expiry_s=1e6)
     with a.create("sft", "f1") as slot:
         assert slot.ref is None
+
+
+def test_a_store_that_is_away_when_a_lease_ends_fails_no_finished_stage(node: Node, caplog: pytest.LogCaptureFixture):
+    class AwayAtTheEnd(Bucket):
+        def write(self, key: str, content: bytes) -> None:
+            if content == b"released":
+                raise ResourceError("the store is away")
+            super().write(key, content)
+
+    a = node("a")
+    a.bucket = AwayAtTheEnd(a.bucket.url)
+    ref = build(a)
+    assert "could not be given back" in caplog.text
+    assert build(node("b"), content=b"never built").path.name == ref.path.name
+    with pytest.raises(KeyError, match="the stage's own error"), a.create("sft", "f2"):
+        raise KeyError("the stage's own error")
 
 
 def test_a_pointer_to_files_of_this_machine_stays_on_it(node: Node):
