@@ -37,7 +37,7 @@ def open_compute(engine: LocalEngineConfig, runtime: EnginesRuntime, model: Path
     cluster, whose GPUs are then used; a given model is sent there. Raise ResourceError if there are too few GPUs.
     """
     if not os.environ.get("RAY_ADDRESS"):
-        plan = plan_engines(runtime.num_engines, engine, gpus_here(), key=section)
+        plan = plan_engines(runtime.num_engines, engine, [gpus_here()], key=section)
         if plan.num_engines <= 1:
             start = partial(start_with_endpoints, runtime=runtime, key=section, num_here=plan.num_engines)
             yield Compute(section=section, start_sampler=start)

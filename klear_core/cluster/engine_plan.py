@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,19 +22,25 @@ class EnginePlan:
 
 
 def plan_engines(
-    num_engines: Literal["auto"] | int, engine: LocalEngineConfig, num_gpus: float, *, key: str
+    num_engines: Literal["auto"] | int, engine: LocalEngineConfig, gpus_of_nodes: Sequence[int], *, key: str
 ) -> EnginePlan:
-    """Return the engines for so many GPUs. Raise ResourceError if they are too few; `key` is the stage's section."""
+    """Return the engines for nodes with so many GPUs each; the GPUs of an engine are on one node.
+
+    Raise ResourceError if there are too few; `key` is the stage's section.
+    """
+    num_gpus = sum(gpus_of_nodes)
     is_on_cpu = num_gpus == 0 or (isinstance(engine, TorchEngineConfig) and engine.runtime.device == "cpu")
     if is_on_cpu:
         return EnginePlan(num_engines=1 if num_engines == "auto" else num_engines, gpus_per_engine=0)
     gpus_per_engine = num_engine_ranks(engine)
-    most = int(num_gpus) // gpus_per_engine
+    most = sum(gpus // gpus_per_engine for gpus in gpus_of_nodes)
     wanted = max(1, most) if num_engines == "auto" else num_engines
     if wanted > most:
+        each = ", ".join(map(str, gpus_of_nodes))
+        where = f" ({each} on the nodes; those of an engine must be on one)" if len(gpus_of_nodes) > 1 else ""
         raise ResourceError(
             f"{key}.runtime.num_engines = {num_engines!r}: {wanted} engines with {gpus_per_engine} GPUs each need "
-            f"{wanted * gpus_per_engine} GPUs, and there are {num_gpus:g}. Lower num_engines or "
+            f"{wanted * gpus_per_engine} GPUs, and there are {num_gpus}{where}. Lower num_engines or "
             f"{key}.engine.runtime.tensor_parallel"
         )
     return EnginePlan(num_engines=wanted, gpus_per_engine=gpus_per_engine)
@@ -58,7 +65,7 @@ def plan_scorer(
     free = num_gpus - runtime.num_workers * has_learner_gpus
     needed = num_engine_ranks(engine)
     if num_gpus == 0 or free >= needed:
-        return plan_engines(1, engine, num_gpus and free, key=key)
+        return plan_engines(1, engine, [int(free)] if num_gpus else [], key=key)
     is_small = num_params is None or not is_too_large_for_cpu(num_params)
     if isinstance(engine, TorchEngineConfig) and (engine.runtime.device == "cpu" or is_small):
         return EnginePlan(num_engines=1, gpus_per_engine=0)

@@ -9,6 +9,7 @@ import ray
 from klear_core.cluster.calls import within
 from klear_core.cluster.engine_actors import EngineActor
 from klear_core.cluster.engine_plan import EnginePlan, check_engines_have_gpus, plan_engines
+from klear_core.cluster.nodes import ray_nodes
 from klear_core.cluster.ray_engine import RayEngine
 from klear_core.config.evaluate import EnginesRuntime
 from klear_core.errors import ResourceError, TrainingError
@@ -26,7 +27,7 @@ async def start_pool(spec: EngineSpec, *, runtime: EnginesRuntime, key: str) -> 
     One engine on CPU stays in this process. Raise ResourceError if there are too few GPUs, or for a model too large for
     a CPU; `key` is the stage's section.
     """
-    plan = plan_engines(runtime.num_engines, spec.cfg, ray.cluster_resources().get("GPU", 0.0), key=key)
+    plan = plan_engines(runtime.num_engines, spec.cfg, [node.num_gpus for node in ray_nodes()], key=key)
     if plan.num_engines:
         check_engines_have_gpus(plan, spec.cfg, read_hf_config(spec.model_folder).num_params, key=key)
     if plan.num_engines == 0 or plan == EnginePlan(num_engines=1, gpus_per_engine=0):

@@ -6,12 +6,13 @@ Imported without torch; torch is asked for a GPU only where the answer matters.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from klear_core.cluster.engine_plan import plan_engines
-from klear_core.cluster.nodes import joins_a_cluster
-from klear_core.cluster.placement import cpu_refusal, gpus_here, is_too_large_for_cpu
+from klear_core.cluster.nodes import joins_a_cluster, known_nodes
+from klear_core.cluster.placement import cpu_refusal, is_too_large_for_cpu
+from klear_core.cluster.places import Node
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.config.engine import TorchEngineConfig
 from klear_core.config.evaluate import EvaluateConfig
@@ -54,13 +55,15 @@ def machine_problems(work: PendingWork) -> Iterator[str]:
 
 
 def _device_problems(work: PendingWork) -> Iterator[str]:
-    """Yield a problem for each engine whose `auto` device would be a CPU, for a model too large to sample from on one.
+    """Yield a problem for each engine whose `auto` device would be this machine's CPU, for a model too large for it.
 
-    Learners, and engines of RL, are checked where they are placed. On a Ray cluster at RAY_ADDRESS the pool of engines
-    checks its devices itself.
+    Learners, and engines of RL, are checked where they are placed.
     """
-    if joins_a_cluster():
-        return
+    if not joins_a_cluster():
+        yield from _devices_missing(work, has_gpu=_torch_sees_gpu)
+
+
+def _devices_missing(work: PendingWork, *, has_gpu: Callable[[], bool]) -> Iterator[str]:
     for stage in work.stages:
         use = None if isinstance(stage.job, RlJob) else stage.engine()
         if use is None or not isinstance(use.engine, TorchEngineConfig):
@@ -68,17 +71,26 @@ def _device_problems(work: PendingWork) -> Iterator[str]:
         size = planned_size(use.model or work.config.start_model)
         if size is None or not is_too_large_for_cpu(size.num_params):
             continue
-        if use.engine.runtime.device == "auto" and not _has_gpu():
+        if use.engine.runtime.device == "auto" and not has_gpu():
             yield cpu_refusal(f"{use.key}.engine.runtime", size.num_params)
 
 
-def num_engines_problems(work: PendingWork) -> Iterator[str]:
-    """Yield a problem for each stage that samples with more engines than this machine's GPUs have room for.
+def pool_problems(work: PendingWork) -> Iterator[str]:
+    """Yield a problem for each stage that samples with engines for which this machine or the cluster has no room."""
+    try:
+        nodes = known_nodes()
+    except ResourceError:
+        return  # a cluster that cannot be joined is reported where learners are placed
+    yield from pool_problems_on(nodes, work)
 
-    With RAY_ADDRESS the stage itself compares them with the cluster's, before it loads a model.
+
+def pool_problems_on(nodes: Sequence[Node], work: PendingWork) -> Iterator[str]:
+    """Yield a problem for each stage that samples with engines for which these nodes have no room.
+
+    The devices of this machine are checked by `machine_problems`, which asks torch for them.
     """
     if joins_a_cluster():
-        return
+        yield from _devices_missing(work, has_gpu=lambda: any(node.num_gpus for node in nodes))
     sampling: dict[str, EvaluateConfig | TagConfig | LocalTeacherConfig] = {}
     # All models are evaluated with the settings of one section.
     sampling |= {stage.section: job.evaluate for stage, job in work.pending(EvaluateJob)}
@@ -86,14 +98,15 @@ def num_engines_problems(work: PendingWork) -> Iterator[str]:
     for stage, distill_job in work.pending(DistillJob):
         if isinstance(distill_job.distill.teacher, LocalTeacherConfig):
             sampling[f"{stage.section}.teacher"] = distill_job.distill.teacher
+    gpus_of_nodes = [node.num_gpus for node in nodes]
     for section, cfg in sampling.items():
         try:
-            plan_engines(cfg.runtime.num_engines, cfg.engine, gpus_here(), key=section)
+            plan_engines(cfg.runtime.num_engines, cfg.engine, gpus_of_nodes, key=section)
         except ResourceError as e:
             yield str(e)
 
 
-def _has_gpu() -> bool:
+def _torch_sees_gpu() -> bool:
     from klear_core.train.model import pick_device
 
     return pick_device("auto").type != "cpu"

@@ -18,7 +18,7 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.distill.keys import MAKE_BLOCK, NO_KEYS, BlockKeys
 from klear_core.errors import ConfigError
 from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.capacity import disk_problem, machine_problems, num_engines_problems
+from klear_core.pipeline.capacity import disk_problem, machine_problems, pool_problems
 from klear_core.pipeline.check_data import (
     benchmark_problems,
     file_problems,
@@ -148,7 +148,7 @@ _CHECKS = (
     judge_problems,
     cuda_problems,
     machine_problems,
-    num_engines_problems,
+    pool_problems,
     memory_problems,
     placement_problems,
     sandbox_problems,

@@ -17,7 +17,7 @@ from klear_core.config.rl import RlRuntime
 from klear_core.errors import ResourceError
 from klear_core.hf_config import HfConfig
 from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.capacity import disk_parts, disk_problem
+from klear_core.pipeline.capacity import disk_parts, disk_problem, pool_problems_on
 from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 from klear_core.pipeline.placed import problems_on, stage_lines
 from klear_core.pipeline.preflight import problems_with
@@ -238,6 +238,24 @@ def test_more_engines_than_gpus_are_refused_before_anything_starts(
     assert told("2") == told("auto") == []
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert told("3") == []
+
+
+def test_engines_that_no_node_of_the_cluster_has_room_for_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two GPUs on two nodes are none for an engine of two; `klear_8b` evaluates with such."""
+    work = work_of(large(tmp_path), "evaluate_rl")
+    head, single, pair = (Node(name=f"node {n}", num_cpus=64, num_gpus=n) for n in range(3))
+    (problem,) = pool_problems_on([head, single, single], work)
+    assert problem.startswith(
+        "evaluate.runtime.num_engines = 'auto': 1 engines with 2 GPUs each need 2 GPUs, and there"
+    )
+    assert list(pool_problems_on([head, pair], work)) == []
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    torch = work_of(large(tmp_path, "evaluate.engine={kind='torch'}"), "evaluate_rl")
+    (problem,) = pool_problems_on([head], torch)
+    assert "evaluate.engine.runtime.device = 'auto', and no GPU for it" in problem
+    assert list(pool_problems_on([head, single], torch)) == []
 
 
 def test_rl_looks_again_once_it_knows_the_cluster() -> None:
