@@ -14,6 +14,7 @@ from klear_core.errors import ResourceError
 
 CPU_PARAMS = 200_000_000
 """Number of parameters above which `device = "auto"` refuses to run on a CPU."""
+ROUNDING = 1e-9  # shares such as 0.1 do not add up to 1 exactly
 _DRIVER_TIMEOUT_S = 60.0  # the first nvidia-smi after a boot is slow: it loads the driver
 
 
@@ -33,8 +34,10 @@ def plan_gpus(runtime: RlRuntime, engine: LocalEngineConfig, available: float) -
     wants_gpus = available > 0 and runtime.device != "cpu"
     learner = runtime.learner_gpus if runtime.learner_gpus is not None else float(wants_gpus)
     rollout = runtime.rollout_gpus if runtime.rollout_gpus is not None else num_engine_ranks(engine) * float(wants_gpus)
+    if learner == 0 and runtime.device == "cuda":
+        raise ResourceError("device = 'cuda', and no node has a GPU; add nodes with GPUs, or set device = \"cpu\"")
     needed = learner * runtime.num_workers + rollout * runtime.num_rollout_actors
-    if needed > available:
+    if needed > available + ROUNDING:
         raise ResourceError(
             f"{runtime.num_workers} learner ranks with {learner:g} GPUs and "
             f"{runtime.num_rollout_actors} rollout actors with {rollout:g} need {needed:g} GPUs; Ray has "

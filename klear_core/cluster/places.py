@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from klear_core.cluster.placement import GpuPlan, num_engine_ranks
+from klear_core.cluster.placement import ROUNDING, GpuPlan, num_engine_ranks
 from klear_core.config.engine import LocalEngineConfig
 from klear_core.config.rl import RlRuntime
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
-
-_ROUNDING = 1e-9  # shares such as 0.1 do not add up to 1 exactly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +73,36 @@ class Room:
 
 def place_rl(runtime: RlRuntime, engine: LocalEngineConfig, gpus: GpuPlan, nodes: Sequence[Node]) -> Placement:
     """Place learner ranks and engines of RL; see `place_ranks` and `place_engines`."""
+    orders: list[tuple[Sequence[Node], bool]] = [(nodes, False)]
+    if gpus.learner >= 1 and gpus.rollout >= 1:
+        # Engines that need more of a node than the ranks of a context may fit if they are placed first; on nodes of
+        # different sizes, both may fit if the small ones are filled first.
+        small_first = sorted(nodes, key=lambda node: node.num_gpus)
+        orders += [(nodes, True), (small_first, False), (small_first, True)]
+    refusals = []
+    for ordered, is_engines_first in orders:
+        try:
+            return _place_both(runtime, engine, gpus, ordered, is_engines_first=is_engines_first)
+        except ResourceError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def _place_both(
+    runtime: RlRuntime,
+    engine: LocalEngineConfig,
+    gpus: GpuPlan,
+    nodes: Sequence[Node],
+    *,
+    is_engines_first: bool = False,
+) -> Placement:
     rooms = Room.of(nodes)
-    try:
-        ranks = place_ranks(rooms, runtime, gpus.learner)
-        engines = place_engines(rooms, engine, runtime.num_rollout_actors, gpus.rollout)
-    except ResourceError:
-        if gpus.learner < 1 or gpus.rollout <= runtime.context_parallel * gpus.learner:
-            raise
-        # Engines that need more of a node than the ranks of a context may fit if they are placed first.
-        rooms = Room.of(nodes)
+    if is_engines_first:
         engines = place_engines(rooms, engine, runtime.num_rollout_actors, gpus.rollout)
         ranks = place_ranks(rooms, runtime, gpus.learner)
+    else:
+        ranks = place_ranks(rooms, runtime, gpus.learner)
+        engines = place_engines(rooms, engine, runtime.num_rollout_actors, gpus.rollout)
     return Placement(ranks=tuple(ranks), engines=tuple(engines))
 
 
@@ -116,7 +133,7 @@ def _place_share(rooms: Sequence[Room], share: float, index: int) -> Place:
     for room in rooms:
         for gpu, free in enumerate(room.free_gpus):
             preference = free if free < 1 else 0.0
-            if free >= share - _ROUNDING and (best is None or preference > best[0] + _ROUNDING):
+            if free >= share - ROUNDING and (best is None or preference > best[0] + ROUNDING):
                 best = preference, room, gpu
     if best is None:
         left = max((free for room in rooms for free in room.free_gpus), default=0.0)
@@ -140,9 +157,15 @@ def _place_whole(rooms: Sequence[Room], gpus: int, index: int, count: int) -> Pl
             f"tensor_parallel = {gpus}: the GPUs of an engine must be on one node, and the largest has "
             f"{_gpus(largest)}; set tensor_parallel = {_largest_power(largest)}"
         )
+    remedy = "lower num_workers"
+    if index:
+        remedy = f"set num_rollout_actors = {index}"
+        if gpus > 1:
+            remedy = (
+                f"{gpus} does not divide what the nodes have: {remedy}, or tensor_parallel to a number that divides it"
+            )
     raise ResourceError(
-        f"engine {index} of {count} needs {_gpus(gpus)} of one node, and there are left: {left}; {gpus} does not "
-        f"divide what the nodes have: set num_rollout_actors = {index}, or tensor_parallel to a number that divides it"
+        f"engine {index} of {count} needs {_gpus(gpus)} of one node, and there are left: {left}; {remedy}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from klear_core.cluster.placement import GpuPlan
+from klear_core.cluster.placement import GpuPlan, plan_gpus
 from klear_core.cluster.places import Node, Place, Room, check_tensor_parallel, place_ranks, place_rl
 from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig, VllmRuntime
 from klear_core.config.rl import RlRuntime
@@ -81,6 +81,31 @@ def test_engines_are_placed_first_where_ranks_would_break_up_their_node() -> Non
     found = rl(nodes(4, 2), {"num_workers": 2, "num_rollout_actors": 1}, (1, 4), vllm(4))
     assert where(found.engines) == [("a", (0, 1, 2, 3))]
     assert where(found.ranks) == [("b", (0,)), ("b", (1,))]
+
+
+def test_small_nodes_are_filled_first_where_the_given_order_leaves_no_room() -> None:
+    """A context of three on `a` would leave one GPU there, and engines of two need both of its pairs."""
+    found = rl(nodes(4, 3), {"num_workers": 3, "context_parallel": 3, "num_rollout_actors": 2}, (1, 2), vllm(2))
+    assert where(found.ranks) == [("b", (0,)), ("b", (1,)), ("b", (2,))]
+    assert where(found.engines) == [("a", (0, 1)), ("a", (2, 3))]
+
+
+def test_an_engine_beside_shared_gpus_is_refused_with_settings_that_exist() -> None:
+    with pytest.raises(ResourceError, match=r"engine 0 of 1 needs 1 GPU .* left: a 0 of 2; lower num_workers$"):
+        rl(nodes(2), {"num_workers": 2, "num_rollout_actors": 1}, (0.5, 1))
+
+
+def test_a_learner_that_asks_for_a_gpu_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ResourceError, match=r"device = 'cuda', and no node has a GPU"):
+        plan_gpus(RlRuntime(device="cuda"), TORCH, 0)
+    assert plan_gpus(RlRuntime(device="auto"), TORCH, 0) == GpuPlan(learner=0, rollout=0)
+
+
+def test_shares_that_are_whole_but_for_rounding_are_placed() -> None:
+    """7 * 0.07 + 7 * 0.93 is 7.000000000000001."""
+    runtime = RlRuntime(num_workers=7, num_rollout_actors=7, learner_gpus=0.07, rollout_gpus=0.93)
+    found = place_rl(runtime, TORCH, plan_gpus(runtime, TORCH, 7), nodes(7))
+    assert where(found.ranks) == where(found.engines) == [("a", (i,)) for i in range(7)]
 
 
 def test_a_learner_and_an_engine_share_each_gpu_in_pairs() -> None:
