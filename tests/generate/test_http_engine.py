@@ -125,7 +125,9 @@ def test_an_endpoint_without_token_ids_or_logps_is_named_as_such() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_an_endpoint_with_another_number_of_answers_is_named_and_not_taken_for_a_prompt_without_room(count: int) -> None:
+def test_an_endpoint_with_another_number_of_answers_is_named_and_not_taken_for_a_prompt_without_room(
+    count: int,
+) -> None:
     async def body(engine: HttpEngine) -> None:
         with pytest.raises(ConfigError, match=rf"/completions gave {count} answers to a request for one"):
             await engine.generate([1], PARAMS)
