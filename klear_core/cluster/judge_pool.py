@@ -27,12 +27,14 @@ _RESTARTS = 3
 
 
 def build_cluster_judges(cfg: VerifyConfig) -> JudgePool:
-    """Build judges on every node of the Ray cluster with a CPU; on this machine alone if there is only one.
+    """Build judges on every node of the Ray cluster with a CPU; on this machine alone if no other has one.
 
     Raise JudgeError if no node's actor starts.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-    if len(nodes) < 2:  # one node is this machine
+    here = ray.get_runtime_context().get_node_id()
+    # A head without CPUs (a login node, KubeRay's) judges nothing, even if only one other node has some.
+    if all(node["NodeID"] == here for node in nodes):
         return build_judge_pool(cfg)
     started = [RayJudgeNode(cfg, node) for node in nodes]
     present = [node for node in started if node.is_up()]

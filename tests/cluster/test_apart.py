@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,9 +42,11 @@ pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 from raylets import kill_a_rank_node
 from test_judge_pool import config as judge_config
+from two_nodes import actors_of
 
 from klear_core.cluster.judge_pool import build_cluster_judges
 from klear_core.cluster.model_scorer import RayScorer
+from klear_core.cluster.nodes import ray_nodes
 from klear_core.cluster.rl_workers import RayWorkers
 
 pytestmark = pytest.mark.slow
@@ -185,7 +188,7 @@ def learn(base: Path, workdir: Path, workers: Workers, telemetry: Recorder) -> N
 
 
 def test_a_run_of_rl_that_loses_the_learners_node_learns_what_one_process_learns(apart: Apart) -> None:
-    """The last test: it takes a node."""
+    """The last test but one: it takes a node."""
     base = apart.store().find("base", "f1")
     assert base is not None
     here = apart.root / "here"
@@ -200,3 +203,18 @@ def test_a_run_of_rl_that_loses_the_learners_node_learns_what_one_process_learns
     assert other is not None
     assert same_weights(other.path, rl.path)
     assert apart.store().bucket.keys("work/") == []
+
+
+def test_the_only_node_with_cpus_judges_and_not_the_driver_on_a_head_without_any(apart: Apart) -> None:
+    """The last test: it leaves one node beside the head."""
+    while len(apart.cluster.worker_nodes) > 1:
+        apart.cluster.remove_node(next(iter(apart.cluster.worker_nodes)), allow_graceful=False)
+    asked = problem(stdin_reference(("1 2\n", "3\n")))
+    right, wrong = (fenced(f"print(sum(map(int, input().split())){more})") for more in ("", " + 1"))
+    with ray_session(NEEDS):
+        while sum(node.num_cpus > 0 for node in ray_nodes()) > 1:  # Ray notices a death after some seconds
+            time.sleep(0.1)
+    with ray_session(NEEDS), build_cluster_judges(judge_config()) as pool:
+        pool.check_sandbox()
+        assert [pool.judge(asked, answer).score for answer in (right, wrong)] == [1.0, 0.0]
+        assert len(actors_of("JudgeActor")) == 1
