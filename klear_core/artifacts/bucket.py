@@ -22,7 +22,9 @@ from klear_core.errors import ConfigError, ResourceError
 
 _CONNECT_TIMEOUT_S = 5
 _READ_TIMEOUT_S = 60
-_MAX_TRIES = 3
+_FIRST_TRIES, _LATER_TRIES = 3, 8
+"""Tries of a request, with growing pauses. A server that has never answered may be misspelt, and is given up in
+seconds; one that has is throttling or away for a moment, and gets half a minute and more."""
 _BEING_CREATED = ".being-created"
 """Ending of a file in a shared folder that has not got its name yet."""
 _EXTRAS = {"s3": "pip install 'klear[s3]'", "s3a": "pip install 'klear[s3]'"}
@@ -36,7 +38,8 @@ class Bucket:
     def __init__(self, url: str) -> None:
         """Connect lazily: the first request raises ConfigError or ResourceError if the store cannot be used."""
         self.url = checked_url(url)
-        self._fs, self._root = _file_system(self.url)
+        self._fs, self._root = _file_system(self.url, max_tries=_FIRST_TRIES)
+        self._has_answered = False
 
     @property
     def host(self) -> str:
@@ -160,6 +163,7 @@ class Bucket:
         """Translate the errors of the file system's library; no message of ours repeats what may hold a key."""
         try:
             yield
+            self._note_answer()
         except (ConfigError, ResourceError):
             raise
         except Exception as e:
@@ -168,6 +172,12 @@ class Bucket:
                 raise
             # the library's own text may quote signed requests
             raise error from None
+
+    def _note_answer(self) -> None:
+        """Be patient with the server from now on."""
+        if self._is_s3 and not self._has_answered:
+            self._fs, _ = _file_system(self.url, max_tries=_LATER_TRIES)
+            self._has_answered = True
 
     def _translated(self, e: Exception) -> ConfigError | ResourceError | None:
         kinds = {cls.__name__ for cls in type(e).__mro__}
@@ -222,12 +232,12 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def _file_system(url: str, *, max_tries: int) -> tuple[Any, str]:
     import fsspec
 
     protocol = url.partition("://")[0]
     try:
-        fs, root = fsspec.core.url_to_fs(url, **_options(protocol))
+        fs, root = fsspec.core.url_to_fs(url, **_options(protocol, max_tries))
     except ImportError:
         fix = _EXTRAS.get(protocol, f"install the fsspec package for {protocol}://")
         raise ConfigError(f"workspace.store = {url!r}: its library is not installed: {fix}") from None
@@ -236,11 +246,11 @@ def _file_system(url: str) -> tuple[Any, str]:
     return fs, str(root).rstrip("/")
 
 
-def _options(protocol: str) -> dict[str, Any]:
+def _options(protocol: str, max_tries: int) -> dict[str, Any]:
     if not protocol.startswith("s3"):
         return {}
     # the library's defaults wait minutes for a host that is not there
-    retries = {"max_attempts": _MAX_TRIES, "mode": "standard"}
+    retries = {"max_attempts": max_tries, "mode": "standard"}
     config = {"connect_timeout": _CONNECT_TIMEOUT_S, "read_timeout": _READ_TIMEOUT_S, "retries": retries}
     return {"config_kwargs": config, "use_listings_cache": False}
 

@@ -4,9 +4,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 from manifests import manifest
 from object_server import SECRET, object_server
@@ -71,6 +74,65 @@ def test_a_corrupted_object_is_named(server: str, tmp_path: Path):
     a.bucket.write(f"objects/{sha[:2]}/{sha}", b"9876543210")
     with pytest.raises(ArtifactError, match=rf"s3://klear/corrupt/objects/{sha[:2]}/{sha}: altered .* model/weights"):
         ObjectStore(tmp_path / "b", "s3://klear/corrupt").find("sft", "f1")
+
+
+class Failing(BaseHTTPRequestHandler):
+    """Passes requests on to the server, or fails until a time."""
+
+    protocol_version = "HTTP/1.1"
+    upstream = ""
+    fails_until = 0.0
+    num_failed = 0
+
+    def log_message(self, *_args: object) -> None: ...
+
+    def pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if time.monotonic() < Failing.fails_until:
+            Failing.num_failed += 1
+            self.answer(500, {}, b"<Error><Code>InternalError</Code></Error>")
+            return
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("connection", "expect")}
+        reply = httpx.request(self.command, self.upstream + self.path, headers=headers, content=body)
+        kept = {
+            name: value for name, value in reply.headers.items() if name in ("etag", "content-type", "last-modified")
+        }
+        self.answer(reply.status_code, kept, reply.content, size=reply.headers.get("content-length"))
+
+    def answer(self, status: int, headers: dict[str, str], content: bytes, size: str | None = None) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        is_head = self.command == "HEAD"
+        self.send_header("content-length", size if is_head and size else str(len(content)))
+        self.end_headers()
+        if not is_head:
+            self.wfile.write(content)
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = pass_on  # noqa: N815  # the names are those of http.server
+
+
+def test_a_server_that_fails_for_a_while_is_waited_for_once_it_has_answered(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import s3fs
+
+    Failing.upstream, Failing.fails_until = f"http://{server}", 0.0
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Failing)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_address[1]}")
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        bucket = Bucket("s3://klear/failing")
+        bucket.write("first", b"1")
+        Failing.fails_until = time.monotonic() + 6
+        bucket.write("second", b"2")
+        assert bucket.read("second") == b"2"
+        assert Failing.num_failed > 3
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 BUILDER = """
