@@ -109,7 +109,7 @@ class Failing(BaseHTTPRequestHandler):
         if not is_head:
             self.wfile.write(content)
 
-    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = pass_on  # noqa: N815  # the names are those of http.server
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = pass_on  # the names are those of http.server
 
 
 def test_a_server_that_fails_for_a_while_is_waited_for_once_it_has_answered(
