@@ -15,7 +15,7 @@ from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.opened import WorkPlace, work_place
 from klear_core.errors import ArtifactError
-from klear_core.train.checkpoint_files import SEAL, digests_of, find_damage
+from klear_core.train.checkpoint_files import SEAL, digests_of, find_damage, sealed_files
 from klear_core.train.progress import made_progress
 
 _TRANSFERS = 8  # files at once; each large one goes in several parts besides
@@ -81,13 +81,16 @@ class CheckpointCopies:
         content = self.content(name)
         if content is None:
             raise ArtifactError(f"{self._place(name)}: its {SEAL} is gone")
+        try:
+            files = sealed_files(content)
+        except ValueError as e:
+            raise ArtifactError(f"{self._place(name)}: {SEAL} cannot be read ({e})") from e
         with file_lock(self._locks / f"checkpoint-{name}", on_wait=lambda _: None):
             if _seal_in(folder) != content:
                 shutil.rmtree(folder, ignore_errors=True)  # another attempt's
             elif find_damage(folder) is None:
                 return
             folder.mkdir(parents=True, exist_ok=True)
-            files = json.loads(content)["files"]
             missing = [file for file in files if not (folder / file).is_file()]
             self._download(name, missing or files, folder)
             (folder / SEAL).write_bytes(content)

@@ -34,15 +34,24 @@ def digests_of(files: Sequence[Path]) -> dict[str, str]:
         return dict(zip([file.name for file in files], threads.map(_digest, files), strict=True))
 
 
+def sealed_files(content: bytes) -> dict[str, str]:
+    """Return the checksums that a seal names by file. Raise ValueError for what is no whole seal."""
+    seal = json.loads(content)
+    if not isinstance(seal, dict) or not isinstance(seal.get("files"), dict):
+        raise ValueError("it names no files")
+    files: dict[str, str] = seal["files"]
+    return files
+
+
 def find_damage(folder: Path) -> str | None:
     """Return in words what is wrong with a checkpoint; None if it is complete."""
     try:
-        seal = json.loads((folder / SEAL).read_text())
-    except (OSError, json.JSONDecodeError) as e:
+        files = sealed_files((folder / SEAL).read_bytes())
+    except (OSError, ValueError) as e:
         return f"{SEAL} cannot be read ({e})"
-    missing = [name for name in seal["files"] if not (folder / name).is_file()]
+    missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         return f"{missing[0]} is missing"
-    found = digests_of([folder / name for name in seal["files"]])
-    damaged = [name for name, digest in seal["files"].items() if found[name] != digest]
+    found = digests_of([folder / name for name in files])
+    damaged = [name for name, digest in files.items() if found[name] != digest]
     return f"{damaged[0]} is damaged" if damaged else None

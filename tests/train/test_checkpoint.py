@@ -191,6 +191,22 @@ def test_a_copy_that_is_not_sealed_or_is_damaged_is_skipped(folder, tmp_path, ca
     assert Run(folder, node(tmp_path, "a")).load() == (3, {})
 
 
+@pytest.mark.parametrize("seal", ["", "{", "{}", "null"])
+def test_a_copy_or_a_checkpoint_whose_seal_cannot_be_read_is_skipped(folder, tmp_path, seal):
+    """A shared folder has no atomic writes: a rank that is killed while it seals leaves a part of the file."""
+    run = Run(folder, node(tmp_path, "a"), keep=3)
+    for step in (1, 2):
+        run.save(step)
+    copies = tmp_path / "shared" / "work" / "sft-f1" / "work" / "scratch" / "checkpoints"
+    (copies / "step-00000002" / "seal.json").write_text(seal)
+    assert Run(folder, node(tmp_path, "b")).load() == (1, {})
+    alone = Run(folder, tmp_path / "alone")
+    for step in (1, 2):
+        alone.save(step)
+    (tmp_path / "alone" / "step-00000002" / "seal.json").write_text(seal)
+    assert Run(folder, tmp_path / "alone").load() == (1, {})
+
+
 def _save_apart(folder, root, world, _telemetry):
     place = root / str(world.rank) / ".building" / "sft-f1" / "work" / "scratch" / "checkpoints"
     write_shared(root / str(world.rank), (root / "shared").as_uri())
