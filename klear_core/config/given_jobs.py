@@ -70,7 +70,7 @@ class GivenTracesJob(GivenRowsJob):
     """Take published traces in place of distillation."""
 
     kind = "given_traces"
-    code_version = 1
+    code_version = 2
 
     keep_truncated: bool
     """Keep traces that ran out of tokens; `distill.select.keep_truncated`."""
