@@ -121,7 +121,7 @@ def load_benchmark(benchmark: BenchmarkConfig, *, seed: int) -> list[Problem]:
 
 @dataclass(slots=True)
 class _Outside:
-    """The rows outside of a benchmark's window."""
+    """Number and days of the rows outside of a benchmark's window."""
 
     num_rows: int = 0
     first: date = date.max
@@ -205,7 +205,7 @@ def _refuse_repeated_id(benchmark: BenchmarkConfig, row: Candidate, rows_by_id: 
 
 
 def _check_count(benchmark: BenchmarkConfig, num_rows: int, outside: _Outside) -> None:
-    """Raise DataError that names the benchmark and both numbers if it has not the rows that are expected."""
+    """Raise DataError, with the benchmark and both numbers, unless it has the expected number of rows."""
     name, expected = benchmark.name, benchmark.expected_rows
     where = "its source" if benchmark.window is None else f"its window {benchmark.window}"
     more = f"; {outside}" if outside.num_rows else ""

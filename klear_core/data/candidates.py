@@ -26,9 +26,9 @@ class Candidate:
     row: str = ""
     """Place of the row in its source, such as `train-00001.jsonl:17`."""
     contest_id: str = ""
-    """The contest problem that it is, such as `atcoder/abc365_b`; empty if the row does not say."""
+    """Contest problem that the row holds, such as `atcoder/abc365_b`; empty if the row does not say."""
     contest_date: str = ""
-    """Day of its contest as the row has it, `2024-08-03T00:00:00`; empty if the row does not say."""
+    """Day of the contest as the row writes it, `2024-08-03T00:00:00`; empty if the row does not say."""
     stated_id: str = ""
     """Id that the source gave the row; empty if it gave none."""
 

@@ -1,4 +1,4 @@
-"""Read which contest problem a row is, where the row says so: one name over all sources."""
+"""Name the contest problem that a row holds, if the row says so; a problem has one name in all sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CODEFORCES_ID = re.compile(r"(\d{1,4})[_/]([A-Za-z]\d?)")
 def contest_id(fields: Fields) -> str:
     """Return a name such as `atcoder/abc365_b`, `codeforces/1873a` or `leetcode/two-sum`; empty if the row has none.
 
-    LeetCode problems are known by their slug, because its problems have two numberings, and sources use either.
+    LeetCode problems are named by their slug: LeetCode numbers them in two ways, and sources use either.
     """
     for key in ("url", "link", "problem_url"):
         found = _from_url(str(fields.get(key, "")))

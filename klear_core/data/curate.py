@@ -44,7 +44,7 @@ from klear_core.metrics import Telemetry
 from klear_core.types import Dropped
 
 _SMALL_BYTES = 8 << 20
-"""Size of sources that one process curates faster than it starts others."""
+"""Size of sources, in bytes, below which starting other processes takes longer than curating in one."""
 
 RunTasks = Callable[[str, Tasks, int], None]
 
@@ -55,8 +55,8 @@ def curate(cfg: CurateConfig, *, benchmarks: Path, seed: int, workdir: Path, tel
     `rows/*.parquet` names the source row of each problem, in the same order. `leaks/*.parquet` and `leaks.html` show
     every prompt that any decontamination rule would drop.
 
-    Blocks of the sources are read in parallel, and their results are kept under `workdir/scratch`: a curation that was
-    killed goes on from there. Raise DataError if a source has too few usable rows or no problem is left.
+    Blocks of the sources are read in parallel, and their results are kept under `workdir/scratch`, from which a killed
+    curation resumes. Raise DataError if a source has too few usable rows or no problem is left.
     """
     check_curation(cfg)
     protected = list(protected_questions(cfg.decontaminate, benchmarks))
@@ -128,7 +128,7 @@ def _prepare(folder: Path, plan: Plan, protected: Sequence[Protected]) -> int:
         key_file.write_text(plan.key)
     # The settings of the executor are no part of the key.
     save_plan(plan, folder / "plan.pickle")
-    shutil.rmtree(folder / "reading", ignore_errors=True)  # blocks that a killed attempt has begun
+    shutil.rmtree(folder / "reading", ignore_errors=True)  # unfinished blocks of a killed attempt
     return int((folder / "num_phrases").read_text())
 
 
@@ -190,15 +190,15 @@ def _ledger(state: State, leaks: LeakCounts) -> tuple[LedgerStep, ...]:
     tags = np.zeros(len(TAGS), dtype=np.int64)
     for part, own in state.segments.each():
         name = plan.sources[part.source].name
-        fate_N = merged.fate_N[own]
+        outcome_N = merged.outcome_N[own]
         rows[name] += part.num_rows
-        kept[name] += int((fate_N == STAYS).sum())
-        clean[name] += int(((fate_N == STAYS) | (fate_N == NOT_SELECTED)).sum())
+        kept[name] += int((outcome_N == STAYS).sum())
+        clean[name] += int(((outcome_N == STAYS) | (outcome_N == NOT_SELECTED)).sum())
         steps[READ].dropped.update(part.lost)
         steps["length"].dropped["question_too_long"] += part.too_long
         if part.num_candidates:
-            tags += np.bincount(part.column("tag")[fate_N == STAYS], minlength=len(TAGS))
-    counts = {code: int((merged.fate_N == code).sum()) for code in (REPEAT, NEAR, LEAK)}
+            tags += np.bincount(part.column("tag")[outcome_N == STAYS], minlength=len(TAGS))
+    counts = {code: int((merged.outcome_N == code).sum()) for code in (REPEAT, NEAR, LEAK)}
     steps["dedup"].dropped.update({"repeated_question": counts[REPEAT], "near_duplicate": counts[NEAR]})
     steps["decontaminate"].dropped.update(leaks.num_dropped)
     for drop in state.not_selected():

@@ -30,7 +30,7 @@ class Protected:
     question_id: str
     question: str
     contest_id: str = ""
-    """The contest problem that it is; empty if its row does not say."""
+    """Contest problem that the row holds; empty if the row does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +132,8 @@ class Decontaminator:
         return {rule: hit for rule in RULES if (hit := found[rule])}
 
     def _near(self, tokens: Sequence[str]) -> Hit | None:
-        # Of texts with two or three rare shingles, one in common is a large share and no evidence. As much text is
-        # asked for as an n-gram has.
+        # In a text with two or three rare shingles, one in common is a large share and yet no evidence. So at least
+        # as many tokens must be shared as an n-gram has.
         min_shared = self._cfg.ngram - _SHINGLE + 1
         overlap = self._shingles.overlap_with(tokens)
         return overlap.nearest(min_shared=min_shared, min_share_of_shorter=self._cfg.near_share)
@@ -146,7 +146,7 @@ class Decontaminator:
     def _short_hit(self, tokens: Sequence[str]) -> Hit | None:
         """Return the first question without n-grams that occurs in full, token by token; None if there is none."""
         if self._short_questions.keys().isdisjoint(tokens):
-            return None  # as most prompts do, found without a loop in Python
+            return None  # most prompts; the set operation saves a loop in Python
         for start, token in enumerate(tokens):
             for question, index in self._short_questions.get(token, ()):
                 if tokens[start : start + len(question)] == question:

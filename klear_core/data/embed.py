@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 _NUM_BUCKETS = 1 << 20
 """Buckets in which document frequencies are counted; two words share one with a probability of one in a million."""
 _MAX_COUNTED = 100_000
-"""Number of questions, about, whose words are counted."""
+"""Approximate number of questions whose words are counted."""
 _QUESTIONS_PER_BLOCK = 1024
 """Questions whose vectors are in memory before they become 8-bit integers."""
 
@@ -88,7 +88,7 @@ def _inverse_frequencies(questions: Iterable[str], *, one_in: int) -> Floats:
     num_with: npt.NDArray[np.int64] = np.zeros(_NUM_BUCKETS, dtype=np.int64)
     num_counted = 0
     for question in questions:
-        if _hash(question) % one_in:  # a sample by content, which does not depend on the order
+        if _hash(question) % one_in:  # sampled by content, so that the order of the questions does not matter
             continue
         num_with[list({_hash(word) % _NUM_BUCKETS for word in _words(question)})] += 1
         num_counted += 1
@@ -96,7 +96,7 @@ def _inverse_frequencies(questions: Iterable[str], *, one_in: int) -> Floats:
 
 
 def _words(question: str) -> list[str]:
-    return tokens_of(question) or [question]  # nothing may be left of a question such as `?`
+    return tokens_of(question) or [question]  # a question such as `?` has no token
 
 
 def _hash(word: str) -> int:

@@ -16,7 +16,7 @@ from klear_core.data.datafiles import data_files, is_cached, repo_of
 def describe_rows(sources: Sequence[FileSource | HubSource], *, origin: str, licence: str) -> GivenRecord:
     """Return the record of the sources' files, which are downloaded if they are not there.
 
-    Without a declared licence it is that of the cards beside the files.
+    If no licence is declared, the record has that of the dataset cards in the files' folders.
     """
     for source in sources:
         if isinstance(source, HubSource) and not is_cached(source):

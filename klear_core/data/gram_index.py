@@ -30,7 +30,7 @@ class GramIndex:
         self.num_grams = [len(of_question - self.common) for of_question in grams]
         self._questions_with: dict[str, list[int]] = {}
         self._first_with: dict[str, int] = {}
-        """A question of each common phrase."""
+        """The first question that has each common phrase."""
         for index, of_question in enumerate(grams):
             for gram in of_question:
                 if gram in self.common:

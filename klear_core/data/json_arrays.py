@@ -9,7 +9,7 @@ from typing import TextIO
 
 _CHUNK_CHARS = 1 << 20
 _SCANNED_CHARS = 8 << 20
-"""Elements that are longer are parsed once their end is found, not again with each part of the file."""
+"""Longer elements are parsed once, after a scan has found their end, and not again with each part of the file."""
 _MAX_INT_DIGITS = 4300
 """Longest integer that Python converts from text (`sys.set_int_max_str_digits`)."""
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -37,7 +37,7 @@ def array_elements(f: TextIO, max_chars: int) -> Iterator[tuple[str, object] | N
             after = _after_space(text, end)
         except json.JSONDecodeError:
             end = after = len(text)
-        if after < len(text) and text[after] in ",]":  # otherwise it may be cut: "12" may go on as "123"
+        if after < len(text) and text[after] in ",]":  # otherwise the element may be cut: "12" of "123"
             yield (text[at:end], value) if end - at <= max_chars else None
             at = _after_space(text, after + (text[after] == ","))
             continue
@@ -58,7 +58,7 @@ def array_elements(f: TextIO, max_chars: int) -> Iterator[tuple[str, object] | N
 
 
 def large_element(f: TextIO, text: str, max_chars: int) -> tuple[str | None, str]:
-    """Return the element that begins with `text`, or None if it is too long, and the text from the sign after it on."""
+    """Return the element that begins with `text`, or None if it is too long, and the text that follows it."""
     parts: list[str] = []
     num_chars = 0
     nesting = _Nesting()
@@ -85,7 +85,7 @@ class _Nesting:
         """Whether the last part ended with a backslash, which belongs to the first character of the next."""
 
     def end_of_element(self, part: str) -> int | None:
-        """Return the index of the comma or bracket after the element; None if the element goes on after this part."""
+        """Return the index of the comma or bracket after the element; None if the element does not end in this part."""
         at = int(self._is_escaped)
         self._is_escaped = False
         while at < len(part):

@@ -26,11 +26,11 @@ Floats = npt.NDArray[np.float32]
 _EXACT_UP_TO = 1 << 24
 """float32 represents every whole number up to this one."""
 _NUM_CANDIDATES = 2048
-"""Vectors compared with each other in a batch, the farthest ones: the next centres are among them."""
+"""Number of farthest vectors that are compared with each other in a batch, to find the next centres among them."""
 _ROWS_PER_BLOCK = 8192
-"""Vectors compared with the new centres at a time; 64 MB at most."""
+"""Number of vectors compared with the new centres at a time; they take 64 MB at most."""
 _LENGTH = 1024
-"""Length of the vectors whose sums give the middle of a cell."""
+"""Length to which vectors are scaled before they are summed to the middle of a cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ class Centres:
     chosen: Indices
     """The centres in the order in which they were chosen."""
     nearest_N: Indices
-    """The nearest centre of each vector; a centre's own is itself. Of equally near ones the first chosen."""
+    """The nearest centre of each vector; of equally near centres the one chosen first. A centre is its own."""
     similarity_N: Floats
     """Cosine similarity to it."""
 
@@ -66,8 +66,8 @@ def k_center(
     groups_N = np.zeros(N, dtype=np.int64) if groups_N is None else groups_N
     left = np.array(quotas or [N], dtype=np.int64)
     assert 0 < size <= np.minimum(left, np.bincount(groups_N, minlength=len(left))).sum(), (size, left)
-    search = _Search(vectors_ND)  # `left` counts down what a group may still give
-    left[groups_N[first]] -= 1
+    search = _Search(vectors_ND)
+    left[groups_N[first]] -= 1  # `left` counts down the centres that each group may still give
     search.add(np.array([first]))
     while search.num_chosen < size:
         open_N = search.is_free_N & (left[groups_N] > 0)
@@ -76,27 +76,27 @@ def k_center(
 
 
 def refined(vectors_ND: Vectors, centres: Centres, groups_N: Indices | None = None) -> Centres:
-    """Return centres of which each has moved to the middle of the vectors that are nearest to it (one k-medoids step).
+    """Move each centre to the middle of its cell, the vectors that are nearest to it (one k-medoids step).
 
-    A centre moves to the vector of its own group that is most similar to the mean of these vectors' directions.
+    A centre moves to the vector of its own group that is most similar to the mean direction of the cell.
     """
     N, D = vectors_ND.shape
     groups_N = np.zeros(N, dtype=np.int64) if groups_N is None else groups_N
     search = _Search(vectors_ND)
     place_of_N = np.zeros(N, dtype=np.int64)
     place_of_N[centres.chosen] = np.arange(len(centres.chosen))
-    cells_N = place_of_N[centres.nearest_N]
+    cells_N = place_of_N[centres.nearest_N]  # the number of each vector's centre, in the order of choice
     sums_CD = np.zeros((len(centres.chosen), D), dtype=np.int64)
     for rows in search.blocks():
         np.add.at(sums_CD, cells_N[rows], search.directions(rows))
     fit_N = np.empty(N)
     for rows in search.blocks():
         fit_N[rows] = np.einsum("bd,bd->b", vectors_ND[rows], sums_CD[cells_N[rows]]) / search.norms_N[rows]
-    fit_N[groups_N != groups_N[centres.nearest_N]] = -np.inf
-    # Rows in order of cell, the best fit first, the lower index first of equal ones.
+    fit_N[groups_N != groups_N[centres.nearest_N]] = -np.inf  # a centre of another group would break the quotas
+    # Sort by cell, then by fit, the best first. The sort is stable, so the lower index wins among equals.
     order_N = np.lexsort((-fit_N, cells_N))
     is_first_N = np.diff(cells_N[order_N], prepend=-1) > 0
-    search.add(order_N[is_first_N])  # in the order of the centres before
+    search.add(order_N[is_first_N])  # each cell's best vector, in the order of the old centres
     return search.result()
 
 
@@ -130,7 +130,7 @@ class _Search:
     def _compare(self, centres_C: Indices) -> None:
         for rows in self.blocks():
             similar_BC = self.similarities(rows, centres_C)
-            best_B = similar_BC.argmax(axis=1)  # the first of equal ones
+            best_B = similar_BC.argmax(axis=1)  # among equals the centre chosen first
             values_B = similar_BC[np.arange(len(rows)), best_B]
             better_B = values_B > self.similarity_N[rows]
             self.similarity_N[rows[better_B]] = values_B[better_B]
@@ -143,7 +143,7 @@ class _Search:
             yield np.arange(start, min(start + _ROWS_PER_BLOCK, num_vectors))
 
     def directions(self, rows: Indices) -> Indices:
-        """Return vectors of the same length, as whole numbers so that sums of them are exact."""
+        """Return the vectors scaled to one length and rounded to whole numbers, whose sums are exact."""
         unit_BD = self._vectors_ND[rows] / self.norms_N[rows, None]
         return np.rint(unit_BD * _LENGTH).astype(np.int64)
 
@@ -162,11 +162,11 @@ class _Search:
 def _next_centres(
     search: _Search, open_N: npt.NDArray[np.bool_], most: int, groups_N: Indices, left: Indices
 ) -> Indices:
-    """Return the next centres, one at least; `left` is reduced by their groups.
+    """Return at least one next centre, and subtract the centres from their groups' counts in `left`.
 
-    Only the farthest vectors are compared with each other. Their similarities are exact during this batch, while those
-    of all others are lower bounds, since a new centre can only come nearer. So the least similar candidate is the
-    least similar of all vectors until it passes the bound, the least similar of the others.
+    Candidates are the farthest vectors, those least similar to their nearest centre. Only they are compared with the
+    batch's new centres. The other vectors keep their old similarity, which a new centre can only raise. So while the
+    least similar candidate is below `bound`, the smallest old similarity of the others, it is the farthest of all.
     """
     candidates_P, bound = _farthest(search.similarity_N, open_N)
     similar_PP = search.similarities(candidates_P, candidates_P)
@@ -183,12 +183,12 @@ def _next_centres(
         group = groups_P[place]
         left[group] -= 1
         if not left[group]:
-            break  # other vectors of the group are no candidates any more
+            break  # the group is full, so its other vectors are no candidates any more
     return np.array(chosen)
 
 
 def _farthest(similarity_N: Floats, open_N: npt.NDArray[np.bool_]) -> tuple[Indices, tuple[float, int]]:
-    """Return the least similar open vectors in ascending order, and similarity and index of the next one."""
+    """Return the indices of the least similar open vectors, ascending, and similarity and index of the next vector."""
     open_M = np.flatnonzero(open_N)
     if len(open_M) <= _NUM_CANDIDATES:
         return open_M, (np.inf, 0)

@@ -46,7 +46,7 @@ class LeakFilter:
         self._num_shingles = np.array(shingles.num_grams)
 
     def may_overlap(self, tokens: Sequence[Sequence[str]]) -> Found:
-        """Return for each prompt whether it may match a rule about n-grams; contests and short questions are others."""
+        """Return for each prompt whether it may match a rule about n-grams (not contests or short questions)."""
         codes, words = token_and_word_codes(tokens)
         grams = _full_runs(words, self._ngram)
         is_shared = _is_in(grams.values, self._word_grams)
@@ -55,6 +55,7 @@ class LeakFilter:
         return found | self._may_be_near(codes)
 
     def _may_be_near(self, tokens: Ragged) -> Found:
+        """Return for each prompt whether some question shares enough shingles with it for the rule `near`."""
         hashes = _full_runs(tokens, self._shingle)
         prompt = np.repeat(np.arange(len(tokens)), hashes.lengths())
         found: Found = np.zeros(len(tokens), dtype=np.bool_)
@@ -63,6 +64,7 @@ class LeakFilter:
         at = np.minimum(np.searchsorted(self._shingles, hashes.values), len(self._shingles) - 1)
         is_hit = self._shingles[at] == hashes.values
         at, prompt_of_hit = at[is_hit], prompt[is_hit]
+        # One entry for each pair of a shared shingle in a prompt and a question that has it.
         counts = self._ends[at] - self._starts[at]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         question = self._questions[np.repeat(self._starts[at], counts) + within]
@@ -70,7 +72,8 @@ class LeakFilter:
         pair, num_shared = np.unique(np.repeat(prompt_of_hit, counts) * num_questions + question, return_counts=True)
         prompt_of_pair, question_of_pair = np.divmod(pair, num_questions)
         num_rare = self._num_rare(hashes, prompt, len(tokens))
-        # Repeats within a prompt count above and not below the line, so that this errs to the safe side.
+        # A shingle that a prompt repeats counts several times in `num_shared` and once in `num_rare`. So the share is
+        # never too low, and no leak is missed.
         shorter = np.minimum(self._num_shingles[question_of_pair], num_rare[prompt_of_pair])
         found[prompt_of_pair[num_shared >= self._near_share * shorter]] = True
         return found
@@ -78,6 +81,7 @@ class LeakFilter:
     def _num_rare(self, hashes: Ragged, prompt: npt.NDArray[np.int64], num_prompts: int) -> npt.NDArray[np.int64]:
         """Return the number of distinct runs of tokens of each prompt that are no common phrase, or a little fewer."""
         is_rare = ~_is_in(hashes.values, self._common)
+        # The prompt's number above 40 bits of the hash: two runs with equal bits count as one, hence "a little fewer".
         packed = (prompt[is_rare].astype(np.uint64) << np.uint64(40)) | (hashes.values[is_rare] >> np.uint64(24))
         return np.bincount((distinct(packed) >> np.uint64(40)).astype(np.int64), minlength=num_prompts)
 

@@ -85,8 +85,8 @@ class _Shown:
             if num_more:
                 rows.append(f"<tr><td colspan=4>and {num_more} more like these</tr>")
         num_dropped = counts.num_dropped.total()
-        told = f"<p>{counts.num_leaks} prompts match at least one rule; {num_dropped} were dropped.</p>\n"
-        return _HEAD + told + "\n".join(rows) + "</table>\n"
+        summary = f"<p>{counts.num_leaks} prompts match at least one rule; {num_dropped} were dropped.</p>\n"
+        return _HEAD + summary + "\n".join(rows) + "</table>\n"
 
 
 def _row(leak: Leak) -> str:

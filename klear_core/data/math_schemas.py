@@ -61,7 +61,7 @@ def _klear_bench_reference(fields: Fields) -> MathReference:
 
 
 def _benchmark_question(fields: Fields) -> str:
-    """Return the question of a math benchmark, whoever packed it: a chat's only question, `problem` or `question`.
+    """Return the question of a math benchmark: a chat's only question, `problem` or `question`.
 
     OlympiadBench has what several of its questions share in `context`.
     """
@@ -73,7 +73,7 @@ def _benchmark_question(fields: Fields) -> str:
 
 
 def _benchmark_reference(fields: Fields) -> Reference:
-    """Return the answer of a math benchmark, whoever packed it; of rows with a worked solution alone, its box."""
+    """Return the answer of a math benchmark; for rows that have only a worked solution, the boxed answer in it."""
     if isinstance(fields.get("meta"), Mapping):
         return _klear_bench_reference(fields)
     if "final_answer" in fields:  # OlympiadBench: all elements are the answer, and not alternatives

@@ -1,7 +1,7 @@
 """Find near-duplicates among questions: similar in words, the same in numbers and signs, with agreeing references.
 
-Three steps, of which the second can be divided: `candidate_pairs`, `compare` and `decide`. Questions are numbered in
-order of rank, over all tables. Axis letters: B bands, N questions, M questions in buckets, P pairs.
+There are three steps: `candidate_pairs`, `compare` and `decide`. The second can be divided among tasks. Questions are
+numbered in order of rank, over all tables. Axis letters: B bands, N questions, M questions in buckets, P pairs.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Compared:
 def candidate_pairs(tables: Sequence[NearTable], ranks_N: Ranks, cfg: NearConfig) -> Pairs:
     """Return the pairs to compare among some questions, ascending. Ranks are ascending, too.
 
-    A question is compared with the earlier ones of its bucket that have the same facts, or else with the first one, for
-    the count of similar questions that stay.
+    A question is compared with the earlier ones of its bucket that have the same facts. If there is none, it is
+    compared with the first of the bucket, to count the similar questions that stay.
     """
     facts_N = np.concatenate([table.facts_N for table in tables])[ranks_N]
     pairs_P = np.empty(0, dtype=np.uint64)
@@ -141,9 +141,9 @@ def decide(pairs_P: Pairs, compared: Compared) -> NearDuplicates:
     later_P, earlier_P = _ranks_of(pairs_P[is_similar_P])
     similarity_P, code_P = compared.similarity_P[is_similar_P], compared.code_P[is_similar_P]
     ends = np.flatnonzero(later_P[1:] != later_P[:-1]) + 1
-    # In order of rank: what an earlier question was found to be decides whether a later one can be its copy.
+    # In order of rank, because a question can only be the copy of an earlier one that stays.
     for group in np.split(np.arange(len(later_P)), ends):
-        if len(group):  # the one group of no pairs is empty
+        if len(group):  # without pairs `np.split` returns one empty group
             _decide(int(later_P[group[0]]), earlier_P[group], similarity_P[group], code_P[group], found)
     return found
 
@@ -151,6 +151,7 @@ def decide(pairs_P: Pairs, compared: Compared) -> NearDuplicates:
 def _decide(
     rank: int, earlier: Ranks, alike: npt.NDArray[np.float64], codes: npt.NDArray[np.uint8], found: NearDuplicates
 ) -> None:
+    """Add one question to `found`: as a copy of the most similar earlier one that stays, or as one that stays."""
     reasons: set[str] = set()
     best: Copy | None = None
     for other, similarity, code in zip(earlier.tolist(), alike.tolist(), codes.tolist(), strict=True):
@@ -176,11 +177,11 @@ def _code(mine: ReferenceMarks, others: ReferenceMarks, alike: float, cfg: NearC
 
 
 def _pairs_in_buckets(keys_N: Hashes, facts_N: Hashes, ranks_N: Ranks) -> Pairs:
-    """Return the pairs of one band: of questions with the same key, as `candidate_pairs` says."""
+    """Return the pairs of one band; a bucket is the questions with the same key. See `candidate_pairs`."""
     order_N = np.argsort(keys_N, kind="stable")  # stable: ascending ranks within a bucket
     is_same = np.diff(keys_N[order_N]) == 0
     is_in_bucket = np.append(is_same, False) | np.append(False, is_same)
-    members_M = order_N[is_in_bucket]
+    members_M = order_N[is_in_bucket]  # all other questions are alone with their key
     if not len(members_M):
         return np.empty(0, dtype=np.uint64)
     keys_M = keys_N[members_M]
@@ -192,9 +193,10 @@ def _pairs_in_buckets(keys_N: Hashes, facts_N: Hashes, ranks_N: Ranks) -> Pairs:
     members_M, first_M, bucket_M = members_M[by_facts], first_M[by_facts], bucket_M[by_facts]
     facts_M = facts_N[members_M]
     is_new = np.append(True, (bucket_M[1:] != bucket_M[:-1]) | (facts_M[1:] != facts_M[:-1]))
-    start_M = np.flatnonzero(is_new)[np.cumsum(is_new) - 1]
+    start_M = np.flatnonzero(is_new)[np.cumsum(is_new) - 1]  # first member with the same key and facts
     num_earlier_M = np.arange(len(members_M)) - start_M
     counts_M = np.minimum(num_earlier_M, _MAX_COMPARED)
+    # One pair for each member and each of the first members of its group; `within_P` counts these from 0.
     later_P = np.repeat(members_M, counts_M)
     within_P = np.arange(len(later_P)) - np.repeat(np.cumsum(counts_M) - counts_M, counts_M)
     earlier_P = members_M[np.repeat(start_M, counts_M) + within_P]

@@ -51,7 +51,7 @@ def reference_from_json(value: object) -> Reference:
 def reference_from_cell(value: object) -> Reference:
     """Parse Klear's own format as a cell of a file holds it: an object, its JSON text, or a struct of a Parquet file.
 
-    A struct has the keys of all rows; those that a row has not are null.
+    A struct has the keys of all rows; a key that a row lacks is null.
     """
     if not isinstance(value, str):
         return reference_from_json(_without_nulls(value))

@@ -39,7 +39,7 @@ def unpack_or_none(value: object) -> object:
 
 
 def is_packed(value: object) -> bool:
-    """Return whether LiveCodeBench's tests are compressed: their JSON text would be a list."""
+    """Return whether LiveCodeBench's tests are compressed. Plain tests are the JSON text of a list."""
     return isinstance(value, str) and not value.lstrip().startswith("[")
 
 

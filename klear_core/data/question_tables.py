@@ -11,14 +11,14 @@ from klear_core.data.fields import Fields, RowError, Schema, text_at, value_at
 from klear_core.data.rowfiles import BrokenRow, read_rows
 
 ELSEWHERE = "-"
-"""Stands for the question where its licence forbids a copy."""
+"""Value in place of a question whose licence forbids a copy."""
 
 _QUESTION_KEYS = ("input", "question")
 """Columns of the question in the first and the second release."""
 _FORMATS = {"taco": "apps", "apps": "apps", "code_contests": "code_contests", "open-r1/codeforces": "codeforces"}
 """Row formats of the data sets."""
 _COLUMNS = frozenset(["question", "starter_code", "description", "input_format", "output_format", "examples", "note"])
-"""Columns from which the questions of these formats are made; the tests beside them have gigabytes."""
+"""Columns from which the questions of these formats are made. Columns of tests, which take gigabytes, are not read."""
 _STAND_IN = "a question that is looked up later"
 
 
@@ -38,7 +38,7 @@ class QuestionTables:
         return {**fields, key: self._question_of(fields)} if key else fields
 
     def checked(self, fields: Fields) -> Fields:
-        """Return the row with a stand-in for its question; only the names of the files that hold it are looked at."""
+        """Return the row with a stand-in for its question, after a check that the files which hold it exist."""
         key = self._key_to_fill(fields)
         if not key:
             return fields

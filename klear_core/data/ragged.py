@@ -15,7 +15,7 @@ Numbers = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """Lists of numbers, one behind the other."""
+    """Lists of numbers, concatenated in one array."""
 
     values: Numbers
     ends: npt.NDArray[np.int64]
@@ -29,7 +29,7 @@ class Ragged:
         return self.values[start : self.ends[index]]
 
     def where(self, is_kept: npt.NDArray[np.bool_]) -> Ragged:
-        """Return the lists with those of their numbers that are marked."""
+        """Return the lists with only the marked ones of their numbers."""
         num_kept = np.concatenate([[0], np.cumsum(is_kept, dtype=np.int64)])
         return Ragged(self.values[is_kept], num_kept[self.ends])
 

@@ -26,9 +26,9 @@ class ReferenceCheck:
 def check_references(
     problems: Sequence[Problem], judges: JudgePool, max_unscored_rate: float, *, benchmark: str
 ) -> ReferenceCheck:
-    """Return the references that the judge cannot use, by judging an answer of our own to each problem.
+    """Find the references that the judge cannot use, by judging an answer of our own to each problem.
 
-    Raise DataError if they are so many that evaluation would stop, which is also the case if it could score no answer.
+    Raise DataError if they are so many that evaluation would stop, or all of them, so that it could score no answer.
     Without a sandbox the references' own programs are not tried, and a note says so.
     """
     notes, can_run_tests = _prepare(problems, judges, benchmark)

@@ -214,7 +214,7 @@ def _skip_line(f: BinaryIO, line: bytes) -> None:
 
 
 def line_ends(path: Path) -> Iterator[tuple[int, bool]]:
-    """Yield the position behind each line of an uncompressed file, and whether the line is blank."""
+    """Yield the position after each line of an uncompressed file, and whether the line is blank."""
     with path.open("rb") as f:
         position = 0
         is_blank = True

@@ -145,7 +145,7 @@ def mix(available: Mapping[str, int], weights: Mapping[str, float], *, most: int
 
     Counts differ from the exact shares by less than one.
     """
-    # Weights as they are written, so that 0.1 is one tenth and no count is off by one.
+    # `repr` gives the decimal as written in the settings: 0.1 is exactly one tenth, and no count is off by one.
     exact = {name: Fraction(repr(weights[name])) for name, count in available.items() if count}
     counts = dict.fromkeys(available, 0)
     if not exact:
@@ -171,7 +171,7 @@ def _centres(
     size: int,
 ) -> Centres:
     """Return the centres among the problems `left_N`, as places in that list."""
-    # In order of the ids, so that the lower id wins where two are equally far, whatever the order of the pool.
+    # M: the problems left, sorted by id: of two equally far problems the lower id wins, whatever the order of the pool.
     ids = [pool.problem_ids[index] for index in left_N.tolist()]
     by_id_M = np.array(sorted(range(len(ids)), key=ids.__getitem__), dtype=np.int64)
     rank_M = np.empty_like(by_id_M)
@@ -182,6 +182,7 @@ def _centres(
     number_of = {source: number for number, source in enumerate(quotas)}
     groups_M = np.array([number_of[pool.sources[index]] for index in left_N[by_id_M].tolist()], dtype=np.int64)
     counts = list(quotas.values())
+    # The first centre is drawn among the sources that may give one.
     draws_M = np.where(np.array(counts)[groups_M] > 0, draws_N[left_N[by_id_M]], np.iinfo(np.int64).max)
     centres = k_center(vectors_MD, size, first=int(draws_M.argmin()), groups_N=groups_M, quotas=counts)
     for _ in range(cfg.refine_steps):

@@ -22,8 +22,8 @@ from klear_core.data.ragged import Ragged, distinct
 Hashes = npt.NDArray[np.uint64]
 
 SKETCH_SIZE = 256
-"""Shingles kept of a question. Most published questions have fewer, so that their similarity is exact. That of longer
-ones is estimated, with a standard error of 0.03 at most."""
+"""Most shingles that are kept of a question. Most published questions have fewer, so their similarity is exact. For
+longer ones it is an estimate with a standard error of 0.03 at most."""
 _MAX_CODES = 1 << 18
 """Tokens whose hashes are remembered (about 40 MB)."""
 
@@ -53,13 +53,15 @@ def similarities(one: Ragged, other: Ragged) -> npt.NDArray[np.float64]:
     """
     if not len(one):
         return np.empty(0)
-    # The number of its pair goes before each shingle, so that one sort merges all pairs. A common one is there twice.
+    # The pair's number is above the bits of the shingle, so that one sort merges all pairs. A shared shingle occurs
+    # twice in a row.
     merged = np.sort(np.concatenate([_numbered(one), _numbered(other)]))
     is_repeat = np.append(False, merged[1:] == merged[:-1])
     is_shared = np.append(is_repeat[1:], False)[~is_repeat]
     union = merged[~is_repeat]
     pair = (union >> np.uint64(32)).astype(np.int64)
     starts = np.searchsorted(pair, np.arange(len(one)))
+    # If one of the sketches is full, only the smallest `SKETCH_SIZE` hashes of the union are a random sample of it.
     is_full = np.maximum(one.lengths(), other.lengths()) == SKETCH_SIZE
     counts = (np.arange(len(union)) - starts[pair] < SKETCH_SIZE) | ~is_full[pair]
     num_in_union = np.bincount(pair[counts], minlength=len(one))
@@ -102,6 +104,7 @@ def shingle_hashes(codes: Ragged, length: int) -> Ragged:
     run_lengths = np.minimum(length, lengths)
     num_runs = lengths - run_lengths + (lengths > 0)
     ends = np.cumsum(num_runs)
+    # Place of each run's first code: where the question's codes begin, plus the run's number within the question.
     starts = np.repeat(codes.ends - lengths - (ends - num_runs), num_runs) + np.arange(ends[-1] if len(ends) else 0)
     run_length = np.repeat(run_lengths, num_runs)
     hashes = run_length.astype(np.uint64)
@@ -118,6 +121,7 @@ def _smallest(hashes: Ragged) -> Ragged:
     """Return the `SKETCH_SIZE` smallest distinct upper halves of the hashes of each question."""
     lengths = hashes.lengths()
     numbers = np.repeat(np.arange(len(hashes), dtype=np.uint64), lengths)
+    # The question's number is above the bits of the hash, so that one sort orders by question, then by hash.
     packed = distinct((numbers << np.uint64(32)) | (hashes.values >> np.uint64(32)))
     question = (packed >> np.uint64(32)).astype(np.int64)
     starts = np.searchsorted(question, np.arange(len(hashes)))
@@ -127,6 +131,7 @@ def _smallest(hashes: Ragged) -> Ragged:
 
 
 def _band_keys(hashes: Ragged, cfg: NearConfig) -> Hashes:
+    """Return a key for each band and question: a hash over the MinHash values of the band's rows."""
     starts = hashes.ends - hashes.lengths()
     seeds_P = _mixed(np.arange(1, cfg.num_bands * cfg.rows_per_band + 1, dtype=np.uint64))
     seeds_BR = seeds_P.reshape(cfg.num_bands, cfg.rows_per_band)
@@ -134,7 +139,7 @@ def _band_keys(hashes: Ragged, cfg: NearConfig) -> Hashes:
     for band, seeds_R in enumerate(seeds_BR):
         keys_N = np.full(len(hashes), band, dtype=np.uint64)
         for seed in seeds_R:
-            # One permutation at a time over the shingles of all questions: the array stays in the cache.
+            # One permutation at a time, over the shingles of all questions, so that the array stays in the cache.
             minima_N = np.minimum.reduceat(_mixed(hashes.values ^ seed), starts)
             keys_N = _mixed(keys_N ^ minima_N)
         keys_BN[band] = keys_N
@@ -142,6 +147,7 @@ def _band_keys(hashes: Ragged, cfg: NearConfig) -> Hashes:
 
 
 def _numbered(sets: Ragged) -> Hashes:
+    """Return all values of the sets, with the number of the set in the upper 32 bits."""
     numbers = np.repeat(np.arange(len(sets), dtype=np.uint64), sets.lengths())
     return (numbers << np.uint64(32)) | sets.values.astype(np.uint64)
 

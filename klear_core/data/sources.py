@@ -138,7 +138,7 @@ def check_questions(source: FileSource) -> None:
 
 
 def files_here(source: FileSource | HubSource) -> list[DataFile]:
-    """Return the source's files if they are on this machine and can be told; else nothing. Nothing is downloaded."""
+    """Return the source's files if they are on this machine and its settings determine them; else an empty list."""
     if isinstance(source, HubSource) and not is_cached(source):
         return []
     try:
@@ -259,7 +259,7 @@ def _parse_rows(
 def _candidate(fields: Fields, schema: Schema, row: str, *, source: str, domain: Domain | None) -> Candidate:
     question = schema.question(fields)
     reference = schema.reference_of(fields, domain=domain)
-    if has_half_character(reference):  # no file could hold it
+    if has_half_character(reference):  # no file in UTF-8 could hold it
         raise RowError("not_utf8", "reference", "a JSON text in it escapes one half of a surrogate pair")
     return Candidate(
         source=source,

@@ -67,12 +67,12 @@ class Share:
 
 
 def problems_by_level(levels: tuple[int, ...], num_problems: int) -> dict[int, int]:
-    """Return the number of problems of each level when they are dealt out in turn."""
+    """Return the number of problems of each level, as equal as possible; the first levels may have one more."""
     return {level: len(range(i, num_problems, len(levels))) for i, level in enumerate(levels)}
 
 
 def questions_in_turn(shares: Mapping[int, Share], rng_of: Callable[[int], Random]) -> Iterator[tuple[int, str]]:
-    """Yield level and question of all problems, one level after the other in turn, each with its own generator."""
+    """Yield level and question of all problems, cycling through the levels; each level has a random generator."""
     drawn = {level: share.draw(rng_of(level)) for level, share in shares.items()}
     num_problems = sum(share.num_problems for share in shares.values())
     for level in islice(cycle(drawn), num_problems):

@@ -18,7 +18,7 @@ _MIN_ROWS = 3
 _MIN_SHARE = 0.25
 """Share of the sample that must have a template."""
 _MIN_REST = 3
-"""Tokens that a question has at least without its template."""
+"""Least number of tokens that a question must have without its template; else it is compared with it."""
 
 Tokens = tuple[str, ...]
 
@@ -58,7 +58,7 @@ def _common_openings(questions: Iterable[Sequence[str]]) -> list[Tokens]:
 
 
 def _common_opening(questions: Sequence[Sequence[str]]) -> Tokens:
-    # The least and the greatest of the questions differ wherever any two of them do.
+    # In sorted order, the prefix that the first and the last share is common to all between them.
     first, last = min(map(tuple, questions)), max(map(tuple, questions))
     length = 0
     while length < min(len(first), len(last)) and first[length] == last[length]:

@@ -1,7 +1,7 @@
 """Define the row formats of published reasoning traces, from which the prompts alone are taken.
 
-The traces are no references: what a teacher answered may be wrong. So problems from these rows are distilled and not
-judged, except those of the OpenThoughts metadata, which hold the original solution or tests.
+The traces are no references, because a teacher's answer may be wrong. So problems from these rows are distilled and not
+judged, except rows of the OpenThoughts metadata, which hold the original solution or tests.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Curate sources of any size: read blocks in parallel, merge what was found, write the result; killed, it resumes."""
+"""Curate sources of any size: read blocks in parallel, merge the results, write the problems. Each step can resume."""

@@ -55,13 +55,13 @@ class TaskStep(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         try:
             self.tasks(rank)
         except Exception as e:
-            told = {"type": type(e).__name__, "message": str(e), "trace": traceback.format_exc()}
-            (self.errors_folder / f"{rank:05d}.json").write_text(json.dumps(told))
+            error = {"type": type(e).__name__, "message": str(e), "trace": traceback.format_exc()}
+            (self.errors_folder / f"{rank:05d}.json").write_text(json.dumps(error))
             raise
 
 
 class LocalExecutor(LocalPipelineExecutor):  # type: ignore[misc]
-    """Runs tasks in processes of this machine, which end with this one however it ends."""
+    """Runs tasks in processes of this machine, which exit with this process even if it is killed."""
 
     on_done: Progress
 
@@ -74,7 +74,7 @@ class LocalExecutor(LocalPipelineExecutor):  # type: ignore[misc]
         ranks = self.get_incomplete_ranks()
         done = self.tasks - len(ranks)
         context = multiprocessing.get_context("forkserver")
-        on_done, self.on_done = self.on_done, _ignore  # what follows is sent to the workers
+        on_done, self.on_done = self.on_done, _ignore  # `self` is pickled for the workers, which need no callback
         with ProcessPool(min(self.workers, len(ranks)), context=context, initializer=_start_worker) as pool:
             futures = [pool.schedule(self._run_for_rank, args=[rank]) for rank in ranks]
             try:
@@ -211,15 +211,15 @@ def _is_queued(job_id: str) -> bool:
 def _raise_error_in(folder: Path) -> None:
     """Raise the error of the first task that left one."""
     for file in sorted(folder.glob("*.json")):
-        told = json.loads(file.read_text())
-        kind = getattr(errors, told["type"], None)
+        error = json.loads(file.read_text())
+        kind = getattr(errors, error["type"], None)
         if isinstance(kind, type) and issubclass(kind, KlearError):
-            raise kind(told["message"])
-        raise ResourceError(f"a task of the curation failed: {told['type']}: {told['message']}\n{told['trace']}")
+            raise kind(error["message"])
+        raise ResourceError(f"a task of the curation failed: {error['type']}: {error['message']}\n{error['trace']}")
 
 
 def _start_worker() -> None:
-    """End this process with its parent, however that ends; leave Ctrl-C to the parent."""
+    """Make this process exit with its parent, even if that is killed, and ignore Ctrl-C, which the parent handles."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Decide over all blocks together which candidates stay: repeats, near-duplicates, leaks and the selection.
+"""Decide which candidates of all blocks stay: drop repeats, near-duplicates and leaks, then select.
 
 Axis letters: N candidates, P pairs.
 """
@@ -30,7 +30,7 @@ from klear_core.data.selection import Pool, select_problems
 from klear_core.types import Dropped
 
 STAYS, REPEAT, NEAR, LEAK, NOT_SELECTED = range(5)
-"""Fates of candidates."""
+"""Codes of the outcomes of candidates."""
 
 _PAIRS_PER_TASK = 50_000
 
@@ -40,13 +40,13 @@ RunTasks = Callable[[str, Any, int], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merged:
-    """The fates of all candidates. Arrays are mapped into memory."""
+    """The outcome of each candidate: it stays, or why it was dropped. Arrays are mapped into memory."""
 
-    fate_N: Numbers
-    of_N: Numbers
-    """The candidate that stays in place of a repeat or a near-duplicate; else -1."""
+    outcome_N: Numbers
+    original_N: Numbers
+    """For a repeat or a near-duplicate the candidate that stays in its place; else -1."""
     similarity_N: Numbers
-    """Similarity of a near-duplicate to the one that stays; else 0."""
+    """For a near-duplicate its similarity to that candidate; else 0."""
     kept: Ranks
     """The candidates that stay, in the order of the shuffled result."""
     noted: dict[str, int]
@@ -80,10 +80,10 @@ class ComparePairs:
         pairs_P = np.load(self.folder / "pairs.npy", mmap_mode="r")
         part = np.array(pairs_P[task * _PAIRS_PER_TASK : (task + 1) * _PAIRS_PER_TASK])
         compared = compare(segments.near_tables(), part, self.cfg)
-        beside = self._result(task).with_suffix(".tmp.npz")
-        beside.parent.mkdir(exist_ok=True)
-        np.savez(beside, similarity=compared.similarity_P, code=compared.code_P)
-        beside.replace(self._result(task))
+        temporary = self._result(task).with_suffix(".tmp.npz")
+        temporary.parent.mkdir(exist_ok=True)
+        np.savez(temporary, similarity=compared.similarity_P, code=compared.code_P)
+        temporary.replace(self._result(task))
 
     def result(self) -> Compared:
         """Return the results of all tasks."""
@@ -99,15 +99,15 @@ class ComparePairs:
 
 
 def merge(plan: Plan, segments: Segments, folder: Path, run_tasks: RunTasks) -> Merged:
-    """Return the fates of all candidates, which are kept in `folder / "merged"` once they are all known."""
+    """Return the outcomes of all candidates, and store them in `folder / "merged"`, from which a rerun reads them."""
     result = folder / "merged"
     if not result.is_dir():
-        _write(_decided(plan, segments, folder, run_tasks), result)
+        _write(_decide_candidates(plan, segments, folder, run_tasks), result)
     return load_merged(folder)
 
 
 def load_merged(folder: Path) -> Merged:
-    """Return the fates that `merge` has decided."""
+    """Return the outcomes that `merge` has stored."""
     result = folder / "merged"
     arrays = {name: np.load(result / f"{name}.npy", mmap_mode="r") for name in ("fate", "of", "similarity", "kept")}
     counts = json.loads((result / "counts.json").read_text())
@@ -121,21 +121,21 @@ def selection_drops(folder: Path, segment: int) -> list[PlacedDrop]:
 
 
 @dataclass(slots=True, eq=False)
-class _Fates:
-    """The arrays of `Merged` while they are made."""
+class _Outcomes:
+    """The arrays of `Merged` while the steps fill them in."""
 
-    fate_N: npt.NDArray[np.uint8]
-    of_N: Ranks
+    outcome_N: npt.NDArray[np.uint8]
+    original_N: Ranks
     similarity_N: npt.NDArray[np.float64]
 
     def left(self) -> Ranks:
-        """Return the candidates that nothing has dropped so far."""
-        return np.flatnonzero(self.fate_N == STAYS)
+        """Return the candidates that no step has dropped so far."""
+        return np.flatnonzero(self.outcome_N == STAYS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Decided:
-    fates: _Fates
+class _Decisions:
+    outcomes: _Outcomes
     kept: Ranks
     noted: dict[str, int]
     notes: tuple[str, ...]
@@ -143,35 +143,35 @@ class _Decided:
     """Drop records by segment."""
 
 
-def _decided(plan: Plan, segments: Segments, folder: Path, run_tasks: RunTasks) -> _Decided:
+def _decide_candidates(plan: Plan, segments: Segments, folder: Path, run_tasks: RunTasks) -> _Decisions:
     num = segments.num_candidates
-    fates = _Fates(np.zeros(num, dtype=np.uint8), np.full(num, -1, dtype=np.int64), np.zeros(num))
+    outcomes = _Outcomes(np.zeros(num, dtype=np.uint8), np.full(num, -1, dtype=np.int64), np.zeros(num))
     noted: dict[str, int] = {}
     notes: tuple[str, ...] = ()
     not_selected: Mapping[int, Sequence[PlacedDrop]] = {}
     if num:
-        noted = _drop_repeats(plan, segments, fates)
+        noted = _drop_repeats(plan, segments, outcomes)
         if plan.cfg.dedup.near.enabled:
-            noted |= _drop_near(plan, segments, fates, folder, run_tasks)
-        # A copy of a leak is dropped as a copy, so that rewording does not save it.
+            noted |= _drop_near(plan, segments, outcomes, folder, run_tasks)
+        # After the search for copies, so that a reworded copy of a leak, which no rule may match, is dropped too.
         is_leak_N = segments.column("leak") == LEAK_DROPPED
-        fates.fate_N[(fates.fate_N == STAYS) & is_leak_N] = LEAK
+        outcomes.outcome_N[(outcomes.outcome_N == STAYS) & is_leak_N] = LEAK
         if plan.cfg.select.is_on:
-            not_selected, notes = _select(plan, segments, fates)
-    left = fates.left()
+            not_selected, notes = _select(plan, segments, outcomes)
+    left = outcomes.left()
     # Sorting by a seeded hash of the id shuffles: a problem's sort key does not depend on the other problems.
     order = segments.column("order")[left] if num else left
-    return _Decided(fates, left[np.argsort(order, kind="stable")], noted, notes, not_selected)
+    return _Decisions(outcomes, left[np.argsort(order, kind="stable")], noted, notes, not_selected)
 
 
-def _drop_repeats(plan: Plan, segments: Segments, fates: _Fates) -> dict[str, int]:
+def _drop_repeats(plan: Plan, segments: Segments, outcomes: _Outcomes) -> dict[str, int]:
     first_N = first_with_key(segments.column("key"))
     repeats = np.flatnonzero(first_N != np.arange(len(first_N)))
-    fates.fate_N[repeats] = REPEAT
-    fates.of_N[repeats] = first_N[repeats]
+    outcomes.outcome_N[repeats] = REPEAT
+    outcomes.original_N[repeats] = first_N[repeats]
     num_repeats: Counter[str] = Counter()
     for segment, own in segments.each():
-        num_repeats[plan.sources[segment.source].name] += int((fates.fate_N[own] == REPEAT).sum())
+        num_repeats[plan.sources[segment.source].name] += int((outcomes.outcome_N[own] == REPEAT).sum())
     noted = {f"repeats_in_{name}": n for name, n in sorted(num_repeats.items()) if n}
     pairs = zip(repeats.tolist(), first_N[repeats].tolist(), strict=True)
     noted["repeats_with_another_answer"] = sum(has_another_answer(segments, *pair) for pair in pairs)
@@ -184,33 +184,35 @@ def has_another_answer(segments: Segments, repeat: int, first: int) -> bool:
     return contradict(segment.answers[index], other.answers[other_index])
 
 
-def _drop_near(plan: Plan, segments: Segments, fates: _Fates, folder: Path, run_tasks: RunTasks) -> dict[str, int]:
+def _drop_near(
+    plan: Plan, segments: Segments, outcomes: _Outcomes, folder: Path, run_tasks: RunTasks
+) -> dict[str, int]:
     cfg = plan.cfg.dedup.near
-    pairs_P = candidate_pairs(segments.near_tables(), fates.left(), cfg)
+    pairs_P = candidate_pairs(segments.near_tables(), outcomes.left(), cfg)
     pairs_file = folder / "pairs.npy"
-    beside = folder / "pairs.tmp.npy"
-    np.save(beside, pairs_P)
-    beside.replace(pairs_file)
+    temporary = folder / "pairs.tmp.npy"
+    np.save(temporary, pairs_P)
+    temporary.replace(pairs_file)
     tasks = ComparePairs(folder=folder, cfg=cfg, num_pairs=len(pairs_P))
     run_tasks("comparing", tasks, tasks.num_tasks)
     found: NearDuplicates = decide(pairs_P, tasks.result())
     for rank, copy in found.copies.items():
-        fates.fate_N[rank] = NEAR
-        fates.of_N[rank] = copy.of
-        fates.similarity_N[rank] = copy.similarity
+        outcomes.outcome_N[rank] = NEAR
+        outcomes.original_N[rank] = copy.of
+        outcomes.similarity_N[rank] = copy.similarity
     return dict(sorted(found.kept.items()))
 
 
 def _select(
-    plan: Plan, segments: Segments, fates: _Fates
+    plan: Plan, segments: Segments, outcomes: _Outcomes
 ) -> tuple[Mapping[int, Sequence[PlacedDrop]], tuple[str, ...]]:
     """Drop what is not selected; return the drop records by segment, and warnings."""
-    left = fates.left()
+    left = outcomes.left()
     ids = segments.column("problem_id")[left]
     sources: list[str] = []
     for segment, own in segments.each():
-        sources += [plan.sources[segment.source].name] * int((fates.fate_N[own] == STAYS).sum())
-    stays_N = fates.fate_N == STAYS
+        sources += [plan.sources[segment.source].name] * int((outcomes.outcome_N[own] == STAYS).sum())
+    stays_N = outcomes.outcome_N == STAYS
     pool = Pool(
         problem_ids=[f"{problem_id:016x}" for problem_id in ids.tolist()],
         sources=sources,
@@ -224,7 +226,7 @@ def _select(
             drop = selection.drop_of(number)
             number += 1
             if drop is not None:
-                fates.fate_N[own.start + index] = NOT_SELECTED
+                outcomes.outcome_N[own.start + index] = NOT_SELECTED
                 placed = PlacedDrop(at=index, drop=_dropped_row(drop, segment, index, plan))
                 not_selected.setdefault(part, []).append(placed)
     return not_selected, tuple(selection.notes)
@@ -237,18 +239,18 @@ def _questions(segments: Segments, stays_N: npt.NDArray[np.bool_]) -> Iterable[s
             yield segment.question(index)
 
 
-def _write(decided: _Decided, result: Path) -> None:
-    beside = result.with_name(result.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    np.save(beside / "fate.npy", decided.fates.fate_N)
-    np.save(beside / "of.npy", decided.fates.of_N)
-    np.save(beside / "similarity.npy", decided.fates.similarity_N)
-    np.save(beside / "kept.npy", decided.kept)
-    for segment, drops in decided.not_selected.items():
-        write_shard(beside / "select" / f"{segment:05d}.parquet", drops)
-    (beside / "counts.json").write_text(json.dumps({"noted": decided.noted, "notes": decided.notes}))
-    beside.rename(result)
+def _write(decisions: _Decisions, result: Path) -> None:
+    temporary = result.with_name(result.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    np.save(temporary / "fate.npy", decisions.outcomes.outcome_N)
+    np.save(temporary / "of.npy", decisions.outcomes.original_N)
+    np.save(temporary / "similarity.npy", decisions.outcomes.similarity_N)
+    np.save(temporary / "kept.npy", decisions.kept)
+    for segment, drops in decisions.not_selected.items():
+        write_shard(temporary / "select" / f"{segment:05d}.parquet", drops)
+    (temporary / "counts.json").write_text(json.dumps({"noted": decisions.noted, "notes": decisions.notes}))
+    temporary.rename(result)
 
 
 def drops_of(plan: Plan, segments: Segments, merged: Merged, number: int, folder: Path) -> list[DroppedRow]:
@@ -258,12 +260,12 @@ def drops_of(plan: Plan, segments: Segments, merged: Merged, number: int, folder
     if segment.num_candidates:
         at_N = segment.column("at")
         start = int(segments.starts[number])
-        fate_N = merged.fate_N[start : start + segment.num_candidates]
-        for index in np.flatnonzero((fate_N == REPEAT) | (fate_N == NEAR)).tolist():
+        outcome_N = merged.outcome_N[start : start + segment.num_candidates]
+        for index in np.flatnonzero((outcome_N == REPEAT) | (outcome_N == NEAR)).tolist():
             drop = _copy_drop(plan, segments, merged, start + index)
             drops.append((int(at_N[index]), _dropped_row(drop, segment, index, plan)))
         for placed in segment.leaks():
-            if fate_N[placed.index] == LEAK:
+            if outcome_N[placed.index] == LEAK:
                 row = _dropped_row(drop_of(placed.leak), segment, placed.index, plan)
                 drops.append((int(at_N[placed.index]), row))
         drops += [(int(at_N[placed.at]), placed.drop) for placed in selection_drops(folder, number)]
@@ -271,12 +273,13 @@ def drops_of(plan: Plan, segments: Segments, merged: Merged, number: int, folder
 
 
 def _copy_drop(plan: Plan, segments: Segments, merged: Merged, candidate: int) -> Dropped:
-    (segment, index), (other, other_index) = segments.place(candidate), segments.place(int(merged.of_N[candidate]))
+    original = int(merged.original_N[candidate])
+    (segment, index), (other, other_index) = segments.place(candidate), segments.place(original)
     source, other_source = (plan.sources[s.source].name for s in (segment, other))
     problem_id, matched_id = segment.problem_id(index), other.problem_id(other_index)
-    if merged.fate_N[candidate] == REPEAT:
+    if merged.outcome_N[candidate] == REPEAT:
         detail = f"{source}: same question as {matched_id} of {other_source}"
-        if has_another_answer(segments, candidate, int(merged.of_N[candidate])):
+        if has_another_answer(segments, candidate, original):
             detail += ", another answer"
         reason = "repeated_question"
     else:

@@ -28,14 +28,14 @@ _FORMAT = 2
 """Version of the files in the working folder; those of another version are not used."""
 _BLOCK_BYTES = 16 << 20
 _MAX_BLOCKS = 160
-"""Blocks of more data are larger."""
+"""About the largest number of blocks; for more data, blocks are larger than `_BLOCK_BYTES`."""
 _GROUP_BYTES = 8 << 20
 _MAX_GROUPS = 96
 _PACKED_RATIO = 4
-"""Size of rows in memory over that of a compressed file or a table."""
+"""Ratio of the size of rows in memory to that of a compressed file or a table."""
 _PROCEDURAL_ROW_BYTES = 100
 _SAMPLED_ROWS = 10_000
-"""Rows among which the distinct questions are found that a source's templates are learned from."""
+"""First rows of a source that are read to learn its templates from their distinct questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +105,10 @@ def make_plan(cfg: CurateConfig, protected: Iterable[Protected], *, seed: int) -
 
 
 def save_plan(plan: Plan, file: Path) -> None:
-    """Write the plan for the processes that follow it."""
-    beside = file.with_suffix(".tmp")
-    beside.write_bytes(pickle.dumps(plan))
-    beside.replace(file)
+    """Write the plan to a file, from which worker processes read it."""
+    temporary = file.with_suffix(".tmp")
+    temporary.write_bytes(pickle.dumps(plan))
+    temporary.replace(file)
 
 
 def load_plan(file: Path) -> Plan:
@@ -127,7 +127,7 @@ def _source_plan(source: Source, files: Sequence[DataFile], cfg: CurateConfig, s
 
 
 def _distinct(source: Source, cfg: CurateConfig, seed: int) -> Iterator[list[str]]:
-    """Yield the tokens of the distinct questions at a source's beginning."""
+    """Yield the tokens of the distinct questions among a source's first rows."""
     seen: set[bytes] = set()
     for row in islice(read_source(source, seed=seed), _SAMPLED_ROWS):
         if not isinstance(row, Candidate) or len(row.question) > cfg.max_question_chars:
@@ -150,7 +150,8 @@ def _divided(source: Source, files: Sequence[DataFile], num_bytes: int) -> list[
             break
         spans = spans_of(file.path, label=file.label, num_bytes=num_bytes, limit=left)
         if spans is None and source.limit is not None:
-            # Its rows are only counted as they are read, and decide where the limit is reached in later files.
+            # The number of rows of this file is unknown until it is read, and so is where the limit falls in later
+            # files: one block reads them all.
             return [tuple(Piece(path=f.path, label=f.label, span=None) for f in files)]
         if left is not None:
             left -= sum(span.num_rows for span in spans or ())
@@ -162,7 +163,7 @@ def _divided(source: Source, files: Sequence[DataFile], num_bytes: int) -> list[
 
 
 def _joined(blocks: Sequence[tuple[Piece, ...]], num_bytes: int) -> list[tuple[Piece, ...]]:
-    """Return the blocks, of which neighbours are joined as long as they have at most `num_bytes` together."""
+    """Join neighbouring blocks as long as a joined block has at most `num_bytes`."""
     joined: list[tuple[Piece, ...]] = []
     size = num_bytes
     for pieces in blocks:

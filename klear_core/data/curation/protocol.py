@@ -1,4 +1,4 @@
-"""Define what the phases of a curation give to whatever runs them: tasks by number."""
+"""Define the interface between the phases of a curation and the executors that run them: numbered tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read one block of a source: parse its rows, and compute once all that later steps compare."""
+"""Read one block of a source: parse its rows, and compute the values that later steps compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from klear_core.config.data import GeneratedSource, QuestionSet
 from klear_core.data.candidates import Candidate, dropped_row
 from klear_core.data.curation.plan import Block, Plan, SourcePlan, load_plan
 from klear_core.data.curation.segment import PlacedDrop, PlacedLeak, write_rest, write_segment
-from klear_core.data.decontaminate import Decontaminator
+from klear_core.data.decontaminate import Decontaminator, Leak
 from klear_core.data.dedup import exact_key, keys_array, written_answers
 from klear_core.data.difficulty import difficulty_of
 from klear_core.data.generated import generate
@@ -65,19 +65,19 @@ class ReadBlocks:
         if self.is_done(task):
             return
         plan, guard = _shared(self.folder, self.key)
-        # A name of its own: a task that was believed to be dead may still be running.
-        beside = self.folder / "reading" / f"{task:05d}-{uuid4().hex}"
+        # A unique name, because an earlier attempt at this task that counts as dead may still be writing.
+        temporary = self.folder / "reading" / f"{task:05d}-{uuid4().hex}"
         block = plan.blocks[task]
         reader = _Reader(plan, plan.sources[block.source], guard)
         rows = _rows_of(plan, block)
         number = 0
-        # At least one segment, so that a block without rows is known to be read.
-        while reader.write(beside / f"{number:05d}", rows, source=block.source) or not number:
+        # A block without rows gets one empty segment, which marks it as read.
+        while reader.write(temporary / f"{number:05d}", rows, source=block.source) or not number:
             number += 1
         result = self._result(task)
         result.parent.mkdir(exist_ok=True)
         if not result.exists():
-            beside.rename(result)
+            temporary.rename(result)
 
     def _result(self, task: int) -> Path:
         return self.folder / "blocks" / f"{task:05d}"
@@ -85,9 +85,9 @@ class ReadBlocks:
 
 def save_guard(guard: Decontaminator, file: Path) -> None:
     """Write the indexes of protected questions, which take long to build, for the processes that read blocks."""
-    beside = file.with_suffix(".tmp")
-    beside.write_bytes(pickle.dumps(guard))
-    beside.replace(file)
+    temporary = file.with_suffix(".tmp")
+    temporary.write_bytes(pickle.dumps(guard))
+    temporary.replace(file)
 
 
 @lru_cache(maxsize=1)
@@ -164,7 +164,7 @@ class _Reader:
         return found.num_rows >= _SEGMENT_ROWS or found.num_chars >= _SEGMENT_CHARS
 
     def _next_chunk(self, rows: Iterator[Row], found: _Found) -> list[tuple[int, Candidate]] | None:
-        """Return the next candidates with their places in the segment; None behind the last row."""
+        """Return the next candidates with their places in the segment; None after the last row."""
         chunk: list[tuple[int, Candidate]] = []
         num_chars = 0
         is_empty = True
@@ -209,7 +209,7 @@ class _Reader:
         tags = [TAGS.index(difficulty_of(candidate.rating, self._cfg.difficulty)) for candidate in candidates]
         order = [seed_for(self._plan.seed, "data/shuffle", problem_id) for problem_id in ids]
         keys = [exact_key(*both, self._cfg.dedup) for both in zip(candidates, tokens, strict=True)]
-        leak_codes = [NOT_LEAKED if leak is None else LEAKED + leak.is_dropped for leak in leaks]
+        leak_codes = [_leak_code(leak) for leak in leaks]
         places = [at for at, _ in chunk]
         numbers = [int(problem_id, 16) for problem_id in ids]
         sorted_answers = [sorted(a or ()) for a in answers]
@@ -244,6 +244,13 @@ class _Reader:
             "asked": table.asked,
             "told": table.told,
         }
+
+
+def _leak_code(leak: Leak | None) -> int:
+    """Return the code of a candidate in the column `leak`."""
+    if leak is None:
+        return NOT_LEAKED
+    return LEAK_DROPPED if leak.is_dropped else LEAKED
 
 
 def _all_rows(chunks: Sequence[dict[str, Numbers | Ragged]]) -> dict[str, Numbers | Ragged]:

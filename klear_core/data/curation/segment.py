@@ -1,4 +1,4 @@
-"""Store what was read of a few thousand rows: the candidates for later, and flat arrays of all that is compared.
+"""Store the candidates of a few thousand rows on disk, with flat arrays of the values that are compared.
 
 A segment is a folder:
 - `*.npy`: one array for each number or list of numbers of a candidate
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _HASH_BITS = 63
-"""Bits of `seed_for`."""
+"""Number of bits of a `seed_for` value, by which candidates are shuffled."""
 _GROUP_BITS = 23
-"""Upper bits of the hash that decide the group."""
+"""Number of the hash's upper bits that decide the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def write_segment(
 def write_rest(
     folder: Path, drops: Sequence[PlacedDrop], leaks: Sequence[PlacedLeak], counts: Mapping[str, object]
 ) -> None:
-    """Write what is told of a segment beside its candidates."""
+    """Write a segment's other files: drop records, leaks and counts."""
     if drops:
         write_shard(folder / "drops.parquet", drops)
     if leaks:

@@ -116,7 +116,7 @@ class WriteDropped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class State:
-    """All that is known when the candidates' fates are decided."""
+    """Everything that the tasks which write the result read: plan, segments and outcomes."""
 
     plan: Plan
     segments: Segments
@@ -130,22 +130,22 @@ class State:
 
 
 def open_state(folder: Path) -> State:
-    """Return the state of a curation whose fates are decided."""
+    """Return the state of a curation that has been merged."""
     return State(load_plan(folder / "plan.pickle"), open_segments(folder / "blocks"), load_merged(folder), folder)
 
 
 def num_drops(state: State) -> Ranks:
     """Return the number of rows of each segment that became no problem."""
-    counts = [part.num_drops + int((state.merged.fate_N[own] != STAYS).sum()) for part, own in state.segments.each()]
+    counts = [part.num_drops + int((state.merged.outcome_N[own] != STAYS).sum()) for part, own in state.segments.each()]
     return np.array(counts, dtype=np.int64)
 
 
 def leaks_in(state: State) -> Iterator[Leak]:
-    """Yield all leaks in order of rank; of a repeat or a near-duplicate only the one that stays counts."""
+    """Yield all leaks in order of rank, except those of dropped repeats and near-duplicates."""
     for segment, own in state.segments.each():
-        fate_N = state.merged.fate_N[own]
+        outcome_N = state.merged.outcome_N[own]
         for placed in segment.leaks():
-            if fate_N[placed.index] in (STAYS, LEAK, NOT_SELECTED):
+            if outcome_N[placed.index] in (STAYS, LEAK, NOT_SELECTED):
                 yield placed.leak
 
 
@@ -170,7 +170,7 @@ def _candidates(state: State, numbers: Ranks) -> list[Candidate]:
 def _places_in_groups(group_N: Numbers) -> Ranks:
     """Return the place of each candidate among those of its group."""
     order = np.argsort(group_N, kind="stable")
-    starts = np.searchsorted(group_N[order], group_N[order])
+    starts = np.searchsorted(group_N[order], group_N[order])  # where each sorted candidate's group begins
     place_N: Ranks = np.empty(len(group_N), dtype=np.int64)
     place_N[order] = np.arange(len(order)) - starts
     return place_N

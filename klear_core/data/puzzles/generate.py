@@ -22,12 +22,12 @@ from klear_core.types import Domain, MathReference, Reference, domain_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Numbers the questions of each level, and knows the reference of each."""
+    """Functions that number the questions of each level, and return the reference of a question."""
 
     count: Callable[[int], int]
-    """Returns the number of questions of a level; 0: there is no such level."""
+    """Returns the number of questions of a level; 0 if the family has no such level."""
     write: Callable[[int, int], str | None]
-    """Returns the question of a level with a number; None if that is unusable."""
+    """Returns the question with a level and a number; None if that question is unusable."""
     reference: Callable[[str], Reference]
     hardest_level: int
     """Level from which problems are rated 1, the hardest."""

@@ -1,7 +1,7 @@
 """Congruences solved by search: `mod 13: 5+7x=4, least x=?` asks for the least positive x. The answer is the level.
 
 A solution tries x = 1, 2, ... in order, so its length grows with the answer, which the question does not show.
-A wrong sum on the way may step over the target, and the search goes on until it comes round again.
+After a wrong sum the search may miss the target and continue through all residues until it meets the target again.
 """
 
 from __future__ import annotations
