@@ -1,4 +1,4 @@
-"""Tell how many answers are judged at a time."""
+"""Compute how many answers are judged at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judge on several nodes: each task on the least busy one, and on another if that is lost."""
+"""Judge on several nodes: send each task to the least busy node, and to another if that node is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from klear_core.verify.work import CheckSandbox, Fault, Task
 log = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Nodes that may be lost while they have a task before it counts as the reason."""
+"""Number of nodes lost while they had a task, from which the task counts as the cause."""
 
 
 class JudgeNode(Protocol):
@@ -24,7 +24,7 @@ class JudgeNode(Protocol):
 
     name: str
     num_workers: int
-    """Tasks that it works on at a time, to compare how busy nodes are."""
+    """Number of tasks that it works on at a time, to compare how busy nodes are."""
 
     def submit(self, task: Task) -> Future[Verdict | Fault]:
         """Return a future of the verdict or fault; a Fault of kind `lost` says that the node judges no more."""

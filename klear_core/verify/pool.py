@@ -36,14 +36,14 @@ from klear_core.verify.window import NoAnswer, find_answer_text
 from klear_core.verify.work import CheckSandbox, CodeTask, Fault, MathTask, Task, UserTask
 
 _JUDGE_FAILURES = (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED, Outcome.TIMED_OUT)
-"""TIMED_OUT is the judging process; a program that runs out of time is SCORED."""
+"""Outcomes of a failed judge. TIMED_OUT means that the judge ran out of time; a program that does is SCORED."""
 
 
 class JudgeHealth:
     """Counts verdicts by outcome, and raises once too many of them failed for reasons that are not the model's."""
 
     def __init__(self, *, max_failed_frac: float, min_failed_count: int, what: str = "verdicts") -> None:
-        """Name in the error `what` is counted."""
+        """Count from zero. `what` names the counted verdicts in the error."""
         self._what = what
         self._max_failed_frac = max_failed_frac
         self._min_failed_count = min_failed_count
@@ -213,7 +213,7 @@ class JudgePool:
             return _no_answer_verdict(answer, self.cfg)
         decision = unboxed_verdict(golds, answer, cfg) if answer.is_unboxed else decide(golds, answer, cfg)
         shown = quoted(compared_texts(golds[0], answer, cfg))
-        if decision is None:  # only a worker can tell: the unboxed text has to be parsed
+        if decision is None:  # text rules do not decide, so a worker must parse the unboxed text
             return MathTask(golds=golds, comparison=None, unboxed=answer.texts[0], answer=shown, cfg=cfg)
         if isinstance(decision, bool):
             relation = "matches" if decision else "does not match"
@@ -229,7 +229,7 @@ class JudgePool:
         if isinstance(program, NoAnswer):
             return _no_answer_verdict(program, self.cfg, is_code=True)
         tests = reference.tests
-        if not isinstance(tests, StoredTests):  # which the worker reads, and chooses in the same way
+        if not isinstance(tests, StoredTests):  # a worker reads stored tests, and chooses among them in the same way
             reference = dataclasses.replace(reference, tests=chosen_tests(tests, problem_id, self.cfg.code))
         return CodeTask(
             problem_id=problem_id,
@@ -268,6 +268,8 @@ class JudgePool:
         return verdict
 
     def _run(self, task: Task, verdict: Future[Verdict], *, tries_left: int) -> None:
+        """Submit a task and resolve `verdict` with its result; submit it again if the judging process died."""
+
         def resolve(done: Future[Verdict | Fault]) -> None:
             result = done.result()
             match result:

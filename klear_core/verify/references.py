@@ -15,7 +15,7 @@ from klear_core.verify.pool import JudgePool
 
 _RESPONSE = "<think>\n</think>\n{answer}"
 _MATH_ANSWER = r"\boxed{7907}"
-"""A plain number: the reference must be read to compare it, unless it is a number or words, which text settles."""
+"""A plain number as the answer: text rules decide only if the reference is a number or words; else it is parsed."""
 
 
 def has_test_program(problem: Problem) -> bool:
@@ -29,12 +29,9 @@ def faulty_references(
 ) -> list[tuple[Problem, Verdict]]:
     """Return the problems whose answers cannot be judged, each with a verdict that says why.
 
-    These include problems on which a judge of the user's own fails.
-
-    An answer that reads nothing of the reference (no box, no program) is scored all the same, so ours makes the judge
-    read it. `run_tests` also runs the references' own programs once, in the sandbox, which must isolate.
-
-    Raise JudgeError if the judge itself fails.
+    These include problems on which a judge of the user's own fails. An answer without a box or program is scored
+    without a look at the reference, so our answers have one. `run_tests` also runs the references' own programs once,
+    in the sandbox, which must isolate. Raise JudgeError if the judge itself fails.
     """
     pending = [(problem, future) for problem in problems for future in _verdicts(problem, judges, run_tests=run_tests)]
     faults: dict[str, tuple[Problem, Verdict]] = {}
@@ -64,7 +61,7 @@ def _verdicts(problem: Problem, judges: JudgePool, *, run_tests: bool) -> Iterat
 def _first_test(reference: CodeReference) -> tuple[CodeReference, str]:
     """Return the reference with one test if a checker judges it, and a program that gives that test's expected value.
 
-    A checker must be able to read a right output; of other outputs it may be the program's fault that it cannot.
+    A checker must be able to read a right output. If it cannot read another one, that may be the program's fault.
     """
     tests = load_tests(reference)
     match tests:

@@ -1,6 +1,7 @@
 """Run the judging process, a separate program that holds the pebble pools.
 
-The caller may hold CUDA, Ray and a hundred threads; this way it is never forked and imports neither sympy nor pebble.
+The caller may use CUDA, Ray and a hundred threads, so it must not fork. This way it never does, and it imports neither
+sympy nor pebble.
 
     python -m klear_core.verify.server FD        reads tasks from and sends verdicts to socket FD until it closes
 """
@@ -67,7 +68,7 @@ class Server:
 
     def serve(self) -> None:
         """Schedule incoming tasks until the caller closes its end or dies, then stop all workers."""
-        # Pebble kills workers that take long to end their jails; such jails become children of this process.
+        # Pebble kills workers that take long to end their jails. Such jails then become children of this process.
         adopt_orphans(has_other_children=True)
         threading.Thread(target=self._write_replies, name="klear-judge-writer", daemon=True).start()
         try:
@@ -99,7 +100,7 @@ class Server:
                 )
                 return judged
             case UserTask():
-                # The worker has the wall clock of the call; this one is for an import that hangs.
+                # The worker enforces the call's own limit; this one is for an import that hangs.
                 wall_s = task.function.timeout_s + user_code.IMPORT_TIMEOUT_S
                 computed: Future[Verdict] = self._user_pool(task.function).schedule(
                     user_code.compute, (task,), timeout=wall_s
@@ -142,7 +143,7 @@ class Server:
         )
 
     def _user_pool(self, cfg: UserFunction) -> pebble.ProcessPool:
-        """Return the workers of one function: what another one keeps in memory does not count against its limit."""
+        """Return the workers of one function, which no other uses: memory that another keeps would count for this one."""
         key = cfg.function, cfg.memory_mb
         if key not in self._user_pools:
             runtime = self._cfg.runtime
@@ -166,7 +167,8 @@ class Server:
     def _write_replies(self) -> None:
         """Send results to the caller; runs in its own thread.
 
-        A caller that does not read must block neither pebble's loops nor `serve`, for which it may itself be waiting.
+        A caller that does not read its replies must block neither pebble's loops nor `serve`. It may itself be waiting
+        for `serve` to read its next task.
         """
         while True:
             try:
@@ -213,7 +215,7 @@ def _start_math_worker(memory_mb: int) -> None:
 def _start_user_worker(memory_mb: int) -> None:
     _die_with_parent()
     user_code.limit_memory(memory_mb)
-    # If the machine's memory runs out, the kernel kills this process, and not the stage.
+    # If the machine runs out of memory, the kernel kills this process first, not the stage.
     with contextlib.suppress(OSError):  # where /proc is read-only, the kernel chooses by size alone
         Path("/proc/self/oom_score_adj").write_text("1000")
 

@@ -45,7 +45,7 @@ def compute(task: UserTask) -> Verdict:
     """Return a function's value as the score of a verdict, JUDGE_FAILED if there is none.
 
     Runs in a worker's main thread. Beyond the function's `timeout_s` the kernel kills the process, whatever it does.
-    A process that has no memory left ends, because what filled it may still be there at the next call.
+    A process that runs out of memory exits, because the objects that filled it may still be alive at the next call.
     """
     cfg = task.function
     try:
@@ -158,7 +158,7 @@ def _load_unchanged(cfg: UserFunction, digest: str) -> Function:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether an allocation failed, which some libraries (torch) tell only in the text of a RuntimeError."""
+    """Return whether an allocation failed; torch says so only in the text of a RuntimeError."""
     return isinstance(error, MemoryError) or os.strerror(errno.ENOMEM).lower() in str(error).lower()
 
 

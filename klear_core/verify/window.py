@@ -1,4 +1,4 @@
-"""Find the part of a response that may contain an answer."""
+"""Find the part of a response in which an answer counts."""
 
 from __future__ import annotations
 

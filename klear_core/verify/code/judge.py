@@ -76,7 +76,7 @@ class CodeJudge:
         self._tests.discard()
 
     def _with_tests(self, task: CodeTask) -> CodeTask:
-        """Return the task with the chosen ones of its stored tests; the others are freed at once."""
+        """Return the task with the tests that were chosen of its stored ones; memory of the others is freed at once."""
         if not isinstance(task.reference.tests, StoredTests):
             return task
         chosen = chosen_tests(load_tests(task.reference), task.problem_id, self._cfg.code)
@@ -108,6 +108,7 @@ class CodeJudge:
                     num_timeouts += result.is_timeout
                 case _:
                     assert_never(result.kind)
+            # The score is known (hard), or further timeouts would cost minutes: the remaining tests count as failed.
             if num_timeouts >= self._cfg.code.max_timeouts or (first_failure and self._cfg.code.score == "hard"):
                 if i + 1 < num_tests:
                     first_failure += f"; stopped after {i + 1}"
@@ -174,6 +175,7 @@ class CodeJudge:
             _session(self._tests, tests, "tester", tester_limits),
             _session(self._programs, programs, "program", limits),
         ):
+            # The tests run until they call the program, or end; each call is answered by the program's jail.
             question = tests.ask(json.dumps({"source": source}).encode(), tester_limits)
             for _ in range(_MAX_CALLS_PER_TEST):
                 if question.status is not Status.REPLIED:
@@ -208,6 +210,7 @@ class JailSlot:
         self._jail: Jail | None = None
         self._num_programs = 0
         self._must_load = False
+        """Whether the jail was replaced since its program was loaded."""
         self._needs_restart = False
 
     def jail(self) -> Jail:
@@ -222,7 +225,7 @@ class JailSlot:
         return self._jail
 
     def next_program(self) -> Jail:
-        """Return the jail for another program."""
+        """Return the jail for another program, a fresh one if this one has run `programs_per_jail` of them."""
         if self._num_programs >= self._cfg.limits.programs_per_jail:
             self.discard()
         jail = self.jail()
@@ -294,7 +297,7 @@ def verdict_of(num_passed: int, num_tests: int, detail: str, cfg: CodeConfig) ->
 
 
 def _tester_limits(cfg: VerifyConfig, program: TestLimits | None) -> TestLimits:
-    """Return the limits of the tests' process: it waits while the program runs, so its time includes the program's."""
+    """Return the limits of the tests' process. Its wall-clock limit includes the program's, for which it waits."""
     wall_s = _TESTER_CPU_S * cfg.code.wall_factor
     if program is not None:
         wall_s += program.wall_s

@@ -23,17 +23,17 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from klear_core.types import Outcome, Verdict
 from klear_core.verify.work import MathTask
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off; ours replace them
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning that its time limits, which ours replace, are off
 
 
-# Known units were removed before. What math-verify would drop as a unit is a variable: `n+2m` is not `n+2`.
+# Known units were removed before. What math-verify would still drop as a unit is a variable: `n+2m` is not `n+2`.
 _WITHOUT_UNITS = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
 )
 _BOXED_EXTRACTION = (LatexExtractionConfig(normalization_config=_WITHOUT_UNITS), ExprExtractionConfig())
 Parsed = tuple[object, ...]
-"""Result of math-verify's reading of a text: sympy's form and the text itself; empty if it can read nothing."""
-# CPU seconds after which a comparison is killed that its alarm could not stop, because it was inside one long C call.
+"""What math-verify's parser returns: sympy's form and the text itself; empty if the text cannot be parsed."""
+# CPU seconds beyond its limit after which a comparison is killed, if the alarm could not stop one long C call.
 _BACKSTOP_CPU_S = 2
 
 

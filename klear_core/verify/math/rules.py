@@ -26,7 +26,7 @@ _READ_AS_LIST = re.compile(r",\s*(?:\\[,;:> ]|~)")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*\\?%")
 _EITHER = re.compile(r"\\(?:text|mbox|textrm)\s*\{\s*OR\s*\}")
 _MAX_COMBINATIONS = 16
-"""Combinations of the readings of several boxes that algebra compares; further ones, which are rare, are left out."""
+"""Most combinations of the readings of several boxes that algebra compares; more are rare, and are left out."""
 
 
 def usable_references(answers: tuple[str, ...], cfg: MathConfig) -> tuple[str, ...]:

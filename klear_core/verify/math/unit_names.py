@@ -88,7 +88,7 @@ _GENERIC_NOUNS = """
     zero
 """
 GENERIC_NOUNS = frozenset(_GENERIC_NOUNS.split())
-"""Generic nouns for things that are counted: one may stand for another, or be left out."""
+"""Generic nouns for things that are counted: any of them may replace another, or be left out."""
 
 _COUNTED_NOUNS = """
     acorn adult angle animal answer ant apple award bag bale ball balloon banana bar barrel basket batch batches

@@ -1,4 +1,4 @@
-"""Read the unit behind a number: known units with powers, products and quotients. Other words are not units."""
+"""Read the unit after a number: known units with powers, products and quotients. Other words are not units."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def _split_tail(text: str) -> tuple[str, Unit]:
 
 
 def _takes_bare_unit(value: str) -> bool:
-    """Return whether bare letters behind a value can be a unit.
+    """Return whether bare letters after a value can be a unit.
 
     They can after a number in digits or words, but not after a sum or a product of variables.
     """

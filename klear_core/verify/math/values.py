@@ -58,7 +58,7 @@ def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | Comparison
     sides = _values(gold, answer, cfg)
     if sides is None:
         return False
-    pairs = [sides]
+    pairs = [sides]  # the readings of `73%`, one of which must be equal: as 73, as 0.73, or both
     if gold_percent != answer_percent and cfg.percent != "ignore":
         gold_value, answer_value = sides
         hundredth = (gold_value, _hundredth(answer_value)) if answer_percent else (_hundredth(gold_value), answer_value)
@@ -73,7 +73,7 @@ def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | Comparison
 
 
 def _values(gold: str, answer: str, cfg: MathConfig) -> tuple[str, str] | None:
-    """Return the two values, the answer's in the reference's unit; None if their units exclude that they are equal."""
+    """Return both values, the answer's converted to the reference's unit; None if their units cannot be equal."""
     if cfg.units == "ignore":
         gold, answer = _without_text_behind(gold), _without_text_behind(answer)
     gold_value, gold_unit = split_unit(gold)
@@ -128,6 +128,7 @@ def _compare_bare(gold: str, answer: str, cfg: MathConfig) -> bool | Comparison:
 
 
 def _same_value(gold: str, answer: str, cfg: MathConfig) -> bool | None:
+    """Compare equal texts and plain numbers; None for all other texts."""
     same = same_text_or_integers(gold, answer)
     if same is not None:
         return same

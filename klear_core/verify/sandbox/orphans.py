@@ -40,7 +40,7 @@ def _reap_all_but(kept: set[int]) -> None:
     for child in _children_of(os.getpid()):
         if child not in kept:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                # Do not wait for a process that we were not allowed to kill.
+                # Waiting for a process that we may not kill could take for ever.
                 os.waitpid(child, 0 if _kill(child) else os.WNOHANG)
 
 

@@ -58,7 +58,7 @@ _CANARY_MEMORY_MB = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """A way out of the sandbox that was open, and what closes it."""
+    """Something that the sandbox let the canary do, and how to prevent it."""
 
     what: str
     fix: str

@@ -100,8 +100,10 @@ def filter_for(pid):
     The process `pid` may still signal itself.
     """
     column, audit_arch = _ARCHITECTURES[platform.machine()]
+    # Offsets in struct seccomp_data: 0 the call's number, 4 the architecture, 16 the first argument.
     lines = [_bpf(_LOAD, 0, 0, 4), _bpf(_IF_EQUAL, 1, 0, audit_arch), _bpf(_RETURN, 0, 0, _EPERM), _bpf(_LOAD, 0, 0, 0)]
     if column == 0:
+        # x32 numbers would pass the list below.
         lines += [_bpf(_IF_GREATER_EQUAL, 0, 1, _X32_BIT), _bpf(_RETURN, 0, 0, _EPERM)]
     for numbers in _SELF_ONLY.values():
         is_target_self = [

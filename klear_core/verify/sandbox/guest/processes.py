@@ -34,6 +34,7 @@ class ProcessTracker:
         LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
     def descendants(self):
+        """Return the ids of all processes below this one."""
         if self.is_own_pid_namespace:
             pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
             return list(pids - {1, os.getpid()})
@@ -50,7 +51,7 @@ class ProcessTracker:
         Orphans are children of this process too, because it is their subreaper.
         """
         result = None
-        while True:
+        while True:  # until no child is left: a process may fork between the listing and its kill
             self._kill_all()
             try:
                 while True:

@@ -86,6 +86,7 @@ def wait_for(tracker, pid, fds, test, deadline):
         while True:
             left_ms = (deadline - time.monotonic()) * 1000
             if left_ms <= 0:
+                # Time in which the process waited for a core does not count, up to a bound.
                 left_ms += min(starved_s(pid), _MAX_STARVED_LIMITS * test["wall_s"]) * 1000
                 if left_ms <= 0:
                     return WALL_LIMIT
@@ -159,7 +160,7 @@ class Session:
         reply = b""
         if reason is None:
             reason, reply = self._receive(deadline)
-        self.used_s += time.monotonic() - started
+        self.used_s += time.monotonic() - started  # all requests of a session share one wall-clock limit
         if reason is None:
             return head(REPLIED) + reply
         return self.end(reason if reason != EXITED else None)
@@ -179,7 +180,7 @@ class Session:
 
     def _receive(self, deadline):
         """Return (None, the child's next frame), or (the limit that was hit, empty bytes)."""
-        buffer, wanted = bytearray(), 4
+        buffer, wanted = bytearray(), 4  # first the length of the frame, then as many bytes
         while len(buffer) < wanted:
             try:
                 part = os.read(self.replies, min(wanted - len(buffer), 1 << 20))
@@ -222,6 +223,7 @@ def facts(tracker):
 
 
 def main():
+    # Move the host's pipes away from 0 and 1, which programs use.
     os.dup2(0, _CONTROL_IN)
     os.dup2(1, _CONTROL_OUT)
     null = os.open("/dev/null", os.O_RDWR)
