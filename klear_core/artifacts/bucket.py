@@ -26,7 +26,7 @@ _FIRST_TRIES, _LATER_TRIES = 3, 8
 """Tries of a request, with growing pauses. A server that has never answered may be misspelt, and is given up in
 seconds; one that has is throttling or away for a moment, and gets half a minute and more."""
 _BEING_CREATED = ".being-created"
-"""Ending of a file in a shared folder that has not got its name yet."""
+"""Ending of a temporary file in a shared folder, before the file gets its name."""
 _EXTRAS = {"s3": "pip install 'klear[s3]'", "s3a": "pip install 'klear[s3]'"}
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
 _NO_CONNECTION = ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError", "ProxyConnectionError")
@@ -43,7 +43,7 @@ class Bucket:
 
     @property
     def host(self) -> str:
-        """Return the server's address as far as the settings tell it."""
+        """Return the server's address if the settings name it, for messages."""
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
         if endpoint and self._is_s3:
             return urlsplit(endpoint).netloc.rpartition("@")[2]
@@ -80,7 +80,7 @@ class Bucket:
             self._make_parent(key)
             try:
                 if self._is_local:
-                    # fsspec's own way is to look and then write, in two steps
+                    # fsspec looks for the file and then writes it, in two steps, between which another node may write
                     _create_file(Path(self._path(key)), content)
                 else:
                     self._fs.pipe_file(self._path(key), content, mode="create")
@@ -202,7 +202,7 @@ class Probe:
     """Findings about a store after a few requests with a small object of its own."""
 
     is_conditional: bool
-    """Whether a second write on condition that there is no such object was refused."""
+    """Whether the server refused a conditional write to an object that exists."""
     latency_s: float
     """Mean time of a request."""
 
@@ -257,12 +257,12 @@ def _options(protocol: str, max_tries: int) -> dict[str, Any]:
 
 def _create_file(path: Path, content: bytes) -> None:
     """Create a file with its whole content, or raise FileExistsError; a link is atomic, also on NFS."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_BEING_CREATED}")
-    beside.write_bytes(content)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_BEING_CREATED}")
+    temporary.write_bytes(content)
     try:
-        os.link(beside, path)
+        os.link(temporary, path)
     finally:
-        beside.unlink()
+        temporary.unlink()
 
 
 def _code(e: Exception) -> str:

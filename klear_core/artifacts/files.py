@@ -67,7 +67,7 @@ def is_pattern(path: str) -> bool:
 
 
 def fixed_part(path: str) -> Path:
-    """Return the folder in which a pattern's first part with a `*`, `?` or `[` is looked for."""
+    """Return the part of a pattern's path before its first part with a `*`, `?` or `[`."""
     fixed = Path(path)
     while glob.has_magic(str(fixed)):
         fixed = fixed.parent
@@ -200,9 +200,9 @@ def _cached_hashes(files: Sequence[Path], cache: Path | None) -> list[str]:
     if cache is not None and unknown:
         cache.parent.mkdir(parents=True, exist_ok=True)
         # write and rename, because several processes may plan at once
-        beside = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
-        beside.write_text(json.dumps(known))
-        beside.replace(cache)
+        temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(known))
+        temporary.replace(cache)
     return [known[key] for key in keys]
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import BlobLfsInfo
 
 _TIMEOUT_S = 15
-"""Wait for the list of a repository's files."""
+"""Seconds to wait for the list of a repository's files."""
 _SHA256_DIGITS = 64
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are there and the bytes that are wanted."""
+"""Called with the number of bytes that are there and the number of all bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +62,9 @@ class HubFiles:
 
 
 def cached_names(repo: HubFiles) -> list[str]:
-    """Return the names of the repository's files as far as the cache tells; empty if it does not know the revision.
+    """Return the names of the repository's files that the cache knows; empty if it does not have the revision.
 
-    The cache keeps the list of the files beside those that were downloaded. A copy may lack that list: then these are
-    the files that are there.
+    The cache keeps a list of all files. A copy of the cache may lack that list; then these are the downloaded files.
     """
     listed = _listed_in_cache(repo)
     if listed is not None:
@@ -102,7 +101,7 @@ def commit_of(repo: str, revision: str, *, repo_type: Literal["dataset", "model"
 
 
 def fetch(repo: HubFiles, names: Sequence[str], progress: Progress | None = None) -> None:
-    """Download these files into the cache, but for those that are there; an interrupted download goes on.
+    """Download these files into the cache, except those that are there; resume an interrupted download.
 
     Raise ConfigError as `published_files` does, ResourceError if the Hub cannot be reached.
     """

@@ -44,7 +44,7 @@ class FileRecord(Settings):
 
 
 class GivenRecord(Settings):
-    """Describes a result that was given: where it comes from, and exactly what it is."""
+    """The origin of a given result, with its files, checksums and licence."""
 
     origin: str
     """Folder, or `owner/name@0123456` on the Hub."""

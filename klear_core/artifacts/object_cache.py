@@ -1,4 +1,4 @@
-"""Keep fetched objects on this node by their SHA-256, and give the disk space of unused artifacts back.
+"""Keep fetched objects on this node by their SHA-256, and delete unused artifacts beyond a size limit.
 
 Files of fetched artifacts are hard links to the cached objects, so an object that two artifacts share exists once.
 """
@@ -22,7 +22,7 @@ from klear_core.errors import ArtifactError
 log = logging.getLogger(__name__)
 
 TRANSFERS = 8
-"""Files that are sent or fetched at once; each large one goes in several parts besides."""
+"""Number of files that are sent or fetched at once; a large file is sent in several parts at once, too."""
 _in_use: dict[Path, int] = {}
 """Open markers of artifacts that this process has used, by path; the kernel closes them when the process ends."""
 
@@ -102,7 +102,7 @@ class ObjectCache:
         cached.parent.mkdir(parents=True, exist_ok=True)
         partial = cached.with_name(f"{cached.name}.part")
         key, found = object_key(file.sha256), ""
-        # a transfer may have failed unseen, so that a wrong hash is believed the second time
+        # a first mismatch may be a failed transfer; after a second one the object itself counts as altered
         for _ in range(2):
             if not self.bucket.download(key, partial):
                 raise ArtifactError(f"{self.bucket.url}/{key}: missing; it is the content of {file.path}")

@@ -43,7 +43,7 @@ from klear_core.errors import ArtifactError
 log = logging.getLogger(__name__)
 
 _CORRUPT = "corrupt"
-"""Reason for which artifacts are set aside that an intact copy of a node replaces."""
+"""Why an artifact was set aside: it is damaged, and an intact copy on a node may replace it."""
 
 
 class ObjectStore(LocalStore):
@@ -82,7 +82,7 @@ class ObjectStore(LocalStore):
         if seal is None:
             return None
         folder = self.folder(kind, fingerprint)
-        self.cache.mark_used(folder)  # before the look at the folder: another process may be evicting it
+        self.cache.mark_used(folder)  # before the folder is read, because another process may be evicting it
         if folder.is_dir() and not _has_seal(folder, seal):
             # another node sealed its own build, first or after a rerun, and all nodes must use the same one
             self._move_aside(folder, why="replaced")
@@ -102,7 +102,7 @@ class ObjectStore(LocalStore):
         if folder.is_dir() and not self.exists(kind, fingerprint):
             return self._seal_or_move_aside(kind, fingerprint)
         try:
-            # what was there is intact by now, and what is fetched is compared with its hashes on the way
+            # the copy on this node is intact or was moved away, and fetched files are compared with their hashes
             return self.find(kind, fingerprint)
         except ArtifactError as e:
             self.set_aside(kind, fingerprint, why=_CORRUPT)
@@ -148,7 +148,7 @@ class ObjectStore(LocalStore):
 
             key, node = f"leases/{kind}-{fingerprint}", node_id(self.root)
             with lease(self.bucket, key, self._times, node=node, on_wait=warn):
-                # only now: while this node waited, another may have built the artifact
+                # look only after the wait, because another node may have built the artifact meanwhile
                 slot.ref = self.find_intact(kind, fingerprint)
                 if slot.ref is not None:
                     shutil.rmtree(self._building(kind, fingerprint), ignore_errors=True)
@@ -166,8 +166,8 @@ class ObjectStore(LocalStore):
         """Upload an artifact and make it visible to all nodes; returns the one that is sealed, which may be another
         node's.
 
-        Objects that are already there are not sent again, so an interrupted upload goes on. Of a pointer to a model of
-        this machine the manifest is sent, so that other nodes can follow the lineage of what is made from it.
+        Objects that are already there are not sent again, so an interrupted upload resumes. If the artifact only points
+        to a model of this machine, its manifest is sent, from which other nodes read the lineage of later artifacts.
         """
         manifest, folder = read_manifest(ref.path), ref.path
         seal = (folder / MANIFEST_SUM).read_bytes()
@@ -219,8 +219,8 @@ class ObjectStore(LocalStore):
     def _seal_or_move_aside(self, kind: str, fingerprint: str) -> ArtifactRef | None:
         """Seal this node's artifact, which is not sealed in the store, unless it was set aside there.
 
-        It was built here before its upload was complete or before the workspace had a store, its objects were
-        corrupted, or it is a copy of an artifact that another node makes again.
+        Such an artifact was built here before the workspace had a store, its upload was interrupted, its objects were
+        corrupted, or it is a copy of an artifact that another node builds again.
         """
         folder = self.folder(kind, fingerprint)
         withdrawn = [key for key in self.bucket.keys(_aside_keys(kind, fingerprint)) if f"/{_CORRUPT}-" not in key]
@@ -260,7 +260,7 @@ class ObjectStore(LocalStore):
     def _send(self, file: FileRecord, folder: Path) -> int:
         """Upload one file unless its object is there; returns the bytes sent.
 
-        The size tells an object that was cut short where the store's own uploads are not atomic.
+        The size is compared too, because an upload may be cut short in stores whose uploads are not atomic.
         """
         key = object_key(file.sha256)
         if self.bucket.size(key) == file.size:

@@ -37,9 +37,9 @@ def shared_url(root: Path) -> str:
 def write_shared(root: Path, url: str) -> None:
     """Remember the URL of the shared store for code that is only given a folder."""
     root.mkdir(parents=True, exist_ok=True)
-    beside = root / f"{SHARED}.{os.getpid()}"
-    beside.write_text(url)
-    beside.replace(root / SHARED)
+    temporary = root / f"{SHARED}.{os.getpid()}"
+    temporary.write_text(url)
+    temporary.replace(root / SHARED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def work_place(folder: Path) -> WorkPlace | None:
 
 
 def node_id(root: Path) -> str:
-    """Return a name of this folder that no other has; processes that have the same folder see each other's locks."""
+    """Return a unique name for this folder; processes that share the folder also share its locks."""
     path = root / _NODE
     with file_lock(root / ".locks" / "node-id", on_wait=lambda _: None):
         if not path.exists():

@@ -38,19 +38,20 @@ def write_shard(path: Path, records: Iterable[R]) -> int:
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside, tests_file = path.with_name(path.name + ".tmp"), path_of_tests(path)
-    tests_beside = tests_file.with_name(tests_file.name + ".tmp")
-    tests_beside.unlink(missing_ok=True)  # of a killed attempt
-    with StoredTestsWriter(tests_beside, name=tests_file.name) as tests:
+    temporary, tests_file = path.with_name(path.name + ".tmp"), path_of_tests(path)
+    temporary_tests = tests_file.with_name(tests_file.name + ".tmp")
+    temporary_tests.unlink(missing_ok=True)  # of a killed attempt
+    with StoredTestsWriter(temporary_tests, name=tests_file.name) as tests:
         rows = [_to_row(r, tests) for r in records]
-    pq.write_table(pa.Table.from_pylist(rows), beside, compression="zstd")
-    # A shard stands for its tests too, so it comes last, and an earlier one with other tests goes first.
+    pq.write_table(pa.Table.from_pylist(rows), temporary, compression="zstd")
+    # A shard file says that its tests are there too. So it is renamed last, and an earlier one with other tests is
+    # deleted first.
     if tests.has_tests or tests_file.exists():
         path.unlink(missing_ok=True)
         tests_file.unlink(missing_ok=True)
     if tests.has_tests:
-        tests_beside.replace(tests_file)
-    beside.replace(path)
+        temporary_tests.replace(tests_file)
+    temporary.replace(path)
     return len(rows)
 
 
@@ -98,7 +99,7 @@ def read_shards(folder: Path, record_type: type[R]) -> Iterator[R]:
 def whole_tables(path: Path) -> Iterator[pa.Table]:
     """Yield the rows of one shard as tables that need no other file; each has all tests of its references in it.
 
-    There is one table, unless there are stored tests: then each has a limited size.
+    There is one table; with stored tests there are several of limited size.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -1,4 +1,4 @@
-"""Process items in shards, the unit of resume, with bounded concurrency; a shard is returned when all of it is done."""
+"""Process items in shards, the unit of resume, with bounded concurrency; yield a shard when all its items are done."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def work_shards(
         while True:
             for shard, i in islice(jobs, limit - len(running)):
                 task = asyncio.ensure_future(work(shard, shard.items[i]))
-                # finished tasks are queued, so that the next one is found without looking at all that run
+                # a queue of finished tasks, so that finding one takes no search through all running tasks
                 task.add_done_callback(finished.put_nowait)
                 running[task] = (shard, i)
             if not running:

@@ -56,7 +56,7 @@ class LocalSlot:
         assert self.ref is None, "a slot is published once"
         shutil.rmtree(self.workdir / SCRATCH, ignore_errors=True)
         write_manifest(self.workdir, manifest.model_copy(update={"files": _describe_files(self.workdir)}))
-        # content before the rename, the folder's name after it: a power cut leaves all or nothing visible
+        # content is flushed before the rename and the folder's name after it: a power cut leaves all or nothing visible
         sync_tree(self.workdir)
         target = self.store.folder(self.kind, self.fingerprint)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ class LocalStore:
             self._note_shared()
             if earlier_holders:
                 log.warning("%s %s: no longer held by %s", kind, fingerprint, earlier_holders[0])
-            # only now: while this process waited, another may have built the artifact
+            # look only after the wait, because another process may have built the artifact meanwhile
             ref = self.find_intact(kind, fingerprint)
             building = self._building(kind, fingerprint)
             attempt = 0 if ref else _begin_attempt(building)

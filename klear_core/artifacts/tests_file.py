@@ -22,7 +22,7 @@ from klear_core.types import Reference
 INLINE_BYTES = 16 << 10
 """Tests whose JSON is longer are stored; shorter ones stay in their record (those of HumanEval and MBPP all do)."""
 _LEVEL = 1
-"""zlib's fastest: numbers shrink to a half with it, and hardly further with slower ones."""
+"""zlib's fastest level halves the size of numbers; slower levels gain hardly more."""
 
 _KINDS: dict[TestKind, TypeAdapter[Any]] = {
     "stdin": TypeAdapter(StdinTests),

@@ -1,7 +1,7 @@
-"""Copy a stage's unfinished work to the shared store, so that another node can go on with it.
+"""Copy a stage's unfinished work to the shared store, so that another node can continue it.
 
-A pass sends the files that are new or have changed, then the index that names all of them. What is not in the index is
-not there for others, so that a pass that is interrupted changes nothing.
+A pass sends the files that are new or have changed, then the index that names all of them. Other nodes see only what
+the index names, so an interrupted pass changes nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 _INDEX = "index"
 _MARKER = "shared"
-"""File beside a working folder of which an index was written or fetched."""
+"""File beside a working folder; it exists once an index of the folder was written or fetched."""
 _BEGAN = "began"
-"""File beside a working folder whose time tells what was written before a pass began."""
+"""File beside a working folder, touched when a pass begins: older files are complete."""
 _SENT_SCRATCH = "shown"
-"""The one folder of scratch that cannot be made again from inputs and checkpoints: answers of earlier RL steps."""
+"""The only scratch folder that is sent: answers of earlier RL steps, which no input or checkpoint can restore."""
 _NOT_SENT = ("model", "adapter", "optimizer", "state", "unfinished")
-"""Folders that are written at the end of a stage from its last checkpoint, and checkpoints, which their ranks send."""
+"""Folders that are not sent: results written from the last checkpoint, and checkpoints, which their ranks send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class WorkCopy:
     def restore(self, attempt: int) -> int:
         """Put the newest work into the working folder, this node's or another's; return this attempt's number.
 
-        Work of this node that is no longer in the store was given up there, because the stage is to be made again.
+        If the store has no copy of work that this node once sent, the work was discarded because the stage is to be
+        built again: the folder is emptied.
         """
         self._attempt = attempt
         content = self._bucket.read(f"{self._keys}/{_INDEX}")
@@ -102,8 +103,8 @@ class WorkCopy:
     def send(self) -> None:
         """Send what was written since the last pass.
 
-        A file that a stage writes after another is never in the copy without the other: files that are written during
-        the pass are left to the next.
+        If a stage writes one file after another, the copy never has the later one alone: files that are written during
+        a pass are left to the next pass.
         """
         began = self._workdir.parent / _BEGAN
         began.touch()
@@ -137,7 +138,7 @@ class WorkCopy:
         try:
             self.send()
         except (KlearError, OSError) as e:
-            # the stage itself is not concerned; the next pass sends it all the same
+            # the stage itself can continue, and the next pass sends these files
             log.warning("unfinished work could not be copied to the store: %s", e)
 
     def _send_file(self, path: Path, name: str, before_ns: int) -> _Seen | None:
