@@ -143,7 +143,7 @@ class Server:
         )
 
     def _user_pool(self, cfg: UserFunction) -> pebble.ProcessPool:
-        """Return the workers of one function, which no other uses: memory that another keeps would count for this one."""
+        """Return the workers of one function alone, so that memory which another one keeps does not count for it."""
         key = cfg.function, cfg.memory_mb
         if key not in self._user_pools:
             runtime = self._cfg.runtime
