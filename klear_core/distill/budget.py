@@ -7,8 +7,8 @@ from klear_core.distill.teacher import Usage
 
 
 class Budget:
-    """Adds up tokens and cost. The longest reply of every open request is reserved, so that the sum never exceeds
-    it."""
+    """Adds up tokens and cost. The longest reply of every open request is reserved, so that the sum never exceeds the
+    budget."""
 
     def __init__(self, cfg: BudgetConfig) -> None:
         self._cfg = cfg
@@ -41,7 +41,7 @@ class Budget:
     def _is_within(self, usage: Usage) -> bool:
         cfg = self._cfg
         has_tokens = cfg.max_tokens is None or usage.tokens <= cfg.max_tokens
-        # a billionth of slack: the reservations are added and subtracted in floating point
+        # a billionth of slack, because adding and subtracting reservations in floating point leaves rounding errors
         has_money = cfg.max_cost is None or usage.cost <= cfg.max_cost * (1 + 1e-9)
         return has_tokens and has_money
 

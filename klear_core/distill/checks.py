@@ -1,4 +1,4 @@
-"""Decide whether a distillation has enough traces to go on, and say why it has not."""
+"""Decide whether a distillation has enough traces to continue, and explain why if it has not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_enough(trace_counts: TraceCounts, runtime: DistillRuntime) -> bool:
 
 
 def usage_warnings(usage: Usage, *, teacher: str) -> tuple[str, ...]:
-    """Return what the reader should know about token counts and seeds."""
+    """Return warnings about estimated token counts and about seeds that a server may ignore."""
     notes: list[str] = []
     if usage.estimated:
         notes.append(

@@ -43,13 +43,13 @@ _HERE = Compute(section="distill.teacher")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherAccess:
-    """The key to a teacher over HTTP, or the model of a local one."""
+    """API keys of a teacher over HTTP, or the model of a local one."""
 
     keys: BlockKeys = field(default_factory=dict)
     model: Path | None = None
     """Artifact of the local teacher's model."""
     model_name: str = ""
-    """Its name in the traces."""
+    """Name of that model in the traces."""
     compute: Compute = _HERE
     """Where its engines run, and the judges."""
 
@@ -69,7 +69,7 @@ def distill(
 ) -> StageSummary:
     """Write `workdir/traces` and `workdir/dropped` for the problems in a curation artifact folder.
 
-    Of a teacher that is a model, also write `unused` (replies that are no traces) and `usage` (tokens, cost by shard).
+    For a teacher that is a model, also write `unused` (replies that are no traces) and `usage` (tokens, cost by shard).
     Raise TeacherError or JudgeError if more than `cfg.max_failure_rate` of the samples fail, DataError if there is no
     problem, or too few answers are complete or selected. A rerun reuses finished shards, except those below the floors.
     """

@@ -62,13 +62,13 @@ class Collection:
         self.num_shards_done = 0
         self.progress = Progress()
         self.usage = Usage()
-        """Tokens and money of this and earlier runs, replies of unfinished shards included."""
+        """Tokens and money that this run and earlier ones spent, on replies of unfinished shards too."""
         self.is_over_budget = False
         self.failures: dict[Path, list[Dropped]] = {}
         """Failures in the shards in progress, by shard path."""
         self._journals: dict[Path, Journal] = {}
         self._unpaid: dict[Path, Sequence[_Solved]] = {}
-        """Results of shards that are not finished for want of budget."""
+        """Results of shards that lack samples because the budget is spent."""
 
     def count_earlier(self, shards: Sequence[Shard[Problem]], finished: Mapping[Path, FinishedShard]) -> None:
         """Count what earlier runs finished and used, before new work: counts and limits are over all shards."""
@@ -106,10 +106,10 @@ class Collection:
     async def _sample(
         self, problem: Problem, sample_idx: int, journal: Journal | None
     ) -> tuple[TeacherTrace | Dropped, UnusedReply | None]:
-        """Return the outcome of one sample, and its reply if that is paid for and not used."""
+        """Return the outcome of one sample, and its reply if it was paid for and became no trace."""
         sample_id = (problem.problem_id, sample_idx)
         result: TeacherResult
-        if journal and sample_id in journal.replies:
+        if journal and sample_id in journal.replies:  # a reply that an earlier run paid for
             result = journal.replies.pop(sample_id)
         else:
             sample = await self.teacher.sample(problem, sample_idx=sample_idx, seed=self.seed)
@@ -147,7 +147,7 @@ class Collection:
         return drop_reason(trace, self.cfg.select) or trace
 
     def finish(self, shard: Shard[Problem], results: Sequence[_Solved]) -> None:
-        """Count and write a shard whose samples are all there; keep one that lacks some for want of budget."""
+        """Count and write a complete shard; keep a shard in memory if it lacks samples because the budget is spent."""
         if is_over_budget([drop for solved in results for drop in solved.dropped]):
             self._unpaid[shard.path] = results
         else:
@@ -164,7 +164,7 @@ class Collection:
         counts = TraceCounts()
         counts.add(traces, drops)
         self._count(shard, counts, num_failed=len(failures_of(outcomes)))
-        self._check_complete_share()
+        self._check_complete_share()  # before the write, so that a rerun requests these samples again
         ShardFiles(shard).write(records)
         if journal:
             self._journals.pop(shard.path).delete()
@@ -176,8 +176,9 @@ class Collection:
     def finish_over_budget(self, unfinished: Sequence[Shard[Problem]]) -> None:
         """Write the shards that the budget left unfinished, without the samples that it could not pay for.
 
-        Raise BudgetError if the settings ask for more of them.
+        Raise BudgetError if the settings ask for a larger share of all samples.
         """
+        # A shard without results was not begun before the budget was spent.
         results = {shard.path: self._unpaid.get(shard.path) or self._not_requested(shard) for shard in unfinished}
         drops = [drop for solved in results.values() for one in solved for drop in one.dropped]
         num_missing = sum(drop.reason == OVER_BUDGET for drop in drops)
@@ -195,6 +196,7 @@ class Collection:
             self._finish(shard, results[shard.path])
 
     def _not_requested(self, shard: Shard[Problem]) -> list[_Solved]:
+        """Return drop records for all samples of a shard."""
         unpaid: list[_Solved] = []
         for problem in shard.items:
             drops = [

@@ -1,4 +1,4 @@
-"""Count what earlier runs of the stage finished, and reopen what they left too poor."""
+"""Count the shards that earlier runs of the stage finished, and reopen those with too few traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FinishedShard:
     num_failed: int
     usage: Usage
     is_over_budget: bool
-    """Whether samples are missing for want of budget."""
+    """Whether samples are missing because the budget was spent."""
 
     @classmethod
     def of(cls, shard: Shard[Problem]) -> FinishedShard:
@@ -45,8 +45,9 @@ class FinishedShard:
 def reopen_poor_shards(
     shards: Sequence[Shard[Problem]], finished: Mapping[Path, FinishedShard], cfg: DistillConfig
 ) -> None:
-    """Reopen finished shards below a floor if all finished ones together are below it: the teacher may have been
-    repaired since. Shards that lack samples for want of budget are always reopened.
+    """Reopen finished shards below a floor if all finished ones together are below it.
+
+    The teacher may have been repaired since. Shards that lack samples because the budget was spent are always reopened.
     """
     total = TraceCounts()
     for earlier in finished.values():

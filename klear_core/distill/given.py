@@ -148,7 +148,7 @@ _STEPS = (READ, _DECONTAMINATE, _COMPLETE)
 def _traces_of(
     source: FileSource | HubSource, decontaminator: Decontaminator, taken: _Taken, *, keep_truncated: bool
 ) -> Iterator[TeacherTrace]:
-    """Yield the traces of a source, and count what becomes of its rows."""
+    """Yield the traces of a source, and count its dropped rows and replies in `taken`."""
     name = source_name(source)
     for row in read_traces(source):
         taken.rows_of[name] += 1

@@ -36,13 +36,13 @@ from klear_core.types import Problem, TeacherReply
 _CHECK_TIMEOUT_S = 5.0
 _MOST_ERROR_BYTES = 65_536
 _USAGE_WAIT_S, _CLOSE_WAIT_S = 10.0, 1.0
-"""Seconds to wait for the token counts after the end of a reply, and then for the end of the response."""
+"""Seconds to wait after the end of a reply for the token counts, and after these for the end of the response."""
 _SEED_BITS = 31  # endpoints accept integers of different widths; 31 bits fit a signed 32-bit one
 _REFUSED_STATUSES = (429, 503, 529)
 """Statuses of a server that is full; 529 is that of some hosted services."""
 _RETRIED_STATUSES = (408, 409, 425)  # besides those of a full server and every other 5xx
 _REJECTIONS_TO_STOP = 3
-"""Requests refused as wrong (400, 422), with none accepted, after which the settings are to blame."""
+"""Number of requests refused as invalid (400, 422), with none accepted, after which the stage stops."""
 _FATAL_STATUSES = {
     301: "the address has moved; use the new one as base_url",
     302: "the address redirects; use the other one as base_url",
@@ -124,7 +124,7 @@ class HttpTeacher:
             usage += attempt.usage
             if isinstance(outcome, TeacherReply):
                 return TeacherSample(result=outcome, usage=usage)
-            # A full server that serves others is no failure of this sample: it waits as long as that lasts.
+            # A full server that answers other requests is no failure of this sample, which waits as long as it takes.
             num_counted += outcome.counts and not (outcome.is_refusal and attempt.others_succeeded)
             if outcome.is_final:
                 return TeacherSample(result=self._failure(outcome, num_tries=0), usage=usage)
@@ -135,7 +135,7 @@ class HttpTeacher:
             avoid = attempt.endpoint
 
     def _backoff_s(self, num_tries: int, jitter: Random) -> float:
-        """Return a random wait of up to twice the last bound ("full jitter")."""
+        """Return a random wait below a bound that doubles with every try ("full jitter")."""
         runtime = self.cfg.runtime
         bound: float = min(runtime.first_backoff_s * 2.0 ** min(num_tries - 1, 30), runtime.max_backoff_s)
         return bound * jitter.random()
@@ -167,7 +167,7 @@ class HttpTeacher:
 
 
 class _Attempt:
-    """One request: takes a slot, reads the stream, counts what it used, and tells the endpoint how it went."""
+    """One request: takes a slot, reads the stream, counts tokens, and reports success or failure to the endpoint."""
 
     def __init__(self, cfg: HttpTeacherConfig, fleet: Fleet, body: dict[str, object]) -> None:
         self.usage = Usage()
@@ -191,13 +191,13 @@ class _Attempt:
                 outcome = await self._request(endpoint)
             except BadReplyError as e:
                 outcome = _FailedTry(reason=e.reason, detail=e.detail)
-            # Before the slot is free: the next request must know of a pause.
+            # Before the slot is released, so that the next request heeds a pause.
             if isinstance(outcome, TeacherReply):
-                self._tell_success(endpoint, outcome)
+                self._report_success(endpoint, outcome)
             else:
-                self._tell_failure(endpoint, outcome, sent_at)
+                self._report_failure(endpoint, outcome, sent_at)
         finally:
-            # Spent before the reservation is released; also if the attempt is cancelled.
+            # Count before the reservation is released, so that the budget holds; also if the attempt is cancelled.
             self._count_usage(endpoint)
             self._fleet.release(endpoint, self._most_input_tokens)
         self.others_succeeded = endpoint.num_succeeded > num_succeeded
@@ -206,15 +206,16 @@ class _Attempt:
             return outcome
         return replace(outcome, detail=endpoint.redact(outcome.detail))
 
-    def _tell_success(self, endpoint: Endpoint, reply: TeacherReply) -> None:
+    def _report_success(self, endpoint: Endpoint, reply: TeacherReply) -> None:
         endpoint.succeeded()
         if not self._reader.is_stream:
             endpoint.can_stream = False
             self._fleet.count_tokens(endpoint, reply.num_tokens)
 
-    def _tell_failure(self, endpoint: Endpoint, outcome: _FailedTry, sent_at: float) -> None:
+    def _report_failure(self, endpoint: Endpoint, outcome: _FailedTry, sent_at: float) -> None:
         """Adapt limit and pause of the endpoint to a failed attempt."""
-        # A server that keeps a request waiting accepts more than it serves; one that turns some away serves the others.
+        # The limit is not cut below the number of requests that the server serves now. After a timeout these are the
+        # requests with a first token, because such a server queues the others; after a refusal all that it accepted.
         is_waiting = outcome.reason == "timeout"
         now, num_serving = time.monotonic(), endpoint.num_streaming if is_waiting else endpoint.num_accepted
         if outcome.is_final:
@@ -238,7 +239,7 @@ class _Attempt:
                     return await self._refusal(response, endpoint)
         except TimeoutError:
             if self._reader.is_finished:
-                return self._finished()  # whole, but for the token counts
+                return self._finished()  # only the token counts are missing
             if self._reader.num_pieces:
                 detail = f"no token for {runtime.silence_timeout_s:g} s after {self._reader.num_pieces} pieces"
                 return _FailedTry(reason="silence", detail=detail)
@@ -263,7 +264,7 @@ class _Attempt:
             yield response
 
     async def _read(self, response: httpx.Response, endpoint: Endpoint, silence: asyncio.Timeout) -> TeacherReply:
-        """Read a reply to its end. Only text extends the time, so that keep-alive lines do not hide a dead model."""
+        """Read a reply to its end. Only text extends the deadline, so keep-alive lines cannot hide a dead model."""
         reader, loop = self._reader, asyncio.get_running_loop()
         endpoint.num_accepted += 1
         try:
@@ -275,6 +276,7 @@ class _Attempt:
                     endpoint.num_streaming += num_pieces == 0
                     silence.reschedule(loop.time() + self._cfg.runtime.silence_timeout_s)
                     self._fleet.count_tokens(endpoint, num_new)
+                # The text is complete: wait a little for the token counts, then for the end of the response.
                 if reader.is_finished and not was_finished:
                     silence.reschedule(loop.time() + min(_USAGE_WAIT_S, self._cfg.runtime.silence_timeout_s))
                 if reader.is_done:

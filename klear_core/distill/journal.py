@@ -42,7 +42,7 @@ class Journal:
         self.usage += sample.usage
         reply = sample.result if isinstance(sample.result, TeacherReply) else None
         self._file.write(_line(sample_id, reply, sample.usage))
-        self._file.flush()  # to the system: from here on a killed process loses nothing
+        self._file.flush()  # to the operating system, after which a killed process loses nothing
         now = time.monotonic()
         if now - self._synced_at >= self._fsync_s:
             self._synced_at = now
@@ -53,7 +53,7 @@ class Journal:
         self._file.close()
 
     def delete(self) -> None:
-        """Delete the file: the shard's records are written."""
+        """Delete the file, once the shard's records are written."""
         self._file.close()
         self._path.unlink()
 
@@ -79,23 +79,23 @@ class Journal:
 
 
 def usage_in(path: Path) -> Usage:
-    """Return what the samples in a journal used, also those of an earlier, deleted form of its shard."""
+    """Return the usage of all samples in a journal, those from before its shard was reopened included."""
     journal = Journal(path, fsync_s=0)
     journal.close()
     return journal.usage
 
 
 def write_journal(path: Path, replies: Iterable[tuple[SampleId, TeacherReply]], usage: Usage) -> None:
-    """Write a journal anew, atomically: replies that are kept, and the usage of all that was paid for them."""
+    """Write a new journal, atomically, with the replies to keep and the usage of all samples so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as f:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as f:
         f.write(_line(("", 0), None, usage))
         for sample_id, reply in replies:
             f.write(_line(sample_id, reply, Usage()))
         f.flush()
         os.fsync(f.fileno())
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def _line(sample_id: SampleId, reply: TeacherReply | None, usage: Usage) -> bytes:

@@ -1,4 +1,4 @@
-"""Sample a teacher whose weights are here, with the engines that evaluation uses."""
+"""Sample from a teacher whose weights are on disk, with the engines that evaluation uses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LocalTeacher:
 
     is_costly = True
     retries: Mapping[str, int] = {}
-    """Empty: the pool asks again by itself."""
+    """Empty, because the pool of engines retries by itself."""
     notes: tuple[str, ...] = ()
 
     def __init__(self, cfg: LocalTeacherConfig, sampler: Sampler, tokenizer: Tokenizer, *, name: str) -> None:
@@ -54,7 +54,7 @@ class LocalTeacher:
     async def sample(self, problem: Problem, *, sample_idx: int, seed: int) -> TeacherSample:
         """Return one sample; a prompt that leaves no room for a reply is a failure of its own reason.
 
-        Raise ResourceError if the engines cannot go on.
+        Raise ResourceError if the engines cannot continue.
         """
         prompt_ids = render_prompt(self._tokenizer, question_of(problem, self.cfg))
         params = one_sample(self.cfg.sampling, seed=seed_for(seed, "distill/teacher", problem.problem_id, sample_idx))

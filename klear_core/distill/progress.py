@@ -8,7 +8,7 @@ from klear_core.distill.teacher import Usage
 
 
 class Progress:
-    """Measures this run's speed, and tells what it means for the rest."""
+    """Measures this run's speed, and estimates the remaining time."""
 
     def __init__(self) -> None:
         self.num_done = 0

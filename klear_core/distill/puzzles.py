@@ -23,7 +23,7 @@ _BLIND_DIGITS = (7, 8, 9)
 _BLIND_SIGNS = {"at least": (">=", ">"), "at most": ("<=", "<")}
 """Programs: phrases whose comparison is written without the equal sign."""
 _MAX_TRIES = 30
-"""Residues: a search that finds nothing ends here, without an answer. The longest right one takes 12 tries."""
+"""Residues: number of tries after which a search ends without an answer. The longest right one takes 12."""
 
 
 class PuzzleTeacher:
@@ -139,7 +139,8 @@ def _solve_residues(puzzle: Residues, errors: _Errors) -> tuple[list[str], str]:
             in_blind_spot = total % 10 in _BLIND_DIGITS
             value = errors.residue(total - puzzle.modulus, puzzle.modulus, in_blind_spot=in_blind_spot)
             line = f"{line}-{puzzle.modulus}={value}"
-        # The target stands beside the value: a small model compares neighbours, and no value with a far question.
+        # The target is written next to the value, because a small model cannot compare the value with a target that is
+        # far away in the question.
         is_found = value == puzzle.target
         lines.append(f"{line} {puzzle.target}{'y' if is_found else 'n'}")
         if is_found:

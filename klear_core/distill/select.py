@@ -22,7 +22,7 @@ def defect_of(reply: TeacherReply | TeacherTrace) -> str:
 def why_incomplete(
     reply: TeacherReply, cfg: SelectConfig, *, keep_incomplete: Collection[IncompleteReason] = ()
 ) -> str:
-    """Return the defect of a reply that is not to be used; an empty string if it is whole, or kept by setting."""
+    """Return the defect of a reply that must not be used; empty if the reply is complete or the settings keep it."""
     defect = defect_of(reply)
     is_kept = cfg.keep_truncated if defect == "truncated" else defect in keep_incomplete
     has_text = bool(reply.reasoning or reply.answer)

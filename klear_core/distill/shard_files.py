@@ -52,7 +52,7 @@ class ShardFiles:
         if records.unused:
             write_shard(self._unused, records.unused)
         else:
-            self._unused.unlink(missing_ok=True)  # of an earlier form of this shard
+            self._unused.unlink(missing_ok=True)  # from before the shard was reopened
         if records.usage.attempts:
             write_shard(self._usage, [records.usage])
         write_shard(self._traces, records.traces)
@@ -68,7 +68,7 @@ class ShardFiles:
         return usage_in(self.journal) if self.journal.exists() else Usage()
 
     def clean(self) -> None:
-        """Delete the journal of a finished shard: a kill can come before that."""
+        """Delete the journal of a finished shard, which a killed run may have left."""
         self.journal.unlink(missing_ok=True)
 
     def reopen(self) -> None:
@@ -84,7 +84,7 @@ JOURNAL_FOLDER = "journal"
 
 
 def is_over_budget(dropped: Sequence[Dropped]) -> bool:
-    """Return whether samples are missing for want of budget."""
+    """Return whether samples are missing because the budget was spent."""
     return any(drop.reason == OVER_BUDGET for drop in dropped)
 
 

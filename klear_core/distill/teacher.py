@@ -129,7 +129,7 @@ class Teacher(Protocol):
         ...
 
     async def sample(self, problem: Problem, *, sample_idx: int, seed: int) -> TeacherSample:
-        """Return one sample of a problem; `seed` is the run's, and the sample has its own from it.
+        """Return one sample of a problem. `seed` is the run's; the sample's own seed is derived from it.
 
         Raise TeacherError if the teacher cannot be reached at all.
         """

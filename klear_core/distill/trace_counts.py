@@ -92,7 +92,7 @@ class TraceCounts:
         """Return one entry per step, in order; each step's output count is the next one's input count."""
         num_out = self.num_traces
         entries: list[LedgerStep] = []
-        for step in reversed(STEPS):  # backwards: only the last step's output, the traces, is known
+        for step in reversed(STEPS):  # from the last step back, because only its output, the traces, was counted
             dropped, noted = self._dropped[step], self._noted[step]
             num_in = num_out + dropped.total()
             counts = {"dropped": dict(sorted(dropped.items())), "noted": dict(sorted(noted.items()))}
