@@ -39,7 +39,7 @@ def make_examples(
     """Render prompt and response as sampling will see them, one result per trace.
 
     The loss is on thinking, answer and the end of the turn, not on the prompt. A trace that ran out of tokens is learnt
-    as far as it goes, without an end of the turn. What the template's prompt opens is part of the prompt.
+    as far as it goes, without an end of the turn. A `<think>` that the chat template opens is part of the prompt.
     """
     opening = opening_of(tokenizer)
     prompts = encode_all(tokenizer, [prompt_text(tokenizer, t.question) for t in traces])

@@ -78,8 +78,8 @@ def train_sft(
 ) -> StageSummary:
     """Train `model` on `traces/traces/*.parquet` and write `workdir/model`, a Hugging Face folder in `cfg.dtype`.
 
-    `run_ranks` runs the learner ranks, by default the only one, in this process. `open_scorer` opens what scores the
-    models of `cfg.runtime.curve` while training goes on.
+    `run_ranks` runs the learner ranks; the default is one rank in this process. `open_scorer` opens the scorer of the
+    models that `cfg.runtime.curve` asks for during training.
 
     Raise ConfigError if the chat template is unfit, DataError if too few traces are usable, TrainingError after too
     many skipped steps.
@@ -106,7 +106,7 @@ def train_sft(
 
 
 def _run_rank(job: _Job, world: World, telemetry: Telemetry) -> tuple[StageSummary, tuple[FileRecord, ...]]:
-    """Train, and return what rank 0 has written, for a driver with another disk."""
+    """Train, and return the files that rank 0 has sent to the store, for a driver with another disk."""
     job = job.here()
     summary = _train_rank(job, world, telemetry)
     results = send_results(job.home, job.workdir, ["skipped", FOLDER, "model"]) if world.rank == 0 else ()
@@ -117,13 +117,13 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     from klear_core.train.proofs import prove_fast_paths  # imports a model of transformers, and what that uses
 
     cfg, store = job.cfg, TokenStore(job.store)
-    # Split and order are functions of rows and seed, so that all ranks and a resumed run agree on them.
+    # Split and order depend on rows and seed alone, so all ranks and a resumed run agree on them.
     split = split_rows(store.problem_ids, frac=cfg.validation_frac, max_rows=cfg.max_validation_rows, seed=job.seed)
     order = _row_order(cfg, store, split.train, seed=job.seed)
     num_steps = min(order.num_steps, cfg.max_steps or order.num_steps)
     validation = [store[r] for r in split.validation]
 
-    # Before the model is loaded, because another process on the same GPU needs memory for it.
+    # Prove before the model is loaded, because another process on the same GPU needs memory for it.
     path_notes = prove_fast_paths(
         read_hf_config(model_folder(job.model)), world, cfg.dtype, context_parallel=cfg.runtime.context_parallel
     )
@@ -132,7 +132,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     speed = _Speedometer(flops, world)
     updater = Updater(policy, cfg.optim, world, num_steps=num_steps)
     checkpoints = Checkpoints(job.workdir / "scratch" / "checkpoints", cfg.runtime.checkpoint, world)
-    # Weights and moments are loaded in place, counters say where to go on.
+    # A checkpoint's weights and moments are loaded in place; `first` is the step to continue at.
     first, counters = checkpoints.load_latest(policy, updater.optimizer) or (0, {"num_skipped": 0, "num_tokens": 0})
     points = _point_writer(job, world)
     points.begin(policy, first=first, num_steps=num_steps)
@@ -185,7 +185,7 @@ def _seed_dropout(job: _Job, step: int, world: World) -> None:
 
 
 def _count_validation(held_out_loss: float, counters: dict[str, float]) -> None:
-    counters.pop("validation_loss", None)  # that of an earlier model must not be reported for this one
+    counters.pop("validation_loss", None)  # an earlier model's loss must not be reported for this one
     # Checkpoint counters are written as JSON, which has no NaN.
     if math.isfinite(held_out_loss):
         counters["validation_loss"] = held_out_loss
@@ -293,7 +293,7 @@ def _row_order(cfg: SftConfig, store: TokenStore, rows: Sequence[int], *, seed: 
 
 
 def _weigh_step(order: RowOrder, *, num_steps: int, num_rows: int) -> LedgerStep:
-    """Count the rows trained on at least once, and the others by what excluded them."""
+    """Count the rows that were trained on at least once, and the others by the setting that excluded them."""
     num_wanted, num_seen = order.num_distinct(order.num_steps), order.num_distinct(num_steps)
     dropped = {"source_weights": num_rows - num_wanted, "max_steps": num_wanted - num_seen}
     return LedgerStep(
@@ -313,7 +313,7 @@ def _validation_loss(
     """Return the cross-entropy over all held-out rows in nats, normalised as in training (collective call)."""
     micro_batches = pack_share(rows, cfg.runtime, world, flops).micro_batches
     heads = sft_heads(micro_batches, rows, cfg.normalise)
-    policy.eval()  # without the adapters' dropout
+    policy.eval()  # switches off the adapters' dropout
     losses = [policy(micro, head).loss for micro, head in zip(micro_batches, heads, strict=True)]
     policy.train()
     return float(world.sum(torch.stack(losses).sum()))

@@ -17,7 +17,7 @@ from klear_core.seeding import seed_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Row numbers of both sides; all rows of a problem are on the same side."""
+    """Row numbers for training and for validation. All rows of a problem are in the same part."""
 
     train: tuple[int, ...]
     validation: tuple[int, ...]
@@ -94,7 +94,7 @@ class RowOrder:
         parts = []
         for source, rows in self._by_source.items():
             weight = self._weights.get(source, 1.0)
-            # A weight of 2.3 takes all rows twice, and a random 30% of them once more.
+            # A weight of 2.3 takes all rows twice, and a random 30 % of them once more.
             parts += [rows] * int(weight)
             parts.append(rng.permutation(rows)[: round((weight - int(weight)) * len(rows))])
         return rng.permutation(np.concatenate(parts))
