@@ -34,13 +34,13 @@ class EvaluateRuntime(EnginesRuntime):
 
 
 class PoolRuntime(EnginesRuntime):
-    """Engines of stages that may also sample through endpoints which somebody else runs."""
+    """Engines of stages that may also sample through endpoints, of servers that Klear did not start."""
 
     num_engines: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """As in evaluation; 0, with `endpoints`, lets these alone sample, and no engine is started."""
+    """Engines that sample, as in evaluation. 0 starts none: the `endpoints` alone sample."""
     endpoints: tuple[HttpEngineConfig, ...] = ()
-    """OpenAI-compatible endpoints that serve the same model, members of one pool with the engines. Another server draws
-    other samples from a seed, so that an answer then depends on which member gave it."""
+    """OpenAI-compatible endpoints that serve the same model and share the work with the engines. A server draws other
+    samples from the same seed than an engine does, so an answer depends on which of them gave it."""
 
     @model_validator(mode="after")
     def _has_a_member(self) -> Self:
@@ -50,7 +50,7 @@ class PoolRuntime(EnginesRuntime):
 
 
 QUESTION = "{question}"
-"""Where a prompt template has the question."""
+"""Placeholder of the question in a prompt template."""
 PLAIN_TEMPLATE = "plain"
 """Name of the question as it stands, without a template."""
 

@@ -66,7 +66,7 @@ class GivenRepo(GivenModelFacts):
 
 
 def _with_kind(value: object, *, local: str) -> object:
-    """Add the `kind` that the keys imply, and take a bare path as local files."""
+    """Add the `kind` that the keys imply; a bare path means local files."""
     if isinstance(value, str):
         return {"kind": local, "path": value}
     if isinstance(value, Mapping) and "kind" not in value:
@@ -142,7 +142,7 @@ class GivenConfig(Settings):
     """A model to score, beside the others in this section. Nothing is trained."""
     score_despite: tuple[str, ...] = ()
     """Benchmarks to score although the lineage of a given model shows that its training data was not compared with
-    them; the report says so. Without, such a run is refused. A name that no benchmark has is refused too."""
+    them; the report says so. Otherwise such a run is refused. A name that no benchmark has is refused too."""
 
     def rows(self) -> dict[str, tuple[GivenFiles | GivenDataset, ...]]:
         """Return the given problems and traces by the name of the stage that they replace, in the pipeline's order."""

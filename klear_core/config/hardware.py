@@ -1,4 +1,4 @@
-"""Define the settings of the machines that a plan reckons with."""
+"""Define the settings of the machines from which `klear plan` estimates memory, time and cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from klear_core.config.settings import Settings
 
 
 class HardwareConfig(Settings):
-    """Memory, speed and price of the GPUs. `klear plan` reckons with them; they never change a result."""
+    """Memory, speed and price of the GPUs, for the estimates of `klear plan`; they never change a result."""
 
     gpu_memory_gb: float | None = Field(default=None, gt=0)
     """Memory of one GPU in gigabytes of 1e9 bytes. None: that of the GPUs here; without any, no memory is checked."""

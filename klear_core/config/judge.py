@@ -1,4 +1,4 @@
-"""Define judge settings of single stages, which stand over the common ones of `[verify]`."""
+"""Define judge settings of single stages, which override the common ones of `[verify]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from klear_core.config.settings import Settings
 from klear_core.config.verify import CodeConfig, VerifyConfig
 
 COMMON = ("sandbox", "limits", "judges")
-"""Judge settings that no stage has of its own: they describe the machine, and bind names that references use."""
+"""Judge settings that no stage can override: they describe the machine, or define names that references use."""
 
 BENCHMARK_CODE = CodeConfig(max_tests=0, compare="decimal", cpu_s=6.0, recursion_limit=50_000)
 """LiveCodeBench's rules: all tests, lines equal as text or as exact decimals, 6 s a test, and its recursion limit."""
@@ -49,12 +49,12 @@ JudgedStage = Literal["distill", "tag", "tag_rl", "rl", "rl_code", "evaluate"]
 
 
 class StageJudges(Settings):
-    """Judge settings of single stages, over those of `[verify]`; changing one reruns that stage and what follows."""
+    """Judge settings of single stages, which override `[verify]`; changing one reruns that stage and later ones."""
 
     distill: JudgeOverrides = JudgeOverrides()
     tag: JudgeOverrides = JudgeOverrides()
     tag_rl: JudgeOverrides = JudgeOverrides()
-    """Judging of the answers by whose pass rates RL's problems are selected."""
+    """Judging of the answers whose pass rates select the problems of RL."""
     rl: JudgeOverrides = JudgeOverrides()
     rl_code: JudgeOverrides = JudgeOverrides()
     evaluate: JudgeOverrides = JudgeOverrides()

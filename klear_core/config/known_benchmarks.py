@@ -54,8 +54,8 @@ class KnownBenchmark(Settings):
     num_samples: int = 4
     """n of avg@n that is customary."""
     checked: Literal["rows", "questions", "code", "memory"]
-    """How rows and columns are known: `rows`, real rows were read; `questions`, likewise, without their tests; `code`,
-    public programs that read the repository; `memory`, nobody has compared them."""
+    """Evidence for rows and columns. `rows`: real rows were read; `questions`: real rows without their tests; `code`:
+    public programs that read the repository; `memory`: none, nothing was compared."""
     note: str = ""
 
 
@@ -243,7 +243,7 @@ KNOWN_BENCHMARKS: Mapping[str, KnownBenchmark] = {
 
 
 def with_known_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a benchmark that names a known one, with everything filled in that they leave open.
+    """Return the settings of a benchmark that names a known one, with the facts that they leave out.
 
     Raise ValueError that names the known benchmarks, or says where this one is published.
     """
@@ -261,7 +261,7 @@ def with_known_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source_of(known: KnownBenchmark, source: object) -> object:
-    """Return where to read a known benchmark: the copy that is named, else its repository at the pinned commit."""
+    """Return the source of a known benchmark: the copy in the settings, else its repository at a pinned commit."""
     if isinstance(source, str):
         source = {"kind": "file", "path": source}
     if source is None:

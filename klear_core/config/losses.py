@@ -54,9 +54,10 @@ class GppoConfig(Settings):
     """Weight of negative tokens below the range; the paper has 1, the authors' later advice 0.25 to 0.5."""
     beta_high: float = Field(default=1.0, ge=0)
     """Weight of positive tokens above the range."""
-    # After range and betas, because its validator reads them. Defaults are validated too: betas alone have a preset.
+    # After range and betas, because its validator reads them. The default is validated too, so that the preset's name
+    # follows from betas that were set alone.
     preset: Literal["paper", "ce_gppo", "high_only", "custom"] = Field(default="paper", validate_default=True)
-    """Name of a pair of betas, in `ce_gppo` with their clip range, to set instead of them; if it is not set, it is
+    """Name of a pair of betas (for `ce_gppo` also of their clip range), to set instead of them. If it is not set, it is
     derived from them."""
     schedule: BetaSchedule | None = None
     """Change of the betas during the run (CE-GPPO shows (0, 1), then (0.5, 1) from step 585)."""

@@ -55,16 +55,16 @@ class PipelineConfig(Settings):
     """Seed from which every random draw of the run is derived."""
     workspace: WorkspaceConfig = WorkspaceConfig()
     hardware: HardwareConfig = HardwareConfig()
-    """The GPUs that `klear plan` reckons with; never changes a result."""
+    """GPUs for the estimates of `klear plan`; never changes a result."""
     verify: VerifyConfig = VerifyConfig()
     """Judge settings that all stages have in common."""
     judge: StageJudges = StageJudges()
-    """Judge settings of single stages, over the common ones."""
+    """Judge settings of single stages, which override the common ones."""
     benchmarks: tuple[BenchmarkConfig, ...] = ()
     """Problem sets to evaluate on; decontamination keeps them out of training."""
     data_until: date | None = Field(default=None, exclude_if=lambda day: day is None)
     """Last day of the texts that the models of this run learned from, those of the base model included: benchmarks that
-    were published later are named as fresh. None: not known, and none is."""
+    were published later are named as fresh. None: unknown, so no benchmark is named as fresh."""
     curate: CurateConfig = CurateConfig()
     curate_rl: CurateConfig | None = None
     """Separate prompts for RL (the paper's MathSub and CodeSub); None trains RL on the problems of `curate`."""
@@ -108,7 +108,7 @@ class PipelineConfig(Settings):
         return benchmarks
 
     @model_validator(mode="after")
-    def _scores_benchmarks_that_there_are(self) -> PipelineConfig:
+    def _score_despite_names_benchmarks(self) -> PipelineConfig:
         names = [b.name for b in self.benchmarks]
         unknown = [name for name in self.given.score_despite if name not in names]
         if unknown:
@@ -119,7 +119,7 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _promotes_on_benchmarks_that_there_are(self) -> PipelineConfig:
+    def _promotion_names_benchmarks(self) -> PipelineConfig:
         if self.promote is None:
             return self
         names = [b.name for b in self.benchmarks]
@@ -134,7 +134,7 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _curves_are_of_benchmarks_that_there_are(self) -> PipelineConfig:
+    def _curves_name_benchmarks(self) -> PipelineConfig:
         names = [b.name for b in self.benchmarks]
         for section, training in (("sft", self.sft), ("rl", self.rl), ("rl_code", self.rl_code)):
             curve = training.runtime.curve if training else None

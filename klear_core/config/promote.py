@@ -25,15 +25,15 @@ class PromoteConfig(Settings):
     """Largest share of a benchmark's problems that overlap with the model's training data. If that is not known, the
     model is refused unless this is 1."""
     max_truncated: float = Field(default=0.1, ge=0, le=1)
-    """Largest share of a benchmark's samples that ran out of tokens. Default: above a tenth, the score tells of the
-    budget more than of the model."""
+    """Largest share of a benchmark's samples that ran out of tokens. Default: above a tenth, the score says
+    more about the budget than about the model."""
     max_no_answer: float = Field(default=0.1, ge=0, le=1)
     """Largest share of a benchmark's samples in which the judge found no answer; default as for `max_truncated`."""
     max_judge_failed: float = Field(default=0.01, ge=0, le=1)
     """Largest share of a benchmark's samples that could not be judged. Default: half of what stops an evaluation."""
     score_champion: bool = False
-    """Score the champion again if its scores do not compare with those of the new model, because benchmarks, their
-    seed, decoding or judge have changed: it answers this run's benchmarks, which costs an evaluation."""
+    """Score the champion again, which costs an evaluation, if its scores cannot be compared with those of the new
+    model, because benchmarks, their seed, decoding or judge have changed."""
     first: Literal["better_than_first_model", "any"] = "better_than_first_model"
     """Rule where there is no champion yet: the model has to pass the comparison with the first model that its run
     scored, its base; `any` leaves the comparison out."""

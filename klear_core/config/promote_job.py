@@ -11,7 +11,7 @@ from klear_core.config.stage import Job
 
 
 class PromoteRuntime(Settings):
-    """Config of the run, which tells what is known of the data behind given models."""
+    """Config of the run, with what is known about the training data of given models."""
 
     config: PipelineConfig = PipelineConfig()
 
@@ -29,7 +29,7 @@ class PromoteJob(Job):
     withdrawn: str = ""
     """Why the model was rolled back earlier; filled in when the stage runs. Empty if it was not."""
     chosen_on: dict[str, str] = {}
-    """Why the model is marked as chosen by its score, by benchmark; filled in when the stage runs."""
+    """Why the model counts as chosen by its score, by benchmark; filled in when the stage runs."""
     runtime: PromoteRuntime = PromoteRuntime()
 
     @classmethod

@@ -47,7 +47,7 @@ class RolloutConfig(Settings):
     """Prompts sampled in a round, as a multiple of `groups_per_step` (scripts: 2, that is 256 for 128)."""
     max_rounds: int = Field(default=1, ge=1, le=100)
     """Maximum rounds of prompts to fill a step with informative groups; 1 never refills (scripts), more is DAPO's
-    dynamic sampling. With mode `continuous` a step goes on with fewer groups after as many finished prompts."""
+    dynamic sampling. With mode `continuous` a step uses fewer groups after as many finished prompts."""
     mode: Literal["rounds", "continuous"] = "rounds"
     """`rounds`: all answers of a round are waited for (scripts). `continuous`: a set number of requests is always at
     the engines; each step trains on the oldest groups that are finished, within `max_staleness`, and no informative

@@ -1,9 +1,7 @@
-"""Define what a stage and its job are. A job has the settings of a stage; all but `runtime` are hashed into its
-fingerprint.
+"""Define stages and jobs. A job has the settings of a stage; all but `runtime` are hashed into its fingerprint.
 
-Everything that other modules need to know about a stage is a property of its job or of `Stage`; they never compare
-names.
-The stages of a pipeline are listed in `klear_core.pipeline.graph.stages_of`.
+Everything that other modules need to know about a stage is a property of its job or of `Stage`; no module compares
+names of stages. `klear_core.pipeline.graph.stages_of` lists the stages of a pipeline.
 """
 
 from __future__ import annotations

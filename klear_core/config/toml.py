@@ -1,4 +1,4 @@
-"""Write a config as the TOML of a profile, with every setting, so that no default of another version acts."""
+"""Write a config as the TOML of a profile, with every setting, so that other versions' defaults cannot change it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 def profile_toml(config: PipelineConfig) -> str:
     """Return a profile's file with the settings of a run, without workspace and machine.
 
-    A setting of None is left out, as TOML has no such value: it is the default of every setting that takes it.
+    A setting of None is left out, because TOML has no null. That is safe: None is the default wherever it is allowed.
     """
     tree = config.model_dump(mode="json", exclude_none=True, exclude={"workspace", "hardware"})
     top = [f"{_key(name)} = {_value(value)}" for name, value in tree.items() if not isinstance(value, dict)]
@@ -42,7 +42,7 @@ def _value(value: object) -> str:
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, float):
         return repr(value)
-    # JSON's texts, numbers and truth values are TOML's, but for the character that TOML alone escapes
+    # strings, numbers and booleans are written as in JSON, except for one character that only TOML escapes
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

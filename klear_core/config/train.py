@@ -159,7 +159,7 @@ class TrainRuntime(Settings):
     Progress is the next micro-batch, weight or part of a checkpoint, in RL also the next answer sampled or judged; a
     step may last as long as it needs."""
     max_restarts: int = Field(default=3, ge=0)
-    """Number of times that the learner goes on from its checkpoint, within the stage, after one of its processes
+    """Number of times that the learner resumes from its checkpoint, within the stage, after one of its processes
     died. Ours."""
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ FUNCTION_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_
 """`package.module:function`."""
 
 _OURS = "klear_core"
-"""Never followed: a stage's code version already stands for our code."""
+"""Package whose imports are not followed, because a stage's code version already covers our code."""
 
 
 class UserFunction(Settings):
@@ -125,7 +125,7 @@ def _find_top(name: str) -> _Found | None:
     here = _within([Path.cwd()], name)
     if here is not None and here.file is not None:
         return here
-    # A folder without `__init__.py` gives way to an installed module of its name, as in Python.
+    # As in Python, an installed module takes precedence over a folder without `__init__.py` of the same name.
     for finder in sys.meta_path:
         spec = finder.find_spec(name, None)
         if spec is None:
@@ -161,8 +161,11 @@ def _imports(file: Path, *, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: max(0, len(package.split(".")) - node.level + 1)] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
+            parts = package.split(".")
+            # One dot (level 1) means the package itself, each further dot the one above; no dot is an absolute import.
+            above = parts[: max(0, len(parts) - node.level + 1)] if node.level else []
+            named = [node.module] if node.module else []
+            base = ".".join([*above, *named])
             if base:
                 yield base
                 yield from (f"{base}.{alias.name}" for alias in node.names)

@@ -150,7 +150,7 @@ class VerifyRuntime(Settings):
 
 
 class VerifyConfig(Settings):
-    """Judging of answers, common to all stages; `[judge.STAGE]` has settings of a stage's own over these."""
+    """Judging of answers, common to all stages; `[judge.STAGE]` overrides these settings for one stage."""
 
     window: Literal["after_think", "whole"] = "after_think"
     """Part of the response that is searched for the answer. `after_think`: after the last `</think>` (Klear-Reasoner's
