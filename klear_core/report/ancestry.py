@@ -32,10 +32,10 @@ class Ancestor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Something from outside that a model was made from."""
+    """A data set, model or teacher from outside Klear that a model was made from."""
 
     what: str
-    """Its part: `base model`, `problems`, `benchmark questions, kept out`, `teacher`."""
+    """Its role: `base model`, `problems`, `benchmark questions, kept out`, `teacher`."""
     name: str
     licence: str
 
@@ -91,7 +91,7 @@ def run_config(model: Path) -> PipelineConfig | None:
         try:
             manifest = read_manifest(folder)
         except ArtifactError:
-            continue  # damaged: a run sets it aside, with a message
+            continue  # damaged: the next run reports it and moves it aside
         if any(i.fingerprint == own.fingerprint and i.kind == own.kind for i in manifest.inputs):
             reports.append((manifest.created_at, manifest.config.get("config")))
     for _, config in sorted(reports, key=lambda report: report[0], reverse=True):
@@ -128,7 +128,7 @@ def _described(what: str, source: Mapping[str, Any]) -> DataSource:
         name = f"{source['repo']}@{source['revision'][:7]} (Hub)"
         return DataSource(what=what, name=name, licence=licence_in(repo.folder) or NOT_STATED)
     if "path" in source:
-        path = PurePath(source["path"])  # the machine's folders are nobody's business
+        path = PurePath(source["path"])  # a published card must not show the folders of this machine
         return DataSource(what=what, name=path.name, licence=licence_in(Path(path.parent)) or NOT_STATED)
     split = f", split {source['split']}" if "split" in source else ""
     return DataSource(what=what, name=f"{source.get('kind')} problems{split}", licence="none needed")

@@ -60,7 +60,7 @@ class Viewer:
 
 @dataclass(slots=True)
 class _Stored:
-    """What stays in memory while answers are put in order: names and counts of problems, no text."""
+    """Names and counts of problems and answers, which stay in memory; the texts are in the database."""
 
     problems: dict[tuple[str, str], int] = field(default_factory=dict)
     titles: list[str] = field(default_factory=list)
@@ -80,24 +80,24 @@ def write_viewer(
     An earlier viewer there is replaced. Texts go through a database on disk, which brings the answers to one problem
     together; memory grows with the number of problems and by a few bytes per answer. Raise DataError if there is none.
     """
-    data, beside = folder / DATA_FOLDER, folder / (DATA_FOLDER + ".tmp")
+    data, temporary = folder / DATA_FOLDER, folder / (DATA_FOLDER + ".tmp")
     if data.exists() and not (data / "index.js").is_file():
         raise ConfigError(f"{data}: exists and was not written by `klear answers`; name another folder")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    database = beside / "order.sqlite"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    database = temporary / "order.sqlite"
     with closing(sqlite3.connect(database)) as db:
         stored = _store(sources, db)
         if not stored.num_answers:
-            shutil.rmtree(beside)
+            shutil.rmtree(temporary)
             raise DataError(f"{', '.join(s.origin for s in sources)}: no answer could be read")
-        index = _write_chunks(db, beside)
+        index = _write_chunks(db, temporary)
     database.unlink()
     index |= _described(sources, stored, title=title, is_one_text=is_one_text)
-    (beside / "index.js").write_text(f"klearIndex({json.dumps(index, separators=(',', ':'))});\n")
-    shutil.copy(HERE / "answers.js", beside / "viewer.js")
+    (temporary / "index.js").write_text(f"klearIndex({json.dumps(index, separators=(',', ':'))});\n")
+    shutil.copy(HERE / "answers.js", temporary / "viewer.js")
     shutil.rmtree(data, ignore_errors=True)
-    beside.rename(data)
+    temporary.rename(data)
     page = folder / PAGE
     page.write_text(page_template("answers.html.j2").render(title=title, css=stylesheet(), data=DATA_FOLDER))
     return Viewer(
@@ -128,6 +128,7 @@ def _store_one(row: Generation, source: int, db: sqlite3.Connection, stored: _St
     number = stored.problems.get(key)
     if number is None:
         number = stored.problems[key] = len(stored.problems)
+        # White space is collapsed; four times as many characters are enough for that.
         stored.titles.append(" ".join(row.question[: 4 * _TITLE_CHARS].split())[:_TITLE_CHARS])
         db.execute("INSERT INTO problems VALUES (?, ?, ?)", (number, _sqlite(row.question), _expected(row.reference)))
     verdict = row.verdict
@@ -176,7 +177,7 @@ def _write_chunks(db: sqlite3.Connection, folder: Path) -> dict[str, object]:
     problem, group, last_text = -1, None, ""
     for number, row in enumerate(_in_order(db)):
         is_new_problem, is_new_group = row.problem != problem, row.group != group
-        # a chunk ends between groups only: an equal text of the next source refers to the one before it
+        # a chunk must not end within a group: there, a text may refer to the equal one before it, of another source
         if chunk.num_chars >= _CHUNK_CHARS and is_new_group:
             chunk.write(folder, len(chunk_starts) - 1)
             chunk = _Chunk()
@@ -243,7 +244,7 @@ class _Chunk:
     num_chars: int = 0
 
     def add(self, text: str | None, detail: str) -> None:
-        """Add an answer; None stands for the text of the answer before it."""
+        """Add an answer; a text of None means that it equals the text of the answer before it."""
         self.texts.append([text, detail])
         self.num_chars += len(text or "") + len(detail)
 

@@ -67,9 +67,9 @@ def build_report(inputs: ReportInputs, out: Path, *, home: Path | None = None) -
         lineage=lineage,
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(out.name + ".tmp")
-    beside.write_text(html, encoding="utf-8")
-    beside.replace(out)
+    temporary = out.with_name(out.name + ".tmp")
+    temporary.write_text(html, encoding="utf-8")
+    temporary.replace(out)
     return StageSummary(
         counts={
             "stages": len(page.facts.stages),

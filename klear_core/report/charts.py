@@ -19,7 +19,7 @@ MAX_POINTS = 240
 SMOOTH_FROM = 30
 """Minimum number of points for a rolling mean over the raw line."""
 NOISE = 3.0
-"""A rolling mean is drawn if the sum of absolute changes exceeds this many times the range: smooth lines need none."""
+"""A rolling mean is drawn if the sum of absolute changes exceeds the range this many times, that is for noisy lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +172,8 @@ def _binned(series: Series) -> Series:
 
 
 def _is_noisy(values: Sequence[float]) -> bool:
-    way = sum(abs(b - a) for a, b in pairwise(values))
-    return len(values) >= SMOOTH_FROM and way > NOISE * (max(values) - min(values))
+    total_change = sum(abs(b - a) for a, b in pairwise(values))
+    return len(values) >= SMOOTH_FROM and total_change > NOISE * (max(values) - min(values))
 
 
 def _rolling_mean(series: Series) -> Series:

@@ -1,7 +1,7 @@
-"""Mark scores that a model was chosen by: the best of several scores is too high, the more so the more there were.
+"""Mark scores that a model was chosen by. The best of several scores is biased upwards, the more so the more there are.
 
-Klear chooses by scores in `klear ablate` alone, which leaves a record in the workspace. Of models from elsewhere the
-user declares it (`given.*.chosen_on`). What is trained from a chosen model has the mark as well.
+In Klear only `klear ablate` chooses by scores; it leaves a record in the workspace. For models from elsewhere the user
+declares it (`given.*.chosen_on`). Models that are trained from a chosen model are marked as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Choice(Settings):
     """Models that a comparison of several by their scores puts first."""
 
     by: str
-    """What compared them: `klear ablate losses_hot`."""
+    """The command that compared them: `klear ablate losses_hot`."""
     among: int = Field(ge=2)
     """Models that were compared."""
     benchmarks: tuple[str, ...]
@@ -48,9 +48,9 @@ def write_choice(root: Path, name: str, choice: Choice) -> None:
     """Write the record to a workspace; a later one of the same name replaces it."""
     file = root / _FOLDER / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".tmp")
-    beside.write_text(choice.model_dump_json(indent=2) + "\n")
-    beside.replace(file)
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(choice.model_dump_json(indent=2) + "\n")
+    temporary.replace(file)
 
 
 def chosen_on(model: Path) -> dict[str, str]:

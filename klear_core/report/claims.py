@@ -1,4 +1,4 @@
-"""Phrase what a run may claim. Unless the sign-flip test rejects chance, the sentence says that no effect is shown."""
+"""Phrase the claims of a run. Unless the sign-flip test rejects chance, a sentence says that no effect is shown."""
 
 from __future__ import annotations
 

@@ -47,14 +47,14 @@ class ScoredModel:
 
     @property
     def artifact(self) -> Path | None:
-        """Artifact of the model; None if it is gone."""
+        """Artifact of the model; None if it was deleted."""
         models = [i for i in read_manifest(self.evaluation).inputs if i.role == "model"]
         folders = [self.evaluation.parents[1] / i.kind / i.fingerprint for i in models]
         return next((folder for folder in folders if folder.is_dir()), None)
 
     @cached_property
     def counts(self) -> CountsBy:
-        """Counts of all its answers, which are read once, in a stream."""
+        """Counts of all its answers, which are read one by one and only once."""
         found: dict[tuple[str, Decoding], AnswerCounts] = defaultdict(AnswerCounts)
         for sample in read_shards(self.evaluation / SAMPLES_FOLDER, EvalSample):
             found[sample.benchmark, sample.decoding].add(sample.problem_id, sample.finish_reason, sample.verdict)
@@ -119,8 +119,10 @@ def _stage(name: str, folder: Path) -> RunStage:
 
 
 def _in_order(stages: Sequence[RunStage]) -> list[RunStage]:
-    """Return the stages, each after those that it is made from; a manifest lists its inputs by name."""
-    inputs = {stage.manifest.fingerprint: {i.fingerprint for i in stage.manifest.inputs} for stage in stages}
+    """Return the stages in an order in which each comes after its inputs; a manifest lists them by name instead."""
+    inputs: dict[str, set[str]] = {}
+    for stage in stages:
+        inputs[stage.manifest.fingerprint] = {record.fingerprint for record in stage.manifest.inputs}
 
     def depth(fingerprint: str) -> int:
         return 1 + max((depth(other) for other in inputs[fingerprint] & inputs.keys()), default=0)
@@ -149,7 +151,7 @@ class DifferentSetting:
 
 
 def different_settings(configs: Sequence[Mapping[str, JsonValue]], *, absent: str) -> list[DifferentSetting]:
-    """Return every leaf setting whose value differs between the configs, by dotted key; workspaces are left out."""
+    """Return every single setting that differs between the configs, by dotted key; workspaces are left out."""
     flat = []
     for config in configs:
         others = {key: value for key, value in config.items() if key != "workspace"}
@@ -165,7 +167,8 @@ def different_settings(configs: Sequence[Mapping[str, JsonValue]], *, absent: st
 
 def _leaves(value: JsonValue, key: str) -> list[tuple[str, str]]:
     if isinstance(value, dict) and value:
-        children = [(f"{key}.{name}" if key else name, child) for name, child in value.items()]
+        prefix = f"{key}." if key else ""
+        children = [(prefix + name, child) for name, child in value.items()]
     elif isinstance(value, list) and any(isinstance(child, dict) for child in value):
         children = [(f"{key}.{i}", child) for i, child in enumerate(value)]
     else:

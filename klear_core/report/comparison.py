@@ -31,7 +31,7 @@ _CHARTS: dict[str, tuple[ChartSpec, ...]] = {"sft": SFT_CHARTS, "rl": RL_CHARTS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreCell:
-    """One run's score on one benchmark, with the shares that stand beside it."""
+    """One run's score on one benchmark, and the shares of answers that were cut off, without an answer or unjudged."""
 
     value: str
     interval: str
@@ -93,7 +93,7 @@ class CostRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCharts:
-    """Curves of one training stage, a line a run."""
+    """Curves of one training stage, with one line for each run."""
 
     stage: str
     charts: tuple[LineChart, ...]
@@ -136,9 +136,9 @@ def compare_runs(runs: Sequence[ComparedRun], folder: Path) -> Comparison:
     page = page_template("comparison.html.j2").render(
         page=comparison, css=stylesheet(), charts=charts, answers=ANSWERS_PAGE, confidence=percent(CONFIDENCE, 0)
     )
-    beside = folder / (COMPARISON_PAGE + ".tmp")
-    beside.write_text(page, encoding="utf-8")
-    beside.replace(folder / COMPARISON_PAGE)
+    temporary = folder / (COMPARISON_PAGE + ".tmp")
+    temporary.write_text(page, encoding="utf-8")
+    temporary.replace(folder / COMPARISON_PAGE)
     return comparison
 
 
@@ -175,17 +175,20 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
     counts = [_counts(runs, *key) for key in by_benchmark]
     found = [_differences(own) for own in counts]
     p_values = [difference.p for differences in found for difference in differences.values() if difference]
+    # Holm's correction is over all differences of the page; its results come in the order of `p_values`.
     corrected = iter(holm(p_values))
     rows = []
     for (benchmark, maker, decoding), own, differences in zip(by_benchmark, counts, found, strict=True):
         cells = []
         for i, difference in differences.items():
             cells.append(_difference(i, difference, next(corrected)) if difference else _unpaired(i))
-        wordings = [_templates(run, maker, benchmark) if decoding == "sampled" else "" for run in runs]
-        scores = [
-            _cell(each.shares(confidence=CONFIDENCE), templates, _chosen(run, maker, benchmark)) if each else None
-            for run, each, templates in zip(runs, own, wordings, strict=True)
-        ]
+        scores: list[ScoreCell | None] = []
+        for run, each in zip(runs, own, strict=True):
+            if each is None:
+                scores.append(None)
+                continue
+            templates = _templates(run, maker, benchmark) if decoding == "sampled" else ""
+            scores.append(_cell(each.shares(confidence=CONFIDENCE), templates, _chosen(run, maker, benchmark)))
         row = ScoreRow(
             benchmark=benchmark, maker=maker, decoding=decoding, cells=tuple(scores), differences=tuple(cells)
         )
@@ -195,8 +198,11 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
 
 def _counts(runs: Sequence[ComparedRun], benchmark: str, maker: str, decoding: Decoding) -> list[AnswerCounts | None]:
     """Return each run's counts of one model's answers; None where it has none."""
-    models = [run.model(maker) for run in runs]
-    return [model.counts.get((benchmark, decoding)) if model else None for model in models]
+    found: list[AnswerCounts | None] = []
+    for run in runs:
+        model = run.model(maker)
+        found.append(model.counts.get((benchmark, decoding)) if model else None)
+    return found
 
 
 def _differences(counts: Sequence[AnswerCounts | None]) -> dict[int, Difference | None]:
@@ -234,14 +240,15 @@ def _cell(shares: Shares, templates: str, chosen: str) -> ScoreCell:
     if score is not None:
         value, interval = percent(score.value), _ends(score.new_problems)
         rerun = _ends(score.rerun) if score.rerun else ""
+    cut_off = NONE if shares.num_truncated is None else percent(shares.num_truncated / num)
     return ScoreCell(
         value=value,
         interval=interval,
         rerun=rerun,
-        cut_off=NONE if shares.num_truncated is None else percent(shares.num_truncated / num),
+        cut_off=cut_off,
         no_answer=percent(shares.num_no_answer / num),
         not_judged=percent(shares.num_unscored / num),
-        score=score.value if score else None,
+        score=None if score is None else score.value,
         templates=templates,
         chosen=chosen,
     )
@@ -296,7 +303,7 @@ def _curves(runs: Sequence[ComparedRun]) -> list[StageCharts]:
 
 
 def _charts(stages: Sequence[tuple[str, RunStage]]) -> list[LineChart]:
-    """Return the stage's charts with a line for each run: of charts with several metrics, the first."""
+    """Return the stage's charts with a line for each run; of a chart with several metrics only the first is shown."""
     drawn = []
     for spec in _CHARTS[stages[0][1].manifest.kind]:
         metric, label = spec.metrics[0]
@@ -318,7 +325,7 @@ def _score_note(stages: Sequence[tuple[str, RunStage]]) -> str:
 
 
 def _costs(runs: Sequence[ComparedRun]) -> list[CostRow]:
-    """Return each stage's seconds in each run; an artifact that the first run has too was made once."""
+    """Return each stage's time in each run, and the sums; for an artifact that the first run has too no time is shown."""
     names = dict.fromkeys(stage.name for run in runs for stage in run.stages)
     rows = []
     for name in names:

@@ -15,10 +15,10 @@ _LEAKS = "leaks"
 
 
 def num_contaminated(facts: Facts, model: ModelFacts, benchmark: str) -> int | None:
-    """Return the problems of a benchmark that a training prompt which was kept overlaps with, by any rule.
+    """Return the number of a benchmark's problems that overlap with a kept training prompt by any rule.
 
-    None if data behind the model was not compared with the benchmark. Prompts that the configured rules match are
-    dropped, so that what is counted are matches by the other rules.
+    None if some training data of the model was not compared with the benchmark. Prompts that the configured rules match
+    were dropped, so only matches by the other rules count.
     """
     for warning in facts.score_warnings:
         if model.stage.name in warning.scored_by and benchmark in warning.benchmarks:
@@ -61,7 +61,7 @@ def stages_behind(facts: Facts, maker: str) -> list[StageFacts]:
 
 
 def num_overlapping(model: Path, benchmarks: Iterable[str]) -> dict[str, int]:
-    """Return the problems of each benchmark that overlap with the data behind a model's artifact, by any rule."""
+    """Return the number of each benchmark's problems that overlap with a model's training data by any rule."""
     questions: dict[str, set[str]] = {benchmark: set() for benchmark in benchmarks}
     for ancestor in ancestors(model):
         leaks = kept_leaks(ancestor.folder)

@@ -164,7 +164,7 @@ def _curves(stage: StageFacts | MissingStage) -> StageCurves:
 
 def _curve_of(stage: StageFacts | MissingStage) -> CurveJob | None:
     if isinstance(stage, StageFacts):
-        # of the artifact: it may be older than the settings of this run
+        # the artifact's own settings, because it may be older than this run
         return recorded_curve(stage.manifest)
     return stage.stage.job.runtime.curve if isinstance(stage.stage.job, SftJob | RlJob) else None
 

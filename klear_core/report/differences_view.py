@@ -73,10 +73,11 @@ def difference_row(facts: Facts, d: PairedDifference, axis: Axis, *, num_samples
     """Return one difference with its intervals placed on the axis."""
     rerun = _difference_span(d.rerun, axis) if d.rerun else None
     p = p_value(d.p_corrected).removeprefix("p ").removeprefix("= ")
+    score = "greedy" if d.decoding == "greedy" else f"avg@{num_samples}"
     return DifferenceRow(
         before=facts.model(d.before).maker.label,
         after=facts.model(d.after).maker.label,
-        score="greedy" if d.decoding == "greedy" else f"avg@{num_samples}",
+        score=score,
         value=points(d.value),
         at=axis.place(d.value * 100),
         other=_difference_span(d.new_problems, axis),

@@ -129,10 +129,11 @@ class _Grid:
     def _pull(
         self, fingerprint: str, column: int, parents: Mapping[str, Sequence[str]], stacks: Sequence[Sequence[str]]
     ) -> float:
-        """Return the mean position of its edges' start in the column before; sorting by it avoids most crossings."""
+        """Return the mean place of the artifact's inputs in the column before; sorting by it avoids most crossings."""
         if column == 0:
             return 0.0
         before = stacks[column - 1]
+        # A lane continues from its own place; an artifact's box follows its inputs.
         leads = parents[fingerprint] if self.columns[fingerprint] == column else [fingerprint]
         places = [before.index(f) / len(before) for f in leads if f in before]
         return sum(places) / len(places) if places else 1.0

@@ -24,7 +24,7 @@ class CardFacts:
 
     name: str
     licence: str
-    """Of the model; empty if nobody stated one."""
+    """Licence of the model; empty if none was stated."""
     lineage: Sequence[Ancestor]
     """Sources first; the model itself is the last."""
     sources: Sequence[DataSource]
@@ -134,8 +134,8 @@ def _score_row(benchmark: str, decoding: str, counts: AnswerCounts) -> list[str]
         rerun = _ends(score.rerun)
     name = "greedy" if decoding == "greedy" else _score_name(counts)
     cut = NONE if shares.num_truncated is None else percent(shares.num_truncated / num)
-    beside = [cut, percent(shares.num_no_answer / num), percent(shares.num_unscored / num)]
-    return [benchmark, name, value, rerun, other, f"{shares.num_problems:,}", *beside]
+    other_shares = [cut, percent(shares.num_no_answer / num), percent(shares.num_unscored / num)]
+    return [benchmark, name, value, rerun, other, f"{shares.num_problems:,}", *other_shares]
 
 
 def _ends(ends: Range) -> str:
@@ -218,7 +218,11 @@ def _reproduction(facts: CardFacts) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
+    rendered = []
+    for line in lines:
+        cells = [_cell(cell) for cell in line]
+        rendered.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rendered)
 
 
 def _cell(text: str) -> str:

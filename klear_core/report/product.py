@@ -23,7 +23,7 @@ class Product:
     """The stage that made it."""
     fingerprint: str
     root: Path
-    """Workspace folder as the config names it: if relative, then to where the run was started. `folder` likewise."""
+    """Workspace folder as the config names it; a relative path, also of `folder`, starts where the run was started."""
     folder: Path
     """Model folder in Hugging Face format."""
     question: str

@@ -56,16 +56,16 @@ def write_model(
     counts, decoding = _scores(evaluation)
     notes = [*warnings] if evaluation else [*warnings, "no evaluation of this model is known"]
     notes += [f"its score on {benchmark}: {reason}" for benchmark, reason in chosen_on(artifact).items()]
-    beside = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     for file in check_folder(model):
         if file not in (CARD, GENERATION_CONFIG):
-            shutil.copy2(model / file, beside / file)
+            shutil.copy2(model / file, temporary / file)
     if (artifact / ADAPTER).is_dir():
-        shutil.copytree(artifact / ADAPTER, beside / ADAPTER)
-    _write_generation_config(model, beside, decoding)
-    has_profile = _write_evidence(lineage, artifact, beside)
+        shutil.copytree(artifact / ADAPTER, temporary / ADAPTER)
+    _write_generation_config(model, temporary, decoding)
+    has_profile = _write_evidence(lineage, artifact, temporary)
     facts = CardFacts(
         name=name,
         licence=licence or own_licence(lineage),
@@ -74,13 +74,13 @@ def write_model(
         counts=counts,
         decoding=decoding,
         warnings=notes,
-        has_adapter=(beside / ADAPTER).is_dir(),
+        has_adapter=(temporary / ADAPTER).is_dir(),
         has_profile=has_profile,
     )
-    (beside / CARD).write_text(model_card(facts), encoding="utf-8")
-    check_published(beside)
-    shutil.rmtree(folder, ignore_errors=True)  # it is empty
-    beside.rename(folder)
+    (temporary / CARD).write_text(model_card(facts), encoding="utf-8")
+    check_published(temporary)
+    shutil.rmtree(folder, ignore_errors=True)  # at most an empty folder, as checked above
+    temporary.rename(folder)
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Published(folder=folder, num_bytes=num_bytes, warnings=tuple(notes))
 
@@ -128,7 +128,7 @@ def _write_generation_config(model: Path, folder: Path, decoding: dict[str, Deco
         if config.do_sample:
             config.temperature, config.top_p, config.top_k = sampling.temperature, sampling.top_p, sampling.top_k
         config.repetition_penalty = sampling.repetition_penalty
-    # a mark that transformers takes as leave to derive the settings from config.json again
+    # with this key transformers would derive the settings from config.json again
     written = {key: value for key, value in config.to_dict().items() if key != "_from_model_config"}
     (folder / GENERATION_CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 

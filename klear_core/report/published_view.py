@@ -1,4 +1,4 @@
-"""Prepare published scores beside ours."""
+"""Prepare published scores for comparison with ours."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from klear_core.report.text import NONE, percent, points
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
-    """One published score, and what it says of each of our models."""
+    """One published score, and its comparison with each of our models."""
 
     model: str
     source: str
     score: str
     """The score with its n: `90.5 %, avg@64`."""
     bound: str
-    """Largest difference of two runs of one model with this score: `±1.9`."""
+    """Largest difference to expect between two runs of one model with this score: `±1.9`."""
     ours: tuple[tuple[str, bool], ...]
-    """For each of our models the difference to the published score, and whether it is one of two runs of one model."""
+    """For each of our models the difference to the published score, and whether two runs of one model may differ so."""
 
 
 def published_rows(

@@ -81,7 +81,7 @@ def read_series(path: Path) -> tuple[Series, ...]:
 
 
 def _model(stage: Stage, folder: Path, makers: Mapping[str, Stage]) -> ModelFacts:
-    """Read a model's scores, first samples and greedy answers: no others are shown, and long ones fill memory."""
+    """Read a model's scores, first samples and greedy answers. No others are shown, and all would fill the memory."""
     samples = (s for s in read_shards(folder / SAMPLES_FOLDER, EvalSample) if s.sample_idx == 0)
     return ModelFacts(
         maker=makers[stage.scored_model_stage],

@@ -147,6 +147,8 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
     decodings = dict.fromkeys(decoding_text(report.decoding) for _, report in scored)
     rows = [_row(facts, m, report) for m, report in scored]
     difference_rows = [difference_row(facts, d, axis, num_samples=last.num_samples) for d in differences]
+    models = [model for model, _ in scored]
+    template_rows = [_template_row(model, report) for model, report in scored if report.templates]
     return BenchmarkView(
         name=name,
         age=_age(facts, name),
@@ -159,9 +161,9 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
         difficulties=_difficulties(scored),
         differences=tuple(difference_rows),
         difference_axis=axis,
-        published=published_rows(facts.published, [model for model, _ in scored], name),
+        published=published_rows(facts.published, models, name),
         templates=_templates(last),
-        template_rows=tuple(_template_row(model, report) for model, report in scored if report.templates),
+        template_rows=tuple(template_rows),
         num_compared=len(facts.differences),
     )
 

@@ -83,7 +83,7 @@ def shares(counts: Sequence[int]) -> list[str]:
 
 
 def _apportioned(counts: Sequence[int], total: int, units: int) -> list[int]:
-    """Distribute `units` in proportion to the counts: integer parts first, the rest to the largest remainders."""
+    """Distribute `units` in proportion to the counts: integer parts first, then one each to the largest remainders."""
     parts = [count * units // total for count in counts]
     by_remainder = sorted(range(len(counts)), key=lambda i: (-(counts[i] * units % total), i))
     for i in by_remainder[: units - sum(parts)]:
