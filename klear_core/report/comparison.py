@@ -325,7 +325,7 @@ def _score_note(stages: Sequence[tuple[str, RunStage]]) -> str:
 
 
 def _costs(runs: Sequence[ComparedRun]) -> list[CostRow]:
-    """Return each stage's time in each run, and the sums; for an artifact that the first run has too no time is shown."""
+    """Return each stage's time in each run, and the sums. An artifact that the first run has too shows no time."""
     names = dict.fromkeys(stage.name for run in runs for stage in run.stages)
     rows = []
     for name in names:
