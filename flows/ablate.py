@@ -169,7 +169,7 @@ def _record_of(cell: Cell, result: RunResult, runs: Runs) -> CellRecord:
 
 
 def record_choice(table: AblationTable, runs: Runs, name: str, command: str) -> None:
-    """Record under `name` which models the grid's scores put first: their scores are marked wherever they are shown."""
+    """Record under `name` the models with the best scores of the grid, which are marked wherever they are shown."""
     best = best_runs(table.rows)
     if not best:
         return

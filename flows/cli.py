@@ -12,8 +12,8 @@ from rich.console import Console
 
 from flows.evaluation_commands import evaluations
 from flows.inspection_commands import chat, replay, show
-from flows.interrupts import exit_at_once_when_interrupted, heeded_interrupts
-from flows.proxies import spare_own_machine
+from flows.interrupts import exit_at_once_when_interrupted, reliable_interrupts
+from flows.proxies import bypass_proxies_for_loopback
 from flows.server_commands import sweep, ui
 from klear_core.errors import KlearError
 
@@ -246,10 +246,10 @@ def bench(name: Annotated[str, typer.Argument(help="Name of a file bench_NAME.py
 
 def main() -> None:
     """Run the command line; a KlearError ends in one message and exit status 2 if it is permanent, else 1."""
-    spare_own_machine()
+    bypass_proxies_for_loopback()
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        with heeded_interrupts():
+        with reliable_interrupts():
             app(standalone_mode=True)
     except KlearError as e:
         errors.print(f"[bold red]error:[/] {_escaped(str(e))}")

@@ -45,7 +45,7 @@ def curate_files(sources: Sequence[str], benchmarks: Sequence[str], overrides: S
             )
         _publish(summary, workdir, out, title=out.name)
     except KlearError as e:
-        if e.is_permanent:  # what was read is of no use; after other errors, and a kill, the next run goes on from it
+        if e.is_permanent:  # the blocks read so far are useless; after other errors, or a kill, the next run resumes
             shutil.rmtree(workdir, ignore_errors=True)
         raise
     shutil.rmtree(workdir)

@@ -190,18 +190,18 @@ def check_transfer(backend: Literal["gloo", "nccl"]) -> PathCheck:
     sending = threading.Thread(target=lambda: lost.append(server.send(offer, weights.items(), [0])), daemon=True)
     sending.start()
     try:
-        told, complaint = receiver.communicate(timeout=_TRANSFER_TIMEOUT_S)
+        received, complaint = receiver.communicate(timeout=_TRANSFER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         receiver.kill()
-        told, complaint = "", f"nothing arrived within {_TRANSFER_TIMEOUT_S:g} s"
+        received, complaint = "", f"nothing arrived within {_TRANSFER_TIMEOUT_S:g} s"
         receiver.communicate()
     sending.join(_TRANSFER_TIMEOUT_S)
     wanted = [f"{name} {int(w.long().sum())}" for name, w in weights.items()]
     name = f"transfer/{backend}"
-    if told.splitlines() == wanted and lost == [[]]:
+    if received.splitlines() == wanted and lost == [[]]:
         return PathCheck(name=name, dtype="int32", verdict="agrees", error=0.0, note="two processes of this machine")
-    last = complaint.strip().rpartition("\n")[2] or f"received {told.split()}"
-    return PathCheck(name=name, dtype="int32", verdict="disagrees" if told else "crashed", note=last[:200])
+    last = complaint.strip().rpartition("\n")[2] or f"received {received.split()}"
+    return PathCheck(name=name, dtype="int32", verdict="disagrees" if received else "crashed", note=last[:200])
 
 
 def _vllm() -> PathCheck:

@@ -43,7 +43,7 @@ class Asked:
 
 
 def evaluate_model(asked: Asked) -> None:
-    """Evaluate the model and print its scores; what an earlier such command left unfinished goes on."""
+    """Evaluate the model and print its scores; resume what an earlier such command left unfinished."""
     console = Console(highlight=False, soft_wrap=True)
     given = _given(asked.model, asked.root, console)
     config = evaluation_config(asked, given)

@@ -50,8 +50,8 @@ from tasks.teacher_keys import read_keys
 
 log = logging.getLogger(__name__)
 
-# At exit the interpreter garbage-collects all objects of torch, Ray and Prefect. That delays a cancelled run by over a
-# second of CPU, and by many seconds on a busy machine. Frozen objects are skipped.
+# At exit the interpreter garbage-collects all objects of torch, Ray and Prefect. That delays the end of a cancelled run
+# by over a second of CPU, and by many seconds on a busy machine. Frozen objects are skipped.
 atexit.register(gc.freeze)
 
 
@@ -256,7 +256,7 @@ def _has_server() -> bool:
 
 @contextmanager
 def reporting_failures(run: PipelineRun) -> Iterator[None]:
-    """Write a report if the block raises, on the run's artifacts and its unfinished stages; the error goes on."""
+    """If the block raises, write a report on the run's artifacts and unfinished stages, and raise the error again."""
     try:
         yield
     except Exception as e:

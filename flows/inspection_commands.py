@@ -1,4 +1,4 @@
-"""The commands of `klear` that look at results: show an artifact, ask a model, replay a step of RL."""
+"""The commands of `klear` that inspect results: show an artifact, ask a model, replay a step of RL."""
 
 from __future__ import annotations
 

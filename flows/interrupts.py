@@ -13,7 +13,7 @@ _AGAIN_AFTER_S = 0.05
 
 
 @contextmanager
-def heeded_interrupts() -> Iterator[None]:
+def reliable_interrupts() -> Iterator[None]:
     """Turn SIGTERM into KeyboardInterrupt while the block runs, and raise again an interrupt that Python would discard.
 
     Python only reports an exception raised in `__del__` or in a weak reference's callback, so the run would continue.
@@ -21,18 +21,18 @@ def heeded_interrupts() -> Iterator[None]:
     """
     before = sys.unraisablehook
 
-    def ask_again(lost: sys.UnraisableHookArgs) -> None:
+    def send_again(lost: sys.UnraisableHookArgs) -> None:
         if lost.exc_type is KeyboardInterrupt:
-            asking = threading.Timer(
+            timer = threading.Timer(
                 _AGAIN_AFTER_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM)
             )
-            asking.daemon = True
-            asking.start()
+            timer.daemon = True
+            timer.start()
         else:
             before(lost)
 
     signal.signal(signal.SIGTERM, _interrupt)
-    sys.unraisablehook = ask_again
+    sys.unraisablehook = send_again
     try:
         yield
     finally:
@@ -46,8 +46,8 @@ def _interrupt(_signum: int, _frame: object) -> None:
 def exit_at_once_when_interrupted() -> None:
     """Let Ctrl-C and SIGTERM end the process at once from now on: its work is done, and only exit handlers are left.
 
-    Raised in an exit handler, KeyboardInterrupt would print a traceback and skip no other handler. What the handlers
-    would have ended ends by itself: our Prefect server looks for its caller.
+    A KeyboardInterrupt in an exit handler would print a traceback, and the other handlers would still run. Processes
+    that the handlers would stop exit by themselves: our Prefect server checks whether its caller is alive.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_at_once)
@@ -55,6 +55,6 @@ def exit_at_once_when_interrupted() -> None:
 
 def _exit_at_once(signum: int, _frame: object) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a closed pipe or file must not keep the process
+        with suppress(OSError, ValueError):  # a closed pipe or file must not keep the process from exiting
             stream.flush()
     os._exit(128 + signum)

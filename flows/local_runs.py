@@ -30,7 +30,7 @@ def record_run(run_id: UUID) -> None:
         file_lock(record, on_wait=lambda who: log.info("waiting for %s, which runs the same flow run", who))
     )
     held.callback(record.unlink, missing_ok=True)
-    atexit.register(held.close)  # not when the run ends: Prefect does not have its final state yet
+    atexit.register(held.close)  # at exit, because Prefect gets the run's final state only after the run
 
 
 def close_killed_runs() -> None:

@@ -1,4 +1,4 @@
-"""Let a flow run survive an outage of its Prefect server: it waits for the server at its end and can be cancelled."""
+"""Let a flow run survive an outage of its Prefect server: at its end it waits for the server; it can be cancelled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tasks.prefect_client import impatient_client
+from tasks.prefect_client import fail_fast_client
 from tasks.prefect_view import deliver_summaries
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class CancelWatch:
 def is_cancelling(run_id: UUID) -> bool:
     """Return whether the server says that this flow run is being cancelled; False if it does not answer."""
     try:
-        with impatient_client(timeout_s=_TIMEOUT_S) as client:
+        with fail_fast_client(timeout_s=_TIMEOUT_S) as client:
             state = client.read_flow_run(run_id).state
     except Exception as e:  # noqa: BLE001  the next request may succeed
         log.debug("the state of this run could not be read: %s: %s", type(e).__name__, e)
@@ -114,7 +114,7 @@ def await_server(
 def ask_health() -> Exception | None:
     """Return the error of a health check of Prefect's API, or None if it answers."""
     try:
-        with impatient_client(timeout_s=_TIMEOUT_S) as client:
+        with fail_fast_client(timeout_s=_TIMEOUT_S) as client:
             return client.api_healthcheck()
     except Exception as e:  # noqa: BLE001  reported by the caller
         return e

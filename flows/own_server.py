@@ -41,7 +41,7 @@ class OwnServer:
         """Start the server and set PREFECT_API_URL. The socket listens at once, so early requests wait in its queue."""
         self._log = log
         self._starting = ExitStack()  # two servers must not create or migrate the same database at once
-        self._starting.enter_context(file_lock(log.with_suffix(".lock"), on_wait=_say_who))
+        self._starting.enter_context(file_lock(log.with_suffix(".lock"), on_wait=_log_wait))
         listener = socket.create_server(("127.0.0.1", 0))
         with listener, log.open("ab") as out:
             self.api_url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
@@ -86,7 +86,7 @@ def is_temporary_server(api_url: str) -> bool:
     return api_url == os.environ.get(_IS_OURS)
 
 
-def _say_who(who: str) -> None:
+def _log_wait(who: str) -> None:
     logging.getLogger(__name__).info("waiting for the Prefect server of %s to start", who)
 
 
@@ -100,7 +100,7 @@ def _serve(fd: int, caller: int) -> None:
 
 
 def _end_with(caller: int) -> None:
-    # The kernel gives an orphan another parent. A killed caller cannot stop the server itself.
+    # A killed caller cannot stop this server. But the kernel then gives the server another parent, which it notices.
     while os.getppid() == caller:
         time.sleep(_LOOK_FOR_CALLER_S)
     os.kill(os.getpid(), signal.SIGTERM)

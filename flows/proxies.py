@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def spare_own_machine() -> None:
+def bypass_proxies_for_loopback() -> None:
     """Add loopback addresses to NO_PROXY: a proxy would look for these servers on its own machine."""
     listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = dict.fromkeys([*filter(None, listed.split(",")), "127.0.0.1", "localhost"])

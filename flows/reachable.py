@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TOLD_AFTER_S = 1.0
+NOTICE_AFTER_S = 1.0
 GIVE_UP_AFTER_S = 5.0
 """Seconds before a check fails; a healthy server on a busy machine may need more than one."""
 
@@ -87,7 +87,7 @@ def check_endpoint(url: str, what: str, *, path: str, remedy: str) -> httpx.Resp
 
     host = _host_of(url)
     try:
-        reply = _soon(ask, f"{what}: {host}")
+        reply = _within_limit(ask, f"{what}: {host}")
     except (httpx.HTTPError, TimeoutError) as e:
         raise ConfigError(f"{what}: {host} does not answer ({_reason(e)}); {remedy}") from e
     if reply.status_code == httpx.codes.NOT_FOUND or reply.is_server_error:
@@ -102,13 +102,13 @@ def check_port(host: str, port: int, what: str, *, remedy: str) -> None:
         socket.create_connection((host, port), timeout=GIVE_UP_AFTER_S).close()
 
     try:
-        _soon(connect, f"{what}: {host}:{port}")
+        _within_limit(connect, f"{what}: {host}:{port}")
     except OSError as e:
         raise ConfigError(f"{what}: {host}:{port} does not answer ({_reason(e)}); {remedy}") from e
 
 
-def _soon(ask: Callable[[], T], who: str) -> T:
-    """Return the result of `ask`, or raise TimeoutError after 5 s. A thread, for socket timeouts do not cover DNS."""
+def _within_limit(ask: Callable[[], T], who: str) -> T:
+    """Return the result of `ask`, or raise TimeoutError after 5 s. It runs in a thread: socket timeouts omit DNS."""
     answers: list[T] = []
     errors: list[Exception] = []
 
@@ -120,10 +120,10 @@ def _soon(ask: Callable[[], T], who: str) -> T:
 
     thread = threading.Thread(target=work, name="reachable", daemon=True)
     thread.start()
-    thread.join(TOLD_AFTER_S)
+    thread.join(NOTICE_AFTER_S)
     if thread.is_alive():
-        typer.echo(f"{who} has not answered yet; waiting for {GIVE_UP_AFTER_S - TOLD_AFTER_S:.0f} s more", err=True)
-        thread.join(GIVE_UP_AFTER_S - TOLD_AFTER_S)
+        typer.echo(f"{who} has not answered yet; waiting for {GIVE_UP_AFTER_S - NOTICE_AFTER_S:.0f} s more", err=True)
+        thread.join(GIVE_UP_AFTER_S - NOTICE_AFTER_S)
     if errors:
         raise errors[0]
     if not answers:

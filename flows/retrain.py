@@ -33,7 +33,7 @@ def retrain(
     overrides: list[str] = [],  # noqa: B006  Prefect shows the default in its form
     seed: Seed = "fixed",
 ) -> PipelineResult:
-    """Run the pipeline again: with a fixed seed only what depends on changed data or settings, with a fresh one all.
+    """Run the pipeline again: with a fixed seed only stages with changed data or settings, with a fresh seed all.
 
     Args:
         profile: A folder under configs/, or a path to one.

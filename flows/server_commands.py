@@ -1,4 +1,4 @@
-"""The commands of `klear` that go on until Ctrl-C: serve the UIs, and restart crashed runs."""
+"""The commands of `klear` that run until Ctrl-C: serve the UIs, and restart crashed runs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 
 from flows.sweep_rules import RECENT_S, Change, SeenRun, StateType, Verdict, Watch, verdict_on
 from klear_core.errors import ConfigError
-from tasks.prefect_client import impatient_client
+from tasks.prefect_client import fail_fast_client
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -48,14 +48,14 @@ def sweep_until_interrupted(pool: str, say: Say) -> None:
         raise ConfigError(
             "PREFECT_API_URL: not set; it names the server to sweep, for example http://127.0.0.1:4200/api"
         )
-    sweeper = Sweeper(pool, say, connect=partial(impatient_client, timeout_s=_TIMEOUT_S))
+    sweeper = Sweeper(pool, say, connect=partial(fail_fast_client, timeout_s=_TIMEOUT_S))
     while True:
         sweeper.sweep()
         time.sleep(EVERY_S)
 
 
 class Sweeper:
-    """Sweeps one pool, and reports when sweeps begin to fail, fail for another reason, and work again."""
+    """Sweeps one pool, and reports when sweeps start to fail, fail for another reason, and succeed again."""
 
     def __init__(
         self, pool: str, say: Say, *, connect: Callable[[], AbstractContextManager[SyncPrefectClient]]

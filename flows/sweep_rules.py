@@ -18,10 +18,10 @@ RECENT_S = 24 * 3600.0
 MAX_ATTEMPTS = 10
 """Executions of one flow run, however they ended."""
 MAX_CRASHES = 3
-"""Crashes in a row after which a run is Failed. An attempt of more than LONG_S made progress and interrupts the row."""
+"""Crashes in a row after which a run is Failed. An attempt longer than LONG_S made progress and ends the row."""
 LONG_S = 3600.0
 _MAX_STEP_S = 15.0
-"""Most seconds between two sweeps that count as silence: a sweeper that was itself suspended saw no heartbeats."""
+"""Most seconds between two sweeps that count as silence, because a sweeper that was suspended saw no heartbeats."""
 
 StateType: TypeAlias = Literal["PENDING", "RUNNING", "CANCELLING", "CRASHED"]
 
@@ -92,9 +92,8 @@ def verdict_on(run: SeenRun, *, quiet_s: float) -> Verdict | None:
         case "PENDING":
             return Verdict(state="CRASHED", why=f"not started within {START_S:.0f} s") if quiet_s > START_S else None
         case "RUNNING":
-            return (
-                Verdict(state="CRASHED", why=f"no heartbeat for {patience_s:.0f} s") if quiet_s > patience_s else None
-            )
+            why = f"no heartbeat for {patience_s:.0f} s"
+            return Verdict(state="CRASHED", why=why) if quiet_s > patience_s else None
         case "CANCELLING":
             return Verdict(state="CANCELLED", why=f"no heartbeat for {SILENT_S:.0f} s") if quiet_s > SILENT_S else None
         case "CRASHED":

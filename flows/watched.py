@@ -1,4 +1,4 @@
-"""Carry out a run in this process: prepare Prefect, watch the stages on the terminal, and show the result."""
+"""Run the pipeline in this process: prepare Prefect, show the stages on the terminal, and print the result."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def carry_out(
 
 
 def watched_if(has_work: bool, runs: Runs) -> AbstractContextManager[RunConsole]:
-    """Return `watched` for a grid, or without work a console alone: comparing artifacts needs no Prefect."""
+    """Return `watched` for a grid; without work return only a console, because comparing artifacts needs no Prefect."""
     if has_work:
         first = next(iter(runs.values()))
         return watched(

@@ -12,5 +12,5 @@ from tasks.task import StageTask
 def task_of(kind: str) -> StageTask:
     """Return the task of a kind of stage: the function `<kind>` of the module `tasks.<kind>`."""
     found = getattr(import_module(f"tasks.{kind}"), kind)
-    assert isinstance(found, Task), f"tasks.{kind}.{kind} is no task"
+    assert isinstance(found, Task), f"tasks.{kind}.{kind} is not a task"
     return found

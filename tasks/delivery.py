@@ -42,7 +42,7 @@ class Limits:
 
 
 class Connection:
-    """A backend shared by the stages of a process, with the time of the next attempt after a failure."""
+    """A backend that the stages of a process share, with the time of the next attempt after a failure."""
 
     def __init__(self, backend: Backend, undelivered: Undelivered, server: str, *, limits: Limits = Limits()) -> None:
         self.backend = backend
@@ -233,9 +233,8 @@ class StageRun:
             self._connection.undelivered.forget(self._record)
             self._opened = opened
         if self._must_reread_file:
-            self._must_reread_file = (
-                False  # reset before reading the file: `log` may overflow the buffer meanwhile and set it
-            )
+            # Reset before reading the file: `log` may overflow the buffer meanwhile, and set it again.
+            self._must_reread_file = False
             self._points.clear()  # the file has them too
             try:
                 _catch_up(self._connection.backend, self._opened, Path(self._record.metrics_file))

@@ -33,7 +33,7 @@ _STORE_BYTES = 128 << 20  # requests and answers; weights are read from the disk
 def open_compute(engine: LocalEngineConfig, runtime: EnginesRuntime, model: Path, *, section: str) -> Iterator[Compute]:
     """Yield what starts the engines of a stage with a model; `section` is that of the stage's settings.
 
-    Ray is started, or joined, only if there is more than one engine beside the endpoints, or if RAY_ADDRESS names a
+    Ray is started, or joined, only if there are several engines (endpoints not counted), or if RAY_ADDRESS names a
     cluster, whose GPUs are then used; a given model is sent there. Raise ResourceError if there are too few GPUs.
     """
     if not os.environ.get("RAY_ADDRESS"):
@@ -70,7 +70,7 @@ def open_judges() -> Iterator[Callable[[VerifyConfig], JudgePool]]:
 def scorer_beside(
     job: CurveJob, runtime: TrainRuntime, folder: Path, *, is_on_ray: bool, seed: int, workdir: Path
 ) -> AbstractContextManager[ModelScorer]:
-    """Return the scorer of an SFT's models: on GPUs of the Ray session that its ranks leave free, else in processes.
+    """Return the scorer of the models of an SFT run: on GPUs of Ray that its ranks leave free, else in processes.
 
     `folder` is that of the model to train. Raise ResourceError if the engine needs GPUs and none is left.
     """

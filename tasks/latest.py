@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Latest(Generic[T]):
-    """A slot for one value: `put` replaces the value that waits, and a daemon thread delivers it."""
+    """A slot for one value: `put` replaces an undelivered value, and a daemon thread delivers the newest one."""
 
     def __init__(self, deliver: Callable[[T], None], *, every_s: float) -> None:
         """Deliver at most every `every_s`, in the caller's context; log an error and retry with the newest value."""
@@ -53,7 +53,7 @@ class Latest(Generic[T]):
     def _try(self, value: T) -> None:
         try:
             self._deliver(value)
-        except Exception as e:  # noqa: BLE001  a view of the work must not end the work
+        except Exception as e:  # noqa: BLE001  failing to show the work must not stop the work
             log.debug("not delivered: %s: %s", type(e).__name__, e)
             with self._changed:
                 if not self._waiting and not self._is_closed:

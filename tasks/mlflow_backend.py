@@ -32,7 +32,7 @@ EXPERIMENT = "klear"
 REQUEST_TIMEOUT_S = 10
 _PARAMS_A_REQUEST = 100
 _DIGEST_CHARS = 36
-"""Longest digest of a data set; the source beside it has the whole fingerprint."""
+"""MLflow's limit of a data set's digest, in characters; its source has the complete fingerprint."""
 _ENDED: tuple[RunStatus, ...] = ("FINISHED", "FAILED", "KILLED")
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -170,7 +170,7 @@ class MlflowBackend:
         return hits[0], next((status for status in _ENDED if status == hits[0].info.status), None)
 
     def _close_dead_runs(self, experiment_id: str, record: TrackedRun) -> None:
-        """Close other running runs for this artifact: we hold its lock, so their processes are dead."""
+        """Close other running runs for this artifact. This process holds the artifact's lock, so theirs are dead."""
         wanted = f"tags.`klear.fingerprint` = '{record.fingerprint}' and attributes.status = 'RUNNING'"
         for run in self._client.search_runs([experiment_id], filter_string=wanted):
             if run.data.tags["klear.run"] != record.run_id:

@@ -29,7 +29,7 @@ def ensure_database(path: Path) -> None:
 
     One process creates it while others wait. ConfigError if a database that MLflow cannot use holds runs.
     """
-    with file_lock(path.with_name(f".{path.name}.lock"), on_wait=_say_who):
+    with file_lock(path.with_name(f".{path.name}.lock"), on_wait=_log_wait):
         trouble = _trouble_of(path)
         if not trouble:
             return
@@ -54,10 +54,8 @@ def refuse_broken_with_runs(path: Path, trouble: str | None = None) -> None:
     if num_runs:
         raise ConfigError(
             f"MLflow's database {path} holds {num_runs} runs, but {trouble}. Make a copy of it; then restore a "
-            f"backup, or, if only the "
-            f"version is another one, run: mlflow db upgrade {_SQLITE}{path}. Or move it away: a new one is "
-            f"made, and all results and "
-            f"their metrics stay, for they do not depend on it"
+            f"backup, or, if only the version is another one, run: mlflow db upgrade {_SQLITE}{path}. Or move it away: "
+            "a new one is made, and all results and their metrics stay, for they do not depend on it"
         )
 
 
@@ -84,12 +82,12 @@ def _make(path: Path) -> None:
     """Migrate an empty file under another name, then rename it to `path`."""
     import mlflow.store.tracking.sqlalchemy_store as stores
 
-    beside = path.with_name(f".{path.name}.new")
-    beside.unlink(missing_ok=True)  # left by a process that was killed
-    _remove_journals(beside)
-    store = stores.SqlAlchemyStore(f"{_SQLITE}{beside}", (path.parent / "artifacts").as_uri())
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)  # left by a process that was killed
+    _remove_journals(temporary)
+    store = stores.SqlAlchemyStore(f"{_SQLITE}{temporary}", (path.parent / "artifacts").as_uri())
     store.engine.dispose()  # no connection may stay open across the rename
-    beside.rename(path)
+    temporary.rename(path)
 
 
 def _newest_version() -> str:
@@ -134,5 +132,5 @@ def _remove_journals(path: Path) -> None:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
-def _say_who(who: str) -> None:
+def _log_wait(who: str) -> None:
     log.info("waiting for MLflow's database: %s is making it", who)

@@ -21,7 +21,7 @@ _WIDTH_PX = 190
 def scores_view(tag: str | None, metrics: Collection[str], *, at_ms: int) -> str | None:
     """Return the new value of VIEW_TAG, where `tag` is the present one: columns for these metrics, then earlier ones.
 
-    None if nothing is to be changed: the columns are there, or a user has saved a view of his own under this name.
+    None if nothing must change: the columns are there, or a user has saved a view of their own under this name.
     """
     known = _columns(tag)
     if known is None:

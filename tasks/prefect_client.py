@@ -1,4 +1,4 @@
-"""A client of Prefect's API that fails fast: one short attempt per request, where Prefect's own retries for minutes."""
+"""A client of Prefect's API that fails fast: one short attempt a request. Prefect's own client retries for minutes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def impatient_client(*, timeout_s: float) -> Iterator[SyncPrefectClient]:
+def fail_fast_client(*, timeout_s: float) -> Iterator[SyncPrefectClient]:
     """Yield a client that tries every request once; in the block Prefect's retries are off, for this thread only."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from klear_core.artifacts.manifest import ArtifactRef, Manifest
-from tasks.prefect_client import impatient_client
+from tasks.prefect_client import fail_fast_client
 from tasks.run_info import RunInfo
 from tasks.tracked import without_password
 
@@ -54,7 +54,7 @@ def deliver_summaries() -> None:
     if not _undelivered:
         return
     try:
-        with impatient_client(timeout_s=_TIMEOUT_S) as client:
+        with fail_fast_client(timeout_s=_TIMEOUT_S) as client:
             while _undelivered:
                 client.create_artifact(_undelivered[0])
                 _undelivered.pop(0)

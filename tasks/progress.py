@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from uuid import UUID
 
 from tasks.latest import Latest
-from tasks.prefect_client import impatient_client
+from tasks.prefect_client import fail_fast_client
 
 if TYPE_CHECKING:
     from klear_core.artifacts.manifest import ArtifactRef
@@ -122,7 +122,7 @@ class ProgressArtifact:
         """Create or update the artifact on the server, in one short attempt."""
         from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
-        with impatient_client(timeout_s=TIMEOUT_S) as client:
+        with fail_fast_client(timeout_s=TIMEOUT_S) as client:
             if self.artifact_id is not None:
                 client.update_artifact(self.artifact_id, ArtifactUpdate(data=shown.percent, description=shown.text))
                 return

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_DECISIONS = 5
-"""Decisions of one run while other runs keep changing the champion."""
+"""Most decisions of one run, if other runs keep changing the champion meanwhile."""
 
 
 @stage_task
@@ -47,14 +47,14 @@ def promote(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
             run=info.run_id,
             over=asked.champion,
         )
-        if registry.crown(promotion):
+        if registry.promote(promotion):
             return decision
         log.warning("%s: another model has become champion meanwhile: deciding again", info.stage)
     raise ResourceError(f"the champion changed {_MAX_DECISIONS} times while this run decided; run it again")
 
 
 def _with_registry(job: PromoteJob, registry: Registry, inputs: Inputs) -> PromoteJob:
-    """Return the job with what the registry says of its rival and of its model, and how that was chosen."""
+    """Return the job with its rival and the rollback of its model from the registry, and how the model was chosen."""
     from klear_core.report.chosen import chosen_on
 
     model = artifact_name(inputs["model"])
@@ -106,7 +106,7 @@ def _champion_scores(info: RunInfo, job: PromoteJob, inputs: Inputs) -> Artifact
     if model is None:
         log.warning("the champion cannot be scored again: its model (%s) is gone", champion.model_uri)
         return found
-    # At position 0, so that MLflow's list of runs goes on to show the score of the run's own last model.
+    # At position 0, so that MLflow's list of runs still shows the score of the run's own last model.
     own = info.model_copy(update={"stage": "evaluate_champion", "position": 0})
     scores = {"model": model, "benchmarks": inputs["benchmarks"]}
     return evaluate.fn(own, EvaluateJob.of(job.runtime.config), scores)
@@ -152,7 +152,7 @@ def _rival(info: RunInfo, job: PromoteJob, inputs: Inputs, scores: ArtifactRef |
 
 
 def _contaminated(job: PromoteJob, model: ArtifactRef) -> dict[str, int | None]:
-    """Return the problems of each benchmark that the data behind the model overlaps with; None where not known."""
+    """Return the number of each benchmark's problems that overlap with the model's training data; None if unknown."""
     from klear_core.report.contamination import num_overlapping
 
     config = job.runtime.config

@@ -1,4 +1,4 @@
-"""End a process's descendants with it, even if it is killed and cannot clean up itself."""
+"""End a process's descendants when it ends, even if it is killed and cannot clean up itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ while os.getppid() == parent:
         seen = psutil.Process(parent).children(recursive=True)
     except psutil.Error:
         break
-    # Kept once seen: those whose own parent has died are nobody's children.
+    # Processes stay in `family` once seen: if their own parent dies, they are no longer listed as descendants.
     family = {pid: p for pid, p in family.items() if p.is_running()} | {p.pid: p for p in seen if p.pid != os.getpid()}
     time.sleep(1)
 for ask in (psutil.Process.terminate, psutil.Process.kill):

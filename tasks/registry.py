@@ -73,9 +73,9 @@ class Registry:
         return sorted(map(self._read, ours), key=lambda version: version.number)
 
     def rival_of(self, model: str) -> Version | None:
-        """Return the champion that a model is compared with; for the champion itself, the one whose place it took.
+        """Return the champion to compare a model with; for the champion itself, the one that it replaced.
 
-        So a stage that is run again after its model became champion meets the same rival, and decides the same.
+        So a stage that is run again after its model became champion has the same rival and makes the same decision.
         """
         champion = self.champion()
         if champion is None or champion.promotion.model != model:
@@ -88,7 +88,7 @@ class Registry:
         found = [v.rollback.sentence for v in self.versions() if v.promotion.model == model and v.rollback]
         return found[-1] if found else ""
 
-    def crown(self, promotion: Promotion) -> bool:
+    def promote(self, promotion: Promotion) -> bool:
         """Make a model champion, unless another one has become so since the decision; return whether it is champion.
 
         Repeating the call changes nothing.
@@ -114,7 +114,7 @@ class Registry:
         if champion is None:
             raise ConfigError(f"{self._name!r} has no champion, so there is nothing to roll back")
         with self._turn() as turn:
-            # The caller means the champion of now: not a better one, and not the one before it.
+            # The caller means the champion that it saw, not one that replaced it while this process waited.
             self._refuse_another(champion)
             over = champion.promotion.over
             former = next((version for version in self.versions() if version.number == over), None)
@@ -219,7 +219,7 @@ class Registry:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Translate errors of MLflow to ours: an outage may pass, a refusal does not."""
+        """Translate errors of MLflow to ours: ResourceError for an outage, ConfigError for a refusal."""
         try:
             with translated():
                 yield

@@ -3,7 +3,7 @@
 MLflow has neither locks nor a conditional write. But it numbers the versions of a registered model one by one and never
 gives a number twice, not even after the version was deleted. So a version of a model made for this is a ticket, the
 lowest number has the turn, and its holder deletes it at the end (Lamport's bakery algorithm, with the server in place
-of the clerk). Since no ticket comes back, ending the turn of a dead process cannot end somebody else's.
+of the clerk). Since numbers are never reused, ending the turn of a dead process cannot end another one's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Turn:
 
 @contextmanager
 def take_turn(client: MlflowClient, name: str, *, holder: str, turn_s: float) -> Iterator[Turn]:
-    """Wait for the turn and end it at the exit. Errors of MLflow rise as they are.
+    """Wait for the turn and end it at the exit. Errors of MLflow are not translated.
 
     `holder` names the caller, who must make sure that no other living process goes by that name: an older ticket of
     the same holder was left by a killed process, and is deleted. Others' turns are ended after `turn_s` of watching,
@@ -84,7 +84,7 @@ def _wait(turn: Turn, *, holder: str, turn_s: float) -> None:
     while True:
         first = _first(turn.client, turn.name)
         if first is None or int(first.version) >= turn.number:
-            return  # ours, or ended by others while this process was stopped: the next check tells
+            return  # our turn, or others ended it while this process was stopped, which the next check finds
         number, other = int(first.version), first.tags.get(_HOLDER, "?")
         if number != watched:
             log.info("waiting for the registry: %s changes the champion", other)
@@ -105,7 +105,7 @@ def _first(client: MlflowClient, name: str) -> ModelVersion | None:
 
 
 def _end(client: MlflowClient, name: str, number: int) -> None:
-    """Delete a ticket, unless somebody else has."""
+    """Delete a ticket, unless another process has."""
     from mlflow.exceptions import MlflowException
 
     try:

@@ -49,7 +49,7 @@ def report_failure(
     own = fingerprints_of(with_inputs(stages_of(config), [failed.name]), info.workspace)[failed.name]
     workdir = open_store(info.workspace).workdir(own.kind, own.fingerprint)
     missing = [StageFolder(stage=failed, folder=None, trouble=trouble, workdir=workdir)]
-    # a page that was not reached needs no line: the reader is looking at one
+    # the report stage itself is left out, because its reader is looking at a report
     missing += [StageFolder(stage=stage, folder=None) for stage in not_reached if not stage.job.page]
     out = failed_report(info)
     build_report(report_inputs(info, ReportJob.of(config), inputs, missing), out)

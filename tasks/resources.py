@@ -37,7 +37,7 @@ _QUIET = {
 }
 LOCAL_SETTINGS = {  # of a Ray cluster that is started here
     "RAY_AUTH_MODE": "disabled",  # without it Ray warns; our own cluster listens on this machine only
-    "RAY_worker_niceness": "0",  # with Ray's default, 15, RL almost stood still beside two busy processes
+    "RAY_worker_niceness": "0",  # with Ray's default of 15, two other busy processes almost stop RL
     # Ray's record of tasks is for its dashboard, which does not run. A worker cancels a run by signalling all of its
     # processes, and Ray would wait 5 s to send the last of the record to a process that has ended.
     "RAY_task_events_report_interval_ms": "0",
@@ -70,7 +70,7 @@ def needs_of(cfg: RlConfig, model: Path) -> Needs:
 
 @contextmanager
 def learner_ranks(runtime: TrainRuntime, model: Path) -> Iterator[RunRanks]:
-    """Yield the function that runs a stage's learner ranks: on Ray, but a single one without a GPU in this process.
+    """Yield the function that runs a stage's learner ranks: on Ray, except a single rank on CPU, in this process.
 
     Raise ResourceError if `device = "auto"` would put a model that is too large for it on a CPU.
     """

@@ -1,4 +1,4 @@
-"""The context of a stage: its workspace, its pipeline run and its name there. None of it changes a result."""
+"""Define the context of a stage: workspace, pipeline run, and name in it. None of it changes a result."""
 
 from __future__ import annotations
 

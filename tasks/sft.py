@@ -27,7 +27,7 @@ def sft(info: RunInfo, job: SftJob, inputs: Inputs) -> ArtifactRef:
 
         model, traces, curve = inputs["model"].path, inputs["traces"].path, job.runtime.curve
         with learner_ranks(job.sft.runtime, model) as run_ranks:
-            beside = partial(scorer_beside, is_on_ray=run_ranks is not run_here, seed=job.seed, workdir=workdir)
+            open_scorer = partial(scorer_beside, is_on_ray=run_ranks is not run_here, seed=job.seed, workdir=workdir)
             return train_sft(
                 job.sft,
                 model=model,
@@ -36,7 +36,7 @@ def sft(info: RunInfo, job: SftJob, inputs: Inputs) -> ArtifactRef:
                 workdir=workdir,
                 telemetry=telemetry,
                 run_ranks=run_ranks,
-                open_scorer=partial(beside, curve, job.sft.runtime) if curve else no_scorer,
+                open_scorer=partial(open_scorer, curve, job.sft.runtime) if curve else no_scorer,
             )
 
     return run_stage(info, job, inputs, body)

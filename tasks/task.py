@@ -1,4 +1,4 @@
-"""Make Prefect tasks of stages: retried with backoff, cached by fingerprint."""
+"""Turn stages into Prefect tasks that are retried with backoff and cached by fingerprint."""
 
 from __future__ import annotations
 

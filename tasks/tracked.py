@@ -1,4 +1,4 @@
-"""Records of what MLflow is sent about a run; those that it has not received yet are files in the workspace."""
+"""Define the records that are sent to MLflow about a run; those not received yet are files in the workspace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RunStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 MAX_POINTS_PER_REQUEST = 500  # MLflow takes up to 1000 metrics
 MAX_WAITING = 500
-"""Most records that wait on disk, one per stage; beyond that the oldest are dropped."""
+"""Most undelivered records on disk, one per stage; beyond it the oldest are dropped."""
 
 
 class Unreachable(Exception):  # noqa: N818  a state of the server, not a mistake
@@ -114,9 +114,9 @@ class Undelivered:
     def save(self, record: TrackedRun) -> None:
         """Save a record, replacing an earlier one of the same run; drop the oldest records beyond the limit."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        beside = self._file(record).with_suffix(f".{time.time_ns()}.tmp")
-        beside.write_text(record.model_dump_json())
-        beside.replace(self._file(record))
+        temporary = self._file(record).with_suffix(f".{time.time_ns()}.tmp")
+        temporary.write_text(record.model_dump_json())
+        temporary.replace(self._file(record))
         files = sorted(self.folder.glob("*.json"), key=lambda f: f.stat().st_mtime)
         for file in files[: -self._max_records]:
             file.unlink(missing_ok=True)

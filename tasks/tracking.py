@@ -1,7 +1,7 @@
 """Track runs in MLflow. Training never waits for it, and an outage of MLflow never ends a run.
 
-`metrics.jsonl` is the source of truth, MLflow a view of it. What MLflow does not receive waits: a running stage's
-metrics in memory, an ended stage's record on disk. This stage or a later stage or run sends it once MLflow answers.
+`metrics.jsonl` is the source of truth, MLflow a view of it. While MLflow does not answer, a running stage keeps its
+metrics in memory and an ended stage leaves a record on disk; this or a later stage or run sends them.
 """
 
 from __future__ import annotations

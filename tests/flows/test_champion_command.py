@@ -64,8 +64,8 @@ def test_the_champion_is_shown_with_its_evidence_and_rolled_back_for_a_reason(kl
     registry = open_registry(WorkspaceConfig(root=str(fresh)), "klear")
     decision = fresh / "decision"
     write_decision(decision)
-    assert registry.crown(promotion("a", None, fresh / "gone"))
-    assert registry.crown(promotion("b", 1, decision))
+    assert registry.promote(promotion("a", None, fresh / "gone"))
+    assert registry.promote(promotion("b", 1, decision))
 
     shown = klear("champion", "--root", fresh).out
     assert "klear, version 2" in shown

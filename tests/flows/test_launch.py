@@ -11,7 +11,7 @@ from urllib.request import getproxies
 import httpx
 import pytest
 
-from flows.proxies import spare_own_machine
+from flows.proxies import bypass_proxies_for_loopback
 
 NOBODY = "http://127.0.0.1:1"
 """A proxy that does not answer."""
@@ -41,15 +41,15 @@ def test_servers_on_this_machine_are_not_sought_behind_a_proxy(monkeypatch: pyte
     monkeypatch.setenv("NO_PROXY", "")
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
-    spare_own_machine()
+    bypass_proxies_for_loopback()
     assert httpx.get(url).is_success
 
 
 def test_what_else_has_no_proxy_still_has_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setenv("NO_PROXY", "intranet.example")
-    spare_own_machine()
-    spare_own_machine()
+    bypass_proxies_for_loopback()
+    bypass_proxies_for_loopback()
     assert getproxies()["no"] == "intranet.example,127.0.0.1,localhost"
 
 

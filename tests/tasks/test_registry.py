@@ -120,10 +120,10 @@ def dying(workspace: WorkspaceConfig, name: str, *, at: int, after: bool) -> Reg
     return Registry(client, name, lock=lock, server="s")  # type: ignore[arg-type]
 
 
-def test_a_model_becomes_champion_once_however_often_it_is_crowned(registry: Registry) -> None:
+def test_a_model_becomes_champion_once_however_often_it_is_promoted(registry: Registry) -> None:
     assert registry.champion() is None
     for _ in range(3):
-        assert registry.crown(promotion("rl/a", None))
+        assert registry.promote(promotion("rl/a", None))
     (version,) = registry.versions()
     champion = registry.champion()
     assert champion is not None
@@ -132,11 +132,11 @@ def test_a_model_becomes_champion_once_however_often_it_is_crowned(registry: Reg
     assert version == champion
 
 
-def test_a_model_is_not_crowned_over_a_champion_that_it_was_not_compared_with(registry: Registry) -> None:
-    assert registry.crown(promotion("rl/a", None))
-    assert not registry.crown(promotion("rl/b", None))  # decided when there was no champion yet
-    assert registry.crown(promotion("rl/b", 1))
-    assert not registry.crown(promotion("rl/c", 1))
+def test_a_model_is_not_promoted_over_a_champion_that_it_was_not_compared_with(registry: Registry) -> None:
+    assert registry.promote(promotion("rl/a", None))
+    assert not registry.promote(promotion("rl/b", None))  # decided when there was no champion yet
+    assert registry.promote(promotion("rl/b", 1))
+    assert not registry.promote(promotion("rl/c", 1))
     champion = registry.champion()
     assert champion is not None
     assert champion.promotion.model == "rl/b"
@@ -149,20 +149,20 @@ def test_a_promotion_that_was_killed_at_any_write_is_completed_by_the_next_attem
     workspace: WorkspaceConfig, registry: Registry, name: str, at: int, after: bool
 ) -> None:
     with pytest.raises(Killed):
-        dying(workspace, name, at=at, after=after).crown(promotion("rl/a", None))
-    assert registry.crown(promotion("rl/a", None))
+        dying(workspace, name, at=at, after=after).promote(promotion("rl/a", None))
+    assert registry.promote(promotion("rl/a", None))
     (version,) = registry.versions()
     assert version == registry.champion()
     assert version.promoted_at
     assert tickets(workspace, name) == []
 
 
-def test_a_model_that_was_rolled_back_after_its_decision_is_not_crowned(registry: Registry) -> None:
-    assert registry.crown(promotion("rl/a", None))
+def test_a_model_that_was_rolled_back_after_its_decision_is_not_promoted(registry: Registry) -> None:
+    assert registry.promote(promotion("rl/a", None))
     decided = promotion("rl/b", 1)
-    assert registry.crown(decided)
+    assert registry.promote(decided)
     registry.roll_back(by="ann", why="rude")
-    assert not registry.crown(decided)
+    assert not registry.promote(decided)
     champion = registry.champion()
     assert champion is not None
     assert champion.number == 1
@@ -172,14 +172,14 @@ def test_rollback_goes_back_one_champion_at_a_time_and_says_who_why_and_when(reg
     with pytest.raises(ConfigError, match="no champion, so there is nothing to roll back"):
         registry.roll_back(by="ann", why="x")
     for model, over in (("rl/a", None), ("rl/b", 1), ("rl/c", 2)):
-        assert registry.crown(promotion(model, over))
+        assert registry.promote(promotion(model, over))
     lost, has = registry.roll_back(by="ann", why="rude")
     assert (lost.number, has.number) == (3, 2)
     assert "rolled back to version 2 by ann at 20" in registry.withdrawn("rl/c")
     assert registry.withdrawn("rl/c").endswith(": rude")
     assert registry.withdrawn("rl/b") == ""
     # the next one is compared with version 2 and goes back to it
-    assert registry.crown(promotion("rl/d", 2))
+    assert registry.promote(promotion("rl/d", 2))
     assert registry.roll_back(by="ann", why="y")[1].number == 2
     assert registry.roll_back(by="ann", why="y")[1].number == 1
     with pytest.raises(ConfigError, match=r"version 1 of .* has no former champion to go back to: it was the first"):
@@ -190,8 +190,8 @@ def test_rollback_goes_back_one_champion_at_a_time_and_says_who_why_and_when(reg
 def test_a_rollback_that_was_killed_at_any_write_is_completed_by_the_next(
     workspace: WorkspaceConfig, registry: Registry, name: str, at: int
 ) -> None:
-    assert registry.crown(promotion("rl/a", None))
-    assert registry.crown(promotion("rl/b", 1))
+    assert registry.promote(promotion("rl/a", None))
+    assert registry.promote(promotion("rl/b", 1))
     with pytest.raises(Killed):
         dying(workspace, name, at=at, after=False).roll_back(by="ann", why="x")
     lost, has = registry.roll_back(by="bob", why="y")
@@ -254,16 +254,16 @@ def test_of_two_workspaces_that_promote_at_once_one_is_told_that_the_champion_ch
     workspace: WorkspaceConfig, registry: Registry, name: str
 ) -> None:
     """The second begins right before the first one's alias moves: it must not see the old champion any more."""
-    assert registry.crown(promotion("rl/a", None))
+    assert registry.promote(promotion("rl/a", None))
     second: list[bool] = []
-    thread = Thread(target=lambda: second.append(registry.crown(promotion("rl/c", 1))))
+    thread = Thread(target=lambda: second.append(registry.promote(promotion("rl/c", 1))))
 
     def begin() -> None:
         thread.start()
         thread.join(timeout=0.5)  # without turns it would be champion by then, and lose its place right after
 
     client = Interrupted(mlflow_client(tracking_uri(workspace)), "set_registered_model_alias", name, begin)
-    assert elsewhere(workspace, name, client).crown(promotion("rl/b", 1))
+    assert elsewhere(workspace, name, client).promote(promotion("rl/b", 1))
     thread.join()
     assert second == [False]
     champion = registry.champion()
@@ -276,7 +276,7 @@ def test_a_rollback_that_waits_while_the_champion_changes_is_refused(
 ) -> None:
     """Two people who roll back version 3 at once mean version 3: the second must not take version 2 away."""
     for model, over in (("rl/a", None), ("rl/b", 1), ("rl/c", 2)):
-        assert registry.crown(promotion(model, over))
+        assert registry.promote(promotion(model, over))
 
     def other_person() -> None:
         registry.roll_back(by="bob", why="y")
@@ -295,7 +295,7 @@ def test_the_turn_of_a_process_that_died_on_another_machine_ends_after_a_while(
     workspace: WorkspaceConfig, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     draw_ticket(workspace, name, "node7:/w")
-    assert elsewhere(workspace, name, turn_s=0.3).crown(promotion("rl/a", None))
+    assert elsewhere(workspace, name, turn_s=0.3).promote(promotion("rl/a", None))
     assert "node7:/w did not finish changing the champion within" in caplog.text
     assert tickets(workspace, name) == []
 
@@ -312,9 +312,9 @@ def test_a_process_that_took_too_long_does_not_move_the_alias(
 
     slow = elsewhere(workspace, name, Interrupted(client, "create_registered_model", name, end_turn))
     with pytest.raises(ResourceError, match="took longer than 120 s to change the champion"):
-        slow.crown(promotion("rl/a", None))
+        slow.promote(promotion("rl/a", None))
     assert registry.champion() is None
-    assert registry.crown(promotion("rl/a", None))
+    assert registry.promote(promotion("rl/a", None))
     assert [version.number for version in registry.versions()] == [1]
 
 
@@ -344,7 +344,7 @@ for i in range(3):
     champion = registry.champion()
     meet(f"has read {i}")
     facts = {field: f"{who}/{i}" for field in Promotion.model_fields if field != "over"}
-    print(registry.crown(Promotion(over=champion.number if champion else None, **facts)), flush=True)
+    print(registry.promote(Promotion(over=champion.number if champion else None, **facts)), flush=True)
     meet(f"has tried {i}")
 """
 
@@ -466,7 +466,7 @@ def test_a_first_champion_must_beat_the_first_model_of_its_run(workspace: Worksp
 def test_a_champion_whose_scores_are_gone_is_not_replaced(
     workspace: WorkspaceConfig, registry: Registry, name: str
 ) -> None:
-    assert registry.crown(promotion("rl/gone", None))
+    assert registry.promote(promotion("rl/gone", None))
     decision = read_decision(run_promote(workspace, name, inputs_of(workspace, 60, 10)).path)
     assert [check.text for check in decision.checks if not check.is_passed] == [
         "the scores of the champion (evaluate/rl/gone) are gone"

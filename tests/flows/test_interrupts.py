@@ -9,14 +9,14 @@ from klear_command import ROOT
 
 SCRIPT = """
 import signal, sys, time
-from flows.interrupts import heeded_interrupts
+from flows.interrupts import reliable_interrupts
 
 class Interrupted:
     def __del__(self):
         signal.raise_signal(int(sys.argv[1]))
         print("not reached")
 
-with heeded_interrupts():
+with reliable_interrupts():
     try:
         thing = Interrupted()
         del thing
