@@ -71,7 +71,7 @@ def config_of(sources: Sequence[str], benchmarks: Sequence[str], overrides: Sequ
 
 
 def _named(paths: Sequence[str]) -> list[dict[str, str]]:
-    """Return the settings of files. Several of one name are called by as many of their folders as tell them apart.
+    """Return the settings of files. Files with the same name get as many of their folders in it as make them differ.
 
     Raise ConfigError for an empty path.
     """

@@ -23,8 +23,8 @@ from klear_core.errors import ConfigError, ResourceError
 _CONNECT_TIMEOUT_S = 5
 _READ_TIMEOUT_S = 60
 _FIRST_TRIES, _LATER_TRIES = 3, 8
-"""Tries of a request, with growing pauses. A server that has never answered may be misspelt, and is given up in
-seconds; one that has is throttling or away for a moment, and gets half a minute and more."""
+"""Tries of a request, with growing pauses. The address of a server that has never answered may be misspelt, so its
+tries take seconds. One that has answered before may be overloaded or restarting, and is tried for half a minute."""
 _BEING_CREATED = ".being-created"
 """Ending of a temporary file in a shared folder, before the file gets its name."""
 _EXTRAS = {"s3": "pip install 'klear[s3]'", "s3a": "pip install 'klear[s3]'"}
@@ -174,7 +174,7 @@ class Bucket:
             raise error from None
 
     def _note_answer(self) -> None:
-        """Be patient with the server from now on."""
+        """Allow more tries from now on, because the server has answered once."""
         if self._is_s3 and not self._has_answered:
             self._fs, _ = _file_system(self.url, max_tries=_LATER_TRIES)
             self._has_answered = True

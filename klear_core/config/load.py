@@ -230,7 +230,7 @@ def _explain(error: Any, model: type[BaseModel]) -> str:
 
 
 def _may_hold_a_key(loc: Sequence[str], value: str) -> bool:
-    """Return whether somebody may have written a key into this setting, which is no place for it."""
+    """Return whether the value may be an API key that was put into this setting by mistake."""
     setting = loc[-1] if loc else ""
     return setting in ("api_key_env", "api_key_block") or (setting == "base_url" and not {"@", "?"}.isdisjoint(value))
 

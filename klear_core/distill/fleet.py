@@ -1,4 +1,4 @@
-"""Choose an endpoint for every request: one with room that works, in proportion to the weights."""
+"""Choose an endpoint for every request: one that works and has a free slot, in proportion to the weights."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _LONGEST_LEFT_OUT = 16
 _SECRET_CHARS = 16
 """Length from which a key is masked in replies, too. Shorter ones are placeholders such as vLLM's `EMPTY`, and words
 that a program may use."""
-_TOLD_CHARS = 6
-"""Characters of a key from which its beginning is masked."""
+_MIN_BEGINNING = 6
+"""Shortest beginning of a key that is masked."""
 
 
 class OverBudgetError(Exception):
-    """The budget has no room for this request, and will have none."""
+    """Raised if the budget has no room for a request, even after all open requests have ended."""
 
 
 class Endpoint:
@@ -52,7 +52,7 @@ class Endpoint:
         self.num_streaming = 0
         """Requests in flight that have received their first token."""
         self.can_stream = True
-        """Whether its replies come piece by piece, as far as seen."""
+        """False once a reply came in one piece."""
         self.num_succeeded = 0
         self.replies_in_window = 0
         self.num_rejected = 0
@@ -74,8 +74,9 @@ class Endpoint:
         )
 
     def redact(self, text: str) -> str:
-        """Return an error's text without the API key, or the beginning of it that is left where the text was cut:
-        servers may echo what they were sent.
+        """Return an error's text without the API key, which servers may echo.
+
+        The beginning of a key is removed too, because the text may have been cut in the middle of it.
         """
         return self._key_or_beginning.sub("[key]", text) if self._key else text
 
@@ -114,7 +115,7 @@ class Endpoint:
 
 def _beginnings_of(key: str) -> re.Pattern[str]:
     """Return a pattern for a key and its beginnings, the longest first."""
-    shortest = min(len(key), _TOLD_CHARS)
+    shortest = min(len(key), _MIN_BEGINNING)
     return re.compile("|".join(re.escape(key[:length]) for length in range(len(key), shortest - 1, -1)))
 
 
@@ -128,7 +129,7 @@ class _Waiter:
 
 
 class Fleet:
-    """Gives requests to endpoints, first come, first served; within each one's limit and the budget of all."""
+    """Assigns requests to endpoints, first come, first served, within each endpoint's limit and the common budget."""
 
     def __init__(self, runtime: HttpTeacherRuntime, *, model: str, max_tokens: int, keys: BlockKeys) -> None:
         now = time.monotonic()
@@ -181,7 +182,7 @@ class Fleet:
             self.dispatch()
 
     def dispatch(self) -> None:
-        """Give slots to those who wait, as far as there are any."""
+        """Give free slots to the waiting requests, in order."""
         now = time.monotonic()
         while self._waiters:
             waiter = self._waiters[0]
@@ -198,7 +199,7 @@ class Fleet:
                 waiter.future.set_exception(OverBudgetError())
                 continue
             if not self.budget.fits(most):
-                return  # an open request is about to give back what it does not use
+                return  # wait for open requests, which release what they reserved and do not use
             self._waiters.popleft()
             endpoint.in_flight += 1
             self.budget.reserve(most)

@@ -12,7 +12,7 @@ from klear_core.types import TeacherFinish, TeacherReply
 _CHARS_A_TOKEN = 4
 """Characters of an average token, to estimate tokens where the server counts none (OpenAI's rule of thumb)."""
 _MOST_CHARS_A_TOKEN = 20
-"""No text of a reply has more characters a token on average; more means that `max_tokens` was ignored."""
+"""Most characters a token, on average, in any reply. Above it the server has ignored `max_tokens`."""
 _FINISH: dict[str, TeacherFinish] = {
     "stop": "stop",
     "eos": "stop",

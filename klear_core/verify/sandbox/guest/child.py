@@ -46,6 +46,7 @@ def compile_apart(tracker, source, memory_mb):
 
 
 def close_all_but(tracker, *kept):
+    """Close all file descriptors except these: everything between two kept ones, and above the last."""
     previous = -1
     for fd in [*sorted(kept), tracker.max_fd]:
         if previous + 1 < fd:  # closerange(0, 0) closes everything

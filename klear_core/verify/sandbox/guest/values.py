@@ -67,7 +67,12 @@ def text_of(error):
 
 
 class Wire:
-    """Encodes and decodes values; objects it cannot write become handles of this side."""
+    """Encodes and decodes values; objects it cannot write become handles of this side.
+
+    A value is a JSON scalar or a list that begins with a tag. l: list, t: tuple, s: set, f: frozenset, d: dict, i:
+    iterator (decoded as a list), b: bytes, c: complex, x: a float without a JSON form, y: a type, n: a node of a linked
+    list or tree, h: a handle of an object that stays here, p: a path to an object of the other side.
+    """
 
     def __init__(self, handle_from, keeps_objects):
         self.kept = []
