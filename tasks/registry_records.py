@@ -26,7 +26,7 @@ class Promotion(Settings):
 
 
 class Rollback(Settings):
-    """Who took the alias away from a version, when, and why."""
+    """Record of a rollback: who took the alias away from a version, when, and why."""
 
     by: str
     why: str

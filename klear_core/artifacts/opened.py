@@ -44,7 +44,7 @@ def write_shared(root: Path, url: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkPlace:
-    """Where the shared store keeps copies of a working folder, or of a part of it."""
+    """The place in the shared store for copies of a working folder, or of a part of it."""
 
     url: str
     prefix: str

@@ -62,7 +62,7 @@ class ProceduralSource(Settings):
     num_problems: int = Field(default=4096, ge=1)
     """Distinct questions, spread evenly over the levels."""
     split: Literal["train", "heldout"] = "train"
-    """Which split to draw from. A hash of a problem's text decides its split, so the two never overlap for any
+    """Split to draw from. A hash of a problem's text decides its split, so the two never overlap for any
     seeds."""
 
 

@@ -83,7 +83,7 @@ class RlRuntime(TrainRuntime):
     """Route of new weights to the engines. `store`: through Ray's object store and host memory; `direct`: from the
     learner (NCCL between GPUs, gloo between CPUs); `auto`: direct if learner and engines have separate GPUs."""
     engine_check: Literal["warn", "refuse", "off"] = "warn"
-    """What happens if engine and learner give different log-probs to an answer sampled before the first step: `warn`,
+    """Reaction if engine and learner give different log-probs to an answer sampled before the first step: `warn`,
     with a note in the manifest, or `refuse` to train. The tolerances are in klear_core/rl/start_checks.py."""
     max_restarts: int = Field(default=8, ge=0)
     """Maximum number of lost actors to restart in one run."""

@@ -35,7 +35,7 @@ class MathConfig(Settings):
     """For references A to J. `letter`: read the letter of a single option from `(B)`, `B. 12`, `Option B`; `math`: let
     math-verify compare."""
     references: Literal["any", "first"] = "any"
-    """Which of several reference answers are accepted (Klear-Reasoner: any)."""
+    """Reference answers that are accepted, if there are several (Klear-Reasoner: any)."""
     max_answer_chars: int = Field(default=1000, ge=10, le=100_000)
     """Longer answers are not parsed: no benchmark answer is longer, and parsing time grows with length."""
     max_nesting: int = Field(default=30, ge=5, le=200)

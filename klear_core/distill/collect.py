@@ -51,7 +51,7 @@ class TeacherAccess:
     model_name: str = ""
     """Name of that model in the traces."""
     compute: Compute = _HERE
-    """Where its engines run, and the judges."""
+    """Starts its engines and the judges."""
 
 
 _NO_ACCESS = TeacherAccess()

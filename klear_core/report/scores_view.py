@@ -72,7 +72,7 @@ class TemplateRow:
     tone: int
     model: str
     means: tuple[Mean, ...]
-    """In the order of the view's `templates`."""
+    """Scores in the order of the view's `templates`."""
     spread: str
     """Range and standard deviation over the templates: `61.0 to 64.2, standard deviation 1.3 points`."""
     sampling: str
@@ -85,7 +85,7 @@ class BenchmarkView:
 
     name: str
     age: str
-    """When its problems were published, and whether that is after the models' data; empty if one is not known."""
+    """The date of its problems, and whether it is after the models' training data; empty if one is unknown."""
     num_problems: int
     num_samples: int
     k: int

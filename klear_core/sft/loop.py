@@ -53,7 +53,7 @@ class _Job:
     curve: CurveConfig | None = None
     """Steps whose models are exported to be scored; None: none."""
     home: Home | None = None
-    """Where ranks on nodes with other disks get model and tokens; None without a shared store."""
+    """Source of model and tokens for ranks on nodes with other disks; None without a shared store."""
 
     def here(self) -> _Job:
         """Return the inputs with this node's own paths."""

@@ -32,7 +32,7 @@ _WITHOUT_UNITS = NormalizationConfig(
 )
 _BOXED_EXTRACTION = (LatexExtractionConfig(normalization_config=_WITHOUT_UNITS), ExprExtractionConfig())
 Parsed = tuple[object, ...]
-"""What math-verify's parser returns: sympy's form and the text itself; empty if the text cannot be parsed."""
+"""The result of math-verify's parser: sympy's form and the text itself; empty if the text cannot be parsed."""
 # CPU seconds beyond its limit after which a comparison is killed, if the alarm could not stop one long C call.
 _BACKSTOP_CPU_S = 2
 
