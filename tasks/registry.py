@@ -116,18 +116,28 @@ class Registry:
         with self._turn() as turn:
             # The caller means the champion that it saw, not one that replaced it while this process waited.
             self._refuse_another(champion)
-            over = champion.promotion.over
-            former = next((version for version in self.versions() if version.number == over), None)
-            if former is None:
-                raise ConfigError(
-                    f"version {champion.number} of {self._name!r} has no former champion to go back to: "
-                    + ("it was the first" if over is None else f"version {over} is gone from the registry")
-                )
+            former = self._former(champion)
             rollback = Rollback(by=by, why=why, at=_now(), to=former.number)
             # The tags come first: if this process is killed between, the model is not promoted again.
             self._tag(champion.number, {f"klear.rolled_back_{name}": str(value) for name, value in rollback})
             self._move_alias(former.number, turn)
         return champion, former
+
+    def _former(self, champion: Version) -> Version:
+        """Return the newest version before the champion that nobody rolled back; ConfigError if there is none.
+
+        A version keeps the alias if its rollback is killed before the alias moves, so that others may follow it.
+        """
+        versions = {version.number: version for version in self.versions()}
+        over = champion.promotion.over
+        while over is not None and over in versions and versions[over].rollback:
+            over = versions[over].promotion.over
+        if over is None or over not in versions:
+            raise ConfigError(
+                f"version {champion.number} of {self._name!r} has no former champion to go back to: "
+                + ("it was the first" if over is None else f"version {over} is gone from the registry")
+            )
+        return versions[over]
 
     def _refuse_another(self, expected: Version) -> None:
         """Raise ConfigError if another version has the alias."""

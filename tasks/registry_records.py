@@ -30,10 +30,10 @@ class Rollback(Settings):
 
     by: str
     why: str
-    at: str
-    """Time in UTC, ISO 8601."""
     to: int
     """Version that became champion again."""
+    at: str
+    """Time in UTC, ISO 8601. It is written last: with it the record is complete."""
 
     @property
     def sentence(self) -> str:
