@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from itertools import product
 from random import Random
 
 import pytest
+from scipy.stats import binom, norm
 from test_intervals import VECTORS
 
 from klear_core.evaluate.sign_flip import holm, min_changed, sign_flip_test
@@ -62,6 +64,43 @@ def test_unlike_denominators_are_counted_one_by_one_or_drawn() -> None:
     alike = sign_flip_test([Fraction(1 if i % 3 else -1) for i in range(30)]).p
     assert drawn.p == pytest.approx(alike, abs=0.05)
     assert sign_flip_test(many) == drawn
+
+
+def test_twenty_thousand_changed_problems_are_the_exact_binomial() -> None:
+    """One answer each: 10,140 of 20,000 are fixed; p = 2 P(Binomial(20000, 1/2) >= 10140)."""
+    found = sign_flip_test([Fraction(1)] * 10_140 + [Fraction(-1)] * 9_860)
+    assert found.is_exact
+    assert found.p == pytest.approx(2 * float(binom.sf(10_139, 20_000, 0.5)), rel=1e-6)
+    even = sign_flip_test([Fraction(1, 4)] * 10_000 + [Fraction(-1, 4)] * 10_000)
+    assert (even.p, even.is_exact) == (1.0, True)
+
+
+def test_many_changed_problems_of_several_samples_are_counted_as_few_are() -> None:
+    """The two ways of counting on both sides of their limit; p of the second is that of a normal sum within 1 %."""
+    rng = Random(1)
+    for num in (9_000, 20_000):
+        differences = [Fraction(rng.choice((-4, -3, -2, -1, 1, 2, 3, 4)), 4) for _ in range(num)]
+        differences += [Fraction(1, 4)] * 300
+        found = sign_flip_test(differences)
+        assert found.is_exact
+        z = (abs(sum(differences)) - Fraction(1, 4)) / Fraction(math.sqrt(sum(d * d for d in differences)))
+        assert found.p == pytest.approx(2 * float(norm.sf(float(z))), rel=0.01)
+
+
+def test_a_gain_of_twenty_thousand_problems_has_a_small_p_and_never_zero() -> None:
+    found = sign_flip_test([Fraction(1)] * 20_000)
+    assert 0 < found.p < 1e-9
+
+
+def test_many_changed_problems_with_unlike_denominators_are_drawn_as_bits() -> None:
+    rng = Random(2)
+    primes = [p for p in range(5000, 9000) if all(p % q for q in range(2, 95))][:400]
+    differences = [Fraction(rng.choice((-1, 1)) if i % 12 else 1, p) for i, p in enumerate(primes)]
+    found = sign_flip_test(differences)
+    assert not found.is_exact
+    assert sign_flip_test(differences) == found
+    z = float(sum(differences)) / math.sqrt(sum(float(d) ** 2 for d in differences))
+    assert found.p == pytest.approx(2 * float(norm.sf(abs(z))), abs=0.01)
 
 
 def test_holm_by_hand() -> None:
