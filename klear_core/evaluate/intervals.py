@@ -189,12 +189,17 @@ def paired_new_problems_interval(before: Estimates, after: Estimates, *, confide
     centred = difference - mean
     squares = math.fsum(centred**2)
     half = t * math.sqrt(squares / (num - 1) / num)
-    floor = 2 / num * _normal_quantile(confidence) / _Z_95
+    floor = least_half_width(num, confidence=confidence)
     skew = math.fsum(centred**3) / squares if squares > 0 else 0.0
     shift = skew * (1 + 2 * t * t) / (6 * num)
     half = max(half, floor)
     low, high = mean + min(shift, 0.0) - half, mean + max(shift, 0.0) + half
     return NewProblems(range=Range(low=max(low, -1.0), high=min(high, 1.0)), floor_binds=half == floor)
+
+
+def least_half_width(num_problems: int, *, confidence: float) -> float:
+    """Return the floor of interval B: 2/P at 95 %."""
+    return 2 / num_problems * _normal_quantile(confidence) / _Z_95
 
 
 # ---- runs over seeds ----

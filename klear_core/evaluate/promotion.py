@@ -29,12 +29,15 @@ from klear_core.evaluate.decision import (
     short_name,
 )
 from klear_core.evaluate.gate import Comparison, Evaluation, compare_sampled, read_evaluation
+from klear_core.evaluate.intervals import least_half_width
 from klear_core.report.compared_runs import different_settings
 from klear_core.report.text import p_value, percent, points, range_text
 from klear_core.scores import EvalReport
 
 _MAX_NAMED = 4
 """Settings that a sentence names."""
+_ROUNDING = 1e-6
+"""Points within which the end of an interval is at the margin, so not above it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,10 +213,10 @@ def _differences(settings: Sequence[Mapping[str, JsonValue]]) -> str:
 def _non_inferior(rule: PromoteConfig, c: Comparison) -> Check:
     """Return whether the interval over other problems excludes a loss of the margin."""
     margin = rule.margins.get(c.benchmark, rule.margin)
-    is_passed = 100 * c.new_problems.low > -margin
+    is_passed = 100 * c.new_problems.low > -margin + _ROUNDING
     text = f"{points(c.difference)} points ({range_text(c.new_problems)}); must stay above {points(-margin / 100)}"
-    least = 200 / c.num_problems
-    if not is_passed and least >= margin:
+    least = 100 * least_half_width(c.num_problems, confidence=c.confidence)
+    if not is_passed and least + _ROUNDING >= margin:
         text += (
             f". {c.num_problems} problems never show less than a loss of {least:.1f} points, so that an equal model "
             f"cannot pass: more problems or a larger promote.margins.{c.benchmark} could"

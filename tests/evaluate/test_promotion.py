@@ -133,6 +133,31 @@ def test_few_problems_cannot_show_that_an_equal_model_is_as_good(tmp_path: Path)
     assert "30 problems never show less than a loss of 6.7 points" in text
 
 
+@pytest.mark.parametrize(("margin", "is_passed"), [(4.9, False), (5.0, False), (5.1, True)])
+def test_an_interval_that_ends_at_the_margin_is_not_above_it(tmp_path: Path, margin: float, is_passed: bool) -> None:
+    """An equal model on 40 problems: the interval ends at 2 of 40, a loss of 5 points."""
+    old = scored(tmp_path / "old", a=[HARD] * 100, few=[EASY] * 40)
+    new = scored(tmp_path / "new", a=[EASY] * 100, few=[EASY] * 40)
+    decision = decided(tmp_path, new, old, PromoteConfig(margin=margin))
+    assert decision.is_passed == is_passed
+    text = next(check.text for check in decision.checks if check.name == "non-inferior on few")
+    assert ("40 problems never show less than a loss of 5.0 points" in text) == (not is_passed)
+
+
+@pytest.mark.parametrize(("confidence", "least"), [(0.9, 4.2), (0.99, 6.6)])
+def test_the_least_loss_that_few_problems_show_is_that_of_the_level(
+    tmp_path: Path, confidence: float, least: float
+) -> None:
+    """z is 1.645 at 90 % and 2.576 at 99 %: 2 of 40 problems times z / 1.96."""
+    cfg = EvaluateConfig(confidence=confidence)
+    old = scored(tmp_path / "old", cfg, a=[HARD] * 200, few=[EASY] * 40)
+    new = scored(tmp_path / "new", cfg, a=[EASY] * 200, few=[EASY] * 40)
+    assert failed(decided(tmp_path, new, old, PromoteConfig(margin=least + 0.1))) == []
+    decision = decided(tmp_path, new, old, PromoteConfig(margin=least - 0.1))
+    text = next(check.text for check in decision.checks if check.name == "non-inferior on few")
+    assert f"40 problems never show less than a loss of {least} points" in text
+
+
 @pytest.mark.parametrize(
     ("verdict", "rule", "num_in_limit"),
     [(SILENT, "truncated", 10), (SILENT, "no answer", 10), (UNJUDGED, "judge failed", 1)],
