@@ -15,7 +15,6 @@ from flows.named_model import can_sample_in_torch, on_hub
 from flows.resolve import profile_folder
 from flows.watched import carry_out
 from klear_core.artifacts.hub import commit_of
-from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
@@ -76,7 +75,8 @@ def _benchmarks(asked: Asked, of_profile: Sequence[Mapping[str, Any]]) -> list[d
     """Return the settings of the benchmarks asked for: files, or names in the profile; without any, the profile's."""
     if not asked.benchmarks and not of_profile:
         raise ConfigError("klear evaluate: name what to score it on: --benchmarks FILE, or a name such as aime24")
-    named = {str(benchmark["name"]): dict(benchmark) for benchmark in of_profile}
+    # a known benchmark has its own name if the profile gives it none
+    named = {str(benchmark.get("name") or benchmark.get("known")): dict(benchmark) for benchmark in of_profile}
     chosen = [_benchmark(name, named) for name in asked.benchmarks] or list(named.values())
     if asked.num_samples is not None:
         chosen = [benchmark | {"num_samples": asked.num_samples} for benchmark in chosen]
@@ -109,7 +109,12 @@ def _on_hub(known: str) -> dict[str, Any]:
 def _as_name(path: Path) -> str:
     """Return a benchmark's name for a file: small letters, digits and underscores."""
     name = re.sub(r"[^a-z0-9]+", "_", stem_of(path).lower()).strip("_")
-    return BenchmarkConfig.model_validate({"name": name, "source": {"kind": "file", "path": str(path)}}).name
+    if not name:
+        raise ConfigError(
+            f"--benchmarks {path}: a benchmark is named by its file, with letters a to z, digits and underscores; this "
+            "name has none: rename the file, or link to it by another name"
+        )
+    return name
 
 
 def _given(model: str, root: Path, console: Console) -> dict[str, Any]:

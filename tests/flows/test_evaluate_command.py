@@ -10,6 +10,7 @@ from conftest import Klear
 from stored_evaluations import RIGHT, evaluation, said, sample
 
 from flows.evaluate_model import Asked, evaluation_config
+from klear_core.config.engine import VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError
 from klear_core.pipeline.graph import stages_of
@@ -59,6 +60,24 @@ def test_a_profile_gives_its_benchmarks_sampling_and_judges_alone(tmp_path: Path
     assert (cfg.evaluate.sampling.temperature, cfg.evaluate.sampling.max_new_tokens) == (0.5, 96)
     assert cfg.rl == PipelineConfig().rl
     assert config(tmp_path, profile="laptop", engine="vllm").evaluate.engine.kind == "vllm"
+
+
+def test_a_profile_of_known_benchmarks_gives_them_by_name_with_its_decoding(tmp_path: Path) -> None:
+    """The profiles of the paper do not repeat the names of the published benchmarks."""
+    cfg = config(tmp_path, profile="klear_8b_64k")
+    assert [b.name for b in cfg.benchmarks] == ["aime24", "aime25", "hmmt25", "lcb_v5", "lcb_v6"]
+    cfg = config(tmp_path, "lcb_v6", "aime24", profile="klear_8b_script", num_samples=2)
+    assert [(b.name, b.num_samples) for b in cfg.benchmarks] == [("lcb_v6", 2), ("aime24", 2)]
+    assert (cfg.evaluate.sampling.top_k, cfg.evaluate.sampling.repetition_penalty) == (20, 1.05)
+    assert isinstance(cfg.evaluate.engine, VllmEngineConfig)
+    assert (cfg.evaluate.engine.yarn_factor, cfg.evaluate.engine.yarn_original_window) == (2.5, 32_768)
+
+
+def test_a_file_whose_name_gives_no_name_for_its_scores_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "数学.jsonl"
+    file.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"数学\.jsonl: a benchmark is named by its file, .*: rename the file"):
+        config(tmp_path, str(file))
 
 
 def test_what_is_no_model_is_refused_before_anything_starts(klear: Klear, tmp_path: Path) -> None:
