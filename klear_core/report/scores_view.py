@@ -37,11 +37,14 @@ class ModelRow:
     model: str
     avg: Mean
     greedy: Mean | None
-    pass_at_k: Mean
+    pass_at_k: Mean | None
+    """pass@k for the view's `k`; None if no problem has so many judged samples of this model."""
     majority: Mean | None
     """maj@n."""
     stable: tuple[tuple[str, str], ...]
     """Name and value of each G-Pass@k: `all of 16`."""
+    partly: str
+    """Scores that leave problems out, with the number that each is over: `pass@4 94, maj@4 95`; empty if none does."""
     truncated: str
     no_answer: str
     """Share of samples in which the judge found no answer."""
@@ -89,6 +92,7 @@ class BenchmarkView:
     num_problems: int
     num_samples: int
     k: int
+    """The k of the column pass@k: n, or less if no problem has n judged samples."""
     confidence: str
     decoding: tuple[str, ...]
     """Decoding profiles: one, or several if the models were decoded differently and their scores are not comparable."""
@@ -145,7 +149,8 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
     differences = [d for d in facts.differences if d.benchmark == name]
     axis = axis_of(differences)
     decodings = dict.fromkeys(decoding_text(report.decoding) for _, report in scored)
-    rows = [_row(facts, m, report) for m, report in scored]
+    k = max(report.pass_at[-1].k for _, report in scored)
+    rows = [_row(facts, m, report, k=k) for m, report in scored]
     difference_rows = [difference_row(facts, d, axis, num_samples=last.num_samples) for d in differences]
     models = [model for model, _ in scored]
     template_rows = [_template_row(model, report) for model, report in scored if report.templates]
@@ -154,7 +159,7 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
         age=_age(facts, name),
         num_problems=last.num_problems,
         num_samples=last.num_samples,
-        k=last.pass_at[-1].k,
+        k=k,
         confidence=percent(last.confidence, 0),
         decoding=tuple(decodings),
         rows=tuple(rows),
@@ -198,22 +203,24 @@ def _age(facts: Facts, name: str) -> str:
     return f"Not fresh: published on {published}, and the models' data ends on {until}."
 
 
-def _row(facts: Facts, model: ModelFacts, report: EvalReport) -> ModelRow:
+def _row(facts: Facts, model: ModelFacts, report: EvalReport, *, k: int) -> ModelRow:
     num_answers = report.num_problems * report.num_samples
     num_unscored = sum(report.unscored.values())
     reasons = ", ".join(f"{n:,} {outcome.replace('_', ' ')}" for outcome, n in report.unscored.items())
     unscored = f"{num_unscored:,} of {num_answers:,}"
     if num_unscored:
         unscored += f" ({reasons})"
+    pass_at_k = next((p.score for p in report.pass_at if p.k == k), None)
     stable = [(_share_text(s.threshold, s.k), percent(s.score.value)) for s in report.stable_pass]
     return ModelRow(
         tone=model.tone,
         model=model.maker.label,
         avg=_mean(report.avg),
         greedy=_mean_if_any(report.greedy),
-        pass_at_k=_mean(report.pass_at[-1].score),
+        pass_at_k=_mean_if_any(pass_at_k),
         majority=_mean_if_any(report.majority),
         stable=tuple(stable),
+        partly=_partly(report, pass_at_k, k=k),
         truncated=percent(report.truncated_frac),
         no_answer=NONE if report.no_answer_frac is None else percent(report.no_answer_frac),
         contaminated=_contaminated(facts, model, report),
@@ -223,6 +230,15 @@ def _row(facts: Facts, model: ModelFacts, report: EvalReport) -> ModelRow:
         mean_tokens=number(round(report.mean_tokens)),
         decoding=decoding_text(report.decoding),
     )
+
+
+def _partly(report: EvalReport, pass_at_k: Score | None, *, k: int) -> str:
+    """Name the scores that are over fewer than all problems."""
+    n = report.num_samples
+    scores = [(f"avg@{n}", report.avg), ("greedy", report.greedy), (f"pass@{k}", pass_at_k)]
+    scores += [(f"maj@{n}", report.majority), *((f"G-Pass@{s.k}", s.score) for s in report.stable_pass[:1])]
+    named = [f"{name} {s.num_problems:,}" for name, s in scores if s and s.num_problems < report.num_problems]
+    return ", ".join(named)
 
 
 def _contaminated(facts: Facts, model: ModelFacts, report: EvalReport) -> str:

@@ -35,6 +35,7 @@ def score_table(facts: Facts, *, with_claims: bool = True) -> RenderableType:
             _scores(bench),
             *_changes(bench),
             *_unscored(bench),
+            *_partly(bench),
             *_contaminated(bench),
             *_chosen(bench),
         ]
@@ -69,8 +70,8 @@ def _scores(bench: BenchmarkView) -> Table:
     for name in ("greedy", f"pass@{bench.k}", "cut off", "unparsed"):
         table.add_column(name, justify="right")
     for row in bench.rows:
-        greedy = row.greedy.value if row.greedy else NONE
-        scores = (row.avg.value, _span(row.avg.rerun), row.avg.other.text, greedy, row.pass_at_k.value)
+        others = [mean.value if mean else NONE for mean in (row.greedy, row.pass_at_k)]
+        scores = (row.avg.value, _span(row.avg.rerun), row.avg.other.text, *others)
         table.add_row(escape(row.model), *scores, row.truncated, row.no_answer)
     return table
 
@@ -125,6 +126,16 @@ def _contaminated(bench: BenchmarkView) -> list[Text]:
             lines.append(
                 Text(f"{row.model}: problems that overlap with its training data: {row.contaminated}", "yellow")
             )
+    return lines
+
+
+def _partly(bench: BenchmarkView) -> list[Text]:
+    """Return a line per model of which some score leaves problems out."""
+    lines = []
+    for row in bench.rows:
+        if row.partly:
+            text = f"{row.model}: scores over fewer than all {bench.num_problems:,} problems: {row.partly}"
+            lines.append(Text(text, style="yellow"))
     return lines
 
 

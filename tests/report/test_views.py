@@ -225,6 +225,31 @@ def test_the_terminal_says_what_the_page_says(run: ReportInputs, width: int) -> 
     assert "verify.sandbox is rlimits-only" in text
 
 
+def test_scores_that_leave_problems_out_say_over_how_many_they_are(facts: Facts) -> None:
+    """Two of the 256 problems lost a sample to the judge, so that pass@4 cannot be computed for them."""
+    last = facts.models[-1]
+    [report] = last.scores
+    [*others, four] = report.pass_at
+    fewer = four.model_copy(update={"score": four.score.model_copy(update={"num_problems": 254})})
+    partly = replace(last, scores=(report.model_copy(update={"pass_at": (*others, fewer)}),))
+    some = replace(facts, models=(*facts.models[:-1], partly))
+    [view] = benchmark_views(some)
+    assert [row.partly for row in view.rows] == ["", "", "pass@4 254"]
+    console = Console(width=120, record=True, force_terminal=False, file=io.StringIO())
+    console.print(score_table(some))
+    assert "RL: scores over fewer than all 256 problems: pass@4 254" in console.export_text()
+
+
+def test_a_column_has_one_k_for_all_models(facts: Facts) -> None:
+    """No problem has four judged samples of the last model: it has no pass@4, and its pass@2 is not shown as one."""
+    last = facts.models[-1]
+    [report] = last.scores
+    fewer = replace(last, scores=(report.model_copy(update={"pass_at": report.pass_at[:-1]}),))
+    [view] = benchmark_views(replace(facts, models=(*facts.models[:-1], fewer)))
+    assert view.k == 4
+    assert [row.pass_at_k is None for row in view.rows] == [False, False, True]
+
+
 def test_a_part_of_a_run_shows_its_scores_and_claims_nothing(run: ReportInputs) -> None:
     part = replace(run, stages=tuple(s for s in run.stages if s.stage.scored_model_stage == "base"), differences=())
     console = Console(width=80, record=True, force_terminal=False, file=io.StringIO())
