@@ -29,8 +29,9 @@ def compare(which: Sequence[str], *, root: Path, out: Path | None) -> None:
     if len(which) < 2:
         raise ConfigError(f"klear compare {' '.join(which)}: name at least two runs")
     folders = [_find_report(name, root) for name in which]
-    if len(set(folders)) < len(folders):
-        raise ConfigError(f"klear compare {' '.join(which)}: two of these are one run, {folders[0].name}")
+    repeated = [folder for i, folder in enumerate(folders) if folder in folders[:i]]
+    if repeated:
+        raise ConfigError(f"klear compare {' '.join(which)}: two of these are one run, {repeated[0].name}")
     names = "-".join(folder.name[:8] for folder in folders)
     folder = out or root / "compared" / names
     comparison = compare_runs([read_run(report) for report in folders], folder)

@@ -123,7 +123,8 @@ def test_compare_takes_fingerprints_and_workspaces(klear: Klear, tmp_path: Path)
     assert "+100.0" in ended.out
     assert "seed 0 | 1" in ended.out
     assert (tmp_path / "out" / "comparison.html").is_file()
-    assert "two of these are one run" in klear("compare", "f00", "f0", "--root", tmp_path / "w0").err
+    again = klear("compare", tmp_path / "w1", "f00", "f0", "--root", tmp_path / "w0").err
+    assert "two of these are one run, f00" in again
 
 
 def test_publish_tells_a_folder_from_a_name_on_the_hub(klear: Klear, tmp_path: Path, monkeypatch) -> None:
