@@ -28,14 +28,14 @@ JUDGE = JudgeRecord(settings=VerifyConfig(), cpu="", num_cores=2, math_workers=2
 UNJUDGED = Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail="worker died")
 
 
-def problem(number: int) -> Problem:
-    """The problem whose answer is its number."""
+def problem(number: int, answer: str = "") -> Problem:
+    """The problem whose answer is its number, unless another is given."""
     return Problem(
         problem_id=f"{number:016x}",
         source="toy",
         domain=Domain.MATH,
         question=f"What is {number}?",
-        reference=MathReference(answers=(str(number),)),
+        reference=MathReference(answers=(answer or str(number),)),
         difficulty=Difficulty.EASY,
     )
 
@@ -70,20 +70,24 @@ def evaluation(
     judged: bool = False,
     templates: Sequence[TemplateScore] = (),
     worded: Mapping[str, Sequence[EvalSample]] = MappingProxyType({}),
+    corrected: Mapping[int, str] = MappingProxyType({}),
 ) -> ArtifactRef:
     """Publish benchmarks, a model of these files, and the evaluation with these samples; return the evaluation.
 
-    `judged` says that the report has a record of the judge. `worded` has the answers to prompt templates by name.
+    `judged` says that the report has a record of the judge. `worded` has the answers to prompt templates by name,
+    `corrected` the references of problems by number that are not as usual.
     """
     store = LocalStore(root / "artifacts")
     numbers = sorted({int(s.problem_id, 16) for s in samples})
-    problems = [problem(number) for number in numbers]
+    problems = [problem(number, corrected.get(number, "")) for number in numbers]
     num_samples = max(s.sample_idx for s in samples) + 1
     source = ProceduralSource(split="heldout", num_problems=len(problems))
     bench = BenchmarkConfig(name="toy", source=source, num_samples=num_samples)
     asked = EvaluateConfig(templates={name: f"{name}: {{question}}" for name in worded})
     job = EvaluateJob(seed=seed, evaluate=asked, verify=VerifyConfig(), benchmarks=(bench,))
-    benchmarks = _publish(store, "benchmarks", "benchmarks", "b" * 20, (), problems=problems)
+    benchmarks = _publish(
+        store, "benchmarks", "benchmarks", ("c" if corrected else "b") * 20, (), problems=problems
+    )
     made = _publish(store, model, "rl", f"{model}{seed}".ljust(20, "0"), (), files=files)
     inputs = [("model", made), ("benchmarks", benchmarks)]
     fingerprint = f"e{model}{seed}".ljust(20, "0")

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.config.promote import PromoteConfig
 from klear_core.config.settings import result_settings
+from klear_core.evaluate.asked_problems import num_other_references
 from klear_core.evaluate.decision import (
     DECISION_FILE,
     PROBLEMS_FILE,
@@ -166,7 +167,11 @@ def _comparable(new: Evaluation, old: Evaluation, *, is_: RivalIs) -> list[Check
         failed.append(Check(rule="comparable", benchmark=name, is_passed=False, text=text))
     for name in new.reports:
         if name in old.reports:
-            reasons = [_other_problems(new, old, name), *_other_settings(new.reports[name], old.reports[name])]
+            reasons = [
+                _other_problems(new, old, name),
+                _other_references(new, old, name),
+                *_other_settings(new.reports[name], old.reports[name]),
+            ]
             failed += [
                 Check(rule="comparable", benchmark=name, is_passed=False, text=reason) for reason in reasons if reason
             ]
@@ -186,6 +191,12 @@ def _other_problems(new: Evaluation, old: Evaluation, benchmark: str) -> str:
         f"other problems: {len(ours & theirs):,} are shared, {len(ours - theirs):,} are new, "
         f"{len(theirs - ours):,} are gone"
     )
+
+
+def _other_references(new: Evaluation, old: Evaluation, benchmark: str) -> str:
+    """Return how many references differ; empty if none does."""
+    num = num_other_references(new.folder, old.folder, benchmark)
+    return f"{num:,} of the problems have another reference now" if num else ""
 
 
 def _other_settings(new: EvalReport, old: EvalReport) -> list[str]:

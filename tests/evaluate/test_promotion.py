@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from evaluate_fakes import RIGHT, SILENT, UNJUDGED, WRONG, make_problem, make_sample
+from stored_evaluations import evaluation, sample
 
 from klear_core.artifacts.records import write_shard
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
@@ -14,7 +15,7 @@ from klear_core.config.promote import PromoteConfig
 from klear_core.config.verify import MathConfig, VerifyConfig
 from klear_core.errors import ArtifactError
 from klear_core.evaluate.decision import Contender, Decision, read_decision
-from klear_core.evaluate.promotion import Candidate, Rival, decide
+from klear_core.evaluate.promotion import Candidate, Rival, are_comparable, decide
 from klear_core.evaluate.summarise import make_report
 from klear_core.evaluate.tally import tally
 from klear_core.scores import JudgeRecord, write_reports
@@ -226,6 +227,22 @@ def test_scores_that_do_not_compare_are_refused_by_name(tmp_path: Path) -> None:
     )
     decide(RULE, candidate, gone, workdir=tmp_path)
     assert failed(read_decision(tmp_path)) == [("comparable", "")]
+
+
+def test_a_benchmark_whose_references_were_corrected_is_another_one(tmp_path: Path) -> None:
+    """The questions and their ids are the same, but an answer that was wrong for the champion may be right now."""
+    wrong = [sample(i, 0, "", WRONG) for i in range(40)]
+    right = [sample(i, 0, "", RIGHT) for i in range(40)]
+    old = evaluation(tmp_path, wrong, seed=1, judged=True)
+    same = evaluation(tmp_path, right, seed=2, judged=True)
+    other = evaluation(tmp_path, right, seed=3, judged=True, corrected={3: "30", 7: "70"})
+    rule = PromoteConfig(margin=10)
+    assert failed(decided(tmp_path, same.path, old.path, rule)) == []
+    decision = decided(tmp_path, other.path, old.path, rule)
+    assert [check.text for check in decision.checks if not check.is_passed] == [
+        "2 of the problems have another reference now"
+    ]
+    assert not are_comparable(other.path, old.path)
 
 
 def test_another_machine_or_number_of_samples_is_no_reason_against_a_comparison(tmp_path: Path) -> None:

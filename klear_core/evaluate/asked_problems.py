@@ -1,0 +1,39 @@
+"""Tell whether two evaluations judged the answers to a benchmark by the same references."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from klear_core.artifacts.manifest import MANIFEST, InputRecord, read_manifest
+from klear_core.artifacts.records import read_shards
+from klear_core.config.data_jobs import BenchmarksJob
+from klear_core.types import Problem
+
+
+def num_other_references(new: Path, old: Path, benchmark: str) -> int:
+    """Return how many problems of a benchmark have different references in two evaluations' artifact folders.
+
+    A problem's id tells its question alone. 0, too, if the problems of an evaluation are gone.
+    """
+    records = [_benchmarks_of(folder) for folder in (new, old)]
+    if records[0] is None or records[1] is None or records[0].fingerprint == records[1].fingerprint:
+        return 0
+    ours, theirs = _references(new, records[0], benchmark), _references(old, records[1], benchmark)
+    return sum(ours[problem_id] != theirs[problem_id] for problem_id in ours.keys() & theirs.keys())
+
+
+def _benchmarks_of(evaluation: Path) -> InputRecord | None:
+    if not (evaluation / MANIFEST).is_file():
+        return None
+    inputs = read_manifest(evaluation).inputs
+    return next((record for record in inputs if record.role == BenchmarksJob.kind), None)
+
+
+def _references(evaluation: Path, benchmarks: InputRecord, name: str) -> dict[str, bytes]:
+    """Return a digest of each problem's reference: tests of programs can be large."""
+    folder = evaluation.parents[1] / benchmarks.kind / benchmarks.fingerprint / name
+    if not folder.is_dir():
+        return {}
+    problems = read_shards(folder, Problem)
+    return {p.problem_id: hashlib.sha256(repr(p.reference).encode("utf-8", "surrogatepass")).digest() for p in problems}
