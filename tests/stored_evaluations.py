@@ -85,9 +85,7 @@ def evaluation(
     bench = BenchmarkConfig(name="toy", source=source, num_samples=num_samples)
     asked = EvaluateConfig(templates={name: f"{name}: {{question}}" for name in worded})
     job = EvaluateJob(seed=seed, evaluate=asked, verify=VerifyConfig(), benchmarks=(bench,))
-    benchmarks = _publish(
-        store, "benchmarks", "benchmarks", ("c" if corrected else "b") * 20, (), problems=problems
-    )
+    benchmarks = _publish(store, "benchmarks", "benchmarks", ("c" if corrected else "b") * 20, (), problems=problems)
     made = _publish(store, model, "rl", f"{model}{seed}".ljust(20, "0"), (), files=files)
     inputs = [("model", made), ("benchmarks", benchmarks)]
     fingerprint = f"e{model}{seed}".ljust(20, "0")

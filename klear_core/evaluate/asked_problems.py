@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from klear_core.artifacts.manifest import MANIFEST, InputRecord, read_manifest
 from klear_core.artifacts.records import read_shards
+from klear_core.code_tests import CodeReference, StoredTests
 from klear_core.config.data_jobs import BenchmarksJob
-from klear_core.types import Problem
+from klear_core.types import Problem, Reference
 
 
 def num_other_references(new: Path, old: Path, benchmark: str) -> int:
@@ -31,9 +33,16 @@ def _benchmarks_of(evaluation: Path) -> InputRecord | None:
 
 
 def _references(evaluation: Path, benchmarks: InputRecord, name: str) -> dict[str, bytes]:
-    """Return a digest of each problem's reference: tests of programs can be large."""
+    """Return a digest of each problem's reference; empty if the problems are gone."""
     folder = evaluation.parents[1] / benchmarks.kind / benchmarks.fingerprint / name
     if not folder.is_dir():
         return {}
-    problems = read_shards(folder, Problem)
-    return {p.problem_id: hashlib.sha256(repr(p.reference).encode("utf-8", "surrogatepass")).digest() for p in problems}
+    return {problem.problem_id: _digest(problem.reference) for problem in read_shards(folder, Problem)}
+
+
+def _digest(reference: Reference) -> bytes:
+    if isinstance(reference, CodeReference) and isinstance(reference.tests, StoredTests):
+        # where the tests are stored is no part of what they are; their own digest is
+        tests = replace(reference.tests, path="", offset=0)
+        reference = replace(reference, tests=tests)
+    return hashlib.sha256(repr(reference).encode("utf-8", "surrogatepass")).digest()

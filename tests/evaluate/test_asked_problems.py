@@ -1,0 +1,47 @@
+"""Whether two evaluations asked the same problems by the same references."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stored_evaluations import RIGHT, evaluation, problem, sample
+
+from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.artifacts.records import write_shard
+from klear_core.code_tests import CodeReference, StdinCase, StdinTests
+from klear_core.evaluate.asked_problems import num_other_references
+from klear_core.types import Domain, Problem
+
+
+def program(number: int, output: str) -> Problem:
+    """A problem whose tests are too large for their record."""
+    tests = StdinTests(cases=(StdinCase(input="1 " * 20_000, output=output),))
+    return replace(problem(number), domain=Domain.CODE, reference=CodeReference(tests=tests))
+
+
+def asked(root: Path, seed: int, problems: list[Problem]) -> ArtifactRef:
+    """Return an evaluation of these problems, in a workspace of its own."""
+    ref = evaluation(root, [sample(1, 0, "", RIGHT)], seed=seed, corrected={seed: "other"})
+    write_shard(root / "artifacts" / "benchmarks" / ("c" * 20) / "toy" / "00000-of-00001.parquet", problems)
+    return ref
+
+
+@pytest.mark.parametrize(("output", "num"), [("20000", 0), ("20001", 1)])
+def test_large_tests_are_the_same_wherever_they_are_stored(tmp_path: Path, output: str, num: int) -> None:
+    """Each has another place in its file, as a problem more comes before the one, and each file another folder."""
+    new = asked(tmp_path / "new", 1, [program(2, "x"), program(1, output)])
+    old = evaluation(tmp_path / "old", [sample(1, 0, "", RIGHT)], seed=1)
+    place = tmp_path / "old" / "artifacts" / "benchmarks" / ("b" * 20) / "toy" / "00000-of-00001.parquet"
+    write_shard(place, [program(1, "20000")])
+    assert num_other_references(new.path, old.path, "toy") == num
+
+
+def test_problems_that_are_gone_are_not_called_others(tmp_path: Path) -> None:
+    new = asked(tmp_path / "new", 1, [problem(1, "7")])
+    old = evaluation(tmp_path / "old", [sample(1, 0, "", RIGHT)], seed=1)
+    assert num_other_references(new.path, old.path, "toy") == 1
+    shutil.rmtree(tmp_path / "old" / "artifacts" / "benchmarks")
+    assert num_other_references(new.path, old.path, "toy") == 0
