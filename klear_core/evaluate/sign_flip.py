@@ -134,7 +134,8 @@ def _by_transform(differences: Sequence[int]) -> float:
     k = np.arange(length // 2 + 1)  # t = 2 pi k / length
 
     def half_angle(size: int) -> npt.NDArray[np.float64]:
-        return np.pi / length * (k * size % (2 * length))  # reduced as integers: large angles lose digits
+        reduced = k * size % (2 * length)  # as integers: large angles lose digits
+        return np.asarray(np.pi / length * reduced)
 
     product = np.ones(len(k))
     for size, num in Counter(map(abs, differences)).items():
