@@ -27,7 +27,8 @@ class UserFunction(Settings):
     function: str = Field(pattern=FUNCTION_PATTERN)
     """`package.module:function`, in the working directory or an installed package. Its source is hashed."""
     timeout_s: float = Field(default=30, gt=0, le=600)
-    """Seconds of wall clock for one answer, after which the worker is killed and the call has failed."""
+    """Seconds of wall clock for one answer, after which the worker is killed and the call has failed. The import of the
+    module does not count; imports inside the function do, in each worker's first call."""
     memory_mb: int = Field(default=4096, ge=64)
     """Memory in MB that a worker may allocate for the function, imports included; a call that needs more has failed,
     and its worker is replaced. The default is that of a math worker. Files mapped read-only do not count."""

@@ -30,7 +30,7 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.cpus import usable_cpus
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome, Verdict
-from klear_core.verify import user_code
+from klear_core.verify import deadline, user_code
 from klear_core.verify.code import judge as code_judge
 from klear_core.verify.concurrency import code_workers, math_workers
 from klear_core.verify.math import compare as math_compare  # before the first fork: workers share the loaded sympy
@@ -187,14 +187,15 @@ def outcome_of(future: Future[Verdict]) -> Verdict | Fault:
             return future.result()
         case TimeoutError():
             return Fault(kind="timed_out", detail="a worker was killed at its wall clock")
-        case pebble.ProcessExpired() if error.exitcode == -signal.SIGALRM:
+        case pebble.ProcessExpired() if error.exitcode in (-deadline.RAN_OUT, -signal.SIGALRM):  # SIGALRM: its own
             return Fault(kind="timed_out", detail="the function ran out of time, and its worker was killed")
         case pebble.ProcessExpired() if error.exitcode == -signal.SIGXCPU:
             return Fault(kind="timed_out", detail="a worker was killed at its limit of CPU time")
         case pebble.ProcessExpired() if error.exitcode == user_code.OUT_OF_MEMORY:
             return Fault(kind="out_of_memory", detail="the function ran out of memory, and its worker ended")
         case pebble.ProcessExpired() if error.exitcode == -signal.SIGKILL:
-            return Fault(kind="died", detail="a worker was killed: perhaps this machine has too little memory")
+            detail = "a worker was killed: perhaps this machine has too little memory"
+            return Fault(kind="died", detail=f"{detail}, or a function ran out of time with all signals blocked")
         case pebble.ProcessExpired():
             return Fault(kind="died", detail=f"a worker died ({error})")
         case _:

@@ -13,7 +13,6 @@ import math
 import numbers
 import os
 import resource
-import signal
 import subprocess
 import sys
 import traceback
@@ -26,6 +25,7 @@ from klear_core.config.user_code import UserFunction, module_file, source_digest
 from klear_core.config.verify import CustomJudge
 from klear_core.errors import ConfigError
 from klear_core.types import Outcome, Verdict
+from klear_core.verify.deadline import ended_after
 from klear_core.verify.work import UserTask
 
 IMPORT_TIMEOUT_S = 120.0
@@ -51,13 +51,8 @@ def compute(task: UserTask) -> Verdict:
     try:
         if cfg.function not in _LOADED:
             _LOADED[cfg.function] = _load_unchanged(cfg, task.digest)
-        # The default action ends the process; a Python handler could not interrupt code that is not Python.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, cfg.timeout_s)
-        try:
+        with ended_after(cfg.timeout_s):
             value = _LOADED[cfg.function](task.answer)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         return Verdict(outcome=Outcome.SCORED, score=_number(value, cfg))
     except Exception as e:  # noqa: BLE001  the user's code may raise anything
         if _is_out_of_memory(e):

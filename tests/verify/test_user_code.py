@@ -41,6 +41,19 @@ def by_text(answer):
     if text == "blocked":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         time.sleep(1000)
+    if text == "alarm_cancelled":
+        signal.alarm(0)
+        time.sleep(1000)
+    if text == "alarm_replaced":
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        time.sleep(1000)
+    if text == "all_blocked":
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        time.sleep(1000)
+    if text == "pause": time.sleep(1.5)
+    if text == "alarm_left":
+        signal.alarm(1)
     return {"nan": float("nan"), "inf": float("inf"), "big": 3.0, "none": None, "word": "1"}.get(text, 0.5)
 """
 
@@ -113,10 +126,22 @@ def test_a_function_that_fails_has_no_value_and_the_next_one_has(pool: JudgePool
     assert value(pool, "by_text").score == 0.5
 
 
-@pytest.mark.parametrize("text", ["sleep", "loop", "blocked"])
+@pytest.mark.parametrize("text", ["sleep", "loop", "blocked", "alarm_cancelled", "alarm_replaced"])
 def test_a_function_that_hangs_is_killed_at_its_wall_clock(pool: JudgePool, text: str) -> None:
     assert value(pool, "by_text", text, timeout_s=0.2).outcome is Outcome.TIMED_OUT
     assert value(pool, "by_text").score == 0.5
+
+
+def test_a_function_that_blocks_every_signal_is_killed_all_the_same(pool: JudgePool) -> None:
+    failed = value(pool, "by_text", "all_blocked", timeout_s=0.2)
+    assert failed.outcome is Outcome.JUDGE_FAILED
+    assert "out of time with all signals blocked" in failed.detail
+    assert value(pool, "by_text").score == 0.5
+
+
+def test_an_alarm_that_a_function_leaves_behind_does_not_end_the_next_call(pool: JudgePool) -> None:
+    assert value(pool, "by_text", "alarm_left").score == 0.5
+    assert value(pool, "by_text", "pause").score == 0.5
 
 
 EATERS = """
