@@ -193,7 +193,29 @@ def user_message(fields: Fields, *path: str) -> str:
     users = [message for message in messages if is_from_user(message)]
     if len(users) != 1:
         raise RowError("not_single_turn", key, f"expected one user message, found {len(users)}")
-    return text_at(users[0], "content" if users[0].get("role") else "value")
+    return message_text(users[0])
+
+
+def message_text(message: Fields) -> str:
+    """Return the text of a chat's message, in either layout, as one string or as a list of parts with text.
+
+    Raise RowError `not_text` for an image and the like, without which the text would be another question.
+    """
+    key = "content" if message.get("role") else "value"
+    parts = message.get(key)
+    if not isinstance(parts, list):
+        return text_at(message, key)
+    texts = []
+    for part in parts:
+        # A table has the keys of all kinds of parts in each of them, some of them null: only `type` tells the kind.
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping) or kind != "text":
+            raise RowError("not_text", key, f"expected parts of type 'text', found one of type {kind!r}")
+        text = value_at(part, "text")
+        if not isinstance(text, str):
+            raise RowError("wrong_type", key, f"expected a string as a part's text, found {_shown(text)}")
+        texts.append(text)
+    return text_at({key: "".join(texts)}, key)
 
 
 def _shown(value: object) -> str:

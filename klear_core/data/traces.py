@@ -9,7 +9,17 @@ from itertools import islice
 from klear_core.config.data import FileSource, HubSource
 from klear_core.data.contest_ids import contest_id
 from klear_core.data.datafiles import check_files, data_files, origin
-from klear_core.data.fields import Fields, RowError, is_from_user, keys, stated_id, text_at, user_message, value_at
+from klear_core.data.fields import (
+    Fields,
+    RowError,
+    is_from_user,
+    keys,
+    message_text,
+    stated_id,
+    text_at,
+    user_message,
+    value_at,
+)
 from klear_core.data.question_tables import QuestionTables
 from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows
 from klear_core.data.trace_schemas import TRACE_SCHEMAS
@@ -204,7 +214,7 @@ def _replies_in(*path: str) -> Callable[[Fields], Sequence[Reply]]:
             raise RowError("not_single_turn", ".".join(path), f"expected one assistant message, found {len(said)}")
         if not any(map(is_from_user, messages[: messages.index(said[0])])):
             raise RowError("not_single_turn", ".".join(path), "the assistant's message comes before the user's")
-        text = text_at(said[0], "content" if said[0].get("role") else "value")
+        text = message_text(said[0])
         thinking = said[0].get("reasoning_content") or said[0].get("reasoning")
         if isinstance(thinking, str) and thinking.strip():
             # Some rows have the thinking a second time, in tags at the beginning of the text.
@@ -214,6 +224,19 @@ def _replies_in(*path: str) -> Callable[[Fields], Sequence[Reply]]:
         return (split_reply(text),)
 
     return replies
+
+
+def _completion_question(fields: Fields) -> str:
+    """Return the prompt of TRL's rows, which is a text or a list of messages."""
+    return text_at(fields, "prompt") if isinstance(fields.get("prompt"), str) else user_message(fields, "prompt")
+
+
+def _completion(fields: Fields) -> Sequence[Reply]:
+    """Return the completion of TRL's rows, which is a text or the rest of the prompt's messages."""
+    prompt, completion = value_at(fields, "prompt"), value_at(fields, "completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _replies_in("messages")({"messages": [*prompt, *completion]})
+    return (split_reply(text_at(fields, "completion")),)
 
 
 def _input_question(fields: Fields) -> str:
@@ -338,6 +361,12 @@ FORMATS = (
         question=_text("question"),
         replies=_graded_samples,
         domain=lambda _fields: Domain.MATH,
+    ),
+    TraceFormat(  # TRL's rows for SFT
+        name="prompt_completion",
+        signatures=keys("prompt completion"),
+        question=_completion_question,
+        replies=_completion,
     ),
     TraceFormat(
         name="prompt_response",

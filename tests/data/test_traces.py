@@ -18,10 +18,15 @@ SKY = (
 QUESTION = "What is 1+1?"
 CHAT = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": THOUGHT}]
 SHARE_GPT = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": THOUGHT}]
+PARTS = [
+    {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": " 1+1?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": THOUGHT}]},
+]
 
 ROWS = {
     "messages": {"messages": CHAT},
     "messages, with a system prompt": {"messages": [{"role": "system", "content": "Think."}, *CHAT]},
+    "messages, in parts": {"messages": PARTS},
     "messages, with the thinking apart": {
         "messages": [CHAT[0], {"role": "assistant", "content": "so \\boxed{2}", "reasoning_content": "hm"}]
     },
@@ -120,6 +125,12 @@ ROWS = {
         "message_content": "so \\boxed{2}",
     },
     "prompt and response": {"prompt": QUESTION, "response": THOUGHT},
+    "TRL, texts": {"prompt": QUESTION, "completion": THOUGHT},
+    "TRL, messages": {"prompt": CHAT[:1], "completion": CHAT[1:]},
+    "TRL, messages in parts, with a system prompt": {
+        "prompt": [{"role": "system", "content": [{"type": "text", "text": "Think."}]}, PARTS[0]],
+        "completion": PARTS[1:],
+    },
     "Alpaca": {"instruction": QUESTION, "input": "", "output": THOUGHT},
 }
 
@@ -205,6 +216,16 @@ BAD = {
     "a greeting before the question": ({"messages": CHAT[::-1]}, "not_single_turn"),
     "an empty answer": ({"messages": [CHAT[0], {"role": "assistant", "content": " "}]}, "empty_field"),
     "no list": ({"messages": "hi"}, "wrong_type"),
+    "an image in a question": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, CHAT[1]]},
+        "not_text",
+    ),
+    "a part without text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}, CHAT[1]]}, "missing_field"),
+    "a part whose text is null": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}, CHAT[1]]},
+        "wrong_type",
+    ),
+    "no part": ({"messages": [{"role": "user", "content": []}, CHAT[1]]}, "empty_field"),
 }
 
 
@@ -215,6 +236,13 @@ def test_a_row_that_is_no_trace_is_dropped_by_name(tmp_path, name):
     assert isinstance(good, PublishedTrace)
     assert isinstance(dropped, Dropped)
     assert (dropped.reason, "traces.jsonl:2" in dropped.detail) == (reason, True)
+
+
+def test_a_completion_of_several_messages_is_dropped(tmp_path):
+    prompt, completion = CHAT[:1], [CHAT[1], *CHAT]
+    (dropped,) = read_traces(source_of(tmp_path, {"prompt": prompt, "completion": completion}))
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "not_single_turn"
 
 
 def test_rows_of_no_known_format_are_refused_with_the_keys_of_the_first(tmp_path):
