@@ -18,10 +18,11 @@ CARD = "README.md"
 _CONFIG = "config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER = "tokenizer.json"
+_TEMPLATE = "chat_template.jinja"
 _OPTIONAL = (
     CARD,
     "generation_config.json",
-    "chat_template.jinja",
+    _TEMPLATE,
     "chat_template.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -115,7 +116,26 @@ def check_folder(folder: Path) -> list[str]:
     missing = _missing_shards(folder, names)
     if missing:
         raise ConfigError(f"{folder}: {len(missing)} of its weight files are missing ({', '.join(missing[:4])})")
+    if not _has_template(folder):
+        raise ConfigError(
+            f"{folder}: the tokenizer has no chat template, which every stage needs; base models often lack one: save "
+            f"the template that it is to learn, or that of its chat model, there as {_TEMPLATE}"
+        )
     return names
+
+
+def _has_template(folder: Path) -> bool:
+    """Return False if a tokenizer has no chat template; a file that is no JSON is refused where it is loaded."""
+    template = folder / _TEMPLATE
+    if template.is_file():  # it has priority over the one in the config
+        return bool(template.read_bytes().strip())
+    if (folder / "additional_chat_templates").is_dir():
+        return True
+    try:
+        declared = json.loads((folder / _TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+    except ValueError:
+        return True
+    return not isinstance(declared, dict) or bool(declared.get("chat_template"))
 
 
 def download(model: HubModelConfig, progress: Progress) -> Path:

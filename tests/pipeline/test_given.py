@@ -304,6 +304,28 @@ def test_a_folder_that_is_no_model_is_named_before_anything_is_spent(tmp_path: P
     assert not [p for p in problems_with(smoke(tmp_path, f"given.sft.path={model}")) if p.startswith("given")]
 
 
+@pytest.mark.parametrize("settings", [["given.sft.path={}"], ["model.kind=hf", "model.path={}"]])
+def test_a_model_without_a_chat_template_is_named_before_anything_is_spent(
+    tmp_path: Path, model: Path, settings: list[str]
+) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    config = smoke(tmp_path, *[setting.format(copy) for setting in settings])
+
+    def complains(files: dict[str, str]) -> bool:
+        for name in ("tokenizer_config.json", "chat_template.jinja"):
+            (copy / name).unlink(missing_ok=True)
+        for name, text in files.items():
+            (copy / name).write_text(text)
+        return any(f"{copy}: the tokenizer has no chat template" in problem for problem in problems_with(config))
+
+    tokenizer, with_template = json.dumps({"eos_token": "</s>"}), json.dumps({"chat_template": "{{ messages }}"})
+    assert complains({"tokenizer_config.json": tokenizer})
+    assert complains({"tokenizer_config.json": json.dumps({"chat_template": None})})
+    assert complains({"tokenizer_config.json": with_template, "chat_template.jinja": ""})
+    assert not complains({"tokenizer_config.json": with_template})
+    assert not complains({"tokenizer_config.json": tokenizer, "chat_template.jinja": "{{ messages }}"})
+
+
 def test_a_hub_that_cannot_be_reached_is_told_with_what_to_do(tmp_path: Path) -> None:
     found = problems_with(smoke(tmp_path, *hub_settings("http://127.0.0.1:9", tmp_path / "cache")))
     assert any("given.sft: some/sft-model at revision" in p and "hf download some/sft-model" in p for p in found), found
