@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from random import Random
 
 import httpx
 
-from klear_core.config.distill import HttpTeacherConfig
+from klear_core.config.distill import HttpTeacherConfig, TeacherEndpoint
 from klear_core.distill.budget import cost_of
 from klear_core.distill.fleet import Endpoint, Fleet, OverBudgetError
 from klear_core.distill.keys import NO_KEYS, BlockKeys, request_headers
@@ -32,6 +33,8 @@ from klear_core.distill.teacher import (
 from klear_core.errors import TeacherError
 from klear_core.seeding import seed_for
 from klear_core.types import Problem, TeacherReply
+
+log = logging.getLogger(__name__)
 
 _CHECK_TIMEOUT_S = 5.0
 _MOST_ERROR_BYTES = 65_536
@@ -343,23 +346,40 @@ async def _first_bytes(response: httpx.Response) -> bytes:
 
 
 def check_endpoints(cfg: HttpTeacherConfig, keys: BlockKeys = NO_KEYS) -> None:
-    """Request the list of models of every endpoint once.
+    """Request the list of models of every endpoint once; log a warning for one that does not answer beside others.
 
-    Raise TeacherError if no response comes within seconds, TeacherRejectsError if an API key is rejected. Any other
-    response passes, because not every endpoint has such a list.
+    Raise TeacherError if no response comes from any within seconds, TeacherRejectsError if an API key is rejected. Any
+    other response passes, because not every endpoint has such a list.
     """
+    silent = []
     for endpoint in cfg.runtime.endpoints:
-        url = endpoint.base_url.rstrip("/") + "/models"
         try:
-            status = httpx.get(url, headers=request_headers(endpoint, keys), timeout=_CHECK_TIMEOUT_S).status_code
-        except (httpx.TransportError, httpx.InvalidURL) as e:
-            raise TeacherError(
-                f"no server answers at distill.teacher.base_url = {endpoint.base_url!r}: "
-                f"tried GET {url} for {_CHECK_TIMEOUT_S:g} s ({type(e).__name__}: {e}); "
-                "start the teacher, or correct its address"
-            ) from e
-        if status in (401, 403):
-            raise TeacherRejectsError(f"GET {url}: HTTP {status}: {_FATAL_STATUSES[status]}")
+            _check_endpoint(endpoint, keys)
+        except TeacherRejectsError:
+            raise
+        except TeacherError as e:
+            silent.append(e)
+    num_all = len(cfg.runtime.endpoints)
+    if len(silent) == num_all > 1:
+        raise TeacherError(f"no server answers at any of its {num_all} endpoints; the last: {silent[-1]}")
+    if len(silent) == num_all:
+        raise silent[0]
+    for error in silent:
+        log.warning("distill: %s; the other endpoints get its requests until it answers", error)
+
+
+def _check_endpoint(endpoint: TeacherEndpoint, keys: BlockKeys) -> None:
+    url = endpoint.base_url.rstrip("/") + "/models"
+    try:
+        status = httpx.get(url, headers=request_headers(endpoint, keys), timeout=_CHECK_TIMEOUT_S).status_code
+    except (httpx.TransportError, httpx.InvalidURL) as e:
+        raise TeacherError(
+            f"no server answers at distill.teacher.base_url = {endpoint.base_url!r}: "
+            f"tried GET {url} for {_CHECK_TIMEOUT_S:g} s ({type(e).__name__}: {e}); "
+            "start the teacher, or correct its address"
+        ) from e
+    if status in (401, 403):
+        raise TeacherRejectsError(f"GET {url}: HTTP {status}: {_FATAL_STATUSES[status]}")
 
 
 def _retry_after_s(response: httpx.Response) -> float:

@@ -389,6 +389,25 @@ def test_a_teacher_that_answers_is_asked_once_and_may_refuse_our_key(tmp_path: P
     assert [f"HTTP {status}" in p for p in problems] == ([] if is_fit else [True])
 
 
+def test_a_fleet_may_lack_a_server_while_another_one_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dead, other = dead_url(), dead_url()
+
+    def fleet(*urls: str) -> PipelineConfig:
+        endpoints = ", ".join(f'{{ base_url = "{url}" }}' for url in urls)
+        of_teacher = ("kind=http", "model=m", f"runtime.endpoints=[{endpoints}]")
+        return profile(tmp_path, *(f"distill.teacher.{setting}" for setting in of_teacher))
+
+    with endpoint(200) as (url, asked):
+        assert problems_with(fleet(dead, url, other)) == []
+        assert asked == ["/v1/models"]
+    assert [f"base_url = '{one}'" in caplog.text for one in (dead, other, url)] == [True, True, False]
+    (problem,) = problems_with(fleet(dead, other))
+    assert problem.startswith("distill.teacher: no server answers at any of its 2 endpoints; the last: ")
+    with endpoint(401) as (url, _):
+        (problem,) = problems_with(fleet(dead, url))
+        assert "HTTP 401" in problem
+
+
 def test_a_missing_key_block_is_named_once_prefect_can_be_asked(tmp_path: Path) -> None:
     teacher = {"kind": "http", "base_url": "http://127.0.0.1:9/v1", "model": "r1", "api_key_block": "teacher-key"}
     config = PipelineConfig.model_validate({"workspace": {"root": str(tmp_path)}, "distill": {"teacher": teacher}})
