@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TypeGuard
 
 from klear_core.code_tests import CallCase, StdinCase
+from klear_core.data.packed_tests import parse_json
 from klear_core.errors import DataError
 
 
@@ -36,9 +37,9 @@ def lcb_call(raw_input: object, raw_output: object, i: int) -> CallCase:
     if not isinstance(raw_input, str) or not isinstance(raw_output, str):
         raise DataError(f"test {i}: input and output of a call must be text or a list of arguments")
     try:
-        args = [json.loads(line) for line in raw_input.split("\n") if line.strip()]
-        return call_case(args, json.loads(raw_output), i)
-    except (ValueError, RecursionError) as e:
+        args = [parse_json(line) for line in raw_input.split("\n") if line.strip()]
+        return call_case(args, parse_json(raw_output), i)
+    except (json.JSONDecodeError, RecursionError) as e:
         raise DataError(f"test {i}: not JSON lines: {e}") from e
 
 

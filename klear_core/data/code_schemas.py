@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from klear_core.code_tests import CodeReference
+from klear_core.data.cases import is_number
 from klear_core.data.fields import Fields, RowError, Schema, grade_at, keys, no_rating, rating_at, text_at, value_at
+from klear_core.data.packed_tests import LongIntegerError
 from klear_core.data.references import code_reference_from_row, code_reference_from_tests, has_no_tests
 from klear_core.errors import DataError
 from klear_core.types import Domain, Reference, UnverifiableReference
@@ -69,7 +72,8 @@ def without_wrapping(prompt: str) -> str:
 
 
 def reference_in(tests: object, *, fn_name: str = "") -> Reference:
-    """Return the tests in any known format, or that the problem is unverifiable if there are none.
+    """Return the tests in any known format, or that the problem is unverifiable if there are none, or Python cannot
+    read one of their integers.
 
     Raise RowError if they are malformed.
     """
@@ -77,12 +81,16 @@ def reference_in(tests: object, *, fn_name: str = "") -> Reference:
         return UnverifiableReference(domain=Domain.CODE, why="the source has no tests")
     try:
         return code_reference_from_tests(tests, fn_name=fn_name)
+    except LongIntegerError as e:
+        return UnverifiableReference(domain=Domain.CODE, why=str(e))
     except DataError as e:
         raise RowError("bad_reference", "tests", str(e)) from e
 
 
-def code_reference(fields: Fields) -> CodeReference:
-    """Return the tests of a row in any known format; raise RowError if there are none or they are malformed."""
+def code_reference(fields: Fields) -> Reference:
+    """Return the tests of a row in any known format, or that it is unverifiable if Python cannot read one of their
+    integers; raise RowError if there are none or they are malformed.
+    """
     tests = fields.get("tests")
     if isinstance(tests, Mapping) and "fname" in tests:
         raise RowError("no_reference", "tests", f"are in the file {tests['fname']!r}, which is not part of the row")
@@ -90,6 +98,8 @@ def code_reference(fields: Fields) -> CodeReference:
         raise RowError("no_reference", "tests", f"no field has any; looked for {', '.join(sorted(_TEST_FIELDS))}")
     try:
         return code_reference_from_row(fields)
+    except LongIntegerError as e:
+        return UnverifiableReference(domain=Domain.CODE, why=str(e))
     except DataError as e:
         raise RowError("bad_reference", "tests", str(e)) from e
 
@@ -197,7 +207,20 @@ def _codeforces_reference(fields: Fields) -> Reference:
         why = "the official tests are missing or cut"
     if why:
         return UnverifiableReference(domain=Domain.CODE, why=why)
-    return reference_in(fields["official_tests"])
+    reference = reference_in(fields["official_tests"])
+    if not isinstance(reference, CodeReference):
+        return reference
+    time_limit_s, memory_mb = _positive(fields.get("time_limit")), _positive(fields.get("memory_limit"))
+    return replace(
+        reference,
+        time_limit_s=time_limit_s,
+        memory_limit_mb=None if memory_mb is None or memory_mb < 1 else int(memory_mb),
+    )
+
+
+def _positive(value: object) -> float | None:
+    """Return a positive finite number, None for anything else: a limit that is not stated is that of the settings."""
+    return float(value) if is_number(value) and 0 < value < float("inf") else None
 
 
 def _contests_reference(fields: Fields) -> Reference:

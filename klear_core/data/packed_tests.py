@@ -7,6 +7,7 @@ import binascii
 import io
 import json
 import pickle
+import sys
 import zlib
 
 from klear_core.errors import DataError
@@ -18,6 +19,23 @@ KlearReasoner-CodeSub has 278 KB a row, the largest LiveCodeBench problem about 
 """
 
 
+class LongIntegerError(DataError):
+    """A test holds an integer of more digits than Python reads. The limit protects the whole process, so it stays."""
+
+    def __init__(self) -> None:
+        super().__init__(f"a test has an integer of more than {sys.get_int_max_str_digits():,} digits")
+
+
+def parse_json(text: str) -> object:
+    """Return the value of a JSON text. Raise LongIntegerError, or ValueError or RecursionError as `json` does."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as e:  # the only one that is not about the text's syntax
+        raise LongIntegerError from e
+
+
 def unpack(value: object) -> object:
     """Return the value of a JSON text, and any other value as it is."""
     if not isinstance(value, str):
@@ -25,8 +43,8 @@ def unpack(value: object) -> object:
     if len(value) > MAX_TESTS_BYTES:
         raise DataError(f"tests of {len(value)} characters; at most {MAX_TESTS_BYTES} are read")
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as e:
+        return parse_json(value)
+    except (json.JSONDecodeError, RecursionError) as e:
         raise DataError(f"tests are not JSON: {e}") from e
 
 

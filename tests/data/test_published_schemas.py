@@ -311,6 +311,8 @@ def test_prompts_of_traces_are_kept_and_their_answers_are_no_references(name, tm
     assert is_without_references(FileSource(path=str(tmp_path / "rows.jsonl")))
 
 
+LONG_CALL = f'{{"fn_name": "f", "inputs": [[{"7" * 4301}]], "outputs": [[1]]}}'
+LONG_LINE = json.dumps({"fn_name": "f", "inputs": ["7" * 4301], "outputs": ["1"]})
 UNVERIFIABLE = {
     "a proof": (NUMINA | {"answer": "proof"}, "'proof'"),
     "an answer not found": (NUMINA | {"answer": "notfound"}, "'notfound'"),
@@ -320,6 +322,12 @@ UNVERIFIABLE = {
     "no box": (NUMINA_COT | {"solution": "Trivial."}, "no different boxed"),
     "no tests in TACO": (TACO | {"input_output": json.dumps({"inputs": [], "outputs": []})}, "no tests"),
     "empty tests in APPS": (APPS | {"input_output": ""}, "no tests"),
+    "an integer too long for Python in APPS": (APPS | {"input_output": LONG_CALL}, "4,300 digits"),
+    "an integer too long for Python in a line of APPS": (APPS | {"input_output": LONG_LINE}, "4,300 digits"),
+    "an integer too long for Python in OpenThoughts": (
+        METADATA | {"domain": "code", "test_cases": LONG_CALL},
+        "4,300 digits",
+    ),
     "no tests in OpenThoughts": (METADATA | {"domain": "code"}, "no tests"),
     "no tests in CodeContests": (CODE_CONTESTS | {"public_tests": NO_TESTS}, "no tests"),
     "cut official tests": (CODEFORCES | {"official_tests_complete": False}, "missing or cut"),
@@ -337,6 +345,21 @@ def test_a_prompt_that_cannot_be_judged_is_kept_with_the_reason(name, tmp_path):
     assert isinstance(found.reference, UnverifiableReference)
     assert why in found.reference.why
     assert found.domain is found.reference.domain
+
+
+@pytest.mark.parametrize(
+    ("stated", "limits"),
+    [
+        ({"time_limit": 1.5, "memory_limit": 64.0}, (1.5, 64)),
+        ({"time_limit": 2, "memory_limit": 256}, (2.0, 256)),
+        ({"time_limit": None, "memory_limit": None}, (None, None)),
+        ({"time_limit": 0.0, "memory_limit": 0.5}, (None, None)),
+        ({"time_limit": "fast", "memory_limit": float("inf")}, (None, None)),
+    ],
+)
+def test_the_limits_of_a_codeforces_problem_are_those_of_its_tests(stated, limits, tmp_path):
+    reference = read_one(CODEFORCES | stated, tmp_path).reference
+    assert (reference.time_limit_s, reference.memory_limit_mb) == limits
 
 
 MISFITS = {
