@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.grid import plan_runs
-from klear_core.config.ablation import load_ablation
+from klear_core.config.ablation import AblationConfig, load_ablation
 from klear_core.evaluate.ablation_table import as_markdown
 from klear_core.evaluate.cells import read_cells, table_of
 from klear_core.evaluate.stats import seed_spread
@@ -17,9 +17,15 @@ ROOT = Path(__file__).parents[2]
 DATA = sorted((ROOT / "docs" / "data").glob("*.jsonl"))
 PUBLISHED = dict(
     re.findall(
-        r"<!-- computed from data/(\w+)\.jsonl -->\n\n((?:\|.*\n)+)", (ROOT / "docs" / "ablations.md").read_text()
+        r"<!-- computed from data/([\w.]+)\.jsonl -->\n\n((?:\|.*\n)+)", (ROOT / "docs" / "ablations.md").read_text()
     )
 )
+
+
+def grid_of(file: Path) -> AblationConfig:
+    """Return the grid of a file of runs: GRID.jsonl, or GRID.PROFILE.jsonl on another profile than the grid's own."""
+    name, _, profile = file.stem.partition(".")
+    return load_ablation(ROOT / "configs" / "ablations" / f"{name}.toml", profile or None)
 
 
 def test_every_file_of_runs_has_its_table() -> None:
@@ -29,17 +35,16 @@ def test_every_file_of_runs_has_its_table() -> None:
 
 @pytest.mark.parametrize("file", DATA, ids=lambda file: file.stem)
 def test_a_published_table_is_computed_from_its_runs(file: Path) -> None:
-    reference = load_ablation(ROOT / "configs" / "ablations" / f"{file.stem}.toml").reference
-    table, _, _notes = as_markdown(table_of(read_cells(file), reference)).partition("\n\n")
+    table, _, _notes = as_markdown(table_of(read_cells(file), grid_of(file).reference)).partition("\n\n")
     assert PUBLISHED[file.stem].rstrip("\n") == table.rstrip("\n")
 
 
 @pytest.mark.parametrize("file", DATA, ids=lambda file: file.stem)
 def test_the_runs_are_those_of_the_grid_each_once(file: Path) -> None:
-    cfg = load_ablation(ROOT / "configs" / "ablations" / f"{file.stem}.toml")
+    cfg = grid_of(file)
     records = read_cells(file)
     planned = plan_runs(cfg, []).items()
-    asked = {(cell.variant, cell.rate, cell.seed): run.config.rl for cell, run in planned}
+    asked = {(cell.variant, cell.rate, cell.seed): getattr(run.config, cfg.compare) for cell, run in planned}
     assert sorted((r.variant, r.learning_rate, r.seed) for r in records) == sorted(asked)
     for r in records:
         rl = asked[r.variant, r.learning_rate, r.seed]
