@@ -204,8 +204,8 @@ def test_a_rollback_never_returns_to_a_version_whose_own_rollback_was_killed(
     workspace: WorkspaceConfig, registry: Registry, name: str, num_promoted: int
 ) -> None:
     """Version 2 keeps the alias after its rollback was killed, and others are promoted before that is repeated."""
-    assert registry.crown(promotion("rl/a", None))
-    assert registry.crown(promotion("rl/b", 1))
+    assert registry.promote(promotion("rl/a", None))
+    assert registry.promote(promotion("rl/b", 1))
     # two writes draw the ticket, four are the tags, the seventh moves the alias
     with pytest.raises(Killed):
         dying(workspace, name, at=7, after=False).roll_back(by="ann", why="rude")
@@ -213,7 +213,7 @@ def test_a_rollback_never_returns_to_a_version_whose_own_rollback_was_killed(
     assert champion is not None
     assert champion.rollback is not None
     for i in range(num_promoted):
-        assert registry.crown(promotion(f"rl/new{i}", 2 + i))
+        assert registry.promote(promotion(f"rl/new{i}", 2 + i))
     for number in range(2 + num_promoted, 2, -1):
         lost, has = registry.roll_back(by="bob", why="slow")
         assert (lost.number, has.number) == (number, number - 1 if number > 3 else 1)
