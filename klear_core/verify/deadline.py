@@ -7,10 +7,11 @@ import ctypes
 import functools
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
-RAN_OUT = signal.SIGRTMAX
-"""Signal that ends a process at its deadline. Libraries with timeouts use SIGALRM, and nothing uses this one."""
+RAN_OUT = signal.SIGRTMAX if sys.platform == "linux" else signal.SIGALRM
+"""Signal that ends a process at its deadline. Libraries with timeouts use SIGALRM, and nothing uses Linux's SIGRTMAX."""
 
 _GRACE_S = 1.0
 """Seconds from RAN_OUT to SIGKILL, which ends a process that blocks or handles every signal that it can."""
@@ -44,10 +45,18 @@ class _TimerSpec(ctypes.Structure):
 def ended_after(seconds: float) -> Iterator[None]:
     """Have the kernel end this process if the block takes longer, whatever the block does with its signals.
 
-    An alarm that the block leaves running is cancelled: it would end a later block.
+    An alarm that the block leaves running is cancelled: it would end a later block. Other systems than Linux have only
+    the alarm, which the block could cancel.
     """
-    libc, gentle, hard = _timers()
     signal.signal(RAN_OUT, signal.SIG_DFL)
+    if sys.platform != "linux":
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return
+    libc, gentle, hard = _timers()
     _set(libc, gentle, seconds)
     _set(libc, hard, seconds + _GRACE_S)
     try:
