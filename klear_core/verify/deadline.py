@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 RAN_OUT = signal.SIGRTMAX if sys.platform == "linux" else signal.SIGALRM
-"""Signal that ends a process at its deadline. Libraries with timeouts use SIGALRM, and nothing uses Linux's SIGRTMAX."""
+"""Signal that ends a process at its deadline. Libraries with timeouts use SIGALRM; nothing uses SIGRTMAX."""
 
 _GRACE_S = 1.0
 """Seconds from RAN_OUT to SIGKILL, which ends a process that blocks or handles every signal that it can."""
