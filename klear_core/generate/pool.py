@@ -1,13 +1,15 @@
 """Serve requests with several engines as one: least loaded first; the requests of an engine that dies are asked again.
 
-Samples depend on a request's own seed and not on the engine, so that a repeated request gives what the first would have
-given. The pool knows no processes: those of Ray are in `klear_core.cluster`, endpoints and local engines in `members`.
+They go to the other engines first, so that one that keeps dying does not use up their tries. Samples depend on a
+request's own seed and not on the engine, so that a repeated request gives what the first would have given. The pool
+knows no processes: those of Ray are in `klear_core.cluster`, endpoints and local engines in `members`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -83,8 +85,8 @@ class _Request:
     params: SamplingParams
     answer: asyncio.Future[list[Completion]]
     asking: asyncio.Task[None] | None = None
-    num_tries: int = 0
-    """Engines that died while they had this request."""
+    lost_on: list[_Slot] = field(default_factory=list)
+    """Engines that died while they had this request; one that died twice is in it twice."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -163,29 +165,36 @@ class EnginePool:
 
     def _dispatch(self) -> None:
         """Send waiting requests to engines with room. Suspects go first, or new requests would keep them waiting."""
-        for queue in (self._suspects, self._waiting):
-            while queue:
-                slot = self._least_busy(is_suspect=queue is self._suspects)
-                if slot is None:
-                    break
-                request = queue.popleft()
-                slot.running[request] = None
-                request.asking = asyncio.create_task(self._ask(slot, request))
+        suspects, self._suspects = self._suspects, deque()
+        for request in suspects:
+            slot = _least_busy(self._slots_for_suspect(request))
+            if slot is None:
+                self._suspects.append(request)
+            else:
+                self._send(slot, request)
+        while self._waiting:
+            slot = _least_busy(self._slots)
+            if slot is None:
+                break
+            self._send(slot, self._waiting.popleft())
 
-    def _least_busy(self, *, is_suspect: bool) -> _Slot | None:
-        """Return the engine with the smallest share of its limit in use, the first of equals; None if none has room."""
-        best: _Slot | None = None
-        best_load = 1.0
-        for slot in self._slots:
-            load = len(slot.running) / max(1, slot.engine.limit)
-            if slot.is_up and load < best_load and not (is_suspect and self._has_enough_suspects(slot)):
-                best, best_load = slot, load
-        return best
+    def _send(self, slot: _Slot, request: _Request) -> None:
+        slot.running[request] = None
+        request.asking = asyncio.create_task(self._ask(slot, request))
+
+    def _slots_for_suspect(self, request: _Request) -> list[_Slot]:
+        """Return the engines with room for a suspect: of those that did not die with it, if one runs; else of all."""
+        allowed = [slot for slot in self._slots if slot not in request.lost_on]
+        # Its last try waits for an engine that did not have it yet: the request may be innocent, and the others broken.
+        waits = len(request.lost_on) == self._max_tries - 1 and bool(allowed)
+        if not waits and not any(slot.is_up for slot in allowed):
+            allowed = self._slots
+        return [slot for slot in allowed if _load(slot) < 1 and not self._has_enough_suspects(slot)]
 
     def _has_enough_suspects(self, slot: _Slot) -> bool:
         if self._max_suspects is None:
             return False
-        return sum(request.num_tries > 0 for request in slot.running) >= self._max_suspects
+        return sum(bool(request.lost_on) for request in slot.running) >= self._max_suspects
 
     async def _ask(self, slot: _Slot, request: _Request) -> None:
         try:
@@ -226,10 +235,10 @@ class EnginePool:
         Suspects are the requests that at least two engines had when they died. The one at fault is found by bisection:
         an engine gets fewer and fewer suspects at a time.
         """
-        suspects = [request for request in requests if request.num_tries > 0]
+        suspects = [request for request in requests if request.lost_on]
         for request in requests:
-            request.num_tries += 1
-        if len(suspects) == 1 and suspects[0].num_tries >= self._max_tries:
+            request.lost_on.append(slot)
+        if len(suspects) == 1 and len(suspects[0].lost_on) >= self._max_tries:
             (culprit,) = suspects
             culprit.answer.set_exception(_poison_error(culprit, slot.engine.name, error))
             requests = [request for request in requests if request is not culprit]
@@ -241,7 +250,7 @@ class EnginePool:
         """Lift the limit on suspects once none is left."""
         if self._max_suspects is None or self._suspects:
             return
-        if not any(request.num_tries for slot in self._slots for request in slot.running):
+        if not any(request.lost_on for slot in self._slots for request in slot.running):
             self._max_suspects = None
 
     async def _start(self, slot: _Slot) -> None:
@@ -300,10 +309,26 @@ class EnginePool:
             slot.running.clear()
 
 
+def _least_busy(slots: Sequence[_Slot]) -> _Slot | None:
+    """Return the engine with the smallest share of its limit in use, the first of equals; None if none has room."""
+    best: _Slot | None = None
+    best_load = 1.0
+    for slot in slots:
+        load = _load(slot)
+        if load < best_load:
+            best, best_load = slot, load
+    return best
+
+
+def _load(slot: _Slot) -> float:
+    """Return the share of an engine's limit in use; infinite if it does not run."""
+    return len(slot.running) / max(1, slot.engine.limit) if slot.is_up else math.inf
+
+
 def _poison_error(request: _Request, name: str, error: BaseException) -> ResourceError:
     failure = ResourceError(
         f"the request with seed {request.params.seed} and a prompt of {len(request.prompt_ids)} tokens is given up: "
-        f"{request.num_tries} engines died while they had it; the last was {name}: {error}"
+        f"{len(request.lost_on)} engines died while they had it; the last was {name}: {error}"
     )
     failure.__cause__ = error
     return failure

@@ -26,14 +26,16 @@ def answer_to(seed: int) -> list[Completion]:
 
 
 class Mortal:
-    """Answers when it is told to, and dies with everything that it holds of the prompt (666,)."""
+    """Answers when it is told to, and dies with everything that it holds of the prompt (666,), or of any if broken."""
 
-    def __init__(self, name: str, *, limit: int = 4, is_slow: bool = False) -> None:
-        self.name, self.limit, self.is_slow = name, limit, is_slow
+    def __init__(self, name: str, *, limit: int = 4, is_slow: bool = False, is_broken: bool = False) -> None:
+        self.name, self.limit, self.is_slow, self.is_broken = name, limit, is_slow, is_broken
         self.seen: list[int] = []
         self.most_at_once = 0
         self.num_starts = 0
         self.dies_at_start = 0
+        self.may_restart = asyncio.Event()
+        self.may_restart.set()
         self.is_closed = False
         self._end = asyncio.Event()
         self._dead = asyncio.Event()
@@ -44,6 +46,8 @@ class Mortal:
         if self.dies_at_start:
             self.dies_at_start -= 1
             raise EngineLost("died while it started")
+        if self.num_starts > 1:
+            await self.may_restart.wait()
         self._dead = asyncio.Event()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
@@ -55,7 +59,7 @@ class Mortal:
             if list(prompt_ids) == [0]:
                 raise ValueError("leave room")
             await asyncio.sleep(0)
-            if list(prompt_ids) == [666]:
+            if self.is_broken or list(prompt_ids) == [666]:
                 dead.set()
             for _ in range(3):
                 await asyncio.sleep(0)
@@ -165,6 +169,40 @@ def test_two_poisonous_requests_are_both_found() -> None:
         asked = [pool.generate(prompt, params(i)) for i, prompt in enumerate(prompts)]
         results = await asyncio.gather(*asked, return_exceptions=True)
         assert [i for i, r in enumerate(results) if isinstance(r, ResourceError)] == [3, 17]
+
+    run(body)
+
+
+@pytest.mark.parametrize(("num_requests", "limit"), [(3, 1), (40, 4)])
+def test_an_engine_that_dies_of_every_request_costs_no_request_while_another_is_well(
+    num_requests: int, limit: int
+) -> None:
+    async def body() -> None:
+        broken, well = Mortal("broken", limit=limit, is_broken=True), Mortal("well", limit=limit)
+        pool = pool_of(broken, well)
+        await pool.start()
+        answers = await asyncio.gather(*(pool.generate([1], params(i)) for i in range(num_requests)))
+        assert [a[0].text for a in answers] == [str(i) for i in range(num_requests)]
+        assert len(broken.seen) == len(set(broken.seen))  # none was asked there twice
+
+    run(body)
+
+
+def test_the_last_try_of_a_request_waits_for_an_engine_that_did_not_have_it_yet() -> None:
+    async def body() -> None:
+        broken, away = Mortal("broken", is_broken=True), Mortal("away")
+        pool = pool_of(broken, away)
+        await pool.start()
+        away.may_restart.clear()
+        replacing = asyncio.create_task(pool.replace(away, EngineLost("gone")))
+        await settle()
+        asked = asyncio.create_task(pool.generate([1], params(7)))
+        await settle()
+        assert broken.seen == [7, 7]
+        assert not asked.done()
+        away.may_restart.set()
+        assert await asked == answer_to(7)
+        await replacing
 
     run(body)
 
