@@ -1,9 +1,13 @@
-"""The simulated engines of `klear bench rollout_scale` have the published step times, and lose no token."""
+"""The simulated engines of `klear bench rollout_scale` have the published step times, and lose no token.
+
+The benchmark shows each setup when it ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from klear_core.generate.engine import SamplingParams
 from klear_core.types import Completion
 
 sys.path.append(str(Path(__file__).parents[1] / "bench" / "rl"))
+from bench_rollout_scale import Setup, measure_each
 from simulated_cluster import BLOCK, SimulatedEngine, SimulatedEngines
 
 PROMPT = b"00001"
@@ -81,3 +86,23 @@ def test_tokens_after_new_weights_have_their_version() -> None:
     answers = sample(4, load_at_s=20.0).answers
     assert all(answer.policy_versions == tuple(sorted(answer.policy_versions)) for answer in answers)
     assert {version for answer in answers for version in answer.policy_versions} == {0, 1}
+
+
+def test_the_benchmark_shows_the_row_of_a_setup_before_it_simulates_the_next(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setups = [Setup("synchronous", 8, 4, groups, 1, 0) for groups in (4, 5)]
+    shown = []
+
+    def watched() -> Iterator[Setup]:
+        for setup in setups:
+            yield setup
+            shown.append(capsys.readouterr().err)
+
+    measures = measure_each(watched())
+    assert len(shown) == 2
+    for groups, row in zip((4, 5), shown, strict=True):
+        assert row.startswith(f"8_gpus/{groups}_groups/synchronous: steps ")
+        name = f"rollout_scale/8_gpus/{groups}_groups/synchronous/slower side"
+        (value,) = [m["value"] for m in measures if m["name"] == name]
+        assert f"slower side {value:.3g} busy" in row

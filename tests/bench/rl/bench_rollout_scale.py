@@ -12,7 +12,8 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,12 +113,26 @@ class _Probe(NullTelemetry):
 
 def measure(most_gpus: int = 1024) -> list[dict[str, object]]:
     """Return a line for each setup and quantity."""
+    return measure_each(setup for setup in setups() if setup.num_gpus <= most_gpus)
+
+
+def measure_each(chosen: Iterable[Setup]) -> list[dict[str, object]]:
+    """Return a line for each of these setups and quantity; print a setup's figures when it ends, for it takes minutes."""
     measures = []
-    for setup in setups():
-        if setup.num_gpus <= most_gpus:
-            measures += simulate(setup)
-            print(".", end="", flush=True, file=sys.stderr)  # a setup takes up to minutes
+    for setup in chosen:
+        started = time.monotonic()
+        entries = simulate(setup)
+        _print_row(entries, time.monotonic() - started)
+        measures += entries
     return measures
+
+
+def _print_row(entries: Sequence[Mapping[str, object]], seconds: float) -> None:
+    """Print a setup's figures on stderr: stdout is for the table of all."""
+    setup = str(entries[0]["name"]).removeprefix("rollout_scale/").rpartition("/")[0]
+    start = f"rollout_scale/{setup}/"
+    figures = [f"{str(m['name']).removeprefix(start)} {m['value']:.3g} {m['unit']}" for m in entries]
+    print(f"{setup}: {', '.join(figures)}; simulated in {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def simulate(setup: Setup) -> list[dict[str, object]]:
