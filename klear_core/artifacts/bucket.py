@@ -93,10 +93,14 @@ class Bucket:
         return True
 
     def write(self, key: str, content: bytes) -> None:
-        """Write an object, or replace it."""
+        """Write an object, or replace it, in one atomic step."""
         with self._errors():
             self._make_parent(key)
-            self._fs.pipe_file(self._path(key), content)
+            if self._is_local:
+                # fsspec writes in place, so that a process killed meanwhile would leave a part
+                _replace_file(Path(self._path(key)), content)
+            else:
+                self._fs.pipe_file(self._path(key), content)
 
     def upload(self, file: Path, key: str) -> None:
         """Copy a local file to the store; large ones go in parts."""
@@ -257,12 +261,26 @@ def _options(protocol: str, max_tries: int) -> dict[str, Any]:
 
 def _create_file(path: Path, content: bytes) -> None:
     """Create a file with its whole content, or raise FileExistsError; a link is atomic, also on NFS."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_BEING_CREATED}")
-    temporary.write_bytes(content)
+    temporary = _temporary(path)
     try:
+        temporary.write_bytes(content)
         os.link(temporary, path)
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
+
+
+def _replace_file(path: Path, content: bytes) -> None:
+    """Give a file its whole content, or leave it as it was."""
+    temporary = _temporary(path)
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}{_BEING_CREATED}")
 
 
 def _code(e: Exception) -> str:
