@@ -11,9 +11,10 @@ import logging
 import shutil
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 # This warning is expected, because a single rank saves without a process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
 
+T = TypeVar("T")
 Counters = Mapping[str, int | float]
 """Other numbers that a training loop needs to resume (policy version, skipped steps, data position)."""
 
@@ -140,23 +142,33 @@ class Checkpoints:
         self._barrier()
         if self._copies is not None:
             self._send(self._copies, seal, temporary, final)
-        elif self.world.rank == 0:
-            seal["files"] = digests_of(sorted(temporary.iterdir()))
-            (temporary / SEAL).write_text(json.dumps(seal, allow_nan=False))
-            temporary.rename(final)
-        self._barrier()
+        else:
+            self._on_each_rank(partial(self._seal_here, seal, temporary, final), final)
         if self._is_writer_of_disk:
             for old in self._names()[: -self.cfg.keep]:
                 shutil.rmtree(self.folder / old, ignore_errors=True)
         self._barrier()
 
+    def _seal_here(self, seal: dict[str, Any], temporary: Path, final: Path) -> None:
+        """Seal what all ranks have written to the disk that they share."""
+        if self.world.rank == 0:
+            seal["files"] = digests_of(sorted(temporary.iterdir()))
+            (temporary / SEAL).write_text(json.dumps(seal, allow_nan=False))
+            temporary.rename(final)
+
     def _send(self, copies: CheckpointCopies, seal: dict[str, Any], temporary: Path, final: Path) -> None:
         """Send this rank's files to the store, and seal the copy and what is on each disk (collective call)."""
-        own = files_of_rank(temporary, self.world.rank)
-        digests = digests_of(own)
-        copies.send(final.name, own)
-        seal["files"] = {name: digest for each in self._gather(digests) for name, digest in each.items()}
-        content = json.dumps(seal, allow_nan=False)
+
+        def send_own() -> dict[str, str]:
+            own = files_of_rank(temporary, self.world.rank)
+            digests = digests_of(own)
+            copies.send(final.name, own)
+            return digests
+
+        seal["files"] = {name: d for each in self._on_each_rank(send_own, final) for name, d in each.items()}
+        self._on_each_rank(partial(self._seal_copy, copies, json.dumps(seal, allow_nan=False), temporary, final), final)
+
+    def _seal_copy(self, copies: CheckpointCopies, content: str, temporary: Path, final: Path) -> None:
         if self.world.rank == 0:
             copies.seal(final.name, content)
             for old in copies.sealed()[: -self.cfg.keep]:
@@ -177,12 +189,26 @@ class Checkpoints:
         """Return whether this rank cleans up its disk: rank 0, or with a shared store all, whose disks may differ."""
         return self.world.rank == 0 or self._copies is not None
 
-    def _gather(self, value: dict[str, str]) -> list[dict[str, str]]:
+    def _on_each_rank(self, part: Callable[[], T], final: Path) -> list[T]:
+        """Do each rank's part of a save and return the results of all (collective call).
+
+        If a part fails, all ranks raise: the others would wait for the one that failed.
+        """
         if self.world.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+            return [part()]
+        value, failure = None, None
+        try:
+            value = part()
+        except Exception as e:  # noqa: BLE001  # raised below, once the other ranks know
+            failure = e
+        reports: list[Any] = [None] * self.world.size
+        dist.all_gather_object(reports, (value, None if failure is None else repr(failure)), group=self._group)
+        if failure is not None:
+            raise failure
+        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(reports) if error is not None]
+        if failed:
+            raise ResourceError(f"checkpoint {final} could not be written: {'; '.join(failed)}")
+        return [value for value, _ in reports]
 
     def _barrier(self) -> None:
         if self.world.size > 1:

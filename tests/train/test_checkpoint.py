@@ -193,7 +193,7 @@ def test_a_copy_that_is_not_sealed_or_is_damaged_is_skipped(folder, tmp_path, ca
 
 @pytest.mark.parametrize("seal", ["", "{", "{}", "null"])
 def test_a_copy_or_a_checkpoint_whose_seal_cannot_be_read_is_skipped(folder, tmp_path, seal):
-    """A shared folder has no atomic writes: a rank that is killed while it seals leaves a part of the file."""
+    """A disk that loses its power, or a tool that copies the folder, may leave a part of the file."""
     run = Run(folder, node(tmp_path, "a"), keep=3)
     for step in (1, 2):
         run.save(step)
@@ -233,3 +233,34 @@ def test_ranks_with_disks_of_their_own_send_their_files_and_resume_on_new_disks(
     files = run_ranks(partial(_save_apart, folder, tmp_path), runtime, NullTelemetry())
     whole = [".metadata", "__0_0.distcp", "__1_0.distcp", "seal.json"]
     assert files == [[[".metadata", "__0_0.distcp", "seal.json"], whole], [["__1_0.distcp", "seal.json"], whole]]
+
+
+def _save_thrice(folder, places, world, _telemetry):
+    """Return what the three saves of each rank raise. One whose rank was left waiting has gloo's error, at its exit."""
+    policy = load_policy(folder, world, dtype="float32", activation_checkpointing=False)
+    updater = Updater(policy, OptimConfig(lr=1e-2), world, num_steps=6)
+    checkpoints = Checkpoints(places[world.rank], CheckpointConfig(asynchronous=True), world)
+    errors = ["", "", ""]
+    for step in (1, 2, 3):
+        try:
+            checkpoints.save(step, policy, updater.optimizer, {})
+            checkpoints.wait()
+        except (OSError, ResourceError) as e:
+            errors[step - 1] = repr(e)
+    return world.gather(errors)
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_write_fails_the_save_on_all_and_the_next_goes_on(folder, tmp_path):
+    places = [node(tmp_path, name) for name in ("a", "b")]
+    copies = tmp_path / "shared" / "work" / "sft-f1" / "work" / "scratch" / "checkpoints"
+    for obstacle in ("step-00000001/__1_0.distcp", "step-00000002/seal.json"):
+        (copies / obstacle).mkdir(parents=True)  # a folder where a file belongs
+    runtime = TrainRuntime(num_workers=2, device="cpu")
+    errors = run_ranks(partial(_save_thrice, folder, places), runtime, NullTelemetry())
+    for step, failing in ((1, 1), (2, 0)):
+        own, others = errors[failing][step - 1], errors[1 - failing][step - 1]
+        assert own.startswith("IsADirectoryError")
+        assert f"step-{step:08d} could not be written: rank {failing}: IsADirectoryError" in others
+    assert [each[2] for each in errors] == ["", ""]
+    assert all((place / "step-00000003" / "seal.json").is_file() for place in places)
