@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from klear_core.artifacts.home import home_of
 from klear_core.cluster.engine_plan import plan_engines, plan_scorer
+from klear_core.cluster.nodes import ray_nodes
 from klear_core.cluster.placement import gpus_here
 from klear_core.config.curve import CurveJob
 from klear_core.config.engine import LocalEngineConfig
@@ -78,12 +79,9 @@ def scorer_beside(
 
     if not is_on_ray:  # the only rank trains in this process, on the CPU
         return process_scorer(job, folder, seed=seed)
-    import ray
-
     assert job.scorer is not None
-    num_gpus = ray.cluster_resources().get("GPU", 0.0)
     num_params = read_hf_config(folder).num_params
-    plan = plan_scorer(job.scorer.engine, runtime, num_gpus, num_params, key="sft")
+    plan = plan_scorer(job.scorer.engine, runtime, ray_nodes(), num_params, key="sft")
     if plan.gpus_per_engine == 0:
         return process_scorer(job, folder, seed=seed, hides_gpus=True)
     from klear_core.cluster.model_scorer import ray_scorer

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from klear_core.cluster.placement import cpu_refusal, is_too_large_for_cpu, num_engine_ranks
+from klear_core.cluster.places import Node, Room, place_ranks
 from klear_core.config.engine import LocalEngineConfig, TorchEngineConfig
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
@@ -36,11 +37,9 @@ def plan_engines(
     most = sum(gpus // gpus_per_engine for gpus in gpus_of_nodes)
     wanted = max(1, most) if num_engines == "auto" else num_engines
     if wanted > most:
-        each = ", ".join(map(str, gpus_of_nodes))
-        where = f" ({each} on the nodes; those of an engine must be on one)" if len(gpus_of_nodes) > 1 else ""
         raise ResourceError(
             f"{key}.runtime.num_engines = {num_engines!r}: {wanted} engines with {gpus_per_engine} GPUs each need "
-            f"{wanted * gpus_per_engine} GPUs, and there are {num_gpus}{where}. Lower num_engines or "
+            f"{wanted * gpus_per_engine} GPUs, and there are {num_gpus}{_by_node(gpus_of_nodes)}. Lower num_engines or "
             f"{key}.engine.runtime.tensor_parallel"
         )
     return EnginePlan(num_engines=wanted, gpus_per_engine=gpus_per_engine)
@@ -54,23 +53,34 @@ def check_engines_have_gpus(plan: EnginePlan, engine: LocalEngineConfig, num_par
 
 
 def plan_scorer(
-    engine: LocalEngineConfig, runtime: TrainRuntime, num_gpus: float, num_params: int | None, *, key: str
+    engine: LocalEngineConfig, runtime: TrainRuntime, nodes: Sequence[Node], num_params: int | None, *, key: str
 ) -> EnginePlan:
     """Return the engine that scores models beside a learner with these settings, on GPUs that the learner leaves free.
 
-    Raise ResourceError if there are too few; a small model may be scored on the CPU instead. `key` is the stage's
+    Raise ResourceError if no node has enough; a small model may be scored on the CPU instead. `key` is the stage's
     section.
     """
-    has_learner_gpus = num_gpus > 0 and runtime.device != "cpu"
-    free = num_gpus - runtime.num_workers * has_learner_gpus
+    rooms = Room.of(nodes)
+    num_gpus = sum(node.num_gpus for node in nodes)
+    if num_gpus and runtime.device != "cpu":
+        place_ranks(rooms, runtime, 1.0)
+    free = [len(room.unused()) for room in rooms]
     needed = num_engine_ranks(engine)
-    if num_gpus == 0 or free >= needed:
-        return plan_engines(1, engine, [int(free)] if num_gpus else [], key=key)
+    if num_gpus == 0 or max(free) >= needed:
+        return plan_engines(1, engine, free, key=key)
     is_small = num_params is None or not is_too_large_for_cpu(num_params)
     if isinstance(engine, TorchEngineConfig) and (engine.runtime.device == "cpu" or is_small):
         return EnginePlan(num_engines=1, gpus_per_engine=0)
     raise ResourceError(
-        f"{key}.runtime.curve: the engine that scores, that of evaluate.engine, needs {needed} of {num_gpus:g} GPUs, "
-        f"and the learner's {runtime.num_workers} ranks leave {max(0.0, free):g}: lower {key}.runtime.num_workers, or "
-        f"remove the curve"
+        f"{key}.runtime.curve: the engine that scores, that of evaluate.engine, needs {needed} of {num_gpus} GPUs, "
+        f"and the learner's {runtime.num_workers} ranks leave {sum(free)}{_by_node(free)}: lower "
+        f"{key}.runtime.num_workers, or remove the curve"
     )
+
+
+def _by_node(gpus_of_nodes: Sequence[int]) -> str:
+    """Return the GPUs of several nodes in words; nothing for one."""
+    if len(gpus_of_nodes) == 1:
+        return ""
+    each = ", ".join(map(str, gpus_of_nodes))
+    return f" ({each} on the nodes; those of an engine must be on one)"

@@ -68,10 +68,9 @@ def _scorer_problems(
     if use is None:
         return
     assert not isinstance(use.engine, HttpEngineConfig), "evaluation has engines of its own"
-    num_gpus = sum(node.num_gpus for node in nodes)
     num_params = None if size is None else size.num_params
     try:
-        plan_scorer(use.engine, training.runtime, num_gpus, num_params, key=stage.section)
+        plan_scorer(use.engine, training.runtime, nodes, num_params, key=stage.section)
     except ResourceError as e:
         yield str(e)
 

@@ -17,8 +17,15 @@ from sft_traces import config, inputs
 from toy_curves import toy_curve
 
 from klear_core.cluster.engine_plan import EnginePlan, plan_scorer
+from klear_core.cluster.places import Node
 from klear_core.config.curve import CurveConfig, ScorerConfig
-from klear_core.config.engine import LocalEngineConfig, TorchEngineConfig, TorchEngineRuntime, VllmEngineConfig
+from klear_core.config.engine import (
+    LocalEngineConfig,
+    TorchEngineConfig,
+    TorchEngineRuntime,
+    VllmEngineConfig,
+    VllmRuntime,
+)
 from klear_core.config.jobs import SftJob
 from klear_core.config.load import validate
 from klear_core.config.pipeline import PipelineConfig
@@ -232,24 +239,30 @@ def test_points_are_counted_as_they_are_due(every_steps: int, num_steps: int, st
 
 
 TORCH, VLLM = TorchEngineConfig(), VllmEngineConfig()
+VLLM_2 = VllmEngineConfig(runtime=VllmRuntime(tensor_parallel=2))
 SMALL, LARGE = 10_000_000, 8_000_000_000
 
 
+def nodes(gpus_of_nodes: list[int]) -> list[Node]:
+    return [Node(name=f"node {i}", num_cpus=8, num_gpus=gpus) for i, gpus in enumerate(gpus_of_nodes)]
+
+
 @pytest.mark.parametrize(
-    ("engine", "runtime", "num_gpus", "num_params", "expected"),
+    ("engine", "runtime", "gpus_of_nodes", "num_params", "expected"),
     [
-        (TORCH, {}, 0, SMALL, 0),  # no GPU at all
-        (VLLM, {}, 0, SMALL, 0),
-        (TORCH, {"num_workers": 2}, 3, LARGE, 1),
-        (VLLM, {"num_workers": 2}, 3, LARGE, 1),
-        (TORCH, {"num_workers": 2}, 2, SMALL, 0),  # the learner has both
-        (VLLM, {"num_workers": 2, "device": "cpu"}, 1, LARGE, 1),
+        (TORCH, {}, [0], SMALL, 0),  # no GPU at all
+        (VLLM, {}, [0], SMALL, 0),
+        (TORCH, {"num_workers": 2}, [3], LARGE, 1),
+        (VLLM, {"num_workers": 2}, [3], LARGE, 1),
+        (TORCH, {"num_workers": 2}, [2], SMALL, 0),  # the learner has both
+        (VLLM, {"num_workers": 2, "device": "cpu"}, [1], LARGE, 1),
+        (VLLM_2, {"num_workers": 4}, [3, 3], LARGE, 2),  # the ranks fill the first node
     ],
 )
 def test_the_scorer_gets_a_gpu_that_the_learner_leaves_free(
-    engine: LocalEngineConfig, runtime: dict[str, Any], num_gpus: float, num_params: int, expected: int
+    engine: LocalEngineConfig, runtime: dict[str, Any], gpus_of_nodes: list[int], num_params: int, expected: int
 ) -> None:
-    plan = plan_scorer(engine, TrainRuntime.model_validate(runtime), num_gpus, num_params, key="sft")
+    plan = plan_scorer(engine, TrainRuntime.model_validate(runtime), nodes(gpus_of_nodes), num_params, key="sft")
     assert plan == EnginePlan(num_engines=1, gpus_per_engine=expected)
 
 
@@ -260,4 +273,12 @@ def test_a_scorer_without_a_free_gpu_is_refused_with_the_setting_to_change(
     with pytest.raises(
         ResourceError, match=r"sft\.runtime\.curve.* needs 1 of 2 GPUs, and the learner's 2 ranks leave 0"
     ):
-        plan_scorer(engine, TrainRuntime(num_workers=2), 2, num_params, key="sft")
+        plan_scorer(engine, TrainRuntime(num_workers=2), nodes([2]), num_params, key="sft")
+
+
+def test_the_gpus_of_a_scorer_must_be_left_free_on_one_node() -> None:
+    runtime = TrainRuntime(num_workers=4, context_parallel=2)
+    with pytest.raises(
+        ResourceError, match=r"4 ranks leave 2 \(1, 1 on the nodes; those of an engine must be on one\): lower sft.run"
+    ):
+        plan_scorer(VLLM_2, runtime, nodes([3, 3]), LARGE, key="sft")
