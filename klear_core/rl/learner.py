@@ -181,6 +181,7 @@ class Learner:
 
         Raise TrainingError once more than `runtime.max_nonfinite_steps` updates were skipped in the run.
         """
+        self._checkpoints.raise_failure()  # a run that cannot save must not go on until the next save
         step = self.version + 1  # as it is logged
         is_saved = step in self.cfg.runtime.save_steps
         if is_saved:

@@ -138,6 +138,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     points.begin(policy, first=first, num_steps=num_steps)
 
     for step in range(first, num_steps):
+        checkpoints.raise_failure()  # a run that cannot save must not go on until the next save
         speed.start()
         # Every rank reads all rows of the step; pack_share() then picks its micro-batches.
         rows = [store[r] for r in order.step(step)]

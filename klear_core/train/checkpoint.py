@@ -81,6 +81,10 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the error that an asynchronous save has failed with, once; do not wait for one that still writes."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure

@@ -134,6 +134,22 @@ def test_a_failed_asynchronous_save_is_raised_by_the_next_wait(folder, tmp_path)
         run.checkpoints.wait()
 
 
+def ask_until_it_raises(checkpoints):
+    while True:
+        checkpoints.raise_failure()
+
+
+def test_a_failed_asynchronous_save_is_raised_before_the_next_once_it_has_ended(folder, tmp_path):
+    run = Run(folder, tmp_path / "a", asynchronous=True)
+    (tmp_path / "a").rmdir()
+    (tmp_path / "a").write_text("a file where the folder was")
+    run.checkpoints.raise_failure()  # nothing has failed yet
+    run.save(1)
+    with pytest.raises(ResourceError, match="step-00000001 could not be written"):
+        ask_until_it_raises(run.checkpoints)
+    run.checkpoints.wait()  # it is raised once
+
+
 def test_a_save_is_due_every_so_many_steps(folder, tmp_path):
     checkpoints = Run(folder, tmp_path / "a", every_steps=4).checkpoints
     assert [s for s in range(1, 13) if checkpoints.is_due(s)] == [4, 8, 12]
