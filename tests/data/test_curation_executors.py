@@ -189,7 +189,7 @@ def test_slurm_does_all_tasks_and_returns_a_tasks_error(monkeypatch, tmp_path):
 CURATION = """
 import json, sys
 from pathlib import Path
-from klear_core.config.data import CurateConfig
+from klear_core.config.curate import CurateConfig
 from klear_core.data.curate import curate
 
 class Reports:
