@@ -47,7 +47,7 @@ Report = Logged | Progressed | logging.LogRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reports:
-    """What a rank reports at a time."""
+    """Everything a rank reports in one answer to the driver."""
 
     items: list[Report]
     progress: Progress

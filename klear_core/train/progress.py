@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How much a rank has done since it started. It is compared with itself only: another number is progress."""
+    """Count of what a rank has done since it started. The driver only looks whether it has changed."""
 
     count: int = 0
     latest: str = "nothing yet"
