@@ -18,6 +18,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
+from flows.interrupts import lost_interrupts_sent_again, make_terminations_interrupts
 from flows.launch import show_core_logs
 from flows.local_runs import record_run
 from flows.outages import CancelWatch, is_cancelling, server_awaited
@@ -139,12 +140,14 @@ def tracked_run(
     fails ends the run with its error; a report of what exists is then in the workspace's `failed` folder.
     """
     show_core_logs()
+    make_terminations_interrupts()
     choice = choice or StageSelection()
-    if _has_server():
-        return _run_with_server(config, run_stages, choice)
-    if is_temporary_server(settings.PREFECT_API_URL.value() or ""):
-        record_run(_this_flow_run().id)
-    return _run_selected(config, run_stages, choice)
+    with lost_interrupts_sent_again():
+        if _has_server():
+            return _run_with_server(config, run_stages, choice)
+        if is_temporary_server(settings.PREFECT_API_URL.value() or ""):
+            record_run(_this_flow_run().id)
+        return _run_selected(config, run_stages, choice)
 
 
 def _run_with_server(

@@ -14,15 +14,22 @@ _AGAIN_AFTER_S = 0.05
 
 @contextmanager
 def reliable_interrupts() -> Iterator[None]:
-    """Turn SIGTERM into KeyboardInterrupt while the block runs, and raise again an interrupt that Python would discard.
+    """Turn SIGTERM into KeyboardInterrupt while the block runs, and lose none; see `lost_interrupts_sent_again`."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    with lost_interrupts_sent_again():
+        yield
+
+
+@contextmanager
+def lost_interrupts_sent_again() -> Iterator[None]:
+    """While the block runs, send SIGTERM again a moment after an interrupt that Python would discard.
 
     Python only reports an exception raised in `__del__` or in a weak reference's callback, so the run would continue.
-    The hook for such exceptions sends the signal again a moment later.
     """
     before = sys.unraisablehook
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:
-        if lost.exc_type is KeyboardInterrupt:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
             timer = threading.Timer(
                 _AGAIN_AFTER_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM)
             )
@@ -31,7 +38,6 @@ def reliable_interrupts() -> Iterator[None]:
         else:
             before(lost)
 
-    signal.signal(signal.SIGTERM, _interrupt)
     sys.unraisablehook = send_again
     try:
         yield
@@ -41,6 +47,17 @@ def reliable_interrupts() -> Iterator[None]:
 
 def _interrupt(_signum: int, _frame: object) -> None:
     raise KeyboardInterrupt
+
+
+def make_terminations_interrupts() -> None:
+    """Make the exception that Prefect raises for SIGTERM in a flow a KeyboardInterrupt, for the whole process.
+
+    A KeyboardInterrupt ends an event loop wherever in it the signal arrives. asyncio only logs any other exception of a
+    callback, and keeps that of a task for whoever awaits it, so a cancelled run would continue.
+    """
+    from prefect.exceptions import ExternalSignal, TerminationSignal
+
+    TerminationSignal.__bases__ = (ExternalSignal, KeyboardInterrupt)
 
 
 def exit_at_once_when_interrupted() -> None:

@@ -43,6 +43,58 @@ def test_what_else_is_raised_there_is_reported_as_ever() -> None:
     assert "ValueError: odd" in ended.stderr
 
 
+IN_AN_EVENT_LOOP = """
+import asyncio, os, signal
+from prefect.utilities.engine import capture_sigterm
+from flows.interrupts import make_terminations_interrupts
+
+async def go_on():
+    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(1)
+    print("went on")
+
+make_terminations_interrupts()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)   # capture_sigterm sends the signal again when it is left
+try:
+    with capture_sigterm():
+        asyncio.run(go_on())
+except BaseException as e:
+    print(type(e).__name__)
+"""
+
+
+def test_a_termination_that_comes_in_a_callback_of_an_event_loop_ends_the_loop() -> None:
+    command = [sys.executable, "-c", IN_AN_EVENT_LOOP]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    assert (ended.stdout, ended.stderr) == ("TerminationSignal\n", "")
+
+
+CLEARED_IN_A_FLOW = """
+import signal, time
+from prefect.utilities.engine import capture_sigterm
+from flows.interrupts import make_terminations_interrupts, reliable_interrupts
+
+class Terminated:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+make_terminations_interrupts()
+try:
+    with reliable_interrupts(), capture_sigterm():
+        thing = Terminated()
+        del thing
+        time.sleep(300)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_termination_of_a_flow_that_comes_while_python_clears_something_away_is_heeded() -> None:
+    command = [sys.executable, "-c", CLEARED_IN_A_FLOW]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    assert (ended.stdout, ended.stderr) == ("interrupted\n", "")
+
+
 ENDING = """
 import atexit, time
 from flows.interrupts import exit_at_once_when_interrupted
