@@ -1,7 +1,8 @@
 """Peak memory of every process that reads, curates, trains on or judges problems with 278 KB of tests each.
 
-The file has the shape of KlearReasoner-CodeSub-15K: one JSON array of rows in verl's layout. KLEAR_BENCH_ROWS sets the number of rows;
-15001 makes the 4.2 GB of the released file.
+The files have the shape of KlearReasoner-CodeSub-15K: one JSON array of rows in verl's layout. KLEAR_BENCH_ROWS sets the number of rows;
+15001 makes the 4.2 GB of the released file. `train` is a whole `klear run` of the desk_ci profile up to RL with Ray, whose
+programs are judged by such tests.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from itertools import islice
 from pathlib import Path
 
 import psutil
 
+from klear_core.data.puzzles.programs import count_programs, parse_programs, write_programs
+
 NUM_ROWS = int(os.environ.get("KLEAR_BENCH_ROWS", "2000"))
-NUM_TESTS, NUMBERS_PER_TEST = 40, 1000
+NUM_TESTS, NUMBERS_PER_TEST, DIGITS_PER_TEST = 40, 1000, 2300
 NUM_ANSWERS = 64
+NUM_STEPS = 3
 LIMIT_MB = 2000
+PROFILES = Path(__file__).parents[3] / "configs"
 WORDS = [f"word{i}" for i in range(3000)]
 RIGHT = "print(sum(map(int, input().split())))"
 WRONG = "print(sum(map(int, input().split())) // 2 * 2)"
@@ -32,9 +39,11 @@ def measure() -> list[dict[str, object]]:
     """Run each part in a process of its own, and watch the memory of this process and of all that it starts."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("KLEAR_BENCH_DIR")) as name:
         folder = Path(name)
-        num_bytes = _write_rows(folder / "train.json")
+        num_bytes = _write_rows(folder / "train.json", _sum_rows())
         size = f"{NUM_ROWS} rows, {num_bytes / 1e9:.2f} GB"
         measured = {part: _watch(part, folder) for part in ("read", "curate", "rl")}
+        _write_rows(folder / "train.json", _program_rows())
+        measured["train"] = _watch("train", folder)
     versions = {"python": sys.version.split()[0], "cores": os.cpu_count(), "file": size}
     entries: list[tuple[str, float, str, str, bool]] = []
     for part, (peak_mb, cpu_s, results) in measured.items():
@@ -49,29 +58,54 @@ def measure() -> list[dict[str, object]]:
     ]
 
 
-def _write_rows(path: Path) -> int:
-    rng = random.Random(0)
+def _write_rows(path: Path, rows: Iterable[dict[str, object]]) -> int:
     with path.open("w") as f:
         f.write("[")
-        for i in range(NUM_ROWS):
-            f.write(",\n" * bool(i) + json.dumps(_row(rng)))
+        for i, row in enumerate(rows):
+            f.write(",\n" * bool(i) + json.dumps(row))
         f.write("]")
     return path.stat().st_size
 
 
-def _row(rng: random.Random) -> dict[str, object]:
-    inputs: list[str] = []
-    outputs: list[str] = []
-    for _ in range(NUM_TESTS):
-        numbers = rng.choices(range(1_000_000), k=NUMBERS_PER_TEST)
-        inputs.append(" ".join(map(str, numbers)) + "\n")
-        outputs.append(f"{sum(numbers)}\n")
-    question = " ".join(rng.choices(WORDS, k=80))
+def _sum_rows() -> Iterator[dict[str, object]]:
+    rng = random.Random(0)
+    for _ in range(NUM_ROWS):
+        inputs: list[str] = []
+        outputs: list[str] = []
+        for _ in range(NUM_TESTS):
+            numbers = rng.choices(range(1_000_000), k=NUMBERS_PER_TEST)
+            inputs.append(" ".join(map(str, numbers)) + "\n")
+            outputs.append(f"{sum(numbers)}\n")
+        yield _row(" ".join(rng.choices(WORDS, k=80)), {"inputs": inputs, "outputs": outputs})
+
+
+def _program_rows() -> Iterator[dict[str, object]]:
+    """The desk profile's programs, each called with lists of 2,300 digits instead of six."""
+    rng = random.Random(0)
+    lists = [rng.choices(range(10), k=DIGITS_PER_TEST) for _ in range(NUM_TESTS)]
+    inputs = [[digits] for digits in lists]
+    for question in islice(_program_questions(rng), NUM_ROWS):
+        pipeline = parse_programs(question)
+        assert pipeline is not None, question
+        outputs = [pipeline.run(digits) for digits in lists]
+        yield _row(question, {"fn_name": "f", "inputs": inputs, "outputs": outputs})
+
+
+def _program_questions(rng: random.Random) -> Iterator[str]:
+    for level in (2, 3):
+        count = count_programs(level)
+        for index in rng.sample(range(count), count):
+            question = write_programs(level, index)
+            if question is not None:
+                yield question
+
+
+def _row(question: str, tests: dict[str, object]) -> dict[str, object]:
     return {
         "data_source": "coder1_longcot",
         "prompt": [{"content": question, "role": "user"}],
         "ability": "code",
-        "reward_model": {"ground_truth": json.dumps({"inputs": inputs, "outputs": outputs}), "style": "rule"},
+        "reward_model": {"ground_truth": json.dumps(tests), "style": "rule"},
         "extra_info": {},
     }
 
@@ -158,5 +192,33 @@ def _rl(folder: Path) -> dict[str, float]:
     return {"prompts": len(chosen), "right_of_64_answers": right}
 
 
+def _train(folder: Path) -> dict[str, float]:
+    """Run the desk_ci profile as a user would, with code RL on the rows; RL samples with two engines of Ray."""
+    root = folder / "workspace"
+    settings = [
+        f"workspace.root={root}",
+        f"given.curate_rl.path={folder / 'train.json'}",
+        "rl.domain=code",
+        f"rl.num_steps={NUM_STEPS}",
+        "rl.rollout.sampling.max_new_tokens=160",
+    ]
+    options = [word for setting in settings for word in ("--set", setting)]
+    command = [
+        str(Path(sys.executable).with_name("klear")),
+        "run",
+        str(PROFILES / "desk_ci"),
+        *options,
+        "--until",
+        "rl",
+    ]
+    log = folder / "train.log"
+    with log.open("w") as out:
+        ended = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False)
+    assert ended.returncode == 0, log.read_text()[-3000:]
+    (manifest,) = root.glob("artifacts/rl/*/manifest.json")
+    return json.loads(manifest.read_text())["counts"]
+
+
 if __name__ == "__main__":
-    print(json.dumps({"read": _read, "curate": _curate, "rl": _rl}[sys.argv[1]](Path(sys.argv[2]))))
+    parts = {"read": _read, "curate": _curate, "rl": _rl, "train": _train}
+    print(json.dumps(parts[sys.argv[1]](Path(sys.argv[2]))))
