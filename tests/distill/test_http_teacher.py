@@ -140,7 +140,7 @@ def test_a_server_that_stays_busy_fails_that_sample_alone_and_counts_its_tries(s
 
 def test_an_answer_that_does_not_come_in_time_is_a_timeout(server: ScriptedServer) -> None:
     server.script = [Answer(delay_s=60)]
-    (result,) = ask(make_config(server.base_url, {"max_attempts": 2, "first_token_timeout_s": 0.1}))
+    (result,) = ask(make_config(server.base_url, {"max_attempts": 2, "first_token_timeout_s": 3.0}))
     assert reason(result) == "timeout"
     assert len(server.requests) == 2
 
