@@ -26,6 +26,7 @@ _ALWAYS = {
     # The default of 20 s is too short for a first start on a busy machine.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "600",
     "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(LOGGERS),
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",  # what is logged before a run begins belongs to no run
 }
 _QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # our console has the terminal; the run's log has all

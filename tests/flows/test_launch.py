@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,6 +12,7 @@ from urllib.request import getproxies
 
 import httpx
 import pytest
+from klear_command import ROOT
 
 from flows.proxies import bypass_proxies_for_loopback
 
@@ -65,3 +68,20 @@ def test_a_command_knows_it_before_it_asks_anything_of_a_server(
     ended = klear("run", "smoke", "--set", f"workspace.root={tmp_path}", "--set", teacher, "--set", wrong)
     assert "no/such.jsonl" in ended.err
     assert "teacher" not in ended.err, ended.err
+
+
+OUTSIDE_OF_A_FLOW = """
+import logging, sys
+from flows.launch import prepare_environment
+from klear_core.config.pipeline import WorkspaceConfig
+
+prepare_environment(WorkspaceConfig(root=sys.argv[1]))
+import flows.pipeline
+logging.getLogger("flows.local_runs").info("a run was killed")
+"""
+
+
+def test_what_is_logged_before_a_run_begins_prints_nothing(tmp_path: Path):
+    command = [sys.executable, "-c", OUTSIDE_OF_A_FLOW, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
