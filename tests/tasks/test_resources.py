@@ -90,3 +90,17 @@ def test_a_cluster_that_cannot_be_joined_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ResourceError, match=r"RAY_ADDRESS: 127\.0\.0\.1:1 does not answer"), ray_session(SMALL):
         pass
+
+
+def test_a_ray_that_does_not_start_in_its_own_time_is_an_error_that_may_pass(monkeypatch: pytest.MonkeyPatch):
+    """On a busy machine. Ray's wait of 30 s cannot be set, and its error has no class of its own."""
+    import ray
+
+    def time_out(**_settings: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", time_out)
+    message = r"cannot be started on this machine: The current node timed out"
+    with pytest.raises(ResourceError, match=message) as caught, ray_session(SMALL):
+        pass
+    assert not caught.value.is_permanent
