@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from klear_core.artifacts.manifest import ArtifactRef, read_manifest
 from klear_core.config.jobs import ReportJob
+from klear_core.config.pipeline import PipelineConfig
 from klear_core.pipeline.exposure import exposures
 from klear_core.pipeline.graph import stages_of
 from tasks.provenance import code_commit
 from tasks.run_info import RunInfo
 
 if TYPE_CHECKING:
-    from klear_core.report.inputs import PairedDifference, ReportInputs, StageFolder
+    from klear_core.report.inputs import PairedDifference, ReportInputs, ScoreWarning, StageFolder
 
 
 _PUBLISHED = Path(__file__).parents[1] / "flows" / "profiles" / "published.toml"
@@ -50,16 +51,6 @@ def report_inputs(
         )
         for stage in stages
     ]
-    warnings = []
-    for exposure in exposures(config):
-        scored = [name for name in exposure.scored_by if name in inputs]
-        if scored:
-            benchmarks = (*exposure.missed, *exposure.unknown)
-            warnings.append(
-                of.ScoreWarning(
-                    where=", ".join(scored), text=exposure.warning, scored_by=tuple(scored), benchmarks=benchmarks
-                )
-            )
     scores = {stage.scored_model_stage: inputs[stage.name] for stage in stages if stage.scored_model_stage}
     return of.ReportInputs(
         run=run,
@@ -67,9 +58,21 @@ def report_inputs(
         pipeline=pipeline,
         stages=(*done, *missing),
         differences=tuple(_differences(scores)),
-        score_warnings=tuple(warnings),
+        score_warnings=tuple(_score_warnings(config, inputs)),
         published=read_published(_PUBLISHED),
     )
+
+
+def _score_warnings(config: PipelineConfig, inputs: Mapping[str, ArtifactRef]) -> Iterator[ScoreWarning]:
+    """Yield a warning for each benchmark that training may have seen, if a model here was scored on it."""
+    from klear_core.report.inputs import ScoreWarning
+
+    for exposure in exposures(config):
+        scored = [name for name in exposure.scored_by if name in inputs]
+        if scored:
+            benchmarks = (*exposure.missed, *exposure.unknown)
+            where = ", ".join(scored)
+            yield ScoreWarning(where=where, text=exposure.warning, scored_by=tuple(scored), benchmarks=benchmarks)
 
 
 def _differences(scores: Mapping[str, ArtifactRef]) -> Iterator[PairedDifference]:

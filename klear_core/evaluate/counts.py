@@ -133,15 +133,17 @@ def paired_estimate(before: AnswerCounts, after: AnswerCounts, *, confidence: fl
     x = estimates_of([scored_before[i] for i in shared])
     y = estimates_of([scored_after[i] for i in shared])
     has_rerun = _have_several(scored_before) and _have_several(scored_after)
+    rerun = paired_rerun_interval(x, y, confidence=confidence) if has_rerun else None
     majorities = [(a >= 0.5, b >= 0.5) for a, b in zip(x.value, y.value, strict=True)]
+    gains = [b - a for a, b in zip(x.exact, y.exact, strict=True)]
     return Difference(
         value=y.mean - x.mean,
         new_problems=paired_new_problems_interval(x, y, confidence=confidence).range,
-        rerun=paired_rerun_interval(x, y, confidence=confidence) if has_rerun else None,
+        rerun=rerun,
         num_problems=len(shared),
         num_fixed=majorities.count((False, True)),
         num_broken=majorities.count((True, False)),
-        p=sign_flip_test([b - a for a, b in zip(x.exact, y.exact, strict=True)]).p,
+        p=sign_flip_test(gains).p,
     )
 
 

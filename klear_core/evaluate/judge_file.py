@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter, deque
-from collections.abc import Callable, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from klear_core.artifacts.tests_file import load_tests, sizes_of_tests
@@ -16,13 +16,11 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.data.own_references import reference_from_cell
 from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows
 from klear_core.errors import DataError
+from klear_core.evaluate.in_order import Submitted, verdicts_in_order
 from klear_core.types import CustomReference, Difficulty, Outcome, Problem, Reference, Verdict, domain_of
 from klear_core.verify import user_code
 from klear_core.verify.pool import JudgePool, build_judge_pool
 
-_IN_FLIGHT = 512  # answers submitted at a time: bounds how many responses are in memory
-_IN_FLIGHT_CHARS = 64 << 20
-"""Characters of responses and tests submitted at a time: tests of one problem may have hundreds of kilobytes."""
 _ROW_KEYS = {"id", "response", "reference"}
 _BROKEN = {"not_json": "not JSON", "not_utf8": "not UTF-8", "not_an_object": "a row must be an object"}
 
@@ -55,11 +53,24 @@ class _AnswerRow:
     reference: Reference
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Waiting:
-    answer_id: str
-    verdict: Future[Verdict]
-    num_chars: int
+@dataclass(slots=True)
+class _Reader:
+    """Reads the answers of a file, counts its rows, and keeps the invalid ones."""
+
+    path: Path
+    judges: Set[str]
+    num_rows: int = 0
+    bad_rows: list[BadRow] = field(default_factory=list)
+
+    def answers(self) -> Iterator[_AnswerRow]:
+        """Yield the answers of the valid rows."""
+        for row in read_rows(self.path, label=self.path.name):
+            self.num_rows += 1
+            answer = _answer_of(row, judges=self.judges)
+            if isinstance(answer, BadRow):
+                self.bad_rows.append(answer)
+            else:
+                yield answer
 
 
 def judge_file(
@@ -79,45 +90,24 @@ def judge_file(
     if not path.is_file():
         raise DataError(f"{path}: {'a folder' if path.is_dir() else 'no such file'}; `klear judge` takes one file")
     user_code.check_judges(cfg.judges)
-    bad_rows: list[BadRow] = []
+    reader = _Reader(path, {judge.name for judge in cfg.judges})
     verdicts: list[tuple[str, Verdict]] = []
-    waiting: deque[_Waiting] = deque()
-    num_rows = chars_in_flight = 0
-
     with build_judge_pool(cfg) as pool:
-
-        def take_oldest() -> None:
-            nonlocal chars_in_flight
-            oldest = waiting.popleft()
-            verdict = oldest.verdict.result()
-            chars_in_flight -= oldest.num_chars
-            pool.health.record(verdict)
-            verdicts.append((oldest.answer_id, verdict))
+        submitted = (_submitted(pool, answer, bare_code=bare_code) for answer in reader.answers())
+        for answer_id, verdict in verdicts_in_order(submitted, pool.health):
+            verdicts.append((answer_id, verdict))
             if progress is not None:
-                progress(len(verdicts), num_rows)
-
-        judges = {judge.name for judge in cfg.judges}
-        for row in read_rows(path, label=path.name):
-            num_rows += 1
-            answer = _answer_of(row, judges=judges)
-            if isinstance(answer, BadRow):
-                bad_rows.append(answer)
-                continue
-            num_chars = _num_chars(answer)
-            verdict = _submit(pool, answer, bare_code=bare_code)
-            waiting.append(_Waiting(answer_id=answer.answer_id, verdict=verdict, num_chars=num_chars))
-            chars_in_flight += num_chars
-            # take from the front only, so that verdicts keep the order of the file
-            while waiting and (
-                len(waiting) >= _IN_FLIGHT or chars_in_flight > _IN_FLIGHT_CHARS or waiting[0].verdict.done()
-            ):
-                take_oldest()
-        while waiting:
-            take_oldest()
+                progress(len(verdicts), reader.num_rows)
         notes = pool.notes
     if out is not None:
         _write(out, verdicts)
-    return _summary(num_rows, verdicts, bad_rows, notes)
+    return _summary(reader.num_rows, verdicts, reader.bad_rows, notes)
+
+
+def _submitted(pool: JudgePool, answer: _AnswerRow, *, bare_code: bool) -> Submitted[str]:
+    num_chars = _num_chars(answer)
+    verdict = _submit(pool, answer, bare_code=bare_code)
+    return Submitted(answer=answer.answer_id, verdict=verdict, num_chars=num_chars)
 
 
 def _num_chars(answer: _AnswerRow) -> int:

@@ -84,12 +84,14 @@ def decide(rule: PromoteConfig, candidate: Candidate, rival: Rival | None, *, wo
             checks += [_non_inferior(rule, c) for c in comparisons]
             checks.append(_better(comparisons, candidate.chosen_on))
     failed = [check for check in checks if not check.is_passed]
+    rival_contender = rival.contender if rival else None
+    rival_is: RivalIs = rival.is_ if rival else "nobody"
     decision = Decision(
         is_passed=not failed,
         sentence=_sentence(candidate, rival, checks),
         candidate=candidate.contender,
-        rival=rival.contender if rival else None,
-        rival_is=rival.is_ if rival else "nobody",
+        rival=rival_contender,
+        rival_is=rival_is,
         rule=rule,
         checks=tuple(checks),
         comparisons=comparisons,

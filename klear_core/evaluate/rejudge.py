@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -25,6 +24,7 @@ from klear_core.evaluate.generations import (
     RejudgedAnswer,
     UnreadRow,
 )
+from klear_core.evaluate.in_order import Submitted, verdicts_in_order
 from klear_core.evaluate.rejudged import Change, RejudgeSummary, Rescored, mark_of
 from klear_core.types import Difficulty, Problem, Verdict, domain_of
 from klear_core.verify import user_code
@@ -33,9 +33,6 @@ from klear_core.verify.pool import JudgePool, build_judge_pool
 CHANGES_FILE = "changes.jsonl"
 """A line for each answer whose verdict changed."""
 
-_IN_FLIGHT = 512
-_IN_FLIGHT_CHARS = 64 << 20
-"""Characters of answers and tests being judged at a time: they bound the memory."""
 _SHARD_ANSWERS = 2000
 _SHARD_CHARS = 16 << 20
 _MAX_TOLD = 20
@@ -67,13 +64,6 @@ class _Pair:
     changes: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Waiting:
-    generation: Generation
-    verdict: Future[Verdict]
-    num_chars: int
-
-
 def rejudge(
     source: AnswerSource,
     verify: VerifyConfig,
@@ -96,7 +86,8 @@ def rejudge(
     unread = _Unread()
     with build_judge_pool(verify) as pool, (beside / CHANGES_FILE).open("w", encoding="utf-8") as changes:
         writer = _Writer(beside, changes)
-        for row, verdict in _judged(source.read(), pool, unread):
+        submitted = _submitted(source.read(), pool, unread)
+        for row, verdict in verdicts_in_order(submitted, pool.health):
             writer.add(row, verdict)
             if progress is not None:
                 progress(writer.num_answers)
@@ -135,34 +126,15 @@ def check_folder(out: Path) -> None:
         raise ConfigError(f"--out {out}: exists and was not written by `klear rejudge`; name a new folder")
 
 
-def _judged(
+def _submitted(
     rows: Iterable[Generation | UnreadRow], pool: JudgePool, unread: _Unread
-) -> Iterator[tuple[Generation, Verdict]]:
-    """Yield every answer with its new verdict, in the order of the rows, a bounded number of them at a time."""
-    waiting: deque[_Waiting] = deque()
-    chars_in_flight = 0
+) -> Iterator[Submitted[Generation]]:
+    """Submit the answers one after the other; count the rows that cannot be read in `unread`."""
     for row in rows:
         if isinstance(row, UnreadRow):
             unread.add(row)
-            continue
-        item = _Waiting(generation=row, verdict=pool.submit(_problem(row), row.response), num_chars=_num_chars(row))
-        waiting.append(item)
-        chars_in_flight += item.num_chars
-        # from the front only, so that the order is kept
-        while waiting and (
-            len(waiting) >= _IN_FLIGHT or chars_in_flight > _IN_FLIGHT_CHARS or waiting[0].verdict.done()
-        ):
-            oldest = waiting.popleft()
-            chars_in_flight -= oldest.num_chars
-            yield _counted(oldest, pool)
-    while waiting:
-        yield _counted(waiting.popleft(), pool)
-
-
-def _counted(item: _Waiting, pool: JudgePool) -> tuple[Generation, Verdict]:
-    verdict = item.verdict.result()
-    pool.health.record(verdict)
-    return item.generation, verdict
+        else:
+            yield Submitted(answer=row, verdict=pool.submit(_problem(row), row.response), num_chars=_num_chars(row))
 
 
 def _problem(row: Generation) -> Problem:

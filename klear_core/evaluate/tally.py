@@ -168,10 +168,11 @@ def _score(
     estimates: Estimates, problems: Sequence[ProblemTally], *, confidence: float, has_rerun: bool = True
 ) -> Score:
     """Return the mean of the estimates with its intervals."""
+    rerun = rerun_interval(estimates, confidence=confidence) if has_rerun else None
     return Score(
         value=estimates.mean,
         new_problems=new_problems_interval(estimates, confidence=confidence),
-        rerun=rerun_interval(estimates, confidence=confidence) if has_rerun else None,
+        rerun=rerun,
         num_problems=len(problems),
         num_samples=sum(p.num_scored for p in problems),
     )

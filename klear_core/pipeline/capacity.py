@@ -124,7 +124,8 @@ def disk_problem(work: PendingWork, *, free_gb: float) -> str | None:
     if there_gb >= needed_gb:
         return None
     counted = "; ".join(f"{part.what} {part.gb:.1f}" for part in parts if part.gb >= _SHOWN_GB)
-    fewer = ", or lower runtime.checkpoint.keep" if any(part.is_checkpoint for part in parts) else ""
+    has_checkpoints = any(part.is_checkpoint for part in parts)
+    fewer = ", or lower runtime.checkpoint.keep" if has_checkpoints else ""
     begun = f" and {work.begun_gb:.1f} GB of these stages' own" if work.begun_gb >= _SHOWN_GB else ""
     return (
         f"workspace.root = {work.config.workspace.root!r}: {free_gb:.2f} GB free there{begun}, "

@@ -68,9 +68,11 @@ def unjudged_rl_problems(work: PendingWork) -> Iterator[str]:
     """Find RL that would have no problem to learn from, because no source of its problems has references."""
     from klear_core.data.sources import is_without_references
 
-    makers = {stage.name: [use.source for use in stage.sources()] for stage in work.stages}
+    sources_by_stage = {}
     for stage in work.stages:
-        sources = makers.get(stage.inputs.get("problems", ""))
+        sources_by_stage[stage.name] = [use.source for use in stage.sources()]
+    for stage in work.stages:
+        sources = sources_by_stage.get(stage.inputs.get("problems", ""))
         if not isinstance(stage.job, RlJob) or not sources:
             continue
         try:

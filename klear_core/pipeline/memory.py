@@ -66,13 +66,15 @@ def learner_load(training: SftConfig | RlConfig) -> LearnerLoad:
         has_reference = training.kl_coef > 0 and training.lora is None
     else:
         longest = training.max_tokens
+    value_bytes = 2 if training.dtype == "bfloat16" else 4
+    adapter_rank = None if training.lora is None else training.lora.rank
     return LearnerLoad(
         num_ranks=runtime.num_workers,
         num_tokens=-(-max(longest, runtime.tokens_per_microbatch) // runtime.context_parallel),
-        value_bytes=2 if training.dtype == "bfloat16" else 4,
+        value_bytes=value_bytes,
         has_checkpointing=runtime.activation_checkpointing,
         has_reference=has_reference,
-        adapter_rank=None if training.lora is None else training.lora.rank,
+        adapter_rank=adapter_rank,
         moments_bytes=_MOMENTS_BYTES[training.optim.kind],
         is_offloaded=runtime.cpu_offload,
     )

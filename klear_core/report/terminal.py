@@ -70,8 +70,9 @@ def _scores(bench: BenchmarkView) -> Table:
     for name in ("greedy", f"pass@{bench.k}", "cut off", "unparsed"):
         table.add_column(name, justify="right")
     for row in bench.rows:
-        others = [mean.value if mean else NONE for mean in (row.greedy, row.pass_at_k)]
-        scores = (row.avg.value, _span(row.avg.rerun), row.avg.other.text, *others)
+        greedy = row.greedy.value if row.greedy else NONE
+        pass_at_k = row.pass_at_k.value if row.pass_at_k else NONE
+        scores = (row.avg.value, _span(row.avg.rerun), row.avg.other.text, greedy, pass_at_k)
         table.add_row(escape(row.model), *scores, row.truncated, row.no_answer)
     return table
 

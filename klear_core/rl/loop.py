@@ -146,27 +146,33 @@ async def run_steps(
             update |= speed(
                 collected, update, wait_s=sampled - start, train_s=trained - sampled, sync_s=synced - trained
             )
-            sampled_tokens = sum(len(r.completion.token_ids) for g in collected.groups for r in g.rollouts)
-            progress.after(
-                update,
-                collected.drops,
-                position=collected.position,
-                sampled_tokens=sampled_tokens,
-                unfinished=collected.unfinished,
-            )
-            is_first_update = progress.step == progress.steps_without_update + 1
-            if is_first_update and progress.are_ratios_one():
-                log.warning("step %d: %s", progress.step, ratios_one_note(cfg.minibatches_per_step))
+            count_step(progress, update, collected, minibatches_per_step=cfg.minibatches_per_step)
             telemetry.log(update, step=progress.step)
             telemetry.progress(progress.step, cfg.num_steps, f"pass rate {progress.pass_rate:.2f}")
             if step % max(1, cfg.num_steps // _NUM_SHOWN) == 0 or progress.step == cfg.num_steps:
                 save_shown(shown, collected.groups, step=progress.step)
-            # After `progress.after`, so that the checkpoint includes this step's counts.
+            # After `count_step`, so that the checkpoint includes this step's counts.
             if progress.step % cfg.runtime.checkpoint.every_steps == 0 or progress.step == cfg.num_steps:
                 await learner.save(progress.counters())
             if progress.step >= _CHECK_FROM_STEP:
                 check_trained_share(progress, cfg.runtime.informative, shown=shown)
         await curve.finish()
+
+
+def count_step(
+    progress: Progress, metrics: dict[str, float], collected: StepRollouts, *, minibatches_per_step: int
+) -> None:
+    """Add a finished step to `progress`; warn after the first update if every ratio was 1."""
+    progress.after(
+        metrics,
+        collected.drops,
+        position=collected.position,
+        sampled_tokens=collected.sampled_tokens,
+        unfinished=collected.unfinished,
+    )
+    is_first_update = progress.step == progress.steps_without_update + 1
+    if is_first_update and progress.are_ratios_one():
+        log.warning("step %d: %s", progress.step, ratios_one_note(minibatches_per_step))
 
 
 def check_trained_share(progress: Progress, floor: Floor, *, shown: Path) -> tuple[str, ...]:
@@ -203,13 +209,12 @@ def speed(
     collected: StepRollouts, update: dict[str, float], *, wait_s: float, train_s: float, sync_s: float
 ) -> dict[str, float]:
     """Return seconds by phase and tokens per second; `wait_s` is below `rollout_s` if sampling overlaps training."""
-    sampled_tokens = sum(len(r.completion.token_ids) for g in collected.groups for r in g.rollouts)
     return {
         "rl/time/rollout_s": collected.seconds,
         "rl/time/wait_s": wait_s,
         "rl/time/train_s": train_s,
         "rl/time/sync_s": sync_s,
-        "rl/speed/sampled_tokens_per_s": sampled_tokens / max(collected.seconds, 1e-9),
+        "rl/speed/sampled_tokens_per_s": collected.sampled_tokens / max(collected.seconds, 1e-9),
         "rl/speed/trained_tokens_per_s": update.get("rl/batch/tokens", 0.0) / max(train_s, 1e-9),
     }
 

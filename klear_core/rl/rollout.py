@@ -76,6 +76,11 @@ class StepRollouts:
     unfinished: tuple[int, ...] = ()
     """Positions before `position` whose groups are in no step yet: a resumed run asks them again."""
 
+    @property
+    def sampled_tokens(self) -> int:
+        """Return the number of tokens in all sampled answers."""
+        return sum(len(r.completion.token_ids) for g in self.groups for r in g.rollouts)
+
 
 class Rollouts(Protocol):
     """The groups of one step after the other, sampled while the context is open."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,6 +99,35 @@ class TokenStore:
         return SftExample(problem_id=self.problem_ids[row], token_ids=token_ids, loss_mask=loss_mask)
 
 
+@dataclass(slots=True)
+class _Index:
+    """Lengths and origins of the rows of a store that is being built."""
+
+    lens: list[int] = field(default_factory=list)
+    prompt_lens: list[int] = field(default_factory=list)
+    problem_ids: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+
+    def add(self, example: SftExample, *, source: str) -> None:
+        """Add the next row."""
+        self.lens.append(len(example.token_ids))
+        self.prompt_lens.append(example.loss_mask.index(True))
+        self.problem_ids.append(example.problem_id)
+        self.sources.append(source)
+
+    def write(self, path: Path) -> None:
+        """Write the index at once, by a rename."""
+        temporary = path.with_suffix(".tmp.npz")
+        np.savez(
+            temporary,
+            ends=np.cumsum(self.lens),
+            prompt_lens=np.array(self.prompt_lens),
+            problem_ids=np.array(self.problem_ids),
+            sources=np.array(self.sources),
+        )
+        temporary.replace(path)
+
+
 def build_store(
     traces: Iterable[TeacherTrace], tokenizer: Tokenizer, folder: Path, *, max_tokens: int, overlong: Overlong
 ) -> TokenStore:
@@ -112,7 +141,7 @@ def build_store(
     dropped: Counter[str] = Counter()
     num_in = num_cut = num_unended = 0
     example_lost = ""
-    prompt_lens, lens, problem_ids, sources = [], [], [], []
+    index = _Index()
     with (folder / "tokens.bin").open("wb") as f:
         # Tokens go to disk as they come; only the index is held in memory.
         for trace, example in _stream(traces, tokenizer, max_tokens=max_tokens, overlong=overlong):
@@ -124,29 +153,18 @@ def build_store(
                 )
                 continue
             f.write(np.array(example.token_ids, dtype=np.uint32).tobytes())
-            lens.append(len(example.token_ids))
-            prompt_lens.append(example.loss_mask.index(True))
-            problem_ids.append(trace.problem_id)
-            sources.append(trace.source)
+            index.add(example, source=trace.source)
             num_unended += trace.finish_reason != "stop"
             # A complete trace without its end token was cut at `max_tokens`.
             num_cut += trace.finish_reason == "stop" and example.token_ids[-1] != tokenizer.eos_token_id
     noted = {"cut": num_cut, "taught_without_end": num_unended}
     ledger = LedgerStep(
-        step="tokenise", unit="trace", num_in=num_in, num_out=len(lens), dropped=dict(dropped), noted=noted
+        step="tokenise", unit="trace", num_in=num_in, num_out=len(index.lens), dropped=dict(dropped), noted=noted
     )
     (folder / "ledger.json").write_text(ledger.model_dump_json())
     (folder / "example_lost.txt").write_text(example_lost)
-    temporary = folder / "index.tmp.npz"
-    # The index marks the store as complete, so it comes last and appears by a rename.
-    np.savez(
-        temporary,
-        ends=np.cumsum(lens),
-        prompt_lens=np.array(prompt_lens),
-        problem_ids=np.array(problem_ids),
-        sources=np.array(sources),
-    )
-    temporary.replace(folder / "index.npz")
+    # The index marks the store as complete, so it comes last.
+    index.write(folder / "index.npz")
     return TokenStore(folder)
 
 

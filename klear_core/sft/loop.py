@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from klear_core.artifacts.home import Home, fetch_results, home_of, send_results
-from klear_core.artifacts.ledger import FileRecord, LedgerStep, StageSummary
+from klear_core.artifacts.ledger import FileRecord, StageSummary
 from klear_core.artifacts.records import read_shards
 from klear_core.config.curve import CurveConfig
 from klear_core.config.sft import SftConfig
@@ -25,7 +25,7 @@ from klear_core.prompts import check_template, load_tokenizer
 from klear_core.seeding import seed_for
 from klear_core.sft.examples import TokenStore, build_store, check_store
 from klear_core.sft.loss import sft_heads
-from klear_core.sft.order import RowOrder, Split, split_rows
+from klear_core.sft.plan import plan_training
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.checkpoint_copies import fetch_folder, send_folder
@@ -117,11 +117,9 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     from klear_core.train.proofs import prove_fast_paths  # imports a model of transformers, and what that uses
 
     cfg, store = job.cfg, TokenStore(job.store)
-    # Split and order depend on rows and seed alone, so all ranks and a resumed run agree on them.
-    split = split_rows(store.problem_ids, frac=cfg.validation_frac, max_rows=cfg.max_validation_rows, seed=job.seed)
-    order = _row_order(cfg, store, split.train, seed=job.seed)
-    num_steps = min(order.num_steps, cfg.max_steps or order.num_steps)
-    validation = [store[r] for r in split.validation]
+    plan = plan_training(cfg, store, seed=job.seed)
+    num_steps = plan.num_steps
+    validation = [store[r] for r in plan.split.validation]
 
     # Prove before the model is loaded, because another process on the same GPU needs memory for it.
     path_notes = prove_fast_paths(
@@ -141,21 +139,18 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         checkpoints.raise_failure()  # a run that cannot save must not go on until the next save
         speed.start()
         # Every rank reads all rows of the step; pack_share() then picks its micro-batches.
-        rows = [store[r] for r in order.step(step)]
+        rows = [store[r] for r in plan.order.step(step)]
         batch = pack_share(rows, cfg.runtime, world, flops)
         _seed_dropout(job, step, world)
         result = updater.step(batch, sft_heads(batch.micro_batches, rows, cfg.normalise), step=step)
-        if result.is_applied:
-            counters["num_tokens"] += batch.num_tokens
-            counters["train_loss"] = result.loss
-        else:
-            counters["num_skipped"] += 1
+        _count_update(result, batch, counters)
+        if not result.is_applied:
             _save_bad_batch(rows, job, step=step, num_skipped=int(counters["num_skipped"]))
         done = step + 1
         metrics = _of_update(result, batch) | {
             "sft/optim/lr": result.lr,
             "sft/optim/skipped": counters["num_skipped"],
-            "sft/data/epoch": done * cfg.rows_per_step / order.rows_per_epoch,
+            "sft/data/epoch": done * cfg.rows_per_step / plan.order.rows_per_epoch,
         }
         metrics |= speed.metrics(rows)
         if validation and (done % cfg.eval_every_steps == 0 or done == num_steps):
@@ -169,14 +164,9 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
     checkpoints.wait()
 
     _export(policy, job, world)
-    ledger = (store.ledger, _hold_out_step(split), _weigh_step(order, num_steps=num_steps, num_rows=len(split.train)))
-    notes = (skipped_note(int(counters["num_skipped"])),) if counters["num_skipped"] else ()
-    return StageSummary(
-        counts=_counts(num_steps, counters),
-        ledger=ledger,
-        seeds={"sft": job.seed},
-        notes=(*path_notes, *notes, *points.notes()),
-    )
+    notes = (*path_notes, *_skip_notes(counters), *points.notes())
+    ledger = (store.ledger, *plan.ledger())
+    return StageSummary(counts=_counts(num_steps, counters), ledger=ledger, seeds={"sft": job.seed}, notes=notes)
 
 
 def _seed_dropout(job: _Job, step: int, world: World) -> None:
@@ -185,22 +175,25 @@ def _seed_dropout(job: _Job, step: int, world: World) -> None:
         torch.manual_seed(seed_for(job.seed, "sft/lora/dropout", step, world.rank))
 
 
+def _count_update(result: StepResult, batch: PackedBatch, counters: dict[str, float]) -> None:
+    if result.is_applied:
+        counters["num_tokens"] += batch.num_tokens
+        counters["train_loss"] = result.loss
+    else:
+        counters["num_skipped"] += 1
+
+
+def _skip_notes(counters: Mapping[str, float]) -> tuple[str, ...]:
+    """Return a note on the updates that were skipped, if there are any."""
+    num_skipped = int(counters["num_skipped"])
+    return (skipped_note(num_skipped),) if num_skipped else ()
+
+
 def _count_validation(held_out_loss: float, counters: dict[str, float]) -> None:
     counters.pop("validation_loss", None)  # an earlier model's loss must not be reported for this one
     # Checkpoint counters are written as JSON, which has no NaN.
     if math.isfinite(held_out_loss):
         counters["validation_loss"] = held_out_loss
-
-
-def _hold_out_step(split: Split) -> LedgerStep:
-    num_train, num_held_out = len(split.train), len(split.validation)
-    return LedgerStep(
-        step="hold_out",
-        unit="row",
-        num_in=num_train + num_held_out,
-        num_out=num_train,
-        dropped={"validation": num_held_out},
-    )
 
 
 def _load(job: _Job, world: World) -> Policy:
@@ -280,26 +273,6 @@ class _Speedometer:
         seconds = time.perf_counter() - self._started
         speed = {"sft/time/tokens_per_s": sum(len(r.token_ids) for r in rows) / seconds}
         return speed if self._peak is None else speed | {"sft/time/mfu": self._flops.step(rows) / seconds / self._peak}
-
-
-def _row_order(cfg: SftConfig, store: TokenStore, rows: Sequence[int], *, seed: int) -> RowOrder:
-    return RowOrder(
-        rows,
-        store.sources,
-        weights=cfg.source_weights,
-        num_epochs=cfg.num_epochs,
-        rows_per_step=cfg.rows_per_step,
-        seed=seed,
-    )
-
-
-def _weigh_step(order: RowOrder, *, num_steps: int, num_rows: int) -> LedgerStep:
-    """Count the rows that were trained on at least once, and the others by the setting that excluded them."""
-    num_wanted, num_seen = order.num_distinct(order.num_steps), order.num_distinct(num_steps)
-    dropped = {"source_weights": num_rows - num_wanted, "max_steps": num_wanted - num_seen}
-    return LedgerStep(
-        step="weigh", unit="row", num_in=num_rows, num_out=num_seen, dropped={k: n for k, n in dropped.items() if n}
-    )
 
 
 def _save_bad_batch(rows: Sequence[SftExample], job: _Job, *, step: int, num_skipped: int) -> None:

@@ -103,7 +103,8 @@ def busy_bound(items: Sequence[Item], *, capacity: int, num_ranks: int) -> float
     and at most D, the work of the densest R * capacity tokens there are. The other passes last at least the mean of
     what is left. The sum M + (total - min(D, R * M)) / R is smallest for M = h.
     """
-    total, heaviest = sum(item.work for item in items), max(item.work for item in items)
+    work = [item.work for item in items]
+    total, heaviest = sum(work), max(work)
     longest = max(item.num_tokens for item in items)
     room, densest = num_ranks * max(capacity, longest), 0.0
     for item in sorted(items, key=lambda item: -item.work / item.num_tokens):

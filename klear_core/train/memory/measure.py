@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from klear_core.train.memory.tracker import MemoryTracker
     from klear_core.train.packing import MicroBatch, PackedBatch
+    from klear_core.train.parallel import World
 
 _MICRO_BATCHES = 2
 """From the second micro-batch on there are gradients to add to, which is when a step needs most."""
@@ -79,11 +80,7 @@ def measure(case: LearnerCase) -> list[Peak]:
 
 
 def _measure_here(case: LearnerCase) -> list[Peak]:
-    import torch
-    import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from klear_core.config.train import OptimConfig
     from klear_core.train import parallel
@@ -92,14 +89,8 @@ def _measure_here(case: LearnerCase) -> list[Peak]:
     from klear_core.train.memory.tracker import MemoryTracker
     from klear_core.train.step import Updater
 
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=case.num_ranks, store=FakeStore())
-    # A mesh reads numbers off its tensors, so it is built before the fake mode.
-    mesh = init_device_mesh("cpu", (case.num_ranks,))
-    cast(Any, parallel).init_device_mesh = lambda *_: mesh
-    cp_group = parallel._join_context(0, case.cp_size)
-    world = parallel.World(rank=0, size=case.num_ranks, device=torch.device("cpu"), cp_group=cp_group)
-    batch = _batch(case, cp_group)
+    world = _fake_world(case)
+    batch = _batch(case, world.cp_group)
     attention.register()
     stand_ins.install(is_compiled=case.is_compiled)
     shell, reference_shell = _shell(case), _shell(case)
@@ -125,6 +116,24 @@ def _measure_here(case: LearnerCase) -> list[Peak]:
             updater.step(batch, heads, step=0)
     peaks = [Peak(moment=m, num_bytes=sum(kinds.values()), by_kind=kinds) for m, kinds in tracker.peaks.items()]
     return sorted(peaks, key=lambda peak: -peak.num_bytes)
+
+
+def _fake_world(case: LearnerCase) -> World:
+    """Return rank 0 of as many ranks as the case has; its collective calls allocate and send nothing."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from klear_core.train import parallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=case.num_ranks, store=FakeStore())
+    # A mesh reads numbers off its tensors, so it is built before the fake mode.
+    mesh = init_device_mesh("cpu", (case.num_ranks,))
+    cast(Any, parallel).init_device_mesh = lambda *_: mesh
+    cp_group = parallel._join_context(0, case.cp_size)
+    return parallel.World(rank=0, size=case.num_ranks, device=torch.device("cpu"), cp_group=cp_group)
 
 
 @dataclass(frozen=True, slots=True)

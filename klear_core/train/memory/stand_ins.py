@@ -70,8 +70,10 @@ class _Pass(Function):
     @staticmethod
     def backward(ctx: Any, *_grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[1:]
-        made = [torch.empty_like(x) if need else None for x, need in zip(ctx.saved_tensors, needs, strict=True)]
-        return None, *made
+        grads: list[Tensor | None] = []
+        for x, is_needed in zip(ctx.saved_tensors, needs, strict=True):
+            grads.append(torch.empty_like(x) if is_needed else None)
+        return None, *grads
 
 
 def _pass(outputs_like: tuple[int, ...], *inputs: Tensor) -> Any:
