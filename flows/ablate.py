@@ -26,7 +26,7 @@ from klear_core.evaluate.ablation_runs import RunResult, read_run, read_sft_run
 from klear_core.evaluate.ablation_table import AblationTable, as_markdown
 from klear_core.evaluate.beside_paper import beside_paper
 from klear_core.evaluate.cells import CellRecord, write_cells
-from klear_core.pipeline.graph import workspace_root
+from klear_core.pipeline.workspace import workspace_root
 from klear_core.report.chosen import Choice, write_choice
 
 Artifacts = Mapping[str, ArtifactRef]

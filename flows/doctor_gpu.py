@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from klear_core.train.proofs import Conditions, Proof
+    from klear_core.train.kernels.proof import Conditions, Proof
 
 _TRANSFER_TIMEOUT_S = 120.0
 _RECEIVER = """
@@ -52,7 +52,8 @@ def check_paths() -> Iterator[PathCheck]:
     """Yield a check of each fast path as soon as it is known: on the GPU if there is one, and always on the CPU."""
     import torch
 
-    from klear_core.train.proofs import prove, prove_in_process
+    from klear_core.train.kernels.proof import prove
+    from klear_core.train.proofs import prove_in_process
 
     if torch.cuda.is_available():
         for dtype in (torch.bfloat16, torch.float32):
@@ -110,7 +111,7 @@ def _on_gpu(dtype: object) -> Conditions:
     import torch
 
     from klear_core.train.kernels.cases import ModelSizes
-    from klear_core.train.proofs import Conditions
+    from klear_core.train.kernels.proof import Conditions
 
     # Qwen3-1.7B
     sizes = ModelSizes(
@@ -139,8 +140,8 @@ def _compiled_for_cpu(here: Conditions) -> Iterator[PathCheck]:
     """Yield checks of what torch.compile makes of CUDA's functions for the CPU, where a C++ compiler is needed."""
     from klear_core.train.kernels import paths
     from klear_core.train.kernels.fused_cuda import Kernels
+    from klear_core.train.kernels.proof import prove
     from klear_core.train.logits import Passes
-    from klear_core.train.proofs import prove
 
     kernels, passes = Kernels("inductor"), Passes("inductor")
     compiled: dict[str, Any] = {

@@ -30,17 +30,11 @@ from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import Stage
 from klear_core.errors import ArtifactError, KlearError
-from klear_core.pipeline.graph import (
-    fingerprints_of,
-    open_store,
-    select_stages,
-    stages_again,
-    stages_of,
-    with_inputs,
-    workspace_root,
-)
+from klear_core.pipeline.fingerprints import fingerprints_of
+from klear_core.pipeline.graph import select_stages, stages_again, stages_of, with_inputs
 from klear_core.pipeline.moved import set_moved_aside
 from klear_core.pipeline.preflight import require_ready
+from klear_core.pipeline.workspace import open_store, workspace_root
 from tasks import tracking
 from tasks.interrupts import is_interrupt
 from tasks.progress import console

@@ -18,8 +18,10 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.sft import SftConfig
 from klear_core.errors import ConfigError
-from klear_core.pipeline.graph import evaluation_of, fingerprints_of, open_store, stages_of, with_inputs
+from klear_core.pipeline.fingerprints import fingerprints_of
+from klear_core.pipeline.graph import evaluation_of, stages_of, with_inputs
 from klear_core.pipeline.preflight import require_ready
+from klear_core.pipeline.workspace import open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

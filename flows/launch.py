@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flows.own_server import OwnServer
 from klear_core.config.pipeline import WorkspaceConfig
-from klear_core.pipeline.graph import workspace_root
+from klear_core.pipeline.workspace import workspace_root
 
 LOGGERS = ("klear_core", "tasks", "flows")
 

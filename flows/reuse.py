@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from flows.console import RunConsole
 from flows.result import PipelineResult, page_of
+from flows.run_console import RunConsole
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ArtifactError
-from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of, with_inputs
+from klear_core.pipeline.fingerprints import fingerprints_of
+from klear_core.pipeline.graph import stages_of, with_inputs
+from klear_core.pipeline.workspace import open_store
 
 
 def reuse_all(config: PipelineConfig, chosen: Sequence[str]) -> PipelineResult | None:

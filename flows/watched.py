@@ -12,8 +12,8 @@ import typer
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 
 if TYPE_CHECKING:
-    from flows.console import RunConsole
     from flows.grid import Runs
+    from flows.run_console import RunConsole
 
 
 def carry_out(
@@ -53,7 +53,7 @@ def watched_if(has_work: bool, runs: Runs) -> AbstractContextManager[RunConsole]
         return watched(
             first.config.workspace, needs_ray=any(runs_rl(run.config, run.compared.chosen) for run in runs.values())
         )
-    from flows.console import RunConsole
+    from flows.run_console import RunConsole
 
     return closing(RunConsole())
 
@@ -64,10 +64,10 @@ def watched(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunConso
 
     Order matters: the environment is set before Prefect is imported, and the server starts while the imports run.
     """
-    from flows import console
     from flows.launch import own_server, prepare_environment
     from flows.local_runs import close_killed_runs
     from flows.reachable import check_prefect, check_ray, check_tracking
+    from flows.run_console import RunConsole
 
     check_prefect()
     check_tracking(workspace)
@@ -81,7 +81,7 @@ def watched(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunConso
     if server is not None:
         server.wait_until_ready()
         close_killed_runs()
-    watcher = console.RunConsole()
+    watcher = RunConsole()
     set_console(watcher)
     try:
         yield watcher

@@ -13,7 +13,7 @@ from klear_core.config.promote_job import PromoteJob
 from klear_core.errors import ResourceError
 from klear_core.metrics import Telemetry
 from klear_core.pipeline.exposure import exposures
-from klear_core.pipeline.graph import open_store
+from klear_core.pipeline.workspace import open_store
 from tasks.evaluate import evaluate
 from tasks.registry import Registry, artifact_name, folder_of, open_registry, promotion_of
 from tasks.run_info import RunInfo

@@ -23,7 +23,7 @@ from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.promote import Champion
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.pipeline.graph import workspace_root
+from klear_core.pipeline.workspace import workspace_root
 from tasks.mlflow_backend import mlflow_client, translated
 from tasks.registry_records import Promotion, Rollback, Version
 from tasks.registry_turns import TURN_S, Turn, take_turn

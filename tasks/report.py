@@ -11,7 +11,9 @@ from klear_core.config.jobs import ReportJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import Stage
 from klear_core.metrics import Telemetry
-from klear_core.pipeline.graph import artifact_id, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
+from klear_core.pipeline.fingerprints import artifact_id, fingerprints_of
+from klear_core.pipeline.graph import stages_of, with_inputs
+from klear_core.pipeline.workspace import open_store, workspace_root
 from tasks.report_inputs import report_inputs
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage

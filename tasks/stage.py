@@ -15,7 +15,8 @@ from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest
 from klear_core.config.settings import result_settings
 from klear_core.config.stage import Job
 from klear_core.metrics import METRICS_FILE, MetricsFile, Telemetry, finite
-from klear_core.pipeline.graph import artifact_id, input_records, open_store
+from klear_core.pipeline.fingerprints import artifact_id, input_records
+from klear_core.pipeline.workspace import open_store
 from tasks import tracking
 from tasks.prefect_view import show_in_prefect
 from tasks.progress import PrefectProgress, artifact_of_current_run, console

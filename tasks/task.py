@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.errors import KlearError
-from klear_core.pipeline.graph import artifact_id, workspace_root
+from klear_core.pipeline.fingerprints import artifact_id
+from klear_core.pipeline.workspace import workspace_root
 from tasks.interrupts import is_interrupt
 from tasks.run_info import RunInfo
 

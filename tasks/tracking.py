@@ -22,7 +22,7 @@ from klear_core.config.settings import result_settings
 from klear_core.config.stage import Job
 from klear_core.errors import ConfigError
 from klear_core.metrics import read_metrics
-from klear_core.pipeline.graph import workspace_root
+from klear_core.pipeline.workspace import workspace_root
 from tasks.delivery import Connection, StageRun, now_ms
 from tasks.mlflow_backend import EXPERIMENT, mlflow_backend
 from tasks.provenance import code_commit

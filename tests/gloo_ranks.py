@@ -12,8 +12,8 @@ from typing import Any
 
 from klear_core.config.train import TrainRuntime
 from klear_core.metrics import NullTelemetry, Telemetry
-from klear_core.train.parallel import join_world
 from klear_core.train.ranks import Body, run_here
+from klear_core.train.world import join_world
 
 
 def run_ranks(body: Body[Any], runtime: TrainRuntime, telemetry: Telemetry) -> Any:

@@ -320,7 +320,7 @@ def _reason(error: BaseException) -> str:
 
 def _rendezvous_address(_actor: RankActor) -> str:
     """Return an address on the actor's node for the process group to start from; runs in the actor."""
-    import klear_core.train.parallel  # noqa: F401  # slow, so before a port is picked that others may take
+    import klear_core.train.world  # noqa: F401  # slow, so before a port is picked that others may take
 
     # Port 0 lets the system pick a free one. It is unprotected from here until rank 0 listens on it.
     with socket.socket() as s:

@@ -89,7 +89,7 @@ class RankActor:
 
     def join(self, runtime: TrainRuntime, rank: int, init_method: str, level: int) -> None:
         """Join the process group of all ranks; keep log records from `level` on, for the driver."""
-        from klear_core.train.parallel import join_world
+        from klear_core.train.world import join_world
 
         logger = logging.getLogger(LOGGER)
         # The other ranks log what rank 0 logs; only their warnings may be about something of their own.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from klear_core.types import Verdict
-from klear_core.verify.pool import JudgeHealth
+from klear_core.verify.health import JudgeHealth
 
 _IN_FLIGHT = 512
 """Answers submitted at a time: bounds how many responses are in memory."""

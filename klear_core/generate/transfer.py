@@ -4,9 +4,6 @@ For each transfer, each engine and the learner (rank 0) create their own process
 engine that dies breaks no other engine's group, and a replacement engine simply joins the next transfer. Creating the
 groups takes about a second with NCCL; an RL step takes minutes. Learner and engines may be on different nodes.
 
-Timeouts are enforced here, by polling on the CPU. NCCL's `wait` only makes the GPU wait, and its timeout ends the
-process; gloo cannot abort a pending operation at once.
-
 vLLM's weight transfer is not used, because its trainer side waits in NCCL for ever if an engine is gone, and
 because it has no CPU backend, so that none of it could be tested without GPUs.
 """
@@ -15,11 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -28,22 +22,22 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from klear_core.generate.engine import TensorSpec, WeightOffer
+from klear_core.generate.transfer_group import (
+    POLL_S,
+    Group,
+    device_of,
+    start_joining_group,
+    wait_for_group,
+    wait_for_work,
+)
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 << 20
 """Bytes of one message: large enough for full bandwidth, small next to a layer's activations."""
-_POLL_S = 0.002
-_NCCL_ENV = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
-"""Environment in which NCCL's watchdog reports the errors of a new group, but leaves the process alive."""
-_ENV_LOCK = threading.Lock()
 
 
 class WeightServer:
@@ -85,17 +79,17 @@ class WeightServer:
     def send(self, offer: WeightOffer, weights: Iterable[tuple[str, Tensor]], engines: Sequence[int]) -> list[int]:
         """Send to all these engines at once, and return the engines that failed. `weights` are read one by one."""
         groups = self._create_groups(offer, self._wait_for_registration(offer, engines))
-        device = _device(offer)
+        device = device_of(offer)
         try:
             source = iter(weights)
             for chunk in split_chunks(offer.tensors, offer.chunk_bytes):
                 # a chunk has one dtype; as flat bytes, one broadcast carries all its tensors
                 flat = torch.cat([_require_match(next(source), spec).reshape(-1) for spec in chunk])
                 data = flat.to(device).view(torch.uint8)
-                self._with_each(groups, partial(_Group.broadcast, data=data))
+                self._with_each(groups, partial(Group.broadcast, data=data))
             assert next(source, None) is None, "more weights than were offered"
             # no process may close a group before all have received everything
-            self._with_each(groups, partial(_Group.barrier, device=device))
+            self._with_each(groups, partial(Group.barrier, device=device))
         except BaseException:
             for group in groups.values():
                 group.abort()
@@ -104,19 +98,19 @@ class WeightServer:
             group.close()
         return [engine for engine in engines if engine not in groups]
 
-    def _create_groups(self, offer: WeightOffer, engines: Sequence[int]) -> dict[int, _Group]:
+    def _create_groups(self, offer: WeightOffer, engines: Sequence[int]) -> dict[int, Group]:
         """Create the groups with all these engines in parallel; leave out those that fail or take too long."""
         deadline = self._deadline()
         joining = {
-            engine: _start_joining_group(self._store, replace(offer, engine=engine), rank=0) for engine in engines
+            engine: start_joining_group(self._store, replace(offer, engine=engine), rank=0) for engine in engines
         }
-        groups: dict[int, _Group] = {}
+        groups: dict[int, Group] = {}
         for engine, future in joining.items():
             with _drop_on_failure(groups, engine):
-                groups[engine] = _wait_for_group(future, deadline)
+                groups[engine] = wait_for_group(future, deadline)
         return groups
 
-    def _with_each(self, groups: dict[int, _Group], start: Callable[[_Group], Any]) -> None:
+    def _with_each(self, groups: dict[int, Group], start: Callable[[Group], Any]) -> None:
         """Start an operation with all engines, then wait for all; remove those that fail from `groups`."""
         deadline = self._deadline()
         works = {}
@@ -125,7 +119,7 @@ class WeightServer:
                 works[engine] = start(group)
         for engine, work in works.items():
             with _drop_on_failure(groups, engine):
-                _wait_for_work(work, deadline)
+                wait_for_work(work, deadline)
 
     def _deadline(self) -> float:
         """Return now plus half the engines' timeout, so that a stuck engine does not time out the others."""
@@ -137,7 +131,7 @@ class WeightServer:
         keys = {engine: _registration_keys(offer, engine) for engine in engines}
         all_keys = [key for of_engine in keys.values() for key in of_engine]
         while time.monotonic() < deadline and not self._store.check(all_keys):
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         registered = [engine for engine in engines if self._store.check(keys[engine])]
         if len(registered) < len(engines):
             log.warning("engines %s did not register for their weights", sorted(set(engines) - set(registered)))
@@ -152,17 +146,17 @@ def fetch(offer: WeightOffer, *, rank: int) -> Iterator[tuple[str, Tensor]]:
     store = TCPStore(offer.host, offer.port, timeout=timedelta(seconds=offer.timeout_s))
     # the learner opens a group only with engines whose ranks have all registered
     store.set(_registration_key(offer, offer.engine, rank), "registered")
-    group = _wait_for_group(_start_joining_group(store, offer, rank=rank), time.monotonic() + offer.timeout_s)
-    device = _device(offer)
+    group = wait_for_group(start_joining_group(store, offer, rank=rank), time.monotonic() + offer.timeout_s)
+    device = device_of(offer)
     try:
         for chunk in split_chunks(offer.tensors, offer.chunk_bytes):
             sizes = [_numel(spec) for spec in chunk]
             # receive as bytes, read as the chunk's dtype: both are views of one buffer
             flat = torch.empty(sum(sizes), dtype=getattr(torch, chunk[0].dtype), device=device)
-            _wait_for_work(group.broadcast(flat.view(torch.uint8)), time.monotonic() + offer.timeout_s)
+            wait_for_work(group.broadcast(flat.view(torch.uint8)), time.monotonic() + offer.timeout_s)
             for spec, part in zip(chunk, torch.split(flat, sizes), strict=True):
                 yield spec.name, part.view(spec.shape)
-        _wait_for_work(group.barrier(device), time.monotonic() + offer.timeout_s)
+        wait_for_work(group.barrier(device), time.monotonic() + offer.timeout_s)
     except BaseException:  # also covers GeneratorExit, raised when the engine stops reading
         group.abort()
         raise
@@ -186,34 +180,8 @@ def split_chunks(tensors: Sequence[TensorSpec], chunk_bytes: int) -> list[tuple[
     return [tuple(chunk) for chunk in chunks]
 
 
-class _Group:
-    """The process group of an engine and the learner.
-
-    Holds the only reference to torch's group, because dropping the last one waits for the group's threads.
-    """
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = [backend]  # a list, so that `close` and `abort` can take the only reference out
-
-    def broadcast(self, data: Tensor) -> Any:
-        """Start a broadcast of the learner's bytes; returns the pending work."""
-        return self._backend[0].broadcast(data, 0)
-
-    def barrier(self, device: torch.device) -> Any:
-        """Start a barrier, so that no process leaves before all have everything; returns the pending work."""
-        return self._backend[0].allreduce([torch.ones(1, device=device)])
-
-    def close(self) -> None:
-        """Close the group; nothing may be pending."""
-        self._backend.pop().shutdown()
-
-    def abort(self) -> None:
-        """Abort the group in a background thread, because gloo's abort waits for a stuck peer until gloo's timeout."""
-        threading.Thread(target=lambda: self._backend.pop().abort(), daemon=True).start()
-
-
 @contextmanager
-def _drop_on_failure(groups: dict[int, _Group], engine: int) -> Iterator[None]:
+def _drop_on_failure(groups: dict[int, Group], engine: int) -> Iterator[None]:
     """Remove this engine from `groups` if the block fails, without effect on the other engines."""
     try:
         yield
@@ -221,77 +189,6 @@ def _drop_on_failure(groups: dict[int, _Group], engine: int) -> Iterator[None]:
         log.warning("engine %d was lost while weights were sent to it: %s", engine, error)
         if engine in groups:
             groups.pop(engine).abort()
-
-
-def _start_joining_group(store: Store, offer: WeightOffer, *, rank: int) -> Future[_Group]:
-    """Join the group in a daemon thread, because no backend reliably times out.
-
-    A join that takes too long is abandoned with its thread.
-    """
-    device, future = _device(offer), Future[_Group]()
-
-    def join() -> None:
-        try:
-            future.set_result(_Group(_new_backend(store, offer, rank, device)))
-        except BaseException as error:  # noqa: BLE001  # raised again where the group is waited for
-            future.set_exception(error)
-
-    threading.Thread(target=join, daemon=True).start()
-    return future
-
-
-def _wait_for_group(joining: Future[_Group], deadline: float) -> _Group:
-    try:
-        return joining.result(max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        raise RuntimeError("the peer did not join the process group within the timeout") from None
-
-
-def _wait_for_work(work: Any, deadline: float) -> None:
-    """Wait until torch has done the work. Raise RuntimeError if it failed, or if the deadline passes."""
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise RuntimeError("the peer did not complete the operation within the timeout")
-        time.sleep(_POLL_S)
-    work.wait()  # returns at once; raises the error that the work ended with
-
-
-def _new_backend(store: Store, offer: WeightOffer, rank: int, device: torch.device) -> Any:
-    """Return a process group that is not registered with torch.distributed, so it is unaffected by other groups.
-
-    The type is Any, because torch's stubs lack the collectives. The group's own timeout is longer than the deadlines
-    kept here; it only cleans up.
-    """
-    rendezvous = PrefixStore(f"{offer.key}/{offer.engine}", store)
-    timeout = timedelta(seconds=2 * offer.timeout_s)
-    if offer.backend == "gloo":
-        from torch.distributed.distributed_c10d import ProcessGroupGloo
-
-        return ProcessGroupGloo(rendezvous, rank, 1 + offer.num_ranks, timeout)
-    from torch.distributed.distributed_c10d import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    with _nccl_env():
-        group: Any = ProcessGroupNCCL(rendezvous, rank, 1 + offer.num_ranks, options)
-    # otherwise the first broadcast would connect, without a deadline
-    group.eager_connect_single_device(device)
-    return group
-
-
-@contextmanager
-def _nccl_env() -> Iterator[None]:
-    """Set the variables under which new NCCL groups never end the process; torch reads them once per group."""
-    with _ENV_LOCK:  # the environment belongs to all threads
-        before = {name: os.environ.get(name) for name in _NCCL_ENV}
-        os.environ.update(_NCCL_ENV)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                if value is not None:
-                    os.environ[name] = value
 
 
 def _registration_key(offer: WeightOffer, engine: int, rank: int) -> str:
@@ -314,7 +211,3 @@ def _require_match(pair: tuple[str, Tensor], spec: TensorSpec) -> Tensor:
 
 def _numel(spec: TensorSpec) -> int:
     return math.prod(spec.shape)
-
-
-def _device(offer: WeightOffer) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if offer.backend == "nccl" else torch.device("cpu")

@@ -15,7 +15,9 @@ from klear_core.config.stage import EngineUse, Job, Stage
 from klear_core.config.train import TrainRuntime
 from klear_core.distill.keys import BlockKeys
 from klear_core.errors import ConfigError
-from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of, with_inputs
+from klear_core.pipeline.fingerprints import fingerprints_of
+from klear_core.pipeline.graph import stages_of, with_inputs
+from klear_core.pipeline.workspace import open_store
 
 J = TypeVar("J", bound=Job)
 

@@ -20,7 +20,8 @@ from klear_core.config.given_jobs import GivenModelJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import Stage
 from klear_core.errors import ArtifactError, ConfigError
-from klear_core.pipeline.graph import stages_of, workspace_root
+from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.workspace import workspace_root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

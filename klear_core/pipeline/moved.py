@@ -12,7 +12,9 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import Stage
 from klear_core.config.train import PublishedModel, TinyModelConfig
 from klear_core.errors import ConfigError
-from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of, with_inputs
+from klear_core.pipeline.fingerprints import fingerprints_of
+from klear_core.pipeline.graph import stages_of, with_inputs
+from klear_core.pipeline.workspace import open_store
 from klear_core.train.base import pointed_folder
 
 log = logging.getLogger(__name__)

@@ -16,13 +16,9 @@ from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.stage import Stage
 from klear_core.errors import ArtifactError, ConfigError
-from klear_core.pipeline.graph import (
-    fingerprints_of,
-    input_records,
-    open_store,
-    stages_of,
-    with_inputs,
-)
+from klear_core.pipeline.fingerprints import fingerprints_of, input_records
+from klear_core.pipeline.graph import stages_of, with_inputs
+from klear_core.pipeline.workspace import open_store
 
 _ABSENT = "(not set)"
 

@@ -15,18 +15,14 @@ from klear_core.report import charts
 from klear_core.report.answers import PAGE as ANSWERS_PAGE
 from klear_core.report.answers import Viewer, write_viewer
 from klear_core.report.build import page_template, stylesheet
-from klear_core.report.charts import LineChart, Series, line_chart
 from klear_core.report.chosen import chosen_on
-from klear_core.report.compared_runs import ComparedRun, DifferentSetting, RunStage, different_settings
-from klear_core.report.curves import RL_CHARTS, SCORE, SFT_CHARTS, ChartSpec, problems_note, recorded_curve
-from klear_core.report.text import NONE, duration, p_value, percent, points, range_text, spread_text
+from klear_core.report.compared_runs import ComparedRun, DifferentSetting, different_settings
+from klear_core.report.compared_stages import CostRow, StageCharts, cost_rows, stage_charts
+from klear_core.report.text import NONE, p_value, percent, points, range_text, spread_text
 from klear_core.scores import Range
 
 COMPARISON_PAGE = "comparison.html"
 CONFIDENCE = 0.95
-
-_CHARTS: dict[str, tuple[ChartSpec, ...]] = {"sft": SFT_CHARTS, "rl": RL_CHARTS}
-"""Charts by the kind of the stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,22 +80,6 @@ class ScoreRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostRow:
-    """One stage's time in all runs."""
-
-    stage: str
-    cells: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCharts:
-    """Curves of one training stage, with one line for each run."""
-
-    stage: str
-    charts: tuple[LineChart, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """All data of the page."""
 
@@ -127,8 +107,8 @@ def compare_runs(runs: Sequence[ComparedRun], folder: Path) -> Comparison:
     comparison = Comparison(
         runs=tuple(named),
         rows=tuple(_rows(named)),
-        curves=tuple(_curves(named)),
-        costs=tuple(_costs(named)),
+        curves=tuple(stage_charts(named)),
+        costs=tuple(cost_rows(named)),
         settings=tuple(different_settings([run.config for run in named], absent=NONE)),
         viewer=_viewer(named, last, folder),
         last=last,
@@ -289,63 +269,6 @@ def _difference(run: int, found: Difference, p_corrected: float) -> DifferenceCe
         num_broken=found.num_broken,
         is_paired=True,
     )
-
-
-def _curves(runs: Sequence[ComparedRun]) -> list[StageCharts]:
-    names = dict.fromkeys(stage.name for run in runs for stage in run.stages)
-    found = []
-    for name in names:
-        stages = [(run.label, run.stage(name)) for run in runs]
-        trained = [(label, stage) for label, stage in stages if stage and stage.manifest.kind in _CHARTS]
-        if trained:
-            found.append(StageCharts(stage=name, charts=tuple(_charts(trained))))
-    return found
-
-
-def _charts(stages: Sequence[tuple[str, RunStage]]) -> list[LineChart]:
-    """Return the stage's charts with a line for each run; of a chart with several metrics only the first is shown."""
-    drawn = []
-    for spec in _CHARTS[stages[0][1].manifest.kind]:
-        metric, label = spec.metrics[0]
-        lines: list[tuple[str, Series]] = []
-        for run, stage in stages:
-            lines += [(run, s) for s in stage.metrics if s.name.partition("/")[2] == metric]
-        title = f"{spec.title}: {label}" if label else spec.title
-        note = spec.note + (_score_note(stages) if spec is SCORE else "")
-        chart = line_chart(title, lines, note=note, is_share=spec.is_share)
-        if chart is not None:
-            drawn.append(chart)
-    return drawn
-
-
-def _score_note(stages: Sequence[tuple[str, RunStage]]) -> str:
-    """Say where the problems are from, once if the runs agree, and where the intervals are."""
-    notes = dict.fromkeys(problems_note(recorded_curve(stage.manifest)) for _, stage in stages)
-    return f"{''.join(notes)}; each run's report has the intervals"
-
-
-def _costs(runs: Sequence[ComparedRun]) -> list[CostRow]:
-    """Return each stage's time in each run, and the sums. An artifact that the first run has too shows no time."""
-    names = dict.fromkeys(stage.name for run in runs for stage in run.stages)
-    rows = []
-    for name in names:
-        stages = [run.stage(name) for run in runs]
-        cells = [_cost(stage, stages[0], is_first=i == 0) for i, stage in enumerate(stages)]
-        rows.append(CostRow(stage=name, cells=tuple(cells)))
-    totals = []
-    for run in runs:
-        totals.append(duration(sum(stage.manifest.wall_s for stage in run.stages)))
-    return [*rows, CostRow(stage="all stages", cells=tuple(totals))]
-
-
-def _cost(stage: RunStage | None, first: RunStage | None, *, is_first: bool) -> str:
-    if stage is None:
-        return NONE
-    is_shared = not is_first and first is not None and first.manifest.fingerprint == stage.manifest.fingerprint
-    if is_shared:
-        return "the same artifact"
-    tries = f", attempt {stage.manifest.attempts}" if stage.manifest.attempts > 1 else ""
-    return duration(stage.manifest.wall_s) + tries
 
 
 def _viewer(runs: Sequence[ComparedRun], maker: str, folder: Path) -> Viewer | None:

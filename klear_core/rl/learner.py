@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,45 +19,30 @@ from klear_core.errors import ConfigError
 from klear_core.generate.engine import TensorSpec
 from klear_core.hf_config import read_hf_config
 from klear_core.rl.groups import cut_minibatches
-from klear_core.rl.losses import at_step, k3, log_ratio
+from klear_core.rl.losses import at_step
 from klear_core.rl.metrics import TokenStats
-from klear_core.rl.objective import Denominators, OldPolicy, Targets, loss_head, make_targets
+from klear_core.rl.objective import Denominators, OldPolicy, loss_head, make_targets
 from klear_core.rl.saved_steps import SavedSteps
+from klear_core.rl.update_metrics import MiniBatch, staleness, update_metrics
 from klear_core.seeding import seed_for
 from klear_core.train.base import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints, Counters
 from klear_core.train.checkpoint_copies import fetch_shards
 from klear_core.train.flops import FlopCount, peak_flops
+from klear_core.train.gather import adapter_weights, each_weight, full_weights, local_weights, weight_shapes
 from klear_core.train.logps import TokenLogps, token_logps
 from klear_core.train.lora import FOLDER, Adapters, save_adapter, without_adapters
 from klear_core.train.model import Head, Policy, export_model
-from klear_core.train.packing import MicroBatch, PackedBatch
-from klear_core.train.parallel import (
-    World,
-    adapter_weights,
-    each_weight,
-    full_weights,
-    load_policy,
-    local_weights,
-    pack_share,
-    weight_shapes,
-)
+from klear_core.train.packing import MicroBatch
+from klear_core.train.parallel import load_policy, pack_share
 from klear_core.train.step import StepResult, Updater, save_bad_batch
+from klear_core.train.world import World
 from klear_core.types import TrainSample
 
 _OPTIMIZER = "optimizer"
 _SKIPPED = "skipped"
 SAVED_STEPS = "steps"
 """Folder of the saved steps in an RL artifact."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MiniBatch:
-    """Input of one optimizer step: samples of all ranks, this rank's packed share, and loss targets by micro-batch."""
-
-    samples: Sequence[TrainSample]
-    packed: PackedBatch
-    targets: tuple[Targets, ...]
 
 
 class Learner:
@@ -186,7 +170,7 @@ class Learner:
         is_saved = step in self.cfg.runtime.save_steps
         if is_saved:
             self._saved_steps.begin(step, samples, self._policy, self._updater.optimizer)
-        metrics = self._learn(samples) | self._staleness(samples)
+        metrics = self._learn(samples) | staleness(samples, version=self.version)
         self._release_cached_memory()
         self.version = step
         if is_saved:
@@ -203,7 +187,7 @@ class Learner:
         stats = TokenStats(self.world.device)
         started = self._time()  # MFU covers only the updates' forward and backward passes
         results = [self._update(minibatch, stats) for minibatch in minibatches]
-        metrics = self._metrics(minibatches, results, stats)
+        metrics = update_metrics(minibatches, results, stats, self.world, max_log_ratio=self.cfg.max_log_ratio)
         if self._peak_flops is not None:
             available = self._peak_flops * self.world.size * (self._time() - started)
             metrics["rl/speed/mfu"] = self._flops.step(samples) / available
@@ -258,7 +242,7 @@ class Learner:
         for group, saved in zip(optimizer.param_groups, settings, strict=True):
             group.update(saved)
 
-    def _prepare(self, samples: Sequence[TrainSample]) -> _MiniBatch:
+    def _prepare(self, samples: Sequence[TrainSample]) -> MiniBatch:
         packed = pack_share(samples, self.cfg.runtime, self.world, self._flops)
         # Count the samples of all ranks, because gradients are summed over ranks, not averaged.
         denominators = Denominators.of(samples)
@@ -266,7 +250,7 @@ class Learner:
         for micro in packed.micro_batches:
             old = self._compute_old_policy(micro, samples)
             targets.append(make_targets(micro, samples, old, denominators, self.cfg))
-        return _MiniBatch(samples=samples, packed=packed, targets=tuple(targets))
+        return MiniBatch(samples=samples, packed=packed, targets=tuple(targets))
 
     def _logp_head(self, micro: MicroBatch) -> Head[TokenLogps]:
         # Use the sampling temperature, because the policy is the distribution that tokens were drawn from.
@@ -290,7 +274,7 @@ class Learner:
             ref_logp_N=ref_logp_N,
         )
 
-    def _update(self, minibatch: _MiniBatch, stats: TokenStats) -> StepResult:
+    def _update(self, minibatch: MiniBatch, stats: TokenStats) -> StepResult:
         # Loss with its scheduled betas at this RL step.
         cfg = self.cfg.model_copy(update={"loss": at_step(self.cfg.loss, self.version)})
         update_stats = TokenStats(self.world.device)
@@ -307,52 +291,3 @@ class Learner:
                 folder, minibatch.samples, step=self.version, num_skipped=self._num_skipped, max_skipped=allowed
             )
         return result
-
-    def _metrics(
-        self, minibatches: Sequence[_MiniBatch], results: Sequence[StepResult], stats: TokenStats
-    ) -> dict[str, float]:
-        """Return metrics of the applied updates (collective call); only the update counts if none was applied."""
-        token_metrics = stats.all_reduce(self.world).metrics()
-        applied = [(m, r) for m, r in zip(minibatches, results, strict=True) if r.is_applied]
-        metrics = {"rl/optim/updates": float(len(applied)), "rl/optim/skipped": float(len(results) - len(applied))}
-        # `is_applied` comes from sums over all ranks, so all return here or none does: `_mismatch` below is collective.
-        if not applied:
-            return metrics
-        # Each is a mini-batch mean: per-rank sums, divided by global counts, then summed over ranks.
-        losses = [r.loss for _, r in applied]
-        norms = [r.grad_norm for _, r in applied]
-        sizes = [m.packed.num_tokens for m, _ in applied]
-        fills = [m.packed.fill for m, _ in applied]
-        busy = [m.packed.busy for m, _ in applied]
-        metrics |= {
-            "rl/loss/mean": sum(losses) / len(losses),
-            "rl/grad/norm": sum(norms) / len(norms),
-            "rl/grad/max": max(norms),
-            "rl/optim/lr": applied[0][1].lr,
-            "rl/batch/tokens": float(sum(sizes)),
-            "rl/batch/fill": sum(fills) / len(fills),
-            "rl/batch/busy": sum(busy) / len(busy),
-        }
-        return metrics | token_metrics | self._mismatch(*applied[0])
-
-    def _mismatch(self, first: _MiniBatch, result: StepResult) -> dict[str, float]:
-        """Return how far the log-probs of sampler and learner differ on the first applied mini-batch (collective call).
-
-        Before that update the learner still has the weights with which the RL step began. With stale samples, the
-        change of the policy since they were sampled is part of the difference.
-        """
-        # Log-ratio learner/sampler in float64: k3 is about gap^2/2, and float32 would round so small a value to 0.
-        gaps = []
-        for output, targets in zip(result.outputs, first.targets, strict=True):
-            gaps.append(log_ratio(output.logp_N.double(), targets.sampler_logp_N.double()))
-        bound = self.cfg.max_log_ratio
-        gap_N = torch.cat(gaps).clamp(-bound, bound)
-        k3_sum = self.world.sum(k3(gap_N).sum()).item()
-        largest = self.world.max(torch.cat([gap_N.abs(), gap_N.new_zeros(1)]).max())  # this rank may have no token
-        return {"rl/mismatch/k3": k3_sum / first.packed.num_loss_tokens, "rl/mismatch/max": largest.item()}
-
-    def _staleness(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        staleness = [self.version - s.oldest_version for s in samples]
-        if not staleness:
-            return {}
-        return {"rl/staleness/mean": sum(staleness) / len(staleness), "rl/staleness/max": float(max(staleness))}

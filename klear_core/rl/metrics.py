@@ -18,7 +18,7 @@ from klear_core.config.losses import LossConfig
 from klear_core.rl.groups import TRAINED, DropCounts
 from klear_core.rl.losses import TokenLoss
 from klear_core.rl.weights import TrainBatch
-from klear_core.train.parallel import World
+from klear_core.train.world import World
 from klear_core.types import FinishReason, Outcome, Rollout, RolloutGroup
 
 _SHARES = {

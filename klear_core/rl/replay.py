@@ -22,8 +22,8 @@ from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.rl.learner import SAVED_STEPS, Learner
 from klear_core.rl.losses import k3, log_ratio
 from klear_core.rl.saved_steps import SavedStep, SavedSteps
-from klear_core.train.parallel import World
 from klear_core.train.ranks import RunRanks, run_here
+from klear_core.train.world import World
 from klear_core.types import TrainSample
 
 _OF_THE_MACHINE = ("rl/speed/", "rl/batch/fill", "rl/batch/busy")

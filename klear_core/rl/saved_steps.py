@@ -16,7 +16,7 @@ from klear_core.artifacts.records import read_shard, write_shard
 from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ArtifactError
 from klear_core.train.checkpoint import Checkpoints
-from klear_core.train.parallel import World
+from klear_core.train.world import World
 from klear_core.types import TrainSample
 
 _SAMPLES, _METRICS, _STATE = "samples.parquet", "metrics.json", "state"

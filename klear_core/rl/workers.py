@@ -115,7 +115,7 @@ class LocalWorkers:
         from klear_core.rl.start_checks import check_engine
         from klear_core.train.base import model_folder
         from klear_core.train.model import pick_device
-        from klear_core.train.parallel import World
+        from klear_core.train.world import World
 
         runtime = setup.cfg.runtime
         world = World(rank=0, size=1, device=pick_device(runtime.device))

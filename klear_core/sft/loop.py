@@ -31,13 +31,15 @@ from klear_core.train.checkpoint import Checkpoints
 from klear_core.train.checkpoint_copies import fetch_folder, send_folder
 from klear_core.train.curve import OpenScorer, no_scorer, scoring
 from klear_core.train.flops import FlopCount, peak_flops
+from klear_core.train.gather import adapter_weights, full_weights
 from klear_core.train.lora import FOLDER, Adapters, save_adapter
 from klear_core.train.model import Policy, export_model
 from klear_core.train.packing import PackedBatch
-from klear_core.train.parallel import World, adapter_weights, full_weights, load_policy, pack_share
+from klear_core.train.parallel import load_policy, pack_share
 from klear_core.train.points import PointWriter
 from klear_core.train.ranks import RunRanks, run_here
 from klear_core.train.step import StepResult, Updater, save_bad_batch
+from klear_core.train.world import World
 from klear_core.types import SftExample, TeacherTrace
 
 

@@ -5,7 +5,6 @@ A checkpoint is a folder `step-00000100`: written under another name, sealed wit
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import shutil
@@ -14,27 +13,23 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ArtifactError, ResourceError
 from klear_core.train.checkpoint_copies import CheckpointCopies
 from klear_core.train.checkpoint_files import SEAL, digests_of, files_of_rank, find_damage
-from klear_core.train.parallel import World
-from klear_core.train.progress import made_progress
+from klear_core.train.checkpoint_state import LoadPlanner, SavePlanner, cpu_copy, state_of
+from klear_core.train.world import World
 
 log = logging.getLogger(__name__)
 # This warning is expected, because a single rank saves without a process group.
@@ -67,13 +62,13 @@ class Checkpoints:
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, counters: Counters) -> None:
         """Save the state after `step` updates; with `asynchronous`, a thread writes a copy while training goes on."""
         self.wait()  # one save at a time: all of them use the same temporary folder
-        state = _state_of(model, optimizer, self.world)
+        state = state_of(model, optimizer, self.world)
         seal = {"step": step, "counters": dict(counters)}
         if not self.cfg.asynchronous:
             self._write(step, state, seal)
             return
         # The copy is complete before this call returns: the next update overwrites weights and moments in place.
-        self._writer = threading.Thread(target=self._write_guarded, args=(step, _copy(state), seal), daemon=True)
+        self._writer = threading.Thread(target=self._write_guarded, args=(step, cpu_copy(state), seal), daemon=True)
         self._writer.start()
 
     def wait(self) -> None:
@@ -102,12 +97,12 @@ class Checkpoints:
             return None
         folder = self.folder / name
         seal = json.loads((folder / SEAL).read_text())
-        state = _state_of(model, optimizer, self.world)  # names and shapes to load into; its values are overwritten
+        state = state_of(model, optimizer, self.world)  # names and shapes to load into; its values are overwritten
         random_key = f"random.{self.world.rank}"
         if random_key not in FileSystemReader(folder).read_metadata().state_dict_metadata:
             del state[random_key]  # saved by fewer ranks: this one keeps its random state
         try:
-            load_shards(state, checkpoint_id=folder, no_dist=self.world.size == 1, planner=_LoadPlanner())
+            load_shards(state, checkpoint_id=folder, no_dist=self.world.size == 1, planner=LoadPlanner())
         except CheckpointException as e:
             raise ArtifactError(f"checkpoint {folder} does not fit this model and optimizer: {_causes(e)}") from e
         model_state, optimizer_state = state["model"], state["optimizer"]
@@ -139,7 +134,7 @@ class Checkpoints:
                 checkpoint_id=temporary,
                 no_dist=self.world.size == 1,
                 process_group=self._group,
-                planner=_SavePlanner(),
+                planner=SavePlanner(),
             )
         except CheckpointException as e:  # a BaseException, which `except Exception` would miss
             raise ResourceError(f"checkpoint {final} could not be written: {_causes(e)}") from e
@@ -255,51 +250,6 @@ class Checkpoints:
                 return name
             log.warning("checkpoint %s is skipped: %s", self.folder / name, damage)
         return None
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Reports every tensor that is written."""
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return the data of one item, as the writer asks for it."""
-        made_progress(f"writing of {write_item.index.fqn} to a checkpoint")
-        return super().resolve_data(write_item)
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Reports every tensor that is read."""
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the tensor that one item is read into."""
-        made_progress(f"reading of {read_item.dest_index.fqn} from a checkpoint")
-        tensor: Tensor = super().resolve_tensor(read_item)
-        return tensor
-
-
-def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    # Frozen weights are those of the initial model: with LoRA a checkpoint holds only the adapters. A tied weight is in
-    # the state under both its names, which torch's own option to leave out frozen weights overlooks.
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    trained = {name: value for name, value in model_state.items() if name not in frozen}
-    return {"model": trained, "optimizer": optimizer_state, f"random.{world.rank}": torch.get_rng_state()}
-
-
-def _copy(state: Any) -> Any:
-    """Return a copy of the state on the CPU; training overwrites the original in place."""
-    if is_traceable_wrapper_subclass(state) and not isinstance(state, DTensor):
-        # torchao's 8-bit moments, whose own `to` shares their memory if they are on the CPU already.
-        source: Any = cast(Any, state).detach()
-        names, context = source.__tensor_flatten__()
-        parts = {name: _copy(getattr(source, name)) for name in names}
-        return type(source).__tensor_unflatten__(parts, context, source.shape, source.stride())
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {k: _copy(v) for k, v in state.items()}
-    if isinstance(state, list):
-        return [_copy(v) for v in state]
-    return state
 
 
 def _causes(failure: CheckpointException) -> str:

@@ -5,118 +5,25 @@ With context parallelism, neighbouring ranks share rows (`context.py`); there is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ConfigError
-from klear_core.train.context import ALONE, Context
 from klear_core.train.flops import FlopCount
-from klear_core.train.lora import Adapters, base_name, factor_names, is_adapter, merge
-from klear_core.train.model import DTYPES, Dtype, Policy, load_model, pick_device
+from klear_core.train.gather import distinct_weights
+from klear_core.train.lora import Adapters
+from klear_core.train.model import DTYPES, Dtype, Policy, load_model
 from klear_core.train.packing import PackedBatch, TokenRow, pack
 from klear_core.train.progress import made_progress
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """Rank, size and device of this process among the learner's processes."""
-
-    rank: int
-    size: int
-    device: torch.device
-    cp_group: Context = ALONE
-    """Context-parallel group of c ranks: ranks 0 to c-1 share their rows, c to 2c-1 the next ones, and so on."""
-
-    @property
-    def data_rank(self) -> int:
-        """Return the index of the share of rows that this rank (or its context) computes."""
-        return self.rank // self.cp_group.size
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Return the number of shares that the rows of a step are cut into."""
-        return self.size // self.cp_group.size
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Return the sum over all ranks (collective call)."""
-        if self.size == 1:
-            return value
-        total = value.clone()
-        dist.all_reduce(total)
-        return total
-
-    def max(self, value: Tensor) -> Tensor:
-        """Return the element-wise maximum over all ranks (collective call)."""
-        if self.size == 1:
-            return value
-        largest = value.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return largest
-
-    def barrier(self) -> None:
-        """Wait for all ranks (collective call)."""
-        if self.size > 1:
-            dist.barrier()
-
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, on every rank (collective call)."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank (collective call)."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-
-@contextmanager
-def join_world(runtime: TrainRuntime, *, rank: int, init_method: str) -> Iterator[World]:
-    """Join `runtime.num_workers` processes as rank `rank`, on the first GPU that this process sees.
-
-    `init_method` is their rendezvous (`file://...`, `tcp://host:port`).
-    """
-    device = pick_device(runtime.device)
-    if device.type == "cpu":
-        torch.set_num_threads(runtime.num_threads)
-    size = runtime.num_workers
-    if size > 1:
-        # The long timeout covers collective calls that wait for rank 0, which alone reads the model.
-        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(minutes=30)
-        )
-    try:
-        yield World(rank=rank, size=size, device=device, cp_group=_join_context(rank, runtime.context_parallel))
-    finally:
-        if dist.is_initialized():  # for a single rank `parallelise` creates the group
-            dist.destroy_process_group()
-
-
-def _join_context(rank: int, size: int) -> Context:
-    if size == 1:
-        return ALONE
-    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
-    return Context(rank=rank % size, size=size, group=group)
+from klear_core.train.world import World, ensure_process_group
 
 
 def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World, flops: FlopCount) -> PackedBatch:
@@ -195,7 +102,7 @@ def _broadcast_weights(source: Policy | None, policy: Policy, world: World) -> N
 
 
 def _weights_and_buffers(policy: Policy) -> dict[str, Tensor]:
-    return {**_distinct_weights(policy), **dict(policy.named_buffers())}
+    return {**distinct_weights(policy), **dict(policy.named_buffers())}
 
 
 def parallelise(
@@ -214,7 +121,7 @@ def parallelise(
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if world.size == 1 and dtype == "float32" and not cpu_offload:
         return policy
-    _ensure_process_group(world)
+    ensure_process_group(world)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.size,))
@@ -234,90 +141,3 @@ def parallelise(
         module.set_gradient_divide_factor(1.0)  # a sum over ranks; the default is the mean
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
     return policy
-
-
-def _ensure_process_group(world: World) -> None:
-    """Create a process group for a single rank, which FSDP2 needs too; an in-process store replaces the rendezvous."""
-    if not dist.is_initialized():
-        assert world.size == 1, "several ranks join in join_world"
-        backend = "cuda:nccl,cpu:gloo" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-
-
-def full_weights(policy: Policy, *, dtype: Dtype | None = None) -> dict[str, Tensor]:
-    """Return the weights of `each_weight` on the CPU of rank 0, an empty dict on other ranks (collective call).
-
-    In a single process on the CPU and without a cast, they share the policy's memory and are no copies.
-    """
-    return _collect(each_weight(policy, dtype=dtype))
-
-
-def adapter_weights(policy: Policy) -> dict[str, Tensor]:
-    """Return the weights of the LoRA adapters on the CPU of rank 0, an empty dict on other ranks (collective call)."""
-    named = _distinct_weights(policy).items()
-    return _collect((name, _gather(weight)) for name, weight in named if is_adapter(name))
-
-
-def _collect(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    # All ranks take part in gathering, but only rank 0 keeps the results.
-    is_wanted = not dist.is_initialized() or dist.get_rank() == 0
-    kept = {}
-    for name, weight in weights:
-        if is_wanted:
-            kept[name] = weight.cpu()
-    return kept
-
-
-def local_weights(policy: nn.Module) -> list[Tensor]:
-    """Return copies of the weights on the CPU; of sharded ones only this rank's shards."""
-    from torch.distributed.tensor import DTensor
-
-    copies = []
-    for weight in _distinct_weights(policy).values():
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        copies.append(local.detach().to("cpu", copy=True))
-    return copies
-
-
-@torch.no_grad()
-def each_weight(policy: Policy, *, dtype: Dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight with its Hugging Face name, gathered in full on every rank's device, LoRA adapters merged.
-
-    Collective: every rank must iterate to the end. A tied head is left out, because it is the embedding's tensor.
-    """
-    weights = _distinct_weights(policy)
-    for name, weight in weights.items():
-        if is_adapter(name):
-            continue
-        full = _gather(weight)
-        factors = factor_names(name)
-        if factors is not None:
-            assert policy.adapters is not None
-            a, b = factors
-            # In float32, before the cast: half precision would round each term by itself.
-            full = merge(full, (_gather(weights[a]), _gather(weights[b])), policy.adapters.scale)
-        made_progress(f"gathering of {name}")
-        yield base_name(name), full.to(full.dtype if dtype is None else DTYPES[dtype])
-
-
-def weight_shapes(policy: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of `each_weight`, in its order, without gathering."""
-    named = _distinct_weights(policy).items()
-    return {base_name(name): tuple(weight.shape) for name, weight in named if not is_adapter(name)}
-
-
-def _gather(weight: Tensor) -> Tensor:
-    """Return the full weight, apart from its graph (collective call)."""
-    from torch.distributed.tensor import DTensor
-
-    full: Tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    return full.detach()
-
-
-def _distinct_weights(policy: nn.Module) -> dict[str, Tensor]:
-    # Tied weights are one object, kept under its first name: by identity, because == on tensors compares element-wise.
-    # keep_vars: otherwise each entry is a new detached tensor.
-    distinct: dict[int, tuple[str, Tensor]] = {}
-    for name, weight in policy.state_dict(keep_vars=True).items():
-        distinct.setdefault(id(weight), (name.removeprefix("hf."), weight))
-    return dict(distinct.values())

@@ -13,8 +13,9 @@ from klear_core.artifacts.store import SCRATCH
 from klear_core.config.curve import CurveConfig
 from klear_core.errors import KlearError
 from klear_core.train.checkpoint_copies import CheckpointCopies
+from klear_core.train.gather import full_weights
 from klear_core.train.model import Dtype, Policy, export_model
-from klear_core.train.parallel import World, full_weights
+from klear_core.train.world import World
 
 log = logging.getLogger(__name__)
 

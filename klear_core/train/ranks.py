@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
 from klear_core.metrics import Telemetry
-from klear_core.train.parallel import World, join_world
+from klear_core.train.world import World, join_world
 
 R = TypeVar("R")
 Body = Callable[[World, Telemetry], R]

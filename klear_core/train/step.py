@@ -20,8 +20,8 @@ from klear_core.train.logps import HeadOutput
 from klear_core.train.model import Head
 from klear_core.train.optim import apply_update, grad_norm, lr_at, make_optimizer
 from klear_core.train.packing import PackedBatch
-from klear_core.train.parallel import World
 from klear_core.train.progress import made_progress
+from klear_core.train.world import World
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

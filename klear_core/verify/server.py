@@ -32,6 +32,7 @@ from klear_core.errors import SandboxError
 from klear_core.types import Outcome, Verdict
 from klear_core.verify import deadline, user_code
 from klear_core.verify.code import judge as code_judge
+from klear_core.verify.code.limits import limits_for
 from klear_core.verify.concurrency import code_workers, math_workers
 from klear_core.verify.math import compare as math_compare  # before the first fork: workers share the loaded sympy
 from klear_core.verify.sandbox import selftest
@@ -203,7 +204,7 @@ def outcome_of(future: Future[Verdict]) -> Verdict | Fault:
 
 
 def _code_timeout_s(task: CodeTask, cfg: VerifyConfig) -> float:
-    longest_test_s = code_judge.limits_for(task.reference, cfg).wall_s * STARVED_FACTOR
+    longest_test_s = limits_for(task.reference, cfg).wall_s * STARVED_FACTOR
     return task.num_tests * longest_test_s + _CODE_BACKSTOP_S
 
 

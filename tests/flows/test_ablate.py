@@ -18,8 +18,8 @@ from klear_core.errors import ConfigError, KlearError, TrainingError
 from klear_core.evaluate.ablation_runs import TOKEN_SHARES, RunResult
 from klear_core.evaluate.ablation_table import AblationTable, as_markdown
 from klear_core.evaluate.cells import read_cells, table_of
-from klear_core.pipeline.graph import open_store
 from klear_core.pipeline.preflight import require_ready
+from klear_core.pipeline.workspace import open_store
 from klear_core.report.chosen import Choice
 
 GRID = AblationConfig(

@@ -19,7 +19,9 @@ from klear_core.config.load import load_profile
 from klear_core.evaluate.ablation_runs import TOKEN_SHARES
 from klear_core.evaluate.ablation_table import AblationTable
 from klear_core.metrics import METRICS_FILE, MetricsFile
-from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
+from klear_core.pipeline.fingerprints import fingerprints_of
+from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.workspace import open_store
 
 HEAVY = {"torch", "transformers", "ray", "vllm", "mlflow", "prefect", "sqlalchemy", "fastapi", "math_verify"}
 LOOK = """

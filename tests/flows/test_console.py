@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flows.console import RunConsole
+from flows.run_console import RunConsole
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.errors import TeacherError
 from tasks.task import Attempt

@@ -14,7 +14,9 @@ from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import TrainingError
 from klear_core.metrics import METRICS_FILE, MetricsFile
-from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
+from klear_core.pipeline.fingerprints import fingerprints_of
+from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.workspace import open_store
 from tasks.report import failed_report
 from tasks.run_info import RunInfo
 

@@ -20,7 +20,7 @@ from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.learner import Learner
 from klear_core.train.base import prepare_base
-from klear_core.train.parallel import World
+from klear_core.train.world import World
 from klear_core.types import TrainSample
 
 SCHEDULE = "schedule={start_step=1, end_step=2, beta_low=0.5, beta_high=1}"

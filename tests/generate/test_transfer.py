@@ -21,7 +21,8 @@ from klear_core.config.engine import TorchEngineConfig
 from klear_core.errors import ConfigError
 from klear_core.generate.engine import TensorSpec, WeightOffer, dump_offer, load_offer
 from klear_core.generate.qwen3.engine import TorchEngine
-from klear_core.generate.transfer import WeightServer, _nccl_env, _wait_for_work, fetch, split_chunks
+from klear_core.generate.transfer import WeightServer, fetch, split_chunks
+from klear_core.generate.transfer_group import nccl_env, wait_for_work
 from klear_core.generate.weights import tensor_shapes, tensors
 
 WEIGHTS = {
@@ -153,13 +154,13 @@ def test_the_clock_is_ours_for_the_backends_wait_may_never_return() -> None:
             raise AssertionError("nobody shall wait in here")
 
     with pytest.raises(RuntimeError, match="did not complete the operation"):
-        _wait_for_work(NeverDone(), time.monotonic())
+        wait_for_work(NeverDone(), time.monotonic())
 
 
 def test_nccl_is_told_to_leave_the_process_alive_and_nobody_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     before = dict(os.environ)
-    with _nccl_env():
+    with nccl_env():
         assert [os.environ[f"TORCH_NCCL_{name}"] for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT")] == ["0", "0"]
     assert os.environ == before
 

@@ -7,7 +7,8 @@ import torch
 
 from klear_core.train.kernels import attention, paths
 from klear_core.train.kernels.cases import ModelSizes
-from klear_core.train.proofs import Conditions, prove_in_process
+from klear_core.train.kernels.proof import Conditions
+from klear_core.train.proofs import prove_in_process
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,9 +18,11 @@ from klear_core.errors import ResourceError
 from klear_core.hf_config import HfConfig
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.capacity import disk_parts, disk_problem, pool_problems_on
-from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
+from klear_core.pipeline.fingerprints import fingerprints_of
+from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.placed import problems_on, stage_lines
 from klear_core.pipeline.preflight import problems_with
+from klear_core.pipeline.workspace import open_store
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QWEN3_8B = QWEN3 | {

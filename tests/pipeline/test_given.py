@@ -25,11 +25,13 @@ from klear_core.data.curate import curate
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.estimate import estimate
-from klear_core.pipeline.graph import fingerprints_of, input_records, open_store, stages_of
+from klear_core.pipeline.fingerprints import fingerprints_of, input_records
+from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.model_size import model_size
 from klear_core.pipeline.moved import set_moved_aside
 from klear_core.pipeline.plan import plan_stages
 from klear_core.pipeline.preflight import problems_with
+from klear_core.pipeline.workspace import open_store
 from klear_core.train.base import model_folder
 from klear_core.types import Problem
 

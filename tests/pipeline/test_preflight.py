@@ -27,8 +27,10 @@ from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.estimate import estimate
-from klear_core.pipeline.graph import fingerprints_of, open_store, select_stages, stages_of
+from klear_core.pipeline.fingerprints import fingerprints_of
+from klear_core.pipeline.graph import select_stages, stages_of
 from klear_core.pipeline.preflight import problems_with, require_ready
+from klear_core.pipeline.workspace import open_store
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 KLEAR_8B = CONFIGS / "klear_8b"

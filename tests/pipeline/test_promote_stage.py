@@ -16,8 +16,10 @@ from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.promote import Champion, PromoteConfig
 from klear_core.config.promote_job import PromoteJob
 from klear_core.config.settings import result_settings
-from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
+from klear_core.pipeline.fingerprints import fingerprints_of
+from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.plan import plan_stages
+from klear_core.pipeline.workspace import open_store
 
 BENCH = BenchmarkConfig(name="b", source=ProceduralSource(split="heldout"))
 OFF = PipelineConfig(benchmarks=(BENCH,))

@@ -18,7 +18,7 @@ from klear_core.config.rollout import RolloutConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base import prepare_base
-from klear_core.train.parallel import World
+from klear_core.train.world import World
 from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem, TrainSample, Verdict
 
 ONE = World(rank=0, size=1, device=torch.device("cpu"))

@@ -23,10 +23,10 @@ from klear_core.rl.learner import Learner
 from klear_core.rl.losses import k3
 from klear_core.seeding import seed_for
 from klear_core.train.base import model_folder
+from klear_core.train.gather import full_weights
 from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.parallel import full_weights
 from klear_core.types import TrainSample
 
 

@@ -22,7 +22,7 @@ from klear_core.rl.loop import run_rl
 from klear_core.rl.replay import Replay, Replayed, replay
 from klear_core.rl.saved_steps import SavedSteps
 from klear_core.rl.workers import LocalWorkers, RlSetup
-from klear_core.train.parallel import World
+from klear_core.train.world import World
 from klear_core.types import TrainSample
 
 

@@ -27,7 +27,7 @@ from klear_core.config.train import TrainRuntime
 from klear_core.errors import DataError, TrainingError
 from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.sft.loop import train_sft
-from klear_core.train.parallel import World
+from klear_core.train.world import World
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402

@@ -18,7 +18,7 @@ from klear_core.config.jobs import BaseJob
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import Telemetry
-from klear_core.pipeline.graph import open_store
+from klear_core.pipeline.workspace import open_store
 from tasks import tracking
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage

@@ -27,7 +27,7 @@ from klear_core.errors import ConfigError, ResourceError
 from klear_core.evaluate.decision import read_decision
 from klear_core.evaluate.promotion import are_comparable
 from klear_core.metrics import NullTelemetry
-from klear_core.pipeline.graph import open_store
+from klear_core.pipeline.workspace import open_store
 from klear_core.train.base import prepare_base
 from tasks.mlflow_backend import mlflow_client
 from tasks.progress import SilentConsole, set_console

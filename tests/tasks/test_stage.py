@@ -13,7 +13,7 @@ from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.metrics import Telemetry, read_metrics
-from klear_core.pipeline.graph import open_store
+from klear_core.pipeline.workspace import open_store
 from tasks import tracking
 from tasks.mlflow_view import VIEW_TAG
 from tasks.progress import SilentConsole, set_console

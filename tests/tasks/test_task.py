@@ -8,7 +8,8 @@ from pydantic import ValidationError
 from klear_core.config.jobs import BaseJob, SftJob
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ConfigError, DataError, ResourceError, TeacherError
-from klear_core.pipeline.graph import fingerprints_of, stages_of
+from klear_core.pipeline.fingerprints import fingerprints_of
+from klear_core.pipeline.graph import stages_of
 from tasks.all import task_of
 from tasks.run_info import RunInfo
 from tasks.task import Attempt, cache_key, in_workspace, is_worth_a_retry, this_attempt

@@ -13,9 +13,10 @@ from klear_core.config.train import CheckpointConfig, OptimConfig, TinyModelConf
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base import model_folder, prepare_base
 from klear_core.train.checkpoint import Checkpoints
+from klear_core.train.gather import full_weights
 from klear_core.train.optim import apply_update, make_optimizer
 from klear_core.train.packing import pack
-from klear_core.train.parallel import full_weights, load_policy
+from klear_core.train.parallel import load_policy
 from klear_core.train.step import Updater
 
 if os.environ.get("KLEAR_REQUIRE_TORCHAO") != "1":

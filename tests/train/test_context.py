@@ -16,9 +16,10 @@ from klear_core.metrics import NullTelemetry
 from klear_core.sft.loop import train_sft
 from klear_core.sft.loss import sft_heads
 from klear_core.train.context import ALONE, Context
+from klear_core.train.gather import full_weights
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.parallel import full_weights, parallelise
+from klear_core.train.parallel import parallelise
 from klear_core.train.step import Updater
 
 

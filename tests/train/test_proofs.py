@@ -28,8 +28,9 @@ from klear_core.native import compile_c
 from klear_core.sft.loop import train_sft
 from klear_core.train.kernels import attention_cpu, fused_cuda, paths
 from klear_core.train.kernels.cases import PARTS, ModelSizes, is_used
+from klear_core.train.kernels.proof import Conditions, Proof, prove
 from klear_core.train.logits import Passes
-from klear_core.train.proofs import Conditions, Proof, prove, prove_fast_paths, prove_in_process
+from klear_core.train.proofs import prove_fast_paths, prove_in_process
 
 needs_compiler = pytest.mark.skipif(
     compile_c(attention_cpu._SOURCE, {"HEAD_DIM": 16}) is None, reason="no C compiler on this machine: no compiled C"

@@ -13,7 +13,7 @@ from klear_core.train.base import model_folder, prepare_base
 from klear_core.train.logps import HeadOutput, fused_loss
 from klear_core.train.model import Head
 from klear_core.train.packing import PackedBatch, pack
-from klear_core.train.parallel import World
+from klear_core.train.world import World
 from klear_core.types import SftExample
 
 ONE = World(rank=0, size=1, device=torch.device("cpu"))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from klear_core.train.memory.tracker import MemoryTracker
     from klear_core.train.packing import MicroBatch, PackedBatch
-    from klear_core.train.parallel import World
+    from klear_core.train.world import World
 
 _MICRO_BATCHES = 2
 """From the second micro-batch on there are gradients to add to, which is when a step needs most."""
@@ -125,15 +125,15 @@ def _fake_world(case: LearnerCase) -> World:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from klear_core.train import parallel
+    from klear_core.train import parallel, world
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=case.num_ranks, store=FakeStore())
     # A mesh reads numbers off its tensors, so it is built before the fake mode.
     mesh = init_device_mesh("cpu", (case.num_ranks,))
     cast(Any, parallel).init_device_mesh = lambda *_: mesh
-    cp_group = parallel._join_context(0, case.cp_size)
-    return parallel.World(rank=0, size=case.num_ranks, device=torch.device("cpu"), cp_group=cp_group)
+    cp_group = world.join_context(0, case.cp_size)
+    return world.World(rank=0, size=case.num_ranks, device=torch.device("cpu"), cp_group=cp_group)
 
 
 @dataclass(frozen=True, slots=True)

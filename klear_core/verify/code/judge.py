@@ -6,30 +6,26 @@ may have affected is run again in a fresh one, so that the judge's own failures 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from klear_core.artifacts.tests_file import load_tests
-from klear_core.code_tests import AssertTests, CallTests, CodeReference, StdinTests, StoredTests
+from klear_core.code_tests import AssertTests, CallTests, StdinTests, StoredTests
 from klear_core.config.verify import CodeConfig, VerifyConfig
 from klear_core.errors import ArtifactError
 from klear_core.types import Outcome, Verdict
 from klear_core.verify.code.compare import same_output, same_value
+from klear_core.verify.code.jail_slot import JailSlot, open_session
+from klear_core.verify.code.limits import limits_for, limits_of_tester
 from klear_core.verify.code.text import chosen_tests
-from klear_core.verify.sandbox.jail import Jail, JailBrokenError, JailReply, Status, TestLimits
+from klear_core.verify.sandbox.jail import JailBrokenError, JailReply, Status, TestLimits
 from klear_core.verify.sandbox.jail_command import Backend
 from klear_core.verify.sandbox.wire import WireError, plain_value
 from klear_core.verify.work import CodeTask
 
-_HARMLESS = (Status.OK, Status.EXITED)  # after any other end the jail is replaced, as a precaution
-_TESTER_CPU_S = 20.0
-_TESTER_RECURSION_LIMIT = 50_000  # our helpers compare trees and encode linked lists by recursion
 _MAX_CALLS_PER_TEST = 100_000
-_MIN_MEMORY_MB = 256  # the interpreter itself needs this much; problems' limits are meant for C++
 _SHOWN_CHARS = 120
 
 
@@ -150,7 +146,7 @@ class CodeJudge:
         self, task: CodeTask, fn_name: str, args: list[object], expected: object, limits: TestLimits
     ) -> TestResult:
         jail = self._programs.jail_for(task.program, limits)
-        with _session(self._programs, jail, "program", limits) as session:
+        with open_session(self._programs, jail, "program", limits) as session:
             # "raw": the arguments are plain JSON, and the guest converts them to its tagged form.
             reply = session.ask(json.dumps({"entry": fn_name, "args": args, "raw": True}).encode(), limits)
             if reply.status is not Status.REPLIED:
@@ -169,11 +165,11 @@ class CodeJudge:
     def _run_asserts(self, task: CodeTask, source: str, limits: TestLimits) -> TestResult:
         """Run the tests in a separate jail; each of their calls to the program goes to the program's jail and back."""
         programs = self._programs.jail_for(task.program, limits)
-        tester_limits = _tester_limits(self._cfg, limits)
+        tester_limits = limits_of_tester(self._cfg, limits)
         tests = self._tests.jail()
         with (
-            _session(self._tests, tests, "tester", tester_limits),
-            _session(self._programs, programs, "program", limits),
+            open_session(self._tests, tests, "tester", tester_limits),
+            open_session(self._programs, programs, "program", limits),
         ):
             # The tests run until they call the program, or end; each call is answered by the program's jail.
             question = tests.ask(json.dumps({"source": source}).encode(), tester_limits)
@@ -191,94 +187,14 @@ class CodeJudge:
 
     def _check(self, checker: str, given: object, output: object, expected: object) -> TestResult:
         tests = self._tests.jail()
-        limits = _tester_limits(self._cfg, None)
+        limits = limits_of_tester(self._cfg, None)
         request = {"source": checker, "input": given, "output": output, "expected": expected}
-        with _session(self._tests, tests, "tester", limits):
+        with open_session(self._tests, tests, "tester", limits):
             reply = tests.ask(json.dumps(request).encode(), limits)
         if reply.status is not Status.REPLIED:
             return _tester_failure(reply)
         result = _test_verdict(reply.data)
         return result or TestResult(kind="broken", detail="the checker called the program")
-
-
-class JailSlot:
-    """Keeps one jail alive across programs; replaces it after `programs_per_jail` of them or after anything unusual."""
-
-    def __init__(self, backend: Backend, cfg: VerifyConfig) -> None:
-        self._backend: Backend = backend
-        self._cfg = cfg
-        self._jail: Jail | None = None
-        self._num_programs = 0
-        self._must_load = False
-        """Whether the jail was replaced since its program was loaded."""
-        self._needs_restart = False
-
-    def jail(self) -> Jail:
-        """Return the jail, started if necessary."""
-        if self._jail is not None and self._needs_restart:
-            self.discard()
-        if self._jail is None:
-            self._jail = Jail(self._backend, self._cfg.limits)
-            self._needs_restart = False
-            self._num_programs = 0
-            self._must_load = True
-        return self._jail
-
-    def next_program(self) -> Jail:
-        """Return the jail for another program, a fresh one if this one has run `programs_per_jail` of them."""
-        if self._num_programs >= self._cfg.limits.programs_per_jail:
-            self.discard()
-        jail = self.jail()
-        self._num_programs += 1
-        self._must_load = False  # the caller loads the next program
-        return jail
-
-    def jail_for(self, program: bytes, limits: TestLimits) -> Jail:
-        """Return the jail with the program loaded, reloaded if the jail was replaced."""
-        jail = self.jail()
-        if self._must_load:
-            if jail.load(program, limits).status is not Status.OK:
-                raise JailBrokenError("a program compiled in one jail and not in the next")
-            self._must_load = False
-        return jail
-
-    def note(self, reply: JailReply) -> None:
-        """Record how a process ended; after anything but a plain exit the next test gets a fresh jail."""
-        if reply.status is Status.NO_FORK:
-            raise JailBrokenError(f"the jail could not start a process: {reply.text}")
-        self._needs_restart |= reply.status not in _HARMLESS and reply.status is not Status.REPLIED
-
-    def discard(self) -> None:
-        """End the jail, if there is one."""
-        if self._jail is not None:
-            self._jail.kill()
-            self._jail = None
-
-
-@contextlib.contextmanager
-def _session(slot: JailSlot, jail: Jail, role: Literal["program", "tester"], limits: TestLimits) -> Iterator[Jail]:
-    """Yield the jail with a session of this role open, and close the session afterwards."""
-    slot.note(jail.open(role, limits))
-    try:
-        yield jail
-    finally:
-        jail.close_session()
-
-
-def limits_for(reference: CodeReference, cfg: VerifyConfig) -> TestLimits:
-    """Return a test's limits: those of the problem, adapted to Python, or else those of the settings."""
-    cpu_s, memory_mb = cfg.code.cpu_s, cfg.code.memory_mb
-    if reference.time_limit_s is not None:
-        cpu_s = reference.time_limit_s * cfg.code.time_limit_scale
-    if reference.memory_limit_mb is not None:
-        memory_mb = max(reference.memory_limit_mb, _MIN_MEMORY_MB)
-    return TestLimits(
-        cpu_s=cpu_s,
-        wall_s=cpu_s * cfg.code.wall_factor + 2.0,
-        memory_mb=memory_mb,
-        output_bytes=cfg.limits.output_mb << 20,
-        recursion_limit=cfg.code.recursion_limit,
-    )
 
 
 def verdict_of(num_passed: int, num_tests: int, detail: str, cfg: CodeConfig) -> Verdict:
@@ -294,20 +210,6 @@ def verdict_of(num_passed: int, num_tests: int, detail: str, cfg: CodeConfig) ->
         case _:
             assert_never(cfg.score)
     return Verdict(outcome=Outcome.SCORED, score=score, detail=detail)
-
-
-def _tester_limits(cfg: VerifyConfig, program: TestLimits | None) -> TestLimits:
-    """Return the limits of the tests' process. Its wall-clock limit includes the program's, for which it waits."""
-    wall_s = _TESTER_CPU_S * cfg.code.wall_factor
-    if program is not None:
-        wall_s += program.wall_s
-    return TestLimits(
-        cpu_s=_TESTER_CPU_S,
-        wall_s=wall_s,
-        memory_mb=cfg.code.memory_mb,
-        output_bytes=cfg.limits.output_mb << 20,
-        recursion_limit=_TESTER_RECURSION_LIMIT,
-    )
 
 
 def _failure(reply: JailReply, limits: TestLimits) -> TestResult:

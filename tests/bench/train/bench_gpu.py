@@ -34,8 +34,9 @@ from klear_core.train.logits import passes_on
 from klear_core.train.logps import HeadOutput, fused_loss, token_logps
 from klear_core.train.model import DTYPES, Dtype, Head, Policy
 from klear_core.train.packing import MicroBatch, PackedBatch, TokenRow, pack
-from klear_core.train.parallel import World, parallelise
+from klear_core.train.parallel import parallelise
 from klear_core.train.step import Updater
+from klear_core.train.world import World
 from klear_core.types import SftExample, TrainSample
 
 Measure = dict[str, object]

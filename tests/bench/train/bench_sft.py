@@ -21,8 +21,8 @@ from klear_core.sft.loss import sft_heads
 from klear_core.train.base import model_folder, prepare_base
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.parallel import World
 from klear_core.train.step import Updater
+from klear_core.train.world import World
 from klear_core.types import SftExample
 
 NUM_ROWS, ROWS_PER_STEP, LR, ROUNDS = 1024, 32, 1e-3, 3
