@@ -8,20 +8,18 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, assert_never
 
 import ray
 from ray.exceptions import OutOfMemoryError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from klear_core.cluster.calls import LOST, START_S, awaited, cause_of
-from klear_core.cluster.nodes import ray_nodes
-from klear_core.cluster.places import Node, Place, Room, place_ranks
+from klear_core.cluster.places import Place, Room, place_ranks
 from klear_core.cluster.rank_actor import LOGGER, Logged, Progressed, RankActor, Report, Reports
+from klear_core.cluster.reservation import Plan, Reservation
 from klear_core.config.train import TrainRuntime
-from klear_core.errors import KlearError, ResourceError, TrainingError
+from klear_core.errors import KlearError, TrainingError
 from klear_core.metrics import Telemetry
 from klear_core.train.progress import Progress
 
@@ -35,14 +33,8 @@ torch raises one for a lost peer too. A rank that answers is alive, so then the 
 _OTHERS_S = 1.0
 """Seconds to wait for further deaths after the first: when a node dies, all of its ranks die."""
 _MOST_NAMED = 8  # most ranks that an error names; there may be a thousand
-_NODES_S = 2.0  # seconds between two checks that the planned nodes are alive
 _RELEASE_S = 10.0  # longest wait; a running Ray needs milliseconds
-_NODE_LABEL = "ray.io/node-id"
 _REPORTS = "reports"
-
-
-Plan = Callable[[Sequence[Node]], Sequence[Place]]
-"""Returns the places of all ranks on these nodes."""
 
 
 class RanksLost(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
@@ -64,17 +56,16 @@ class Gang:
         """`plan` chooses the places of the ranks; None: they have the cluster to themselves."""
         self.ranks: list[Any] = []
         """Handles of the actors; empty before `start`."""
-        self.places: Sequence[Place] = ()
-        """Places of the ranks; empty before `reserve`."""
-        self._plan = plan or (lambda nodes: place_ranks(Room.of(nodes), self._runtime, gpus_per_rank))
         self._runtime = _with_device(runtime, gpus_per_rank)
-        self._gpus_per_rank = gpus_per_rank
+        plan = plan or (lambda nodes: place_ranks(Room.of(nodes), self._runtime, gpus_per_rank))
+        self._reservation = Reservation(
+            plan, width=self._runtime.context_parallel, threads_per_rank=self._runtime.num_threads
+        )
         self._telemetry = telemetry
         # Do not let Ray restart ranks: a new one must first load model and checkpoint, together with all others.
         # Reserve no CPUs for the process, because its threads are those of the placement group's bundle.
         actor_type = ray.remote(num_cpus=0, num_gpus=gpus_per_rank, max_restarts=0, concurrency_groups={_REPORTS: 1})
         self._actor_type = actor_type(actor)
-        self._groups: list[PlacementGroup] = []
         self._names: list[str] = []
         """Names of the ranks, with node and process id once these are known."""
         self._polls: dict[int, asyncio.Future[Reports]] = {}
@@ -90,7 +81,7 @@ class Gang:
         Raise RanksLost if one dies meanwhile, ResourceError if the cluster has no room.
         """
         places = await self.reserve()
-        strategies = map(self._bundle_of, range(len(places)))
+        strategies = map(self._reservation.bundle_of, range(len(places)))
         self.ranks = [self._actor_type.options(scheduling_strategy=strategy).remote() for strategy in strategies]
         self._names = [f"learner rank {i} (node {place.node.name})" for i, place in enumerate(places)]
         timeout_s = START_S
@@ -139,7 +130,7 @@ class Gang:
         self.kill()
         # SIGTERM goes to all processes of a session or container, Ray's own too. A call to a Ray that is gone blocks
         # for a minute, and then ends this process with an error. What is not released ends with the driver's job.
-        releasing = threading.Thread(target=self._release, daemon=True)
+        releasing = threading.Thread(target=self._reservation.release, daemon=True)
         releasing.start()
         releasing.join(_RELEASE_S)
 
@@ -152,63 +143,12 @@ class Gang:
         self.ranks, self._polls, self._progress = [], {}, {}
 
     async def reserve(self) -> Sequence[Place]:
-        """Reserve a placement group for each context-parallel group; return the places of the ranks.
-
-        Those of an earlier start are used again, unless one of their nodes has died, which Ray notices only after some
-        seconds.
-        """
-        width = self._runtime.context_parallel
-        deadline = time.monotonic() + START_S
-        while True:
-            if self._groups and await self._are_ready(deadline):
-                return self.places
-            self._release()
-            self.places = places = self._plan(ray_nodes())
-            for first in range(0, len(places), width):
-                own = places[first : first + width]
-                # The label pins the group to the node that was planned for it.
-                on_node = [{_NODE_LABEL: place.node.node_id} for place in own]
-                bundles = [self._bundle(place) for place in own]
-                self._groups.append(placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=on_node))
-
-    async def _are_ready(self, deadline: float) -> bool:
-        """Wait until all places are reserved; return False if a node of theirs has died."""
-        planned = {place.node.node_id for place in self.places}
-        waiting = list(self._groups)
-        while time.monotonic() < deadline:
-            if not planned <= {node.node_id for node in ray_nodes()}:
-                return False
-            # In a thread, because it blocks; `ready()` would start a process for each group.
-            if await asyncio.to_thread(waiting[-1].wait, _NODES_S):
-                waiting.pop()
-            if not waiting:
-                return True
-        free = {name: number for name, number in ray.available_resources().items() if name in ("CPU", "GPU")}
-        raise ResourceError(
-            f"the learner waited {START_S:g} s for {len(self.places)} x {self._bundle(self.places[0])} of the Ray "
-            f"cluster, which has {free} free: other work holds the rest"
-        )
+        """Reserve the places of the ranks, or keep those of an earlier start; return them."""
+        return await self._reservation.hold()
 
     def beside(self, place: Place) -> dict[str, Any]:
         """Return the options of an actor that shares this place with a rank; ranks must be reserved."""
-        for rank, own in enumerate(self.places):
-            if own.node == place.node and set(place.gpus) <= set(own.gpus):
-                return {"scheduling_strategy": self._bundle_of(rank)}
-        raise AssertionError(f"no rank has {place}")
-
-    def _release(self) -> None:
-        for group in self._groups:
-            remove_placement_group(group)
-        self._groups = []
-
-    def _bundle_of(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """Return the strategy that puts an actor into a rank's bundle."""
-        group, index = divmod(rank, self._runtime.context_parallel)
-        return PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=index)
-
-    def _bundle(self, place: Place) -> dict[str, float]:
-        """Return the Ray resources of one rank: whole GPUs, or the CPUs of its threads."""
-        return {"GPU": float(len(place.gpus))} if place.gpus else {"CPU": float(self._runtime.num_threads)}
+        return {"scheduling_strategy": self._reservation.beside(place)}
 
     async def _relay_reports(self) -> None:
         """Log what the ranks have reported so far, without waiting for a rank that is slow to answer."""

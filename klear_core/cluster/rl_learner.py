@@ -15,8 +15,9 @@ import ray
 from klear_core.artifacts.home import fetch_results
 from klear_core.cluster.actors import LearnerActor, check_timeout_s
 from klear_core.cluster.calls import START_S, RemoteCall, Restarts, StoredWeights, rollout_name, within
-from klear_core.cluster.gang import Gang, Plan, RanksLost
+from klear_core.cluster.gang import Gang, RanksLost
 from klear_core.cluster.places import Place
+from klear_core.cluster.reservation import Plan
 from klear_core.generate.engine import WeightOffer, WeightSource
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.workers import LearnerLost, RlSetup

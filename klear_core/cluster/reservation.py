@@ -1,0 +1,94 @@
+"""Reserve the places of learner ranks as Ray placement groups."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from klear_core.cluster.calls import START_S
+from klear_core.cluster.nodes import ray_nodes
+from klear_core.cluster.places import Node, Place
+from klear_core.errors import ResourceError
+
+_NODES_S = 2.0  # seconds between two checks that the planned nodes are alive
+_NODE_LABEL = "ray.io/node-id"
+
+Plan = Callable[[Sequence[Node]], Sequence[Place]]
+"""Returns the places of all ranks on these nodes."""
+
+
+class Reservation:
+    """The placement groups of all ranks, one for each context-parallel group of `width` ranks."""
+
+    def __init__(self, plan: Plan, *, width: int, threads_per_rank: int) -> None:
+        """Reserve nothing yet. `plan` chooses the places; a rank without a GPU reserves `threads_per_rank` CPUs."""
+        self.places: Sequence[Place] = ()
+        """Places of the ranks; empty before `hold`."""
+        self._plan = plan
+        self._width = width
+        self._threads_per_rank = threads_per_rank
+        self._groups: list[PlacementGroup] = []
+
+    async def hold(self) -> Sequence[Place]:
+        """Reserve the places of all ranks and return them. Raise ResourceError if the cluster has no room.
+
+        Those of an earlier call are kept, unless one of their nodes has died, which Ray notices only after some
+        seconds.
+        """
+        deadline = time.monotonic() + START_S
+        while True:
+            if self._groups and await self._are_ready(deadline):
+                return self.places
+            self.release()
+            self.places = places = self._plan(ray_nodes())
+            for first in range(0, len(places), self._width):
+                own = places[first : first + self._width]
+                # The label pins the group to the node that was planned for it.
+                on_node = [{_NODE_LABEL: place.node.node_id} for place in own]
+                bundles = [self._bundle(place) for place in own]
+                self._groups.append(placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=on_node))
+
+    def bundle_of(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Return the strategy that puts an actor into a rank's bundle."""
+        group, index = divmod(rank, self._width)
+        return PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=index)
+
+    def beside(self, place: Place) -> PlacementGroupSchedulingStrategy:
+        """Return the strategy that puts an actor into the bundle of the rank that has this place."""
+        for rank, own in enumerate(self.places):
+            if own.node == place.node and set(place.gpus) <= set(own.gpus):
+                return self.bundle_of(rank)
+        raise AssertionError(f"no rank has {place}")
+
+    def release(self) -> None:
+        """Return all places to the cluster."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
+
+    async def _are_ready(self, deadline: float) -> bool:
+        """Wait until all places are reserved; return False if a node of theirs has died."""
+        planned = {place.node.node_id for place in self.places}
+        waiting = list(self._groups)
+        while time.monotonic() < deadline:
+            if not planned <= {node.node_id for node in ray_nodes()}:
+                return False
+            # In a thread, because it blocks; `ready()` would start a process for each group.
+            if await asyncio.to_thread(waiting[-1].wait, _NODES_S):
+                waiting.pop()
+            if not waiting:
+                return True
+        free = {name: number for name, number in ray.available_resources().items() if name in ("CPU", "GPU")}
+        raise ResourceError(
+            f"the learner waited {START_S:g} s for {len(self.places)} x {self._bundle(self.places[0])} of the Ray "
+            f"cluster, which has {free} free: other work holds the rest"
+        )
+
+    def _bundle(self, place: Place) -> dict[str, float]:
+        """Return the Ray resources of one rank: whole GPUs, or the CPUs of its threads."""
+        return {"GPU": float(len(place.gpus))} if place.gpus else {"CPU": float(self._threads_per_rank)}
