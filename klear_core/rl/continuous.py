@@ -27,7 +27,7 @@ from klear_core.types import Rollout, RolloutGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpenGroup:
-    """A group that is sampled or judged."""
+    """A group whose answers are being sampled or judged."""
 
     task: asyncio.Task[None]
     version: int
@@ -51,7 +51,7 @@ class ContinuousRollouts:
     def __init__(
         self, sampler: Sampler, stream: PromptStream, cfg: RlConfig, *, step: int, again: Sequence[int] = ()
     ) -> None:
-        """`step` is the next step to fill, with engines of that version; `again` are positions to ask first."""
+        """`step` is the next step to fill and the version of the engines; `again` are positions to sample first."""
         self._sampler = sampler
         self._stream = stream
         self._cfg = cfg
@@ -61,7 +61,7 @@ class ContinuousRollouts:
         self._finished: dict[int, _FinishedGroup] = {}
         self._num_in_flight = 0
         self._num_decided = 0
-        """Finished or refused prompts since the last step was filled, besides those in `_finished`."""
+        """Prompts since the last filled step that gave no informative group: too long, or their group was dropped."""
         self._drops = DropCounts()
         self._dropped_groups: list[RolloutGroup] = []
         self._changed = asyncio.Event()
@@ -83,7 +83,7 @@ class ContinuousRollouts:
         self._begin_groups()
 
     async def next(self) -> StepRollouts:
-        """Return the groups of the next step as soon as there are enough and none is kept waiting beyond its deadline.
+        """Return the groups of the next step as soon as there are enough and those left can meet their deadlines.
 
         Raise TrainingError if no answer is sampled or judged for `stall_timeout_s`, or the error of any answer.
         """
@@ -103,7 +103,7 @@ class ContinuousRollouts:
         runtime, rollout = self._cfg.runtime, self._cfg.rollout
         num_requests = runtime.requests_per_actor * runtime.num_rollout_actors
         while self._may_begin():
-            # If fewer requests are allowed than a group has, no group would ever begin otherwise.
+            # The first group always begins, because the limit may be smaller than one group.
             if self._open and self._num_in_flight + rollout.samples_per_group > num_requests:
                 return
             item = self._stream.at(self._again.pop(0)) if self._again else self._stream.take(1)[0]
@@ -120,8 +120,8 @@ class ContinuousRollouts:
 
     def _may_begin(self) -> bool:
         if self._num_decided >= self._most_decided():
-            return False  # the next step is filled with what there is
-        # After the last step none is needed.
+            return False  # the next step is filled with the groups that there are
+        # Steps after the last one need no groups.
         last = min(self._version + self._cfg.max_staleness, self._cfg.num_steps - 1)
         num_steps = last + 1 - self._step
         return len(self._open) + len(self._finished) < self._cfg.rollout.groups_per_step * num_steps
@@ -178,6 +178,7 @@ class ContinuousRollouts:
         num_finished = len(self._finished)
         if num_finished < groups_per_step and self._num_decided + num_finished < self._most_decided():
             return False
+        # Rule 2, for the groups that this step would leave.
         chosen = set(self._chosen())
         left = [group.version for group in self._open.values()]
         left += [group.version for position, group in self._finished.items() if position not in chosen]
@@ -212,7 +213,7 @@ class ContinuousRollouts:
         return step
 
     async def _give_up_rest(self) -> None:
-        """Count the groups for which no step is left: steps that went on with fewer may have left some."""
+        """Count and cancel the groups that no step will train on; there are some if a step was filled with fewer."""
         for group in self._finished.values():
             self._drops.add(group.drops)
             self._drops.count_group(SURPLUS)

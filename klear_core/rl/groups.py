@@ -28,7 +28,7 @@ SURPLUS = "surplus"
 """Reason for informative groups beyond `groups_per_step`."""
 
 CANCELLED = "cancelled"
-"""Reason for groups that were given up before they were complete, because their step needed no more."""
+"""Reason for groups that were cancelled before they were complete, because their step needed no more groups."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Kept:
 
 
 def keep_informative(groups: Sequence[RolloutGroup], cfg: GroupFilterConfig, overlong: OverlongConfig) -> Kept:
-    """Drop answers that say nothing about the model, then groups that `cfg` rejects; `to_samples` counts the rest."""
+    """Drop unusable answers, then the groups that `cfg` rejects; `to_samples` counts the answers that are left."""
     kept, drops = [], DropCounts()
     for group in groups:
         usable, lost = _split_usable(group, overlong)
@@ -200,6 +200,7 @@ def cut_minibatches(rows: Sequence[TrainSample], count: int, *, seed: int) -> li
 
 
 def _trained_or_reason(rollout: Rollout, overlong: OverlongConfig, oldest_allowed: int) -> str:
+    """Return TRAINED, or the reason why an answer gets no training row."""
     # The oldest token decides: weights may have changed in the middle of an answer.
     if min(rollout.completion.policy_versions) < oldest_allowed:
         return "stale"

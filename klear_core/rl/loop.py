@@ -95,7 +95,7 @@ async def run_rl(
                 rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
                 async with Curve(exam, telemetry, setup.cfg) as curve:
                     await run_steps(setup, learner, engine, rollouts, progress, telemetry, curve)
-                if not (setup.workdir / "model").exists():  # a run killed after the export has only to return
+                if not (setup.workdir / "model").exists():  # else the run was killed after its export
                     await learner.export(setup.workdir / "model")
             except LearnerLost as lost:
                 log.warning("%s; going on from its last checkpoint", lost)
@@ -118,7 +118,7 @@ async def run_steps(
     cfg, now = setup.cfg, asyncio.get_running_loop().time
     shown = setup.workdir / "scratch" / "shown"
     sleeper = _sleeper(engine, cfg.rollout)
-    # After a restore the learner has the checkpoint's weights, and the engines still have others.
+    # After a restore the learner has the checkpoint's weights; the engines still have those from before.
     await sync_weights(learner, engine, sleeper, version=progress.step)
     if progress.step < cfg.num_steps:
         curve.start(engine, step=progress.step)
@@ -126,6 +126,7 @@ async def run_steps(
         for step in range(progress.step, cfg.num_steps):
             start = now()
             collected = await ahead.next()
+            # The weights before this step have version `step`, because versions count the finished steps.
             samples = to_samples(collected.kept, cfg.advantage, cfg.overlong, oldest_allowed=step - cfg.max_staleness)
             sampled = now()
             # No request is running now: the config refuses sleeping engines together with `max_staleness` above 0.

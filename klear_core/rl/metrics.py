@@ -54,6 +54,7 @@ _SUMS = (
     "weight_positive",
     "weight_negative",
 )
+"""Columns of `TokenStats.add` whose sums over tokens are kept."""
 
 
 class TokenStats:
@@ -91,7 +92,7 @@ class TokenStats:
             "high": token.high_N,
             "dual": token.dual_N,
             "erc": token.erc_N,
-            # Out of the range against the direction of the advantage: but for the dual clip, PPO and GPPO ignore these.
+            # Out of the range, but not in the advantage's direction: PPO and GPPO clip these only by the dual clip.
             "positive_below": (batch.advantage_N > 0) & (ratio_N < 1 - cfg.eps_low),
             "negative_above": (batch.advantage_N < 0) & (ratio_N > 1 + cfg.eps_high),
             "truncated": torch.zeros_like(token.low_N) if truncate_at is None else batch.correction_N == truncate_at,

@@ -11,9 +11,10 @@ from klear_core.artifacts.ledger import LedgerStep, StageSummary
 from klear_core.metrics import skipped_note
 from klear_core.rl.groups import CANCELLED, SURPLUS, TRAINED, DropCounts
 
-_DROPS = "fate/"
-_UNFINISHED = "unfinished/"
+_DROPS, _UNFINISHED = "fate/", "unfinished/"
+"""Prefixes of keys in checkpoints. A new name would make a killed run lose these counts when it resumes."""
 _NOT_COUNTERS = ("drops", "unfinished", "learner_notes")
+"""Fields that are not one number: the first two are saved key by key, the notes not at all."""
 ONE_TOLERANCE = 1e-4
 """Ratios closer to 1 than this differ from it by rounding alone."""
 
@@ -72,7 +73,7 @@ class Progress:
         """Return all fields with numbers as a flat dict."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_COUNTERS}
         drops = {_DROPS + name: n for name, n in self.drops.counts.items()}
-        # A checkpoint holds a flat dict of numbers, so that each position is a name of its own.
+        # A checkpoint holds a flat dict of numbers, so each position becomes a key.
         return plain | drops | {f"{_UNFINISHED}{position}": 1 for position in self.unfinished}
 
     @classmethod

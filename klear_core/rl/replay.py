@@ -26,8 +26,8 @@ from klear_core.train.ranks import RunRanks, run_here
 from klear_core.train.world import World
 from klear_core.types import TrainSample
 
-_OF_THE_MACHINE = ("rl/speed/", "rl/batch/fill", "rl/batch/busy")
-"""Metrics of time, and of how rows are distributed over ranks, which a replay on other machines does not repeat."""
+_MACHINE_METRICS = ("rl/speed/", "rl/batch/fill", "rl/batch/busy")
+"""Prefixes of metrics that depend on the machine: speed, and how rows are distributed over ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Replay:
     """The artifact folder of the RL stage."""
     step: int
     losses: Mapping[str, LossConfig]
-    """By the name to show. The run's own loss is always trained, and first."""
+    """Losses by the name to show. The run's own loss is always trained too, before them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class LossEffect:
     metrics: dict[str, float]
     """The metrics of the step, as the learner logs them."""
     cosine: float
-    """Cosine of the change of all weights with that of the run's loss; NaN if one of them is zero."""
+    """Cosine between the change of all weights and their change with the run's loss; NaN if either is zero."""
     kl: float
     """KL divergence of the policy after the step from that before it, nats per token: k3 on the step's tokens."""
     entropy_change: float
@@ -75,7 +75,7 @@ class Replayed:
 def replay(job: Replay, run_ranks: RunRanks = run_here) -> Replayed:
     """Train the step once with the run's loss and once with each of the others, on as many ranks as the settings say.
 
-    `run_ranks` runs them, by default the only one, in this process. ArtifactError if the step is not saved.
+    `run_ranks` runs the ranks; the default is one rank in this process. Raise ArtifactError if the step is not saved.
     """
     return run_ranks(partial(_replay, job), job.cfg.runtime, NullTelemetry())
 
@@ -161,17 +161,17 @@ def _dots(a: Tensor, b: Tensor) -> Tensor:
 
 def _difference(logged: Mapping[str, float], replayed: Mapping[str, float]) -> float:
     """Return the largest relative difference of two sets of metrics; infinite if one lacks a metric of the other."""
-    first, second = _of_the_step(logged), _of_the_step(replayed)
+    first, second = _repeatable(logged), _repeatable(replayed)
     if first.keys() != second.keys():
         return math.inf
     differences = [abs(first[name] - second[name]) / max(abs(first[name]), abs(second[name]), 1e-300) for name in first]
     return max(differences, default=0.0)
 
 
-def _of_the_step(metrics: Mapping[str, float]) -> dict[str, float]:
+def _repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the finite metrics that weights, samples and loss determine."""
     kept = {}
     for name, value in metrics.items():
-        if math.isfinite(value) and not name.startswith(_OF_THE_MACHINE):
+        if math.isfinite(value) and not name.startswith(_MACHINE_METRICS):
             kept[name] = value
     return kept

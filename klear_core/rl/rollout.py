@@ -26,7 +26,7 @@ _CHECKS_PER_TIMEOUT = 8  # how often to check for a stall, per stall timeout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamItem:
-    """One problem of the stream; `position` tells apart its occurrences in different epochs."""
+    """One problem of the stream; `position` is another one in every epoch."""
 
     position: int
     problem: Problem
@@ -83,7 +83,7 @@ class StepRollouts:
 
 
 class Rollouts(Protocol):
-    """The groups of one step after the other, sampled while the context is open."""
+    """Source of the groups of each step. They are sampled while the context is open."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -146,7 +146,7 @@ class Sampler:
         self._num_sampling += 1
         try:
             (sampled,) = await self._engine.generate(prompt_ids, params)
-        finally:  # also of an answer that is cancelled
+        finally:  # also when the request is cancelled
             self._num_sampling -= 1
         self._num_finished_requests += 1
         return completed(sampled, self._opening)
@@ -217,5 +217,5 @@ class StallWatch:
 
 
 def now() -> float:
-    """Return the event loop's time, which a simulation can run ahead of the clock's."""
+    """Return the time of the event loop. In simulations it runs faster than the clock."""
     return asyncio.get_running_loop().time()

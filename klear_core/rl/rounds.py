@@ -132,7 +132,8 @@ class _Round:
         return groups
 
     def _cancel_surplus(self, group: Sequence[asyncio.Task[Rollout]], _done: asyncio.Task[Rollout]) -> None:
-        """Cancel what is unfinished if this group is complete and enough complete groups are informative."""
+        """Cancel all unfinished requests of the round once enough of its complete groups are informative."""
+        # Only a group that has just become complete changes the number of informative groups.
         if not all(_has_result(task) for task in group):
             return
         informative = keep_informative(self.groups(), self._cfg.group_filter, self._cfg.overlong)

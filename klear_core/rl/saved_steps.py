@@ -59,7 +59,7 @@ class SavedSteps:
         beside.replace(self._of(step) / _METRICS)
 
     def load(self, step: int) -> SavedStep:
-        """Return a saved step. ArtifactError names those that are saved."""
+        """Return a saved step. Raise ArtifactError, which lists the saved steps, if it is not one of them."""
         folder = self._of(step)
         if step not in self.steps():
             there = ", ".join(map(str, self.steps())) or "none"

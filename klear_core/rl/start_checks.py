@@ -25,17 +25,17 @@ _QUESTION = "What is 17 times 23?"
 _NUM_TOKENS = 32
 _MIN_ANSWERS = 4
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean distance of log-probs allowed over an answer, in nats, by dtype (bfloat16 if either side has it).
+"""Mean distance of log-probs allowed over an answer, in nats, by dtype (bfloat16 if either computes in it).
 
-Float32 sides differ by 1e-5 to 1e-4, for the order of their additions. Bfloat16 has 8 bits, so that rounding a logit of
-16 alone moves it by up to 0.06.
+In float32 engine and learner differ by 1e-5 to 1e-4, because they add in another order. Bfloat16 has 8 bits, so that
+rounding a logit of 16 alone moves it by up to 0.06.
 """
 
 
 async def check_engine(learner: LearnerHandle, engine: TrainableEngine, setup: RlSetup) -> str:
     """Return a note for the manifest if engine and learner disagree; empty if they agree, or if the check is off.
 
-    Raise TrainingError if they disagree and `runtime.engine_check` is `refuse`, or if no answer comes.
+    Raise TrainingError if they disagree and `runtime.engine_check` is `refuse`, or if the engines do not answer.
     """
     cfg = setup.cfg
     if cfg.runtime.engine_check == "off":

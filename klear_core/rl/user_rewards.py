@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class UserRewards:
-    """Computes the configured functions' values; see `RewardValues`. Their source must not change from here on."""
+    """Computes the configured functions' values; see `RewardValues`. Their source must not change afterwards."""
 
     def __init__(self, rewards: Sequence[CustomReward], judges: JudgePool) -> None:
         """Hash the sources. Raise ConfigError if one is missing."""
@@ -37,7 +37,7 @@ class UserRewards:
         Raise RewardError when one fails too often: the limits are those of the judges.
         """
         if not verdict.outcome.counts_for_model or completion.finish_reason == "abort":
-            return {}  # the answer leaves its group whatever these say
+            return {}  # such an answer is dropped from its group, whatever its rewards are
         reference = problem.reference
         answer = JudgedAnswer(
             problem_id=problem.problem_id,

@@ -39,7 +39,8 @@ class RlSetup:
     seed: int
     workdir: Path
     home: Home | None = None
-    """Where nodes with other disks get the model and bring the result; None without a shared store."""
+    """Place from which nodes with other disks fetch the model, and to which they send the result; None without a shared
+    store."""
 
     def here(self) -> RlSetup:
         """Return the setup with this node's own paths."""
@@ -49,7 +50,7 @@ class RlSetup:
 
 
 class LearnerHandle(Protocol):
-    """Interface of the learner for the loop. Every call may raise LearnerLost."""
+    """The calls that the loop makes to the learner. Each may raise LearnerLost."""
 
     async def restore(self) -> Counters | None:
         """Load the newest checkpoint and return its counters; without one keep the initial model and return None."""

@@ -106,12 +106,14 @@ def busy_bound(items: Sequence[Item], *, capacity: int, num_ranks: int) -> float
     work = [item.work for item in items]
     total, heaviest = sum(work), max(work)
     longest = max(item.num_tokens for item in items)
+    # D of the proof: fill the room of a pass with the items that have the most work per token.
     room, densest = num_ranks * max(capacity, longest), 0.0
     for item in sorted(items, key=lambda item: -item.work / item.num_tokens):
         taken = min(item.num_tokens, room)
         densest += item.work * taken / item.num_tokens
         room -= taken
     least = heaviest + (total - min(densest, num_ranks * heaviest)) / num_ranks
+    # Rounding may put `least` below the mean work of a rank, and the share above 1.
     return total / (num_ranks * max(least, total / num_ranks))
 
 

@@ -168,6 +168,7 @@ class Checkpoints:
         self._on_each_rank(partial(self._seal_copy, copies, json.dumps(seal, allow_nan=False), temporary, final), final)
 
     def _seal_copy(self, copies: CheckpointCopies, content: str, temporary: Path, final: Path) -> None:
+        """Seal the copy in the store (rank 0), and the checkpoint on this rank's disk."""
         if self.world.rank == 0:
             copies.seal(final.name, content)
             for old in copies.sealed()[: -self.cfg.keep]:
@@ -225,7 +226,7 @@ class Checkpoints:
     def _newest_copy(self, copies: CheckpointCopies) -> str | None:
         """Return the newest checkpoint of the shared store that all ranks could fetch (collective call).
 
-        One that only this disk has counts if there is a single rank: it was not sent before a kill.
+        With a single rank, one that only this disk has counts too: the run was killed before it was sent.
         """
         here = self._newest_complete() if self.world.size == 1 else None
         names: list[str] = self.world.broadcast(copies.sealed() if self.world.rank == 0 else None)

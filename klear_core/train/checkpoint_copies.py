@@ -18,7 +18,7 @@ from klear_core.errors import ArtifactError
 from klear_core.train.checkpoint_files import SEAL, digests_of, find_damage, sealed_files
 from klear_core.train.progress import made_progress
 
-_TRANSFERS = 8  # files at once; each large one goes in several parts besides
+_TRANSFERS = 8  # files at a time; a large file is also sent in several parts
 
 
 class CheckpointCopies:
@@ -87,7 +87,7 @@ class CheckpointCopies:
             raise ArtifactError(f"{self._place(name)}: {SEAL} cannot be read ({e})") from e
         with file_lock(self._locks / f"checkpoint-{name}", on_wait=lambda _: None):
             if _seal_in(folder) != content:
-                shutil.rmtree(folder, ignore_errors=True)  # another attempt's
+                shutil.rmtree(folder, ignore_errors=True)  # files of another attempt
             elif find_damage(folder) is None:
                 return
             folder.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ def digests_of(files: Sequence[Path]) -> dict[str, str]:
 
 
 def sealed_files(content: bytes) -> dict[str, str]:
-    """Return the checksums that a seal names by file. Raise ValueError for what is no whole seal."""
+    """Return the checksums that a seal names by file. Raise ValueError if the content is not a complete seal."""
     seal = json.loads(content)
     if not isinstance(seal, dict) or not isinstance(seal.get("files"), dict):
         raise ValueError("it names no files")

@@ -77,7 +77,7 @@ class FlopCount:
     def row_work(self, *, recomputes: bool) -> RowWork:
         """Return the work of a row by its length, to balance ranks; with `recomputes` layers run forward twice.
 
-        Other than in `step` recomputation counts, because it takes time. All tokens pass through the head here: the
+        Unlike in `step`, recomputation counts, because it takes time. All tokens pass through the head here: the
         share that carries loss differs little between rows.
         """
         per_layer_weight = 8 if recomputes else 6

@@ -24,7 +24,7 @@ def lr_at(step: int, cfg: OptimConfig, num_steps: int) -> float:
         # step + 1, so that the first update has a rate above 0.
         return cfg.lr * (step + 1) / cfg.warmup_steps
     floor = cfg.lr * cfg.min_lr_ratio
-    left = max(1, num_steps - 1 - cfg.warmup_steps)
+    left = max(1, num_steps - 1 - cfg.warmup_steps)  # the last update is number num_steps - 1
     share = min(1.0, (step - cfg.warmup_steps) / left)
     return floor + (cfg.lr - floor) * 0.5 * (1 + math.cos(math.pi * share))
 
@@ -67,7 +67,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], cfg: OptimConfig) -> torch.optim.O
     except ImportError as e:
         raise ConfigError(f"optim.kind = 'adamw_8bit': {NO_TORCHAO}") from e
     optimizer: Any = AdamW8bit(groups, lr=cfg.lr, betas=cfg.betas)
-    # torchao makes the moments in its first step; see above why they are made here.
+    # torchao makes the moments in its first step; `make_optimizer` says why they are made here.
     for group in groups:
         for p in group["params"]:
             optimizer.state[p] = {

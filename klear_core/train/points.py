@@ -62,7 +62,7 @@ class Points:
         shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, step: int, write: Callable[[Path], None]) -> None:
-        """Have `write` make a model's folder, which must be complete when it gets its name."""
+        """Call `write` to make a model's folder; `write` must give it its name only when it is complete."""
         folder = self._path(step)
         if self._copies is not None:
             # Write it elsewhere than to its final folder: the scorer fetches the copy to that folder, maybe on this
@@ -95,7 +95,7 @@ class PointWriter:
         """Steps whose model could not be written."""
 
     def begin(self, policy: Policy, *, first: int, num_steps: int) -> None:
-        """Forget models of steps after `first`, from which training goes on, and export the model before step 1."""
+        """Delete the models of steps after `first`, from which training goes on, and export the model before step 1."""
         if self._curve is None:
             return
         if self._world.rank == 0:
@@ -120,7 +120,7 @@ class PointWriter:
 
         try:
             self._points.add(step, write)
-        except Exception as e:  # noqa: BLE001  # full disk, as safetensors' own error too, or a lost store: training goes on
+        except Exception as e:  # noqa: BLE001  # a full disk or a lost store, each with its own errors, must not end training
             self._lost.append(step)
             log.warning("the model after step %d is not scored: it could not be written: %s", step, e)
 

@@ -5,7 +5,7 @@ torch's or transformers' own operations in float64. It takes seconds on a GPU an
 
 On CUDA the paths are tried in a process of their own: after an illegal memory access no call of the same process works
 any more. A path whose process dies is left out, and another process tries the rest. On a CPU they are tried in this
-process: a C function that would end it would end the stage's process as well.
+process, so a C function that crashes ends the stage.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def prove_in_process(conditions: Conditions, *, is_timed: bool = False) -> Itera
         task = _Task(conditions=conditions, names=names, runs=paths.provided(), left_out=left_out, is_timed=is_timed)
         trial = _run_process(task)
         if not trial.has_started:
-            # Such as a GPU that admits one process only.
+            # For example, the GPU admits only one process.
             log.warning("fast paths are tried in the stage's own process: another one %s", trial.ending)
             yield from prove(conditions, names, is_timed=is_timed)
             return

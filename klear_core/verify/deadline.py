@@ -1,4 +1,4 @@
-"""End this process at a deadline that Python code in it cannot move: timers of the kernel's, apart from SIGALRM's."""
+"""End this process at a deadline that Python code in it cannot move, by timers of the kernel that send no SIGALRM."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from klear_core.verify.work import CheckSandbox, Fault, Task
 log = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Number of nodes lost while they had a task, from which the task counts as the cause."""
+"""A task counts as the cause once this many nodes were lost while they had it."""
 
 
 class JudgeNode(Protocol):
@@ -86,7 +86,7 @@ class JudgeNodes:
 
     def _least_busy(self) -> _Slot | None:
         present = [slot for slot in self._slots if not slot.is_lost]
-        # The first of equals.
+        # `min` returns the first of equally busy nodes.
         return min(present, key=lambda slot: (slot.num_open + 1) / slot.node.num_workers, default=None)
 
     def _on_result(self, slot: _Slot, job: _Job, done: Future[Verdict | Fault]) -> None:

@@ -66,7 +66,7 @@ def prove(conditions: Conditions, names: Sequence[str] | None = None, *, is_time
     """Yield the proof of each path (all by default), tried in this process; a path that fails is left out at once."""
     for name in conditions.names() if names is None else names:
         proof = _prove_one(name, conditions, is_timed=is_timed)
-        # At once, because the head's trial uses the products if they are in use.
+        # Leave it out at once, because the head's trial uses the products if they are in use.
         if proof.verdict != "agrees":
             paths.leave_out(name, proof.reason)
         yield proof

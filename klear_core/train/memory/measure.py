@@ -151,7 +151,8 @@ def _batch(case: LearnerCase, cp_group: Any) -> PackedBatch:
 
 
 def _shell(case: LearnerCase) -> Any:
-    """Return the policy without memory; of a LoRA case with its adapters. peft cannot make them of fake tensors."""
+    """Return the policy on the device `meta`, which holds no memory. It has its LoRA adapters already, because peft
+    cannot add any to fake tensors."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

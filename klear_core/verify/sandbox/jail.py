@@ -25,8 +25,8 @@ _MARSHAL_VERSION = 4  # readable by every interpreter from 3.4 on, whichever ver
 # In both lists a module imports only from those before it.
 _SUPERVISOR_MODULES = ("kernel", "programs", "frames", "processes", "child")
 _CHILD_MODULES = ("values", "tester", "service")
-_START_S = 20.0
-_END_S = 2.0
+_START_S = 20.0  # seconds in which a jail must have started
+_END_S = 2.0  # seconds for a jail to exit once its pipes are closed
 STARVED_FACTOR = 6
 """Limit on a test's total time, in wall-clock limits: the supervisor does not count time spent waiting for a core."""
 _GRACE_S = 15.0  # added to the supervisor's own limits; a jail that has not answered by then is broken
@@ -134,6 +134,7 @@ class Jail:
         orphans.reap_orphans()
 
     def _greet(self) -> dict[str, str]:
+        # The jail's interpreter waits for the supervisor's source on its standard input (`_BOOT` of jail_command.py).
         supervisor = _supervisor_source()
         self._write(struct.pack(">I", len(supervisor)) + supervisor, time.monotonic() + _START_S)
         hello = {

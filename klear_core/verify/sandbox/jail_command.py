@@ -25,8 +25,11 @@ _BOOT = (
     "import os,sys\nn=int.from_bytes(os.read(0,4),'big')\ns=b''\n"
     "while len(s)<n:s+=os.read(0,n-len(s))\nexec(compile(s,'<klear supervisor>','exec'))"
 )
+"""Program of the jail's interpreter: read the supervisor's source from standard input, after its length, and run it."""
 _KEPT_TOP_LEVEL = frozenset(["usr", "bin", "sbin", "etc", "proc", "dev", "sys", "run", "tmp", "var", "home"])
+"""Folders of the root that are not hidden as a whole; other flags restrict them."""
 _WHITELISTABLE = frozenset(["opt", "srv", "mnt", "media"])
+"""Folders of the root of which firejail can show a part and hide the rest."""
 _DENIED_CALLS = "socket,io_uring_setup,io_uring_enter,io_uring_register,memfd_secret"
 _FALLBACK_USER = "games"  # exists on Debian, Fedora and related systems; owns no process and no valuable file
 _DEADLINE_S = 3600  # the longest a jail may live; a supervisor that lost its host ends long before
@@ -191,6 +194,7 @@ def _bubblewrap_flags(account: Account, python: Path) -> list[str]:
     prefix = _prefix_of(python)
     if prefix != Path("/usr"):
         flags += ["--ro-bind", str(prefix), str(prefix)]
+    # Last, because nothing can be mounted below a folder that is read-only.
     remounts = [part for path in ("/tmp", "/dev/shm", "/dev", "/") for part in ("--remount-ro", path)]  # noqa: S108
     return [*flags, "--tmpfs", "/dev/shm", *remounts, "--chdir", "/", "--"]  # noqa: S108
 

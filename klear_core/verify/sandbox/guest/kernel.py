@@ -88,6 +88,7 @@ class _Filter(ctypes.Structure):
 
 
 def _bpf(code, jump_true, jump_false, value):
+    """Return one instruction; a jump is the number of instructions to skip if its test is true, and if it is false."""
     return struct.pack("=HBBI", code, jump_true, jump_false, value & 0xFFFFFFFF)
 
 
@@ -109,7 +110,7 @@ def filter_for(pid):
         is_target_self = [
             _bpf(_LOAD, 0, 0, 16),
             _bpf(_IF_EQUAL, 2, 0, pid),
-            _bpf(_IF_EQUAL, 1, 0, 0),
+            _bpf(_IF_EQUAL, 1, 0, 0),  # 0 also means the caller, for kill its process group
             _bpf(_RETURN, 0, 0, _EPERM),
             _bpf(_RETURN, 0, 0, _ALLOW),
         ]
@@ -121,7 +122,7 @@ def filter_for(pid):
     new_namespaces = 0x7E020000  # user, pid, net, ipc, uts, cgroup and mount namespaces in clone's flags
     clone = [
         _bpf(_LOAD, 0, 0, 16),
-        _bpf(0x45, 0, 1, new_namespaces),
+        _bpf(0x45, 0, 1, new_namespaces),  # tests whether any of these bits is set
         _bpf(_RETURN, 0, 0, _EPERM),
         _bpf(_RETURN, 0, 0, _ALLOW),
     ]
