@@ -8,7 +8,6 @@ was set aside is kept in `aside/`: copies on other nodes that have it are out of
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -25,17 +24,23 @@ from klear_core.artifacts.ledger import FileRecord
 from klear_core.artifacts.manifest import (
     MANIFEST,
     MANIFEST_SUM,
-    OUTSIDE_KINDS,
     POINTER,
     ArtifactId,
     ArtifactRef,
     Manifest,
-    lineage_folder,
-    parse_manifest,
     read_manifest,
 )
-from klear_core.artifacts.object_cache import TRANSFERS, ObjectCache, object_key, set_object_aside
+from klear_core.artifacts.object_cache import TRANSFERS, ObjectCache, object_key
 from klear_core.artifacts.opened import node_id, write_shared
+from klear_core.artifacts.seals import (
+    aside_keys,
+    fetch_lineage,
+    has_seal,
+    manifest_in_store,
+    pointer_key,
+    seal_key,
+    sealed_manifest,
+)
 from klear_core.artifacts.store import ATTEMPTS, CheckedBy, LocalSlot, LocalStore
 from klear_core.artifacts.work import WorkCopy
 from klear_core.errors import ArtifactError
@@ -72,18 +77,18 @@ class ObjectStore(LocalStore):
         """Return whether the artifact is sealed in the store, without fetching it."""
         if self._is_pointer(kind, fingerprint):
             return True
-        return self.bucket.read(_seal_key(kind, fingerprint)) is not None
+        return self.bucket.read(seal_key(kind, fingerprint)) is not None
 
     def find(self, kind: str, fingerprint: str) -> ArtifactRef | None:
         """Return the artifact, fetched to this node if it is not there yet; None if it is not sealed in the store."""
         if self._is_pointer(kind, fingerprint):
             return super().find(kind, fingerprint)
-        seal = self.bucket.read(_seal_key(kind, fingerprint))
+        seal = self.bucket.read(seal_key(kind, fingerprint))
         if seal is None:
             return None
         folder = self.folder(kind, fingerprint)
         self.cache.mark_used(folder)  # before the folder is read, because another process may be evicting it
-        if folder.is_dir() and not _has_seal(folder, seal):
+        if folder.is_dir() and not has_seal(folder, seal):
             # another node sealed its own build, first or after a rerun, and all nodes must use the same one
             self._move_aside(folder, why="replaced")
         if not folder.is_dir():
@@ -128,8 +133,8 @@ class ObjectStore(LocalStore):
         super().verify(ref)
         if self._is_pointer(ref.kind, ref.fingerprint):
             return
-        seal = self.bucket.read(_seal_key(ref.kind, ref.fingerprint))
-        if seal is None or not _has_seal(ref.path, seal):
+        seal = self.bucket.read(seal_key(ref.kind, ref.fingerprint))
+        if seal is None or not has_seal(ref.path, seal):
             raise ArtifactError(f"{ref.path}: no longer the artifact that is sealed in {self.bucket.url}")
 
     @contextmanager
@@ -173,20 +178,20 @@ class ObjectStore(LocalStore):
         seal = (folder / MANIFEST_SUM).read_bytes()
         if self._is_pointer(ref.kind, ref.fingerprint):
             self._upload(manifest, folder)
-            self.bucket.write(_pointer_key(ref.kind, ref.fingerprint), seal)
+            self.bucket.write(pointer_key(ref.kind, ref.fingerprint), seal)
             return ref
         self._upload(manifest, folder)
-        self.bucket.create(_seal_key(ref.kind, ref.fingerprint), seal)
+        self.bucket.create(seal_key(ref.kind, ref.fingerprint), seal)
         sealed = self.find(ref.kind, ref.fingerprint)
         assert sealed is not None, "a seal was written or found"
         return sealed
 
     def set_aside(self, kind: str, fingerprint: str, *, why: str) -> Path | None:
         """Move an artifact out of use in the store and on this node; returns its new place on this node."""
-        key = _seal_key(kind, fingerprint)
+        key = seal_key(kind, fingerprint)
         seal = self.bucket.read(key)
         if seal is not None:
-            self.bucket.write(f"{_aside_keys(kind, fingerprint)}{why}-{time.time_ns()}", seal)
+            self.bucket.write(f"{aside_keys(kind, fingerprint)}{why}-{time.time_ns()}", seal)
             self.bucket.delete(key)
         self._work(kind, fingerprint).clear()
         return super().set_aside(kind, fingerprint, why=why)
@@ -208,7 +213,7 @@ class ObjectStore(LocalStore):
     def fetch_given(self, own: ArtifactId) -> Path:
         """Return a folder of this node with a model that is given on another; ArtifactError if the store lacks it."""
         folder = self.root / ".given" / own.kind / own.fingerprint
-        found = self._ancestor(own)
+        found = manifest_in_store(self.bucket, own)
         if found is None or found[0].given is None:
             raise ArtifactError(f"{own.kind}/{own.fingerprint}: not in {self.bucket.url}, and not on this node")
         manifest, given = found[0], found[0].given
@@ -223,8 +228,8 @@ class ObjectStore(LocalStore):
         corrupted, or it is a copy of an artifact that another node builds again.
         """
         folder = self.folder(kind, fingerprint)
-        withdrawn = [key for key in self.bucket.keys(_aside_keys(kind, fingerprint)) if f"/{_CORRUPT}-" not in key]
-        if any(_has_seal(folder, self.bucket.read(key) or b"") for key in withdrawn):
+        withdrawn = [key for key in self.bucket.keys(aside_keys(kind, fingerprint)) if f"/{_CORRUPT}-" not in key]
+        if any(has_seal(folder, self.bucket.read(key) or b"") for key in withdrawn):
             kept = self._move_aside(folder, why="replaced")
             log.warning("%s %s is made again: the old one of this node was moved to %s", kind, fingerprint, kept)
             return None
@@ -271,9 +276,9 @@ class ObjectStore(LocalStore):
     def _fetch(self, kind: str, fingerprint: str, seal: bytes) -> None:
         """Fetch an artifact's files, and the manifests of all that it was made from, to this node."""
         write_shared(self.root, self.bucket.url)
-        place = f"{self.bucket.url}/{_seal_key(kind, fingerprint)}"
-        manifest, content = self._sealed_manifest(kind, fingerprint, seal, place)
-        self._fetch_lineage(manifest, set())
+        place = f"{self.bucket.url}/{seal_key(kind, fingerprint)}"
+        manifest, content = sealed_manifest(self.bucket, kind, fingerprint, seal, place)
+        fetch_lineage(self.bucket, self.root, manifest, set())
         started = time.monotonic()
         partial = self.root / ".fetching" / f"{kind}-{fingerprint}-{time.time_ns()}"
         partial.mkdir(parents=True)
@@ -289,54 +294,6 @@ class ObjectStore(LocalStore):
         self.cache.mark_used(self.folder(kind, fingerprint), is_fetched=True)
         self.cache.evict()
 
-    def _fetch_lineage(self, manifest: Manifest, seen: set[Path]) -> None:
-        """Fetch the manifests of an artifact's ancestors, as far as they are in the store."""
-        for record in manifest.inputs:
-            folder = lineage_folder(self.root, record)
-            if record.kind in OUTSIDE_KINDS or folder in seen:
-                continue
-            seen.add(folder)
-            try:
-                found = self._ancestor(record)
-            except ArtifactError as e:
-                log.warning(
-                    "%s %s, from which an artifact was made, is damaged: %s", record.kind, record.fingerprint, e
-                )
-                continue
-            if found is None:
-                continue
-            ancestor, content, seal = found
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / MANIFEST_SUM).write_bytes(seal)
-            (folder / MANIFEST).write_bytes(content)
-            self._fetch_lineage(ancestor, seen)
-
-    def _ancestor(self, record: ArtifactId) -> tuple[Manifest, bytes, bytes] | None:
-        """Return the manifest of an artifact or of a pointer to a model, parsed and as it is, and its seal."""
-        for key in (_seal_key(record.kind, record.fingerprint), _pointer_key(record.kind, record.fingerprint)):
-            seal = self.bucket.read(key)
-            if seal is not None:
-                place = f"{self.bucket.url}/{key}"
-                return *self._sealed_manifest(record.kind, record.fingerprint, seal, place), seal
-        return None
-
-    def _sealed_manifest(self, kind: str, fingerprint: str, seal: bytes, place: str) -> tuple[Manifest, bytes]:
-        """Return the manifest that the seal at `place` names, parsed and as it is."""
-        sha256 = (seal.split() or [b""])[0].decode(errors="replace")
-        content = self.bucket.read(object_key(sha256)) if len(sha256) == 64 else None
-        if content is None:
-            raise ArtifactError(f"{place}: names no manifest that is in the store")
-        if hashlib.sha256(content).hexdigest() != sha256:
-            kept = set_object_aside(self.bucket, sha256)
-            raise ArtifactError(
-                f"{self.bucket.url}/{object_key(sha256)}: altered, so it was moved to {kept}; it was the manifest of "
-                f"{place}"
-            )
-        manifest = parse_manifest(content, place)
-        if (manifest.kind, manifest.fingerprint) != (kind, fingerprint):
-            raise ArtifactError(f"{place}: describes {manifest.kind} {manifest.fingerprint}, not {kind} {fingerprint}")
-        return manifest, content
-
     @staticmethod
     def _move_into_place(partial: Path, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -346,23 +303,3 @@ class ObjectStore(LocalStore):
             if not folder.is_dir():
                 raise
             # another process of this node fetched the same artifact meanwhile
-
-
-def _seal_key(kind: str, fingerprint: str) -> str:
-    return f"artifacts/{kind}/{fingerprint}"
-
-
-def _pointer_key(kind: str, fingerprint: str) -> str:
-    return f"pointers/{kind}/{fingerprint}"
-
-
-def _aside_keys(kind: str, fingerprint: str) -> str:
-    """Return the prefix of the seals that were set aside, each under the reason and the time."""
-    return f"aside/{kind}/{fingerprint}/"
-
-
-def _has_seal(folder: Path, seal: bytes) -> bool:
-    try:
-        return (folder / MANIFEST_SUM).read_bytes().split()[:1] == seal.split()[:1]
-    except FileNotFoundError:
-        return False
