@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from klear_core.data.fields import Fields, RowError, answer_at, bare_answer, text_at, user_message, value_at
-from klear_core.data.math_schemas import without_thousands_commas
+from klear_core.data.fields import Fields, RowError, text_at, user_message, value_at
 from klear_core.data.own_references import reference_from_cell
-from klear_core.types import MathReference, Reference
-from klear_core.verify.math.text import boxed_texts
+from klear_core.evaluate.layout_fields import (
+    count_in,
+    first_text,
+    literal,
+    math_reference,
+    response_in,
+    row_name,
+    score_in,
+    texts_in,
+)
+from klear_core.types import Reference
 
 Layout = Literal["klear", "lm-eval", "lighteval", "matharena", "qwen-math", "rows"]
 
-_AFTER_HASHES = re.compile(r"####\s*(\S.*)$", re.MULTILINE)
 _QUESTION_KEYS = ("question", "problem", "prompt", "query", "input")
 _PROGRAM_KEYS = frozenset({"entry_point", "canonical_solution", "test_list", "test_cases", "public_test_cases"})
 """Keys of a document that state a programming task."""
@@ -50,70 +55,6 @@ class AnswerRow:
     """Name of the model in files with answers of several."""
 
 
-def _math_reference(value: object, where: str) -> MathReference:
-    """Return the reference that a target states: the answer itself, or at the end of a worked solution."""
-    if isinstance(value, list | tuple) and value and not any(isinstance(v, list | tuple | Mapping) for v in value):
-        answers = [_math_reference(v, where).answers[0] for v in value]
-        return MathReference(answers=tuple(dict.fromkeys(answers)))
-    text = answer_at({where: value}, where)
-    after_hashes = _AFTER_HASHES.findall(text)
-    if after_hashes:
-        return MathReference(answers=(without_thousands_commas(after_hashes[-1].strip()),))
-    boxes = [box for box in boxed_texts(text) if box]
-    return MathReference(answers=(bare_answer(boxes[-1] if boxes else text),))
-
-
-def _score(value: object) -> float | None:
-    """Return a stated score of one answer: 0 or 1, also as true or false; None for anything else."""
-    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return float(value.strip().lower() == "true")
-    if isinstance(value, bool | int | float) and value in (0, 1):
-        return float(value)
-    return None
-
-
-def _count(value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    return None
-
-
-def _texts(value: object, where: str) -> tuple[str, ...]:
-    """Return the answers in a field: a text, or lists of texts at any depth. Parquet may hold a list as its text."""
-    if isinstance(value, str):
-        if value.startswith("[") and value.endswith("]"):
-            try:
-                return _texts(ast.literal_eval(value), where)
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
-                return (value,)
-        return (value,)
-    if not isinstance(value, list | tuple):
-        raise RowError("no_text", where, "holds no generated text: a task that only scores given choices")
-    found: list[str] = []
-    for part in value:
-        found += (part,) if isinstance(part, str) else _texts(part, where)
-    return tuple(found)
-
-
-def _response(fields: Fields, key: str, *, where: str = "") -> str:
-    """Return an answer's text, which may be empty: a model can answer nothing."""
-    value = value_at(fields, key)
-    if not isinstance(value, str):
-        raise RowError("wrong_type", where + key, f"an answer must be text, not {type(value).__name__}")
-    return value
-
-
-def _named(fields: Fields, *names: str) -> str:
-    for name in names:
-        if isinstance(fields.get(name), str | int):
-            return str(fields[name])
-    return ""
-
-
-def _row_name(key: str, name: str) -> str:
-    return f"{key} {name}" if name else ""
-
-
 def _klear(fields: Fields) -> AnswerRow:
     messages = value_at(fields, "messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
@@ -127,9 +68,9 @@ def _klear(fields: Fields) -> AnswerRow:
         raise RowError("no_reference", "meta", "has neither answer nor solution")
     return AnswerRow(
         question=user_message(fields, "messages"),
-        reference=_math_reference(stated.get(key), key),
-        answers=(StatedAnswer(text=_response(last, "content")),),
-        problem=_named(fields, "id"),
+        reference=math_reference(stated.get(key), key),
+        answers=(StatedAnswer(text=response_in(last, "content")),),
+        problem=first_text(fields, "id"),
     )
 
 
@@ -138,18 +79,18 @@ def _lm_eval(fields: Fields) -> AnswerRow:
     known = doc if isinstance(doc, Mapping) else {}
     if _PROGRAM_KEYS & known.keys():
         raise RowError("not_math", "doc", "is a programming task; `klear judge` judges programs")
-    texts = _texts(_generated(value_at(fields, "resps")), "resps")
+    texts = texts_in(_generated(value_at(fields, "resps")), "resps")
     metrics = fields.get("metrics")
     names = [*metrics, *_METRIC_KEYS] if isinstance(metrics, list) else list(_METRIC_KEYS)
     score = None
     if len(texts) == 1:  # a metric of several answers together says nothing about each
-        score = _score(next((fields[name] for name in names if name in fields), None))
+        score = score_in(next((fields[name] for name in names if name in fields), None))
     return AnswerRow(
-        question=_named(known, *_QUESTION_KEYS).strip(),
-        reference=_math_reference(_list_of_texts(value_at(fields, "target")), "target"),
+        question=first_text(known, *_QUESTION_KEYS).strip(),
+        reference=math_reference(_list_of_texts(value_at(fields, "target")), "target"),
         answers=tuple(StatedAnswer(text=text, score=score) for text in texts),
-        problem=_named(fields, "doc_id"),
-        row=_row_name("doc_id", _named(fields, "doc_id")),
+        problem=first_text(fields, "doc_id"),
+        row=row_name("doc_id", first_text(fields, "doc_id")),
     )
 
 
@@ -167,16 +108,16 @@ def _generated(responses: object) -> object:
 
 def _list_of_texts(target: object) -> object:
     """Return the accepted answers that the harness wrote as the text of a list (`['1/2', '0.5']`); others unchanged."""
-    answers = _literal(target)
+    answers = literal(target)
     is_list = isinstance(answers, list) and bool(answers) and all(isinstance(answer, str) for answer in answers)
     return answers if is_list else target
 
 
 def _lighteval(fields: Fields) -> AnswerRow:
     if "model_response" not in fields:
-        texts = _texts(value_at(fields, "predictions"), "predictions")
-        gold = _literal(value_at(fields, "gold"))
-        question = _named(fields, "example", "full_prompt")
+        texts = texts_in(value_at(fields, "predictions"), "predictions")
+        gold = literal(value_at(fields, "gold"))
+        question = first_text(fields, "example", "full_prompt")
         return _lighteval_row(fields, question, gold, texts, tokens=[])
     doc, response = value_at(fields, "doc"), value_at(fields, "model_response")
     if not isinstance(doc, Mapping) or not isinstance(response, Mapping):
@@ -186,14 +127,14 @@ def _lighteval(fields: Fields) -> AnswerRow:
     wanted = [i for i in indices if isinstance(i, int)]
     if not isinstance(choices, list) or not wanted or max(wanted) >= len(choices):
         raise RowError("no_reference", "doc.gold_index", f"{index!r:.60} does not point into doc.choices")
-    texts = _texts(response.get("text"), "model_response.text")
+    texts = texts_in(response.get("text"), "model_response.text")
     tokens = response.get("output_tokens")
-    question = _named(doc, "query")
+    question = first_text(doc, "query")
     return _lighteval_row(fields, question, [choices[i] for i in wanted], texts, tokens=tokens or [])
 
 
 def _lighteval_row(fields: Fields, question: str, gold: object, texts: tuple[str, ...], *, tokens: object) -> AnswerRow:
-    metrics = _literal(fields.get("metric") or fields.get("metrics"), opening="{")
+    metrics = literal(fields.get("metric") or fields.get("metrics"), opening="{")
     stated = _stated_metric(metrics) if isinstance(metrics, Mapping) and len(texts) == 1 else None
     lists = tokens if isinstance(tokens, list) and len(tokens) == len(texts) else [None] * len(texts)
     answers = []
@@ -202,7 +143,7 @@ def _lighteval_row(fields: Fields, question: str, gold: object, texts: tuple[str
         answers.append(StatedAnswer(text=text, num_tokens=num_tokens, score=stated))
     return AnswerRow(
         question=question.strip(),
-        reference=_math_reference(gold, "gold"),
+        reference=math_reference(gold, "gold"),
         answers=tuple(answers),
         problem=question,
         row="this question",
@@ -213,26 +154,16 @@ def _stated_metric(metrics: Mapping[str, object]) -> float | None:
     """Return a metric of 0 or 1: a known one if there is one, else the only one."""
     named = [metrics[key] for key in _METRIC_KEYS if key in metrics]
     values = named or list(metrics.values())
-    return _score(values[0]) if named or len(values) == 1 else None
-
-
-def _literal(value: object, *, opening: str = "[") -> object:
-    """Return a list, or what else `opening` begins, that a column holds as its text; other values unchanged."""
-    if isinstance(value, str) and value.startswith(opening):
-        try:
-            return ast.literal_eval(value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return value
-    return value
+    return score_in(values[0]) if named or len(values) == 1 else None
 
 
 def _matharena(fields: Fields) -> AnswerRow:
     answers: list[StatedAnswer] = []
-    problem = _named(fields, "problem_idx", "idx")
-    row = _row_name("problem", problem)
+    problem = first_text(fields, "problem_idx", "idx")
+    row = row_name("problem", problem)
     conversations = fields.get("messages")
     if isinstance(conversations, list):
-        num_asked = _count(fields.get("N"))
+        num_asked = count_in(fields.get("N"))
         if num_asked is not None and num_asked > len(conversations):
             raise RowError("too_few", "messages", f"hold {len(conversations)} of the N = {num_asked} answers")
         scores, costs = fields.get("correct"), fields.get("detailed_costs")
@@ -243,26 +174,26 @@ def _matharena(fields: Fields) -> AnswerRow:
             _require_answer(last, f"messages.{i}")
             cost = costs[i] if isinstance(costs, list) and i < len(costs) else {}
             score = scores[i] if isinstance(scores, list) and i < len(scores) else None
-            tokens = _count(cost.get("output_tokens")) if isinstance(cost, Mapping) else None
-            text = _response(last, "content", where=f"messages.{i}.")
-            answers.append(StatedAnswer(text=text, num_tokens=tokens, score=_score(score)))
+            tokens = count_in(cost.get("output_tokens")) if isinstance(cost, Mapping) else None
+            text = response_in(last, "content", where=f"messages.{i}.")
+            answers.append(StatedAnswer(text=text, num_tokens=tokens, score=score_in(score)))
     else:
-        number = _named(fields, "idx_answer")
+        number = first_text(fields, "idx_answer")
         row = f"{row}, idx_answer {number}" if row and number else ""
         answers.append(
             StatedAnswer(
-                text=_response(fields, "answer"),
-                num_tokens=_count(fields.get("output_tokens")),
-                score=_score(fields.get("correct")),
+                text=response_in(fields, "answer"),
+                num_tokens=count_in(fields.get("output_tokens")),
+                score=score_in(fields.get("correct")),
             )
         )
     return AnswerRow(
         question=text_at(fields, "problem") if fields.get("problem") else "",
-        reference=_math_reference(value_at(fields, "gold_answer"), "gold_answer"),
+        reference=math_reference(value_at(fields, "gold_answer"), "gold_answer"),
         answers=tuple(answers),
         problem=problem,
         row=row,
-        model=_named(fields, "model_name"),
+        model=first_text(fields, "model_name"),
     )
 
 
@@ -275,26 +206,26 @@ def _require_answer(message: Fields, where: str) -> None:
 
 
 def _qwen_math(fields: Fields) -> AnswerRow:
-    texts = _texts(value_at(fields, "code"), "code")
+    texts = texts_in(value_at(fields, "code"), "code")
     stated = fields.get("score")
     scores = stated if isinstance(stated, list) and len(stated) == len(texts) else [None] * len(texts)
-    answers = [StatedAnswer(text=text, score=_score(score)) for text, score in zip(texts, scores, strict=True)]
+    answers = [StatedAnswer(text=text, score=score_in(score)) for text, score in zip(texts, scores, strict=True)]
     key = "answer" if fields.get("answer") not in (None, "") else "gt"
     return AnswerRow(
         question=text_at(fields, "question"),
-        reference=_math_reference(value_at(fields, key), key),
+        reference=math_reference(value_at(fields, key), key),
         answers=tuple(answers),
-        problem=_named(fields, "idx"),
-        row=_row_name("idx", _named(fields, "idx")),
+        problem=first_text(fields, "idx"),
+        row=row_name("idx", first_text(fields, "idx")),
     )
 
 
 def _plain_rows(fields: Fields) -> AnswerRow:
     return AnswerRow(
-        question=_named(fields, "question"),
+        question=first_text(fields, "question"),
         reference=reference_from_cell(value_at(fields, "reference")),
-        answers=(StatedAnswer(text=_response(fields, "response")),),
-        problem=_named(fields, "id"),
+        answers=(StatedAnswer(text=response_in(fields, "response")),),
+        problem=first_text(fields, "id"),
     )
 
 
