@@ -132,7 +132,7 @@ def _place_share(rooms: Sequence[Room], share: float, index: int) -> Place:
     best: tuple[float, Room, int] | None = None
     for room in rooms:
         for gpu, free in enumerate(room.free_gpus):
-            preference = free if free < 1 else 0.0
+            preference = free if free < 1 else 0.0  # an unused GPU comes last
             if free >= share - ROUNDING and (best is None or preference > best[0] + ROUNDING):
                 best = preference, room, gpu
     if best is None:

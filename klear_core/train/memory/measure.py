@@ -98,6 +98,7 @@ def _measure_here(case: LearnerCase) -> list[Peak]:
         policy = parallel.parallelise(
             _allocated(shell), world, dtype=case.dtype, activation_checkpointing=case.activation_checkpointing
         )
+        # Learning rate and number of steps do not change what is allocated.
         updater = Updater(policy, OptimConfig(lr=1e-5), world, num_steps=10)
         tracker = MemoryTracker()
         _label_states(tracker, policy, updater)
@@ -111,7 +112,7 @@ def _measure_here(case: LearnerCase) -> list[Peak]:
             _label_weights(tracker, reference, "reference model")
         batch = _faked(batch, mode)
         heads = _heads(batch, case, tracker)
-        tracker.forget_peaks()
+        tracker.forget_peaks()  # of the building of the model: only the update counts
         with _instrumented(tracker), tracker:
             updater.step(batch, heads, step=0)
     peaks = [Peak(moment=m, num_bytes=sum(kinds.values()), by_kind=kinds) for m, kinds in tracker.peaks.items()]

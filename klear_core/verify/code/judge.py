@@ -58,6 +58,7 @@ class CodeJudge:
             detail = f"problem {task.problem_id}: {e}"
             return Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail=detail)
         first_fault = ""
+        # A jail that breaks says nothing about the program, which gets a second try in fresh jails.
         for _ in range(2):
             try:
                 return self._judge(task)

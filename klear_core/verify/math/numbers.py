@@ -219,6 +219,7 @@ def spoken_number(text: str) -> Fraction | None:
 
 
 def _spoken_integer(words: list[str]) -> Fraction | None:
+    # `total` is what a word such as thousand has completed, `current` the number after it.
     total = current = 0
     last_small = 0  # value of the last small word: `twenty one` fits, `one twenty` and `two three` do not
     if not words or words[0] == "and":

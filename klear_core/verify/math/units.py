@@ -83,8 +83,11 @@ class _Parser:
         self._noun = ""
         self._scale = 1
         self._last: tuple[Fraction, dict[str, int], int] | None = None
+        """The last factor and its power, which a power behind it raises (`cm^2`, `cm squared`)."""
         self._sign = 1
+        """-1 if the next factor is divided by."""
         self._power = 1
+        """Power of the next factor, of a word before it (`square`, `cubic`)."""
         self._num_words = 0
 
     def parse(self, text: str) -> Unit | None:

@@ -34,6 +34,7 @@ _FOLDERS = (
     "/home",
     "/proc/sys",
 )
+"""Folders that no program may write to."""
 _HARMLESS_VARIABLES = frozenset(
     [
         "PATH",
@@ -53,6 +54,7 @@ _HARMLESS_VARIABLES = frozenset(
         "KDE_FORK_SLAVES",
     ]
 )
+"""Environment variables that a program may see: ours, and those that Python, shells and firejail add."""
 _CANARY_MEMORY_MB = 512
 
 
@@ -132,6 +134,7 @@ def _judge_findings(found: dict[str, Any], backend: Backend, cfg: VerifyConfig) 
 
 
 def _everywhere(found: dict[str, Any]) -> list[tuple[bool, str, str]]:
+    """Return what must hold with every backend: whether there is a gap, what it is, and how to close it."""
     unknown = sorted(set(found["environment"]) - _HARMLESS_VARIABLES)
     return [
         (found["uid"] == 0, "programs run as root", f"give verify.limits.user an ordinary user; {SETUP_HINT}"),
@@ -153,6 +156,7 @@ def _everywhere(found: dict[str, Any]) -> list[tuple[bool, str, str]]:
 
 
 def _in_a_jail(found: dict[str, Any], cfg: VerifyConfig) -> list[tuple[bool, str, str]]:
+    """Return, in the same form, what must also hold with a backend that isolates."""
     container = (
         "firejail ignores all options inside a container's PID namespace: "
         "run on the host, with --pid=host, or use bubblewrap"

@@ -30,7 +30,9 @@ class ProcessTracker:
                 value += threads_of_this_user()
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(number, (value, value))
+        # Orphans of a test become children of this process, which can then kill and reap them.
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # Programs, which run as the same user, must not read or trace this process.
         LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
     def descendants(self):

@@ -36,6 +36,7 @@ class ProgramSide:
         return self._defined(name)
 
     def answer(self, request):
+        """Call, set, read or list what the request names, and return the result encoded."""
         args = [self.wire.decode(a) for a in request["args"]]
         kwargs = {k: self.wire.decode(v) for k, v in request.get("kwargs", {}).items()}
         target = self.entry(request["entry"]) if "entry" in request else self.resolve(request["path"])
@@ -60,7 +61,7 @@ def serve_program(code, program, new_main):
             request["args"] = [_plain(a) for a in request["args"]]
         try:
             reply = {"value": side.answer(request)}
-        except BaseException as e:
+        except BaseException as e:  # also SystemExit: a program may call sys.exit
             reply = {"error": type(e).__name__, "text": text_of(e)}
         send(reply)
 

@@ -83,7 +83,7 @@ class Wire:
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
-        if kind is float:
+        if kind is float:  # inf and nan, for which x - x is not 0, have no JSON form
             return value if value - value == 0 else ["x", repr(value)]
         if isinstance(value, (list, tuple, set, frozenset)):
             tag = next(t for t, k in (("l", list), ("t", tuple), ("s", set), ("f", frozenset)) if isinstance(value, k))
@@ -97,13 +97,14 @@ class Wire:
             return ["b", base64.b64encode(value).decode()]
         if kind is complex:
             return ["c", value.real, value.imag]
-        if isinstance(value, (bool, int, str, float)):
+        if isinstance(value, (bool, int, str, float)):  # of a subclass, such as IntEnum: send the plain value
             plain = next(k for k in (int, float, str) if isinstance(value, k))
             return self.encode(plain(value))
-        if kind.__name__ in _NODES:
+        if kind.__name__ in _NODES:  # by name, because programs define these classes themselves
             return ["n", kind.__name__, [self.encode(getattr(value, name)) for name in _NODES[kind.__name__]]]
         if isinstance(value, Proxy):
             return ["p", object.__getattribute__(value, "_klear_path")]
+        # numpy's arrays and numbers
         if hasattr(kind, "__array__") and hasattr(kind, "tolist"):
             return self.encode(value.tolist())
         if (
