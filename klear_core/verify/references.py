@@ -29,9 +29,9 @@ def faulty_references(
 ) -> list[tuple[Problem, Verdict]]:
     """Return the problems whose answers cannot be judged, each with a verdict that says why.
 
-    These include problems on which a judge of the user's own fails. An answer without a box or program is scored
-    without a look at the reference, so our answers have one. `run_tests` also runs the references' own programs once,
-    in the sandbox, which must isolate. Raise JudgeError if the judge itself fails.
+    These include problems on which a judge of the user's own fails. Our math answer has a box, because without one the
+    reference is not read; a code reference is checked even if there is no program. `run_tests` also runs the
+    references' own programs once, in the sandbox, which must isolate. Raise JudgeError if the judge itself fails.
     """
     pending = [(problem, future) for problem in problems for future in _verdicts(problem, judges, run_tests=run_tests)]
     faults: dict[str, tuple[Problem, Verdict]] = {}
@@ -51,7 +51,9 @@ def _verdicts(problem: Problem, judges: JudgePool, *, run_tests: bool) -> Iterat
         case MathReference() | CustomReference() | UnverifiableReference():
             yield judges.submit(problem, _RESPONSE.format(answer=_MATH_ANSWER))
         case CodeReference():
-            yield judges.submit(problem, _RESPONSE.format(answer="no program"))  # the tests' number and size are read
+            yield judges.submit(
+                problem, _RESPONSE.format(answer="no program")
+            )  # only number and size of the tests count
             if run_tests and has_test_program(problem):
                 yield judges.submit_program(problem.problem_id, *_first_test(reference))
         case _:

@@ -135,6 +135,7 @@ def _split(text: str) -> tuple[list[str], list[str]]:
 
 
 def _joints(text: str) -> list[tuple[int, int, str]]:
+    """Return start, end and name of each separator outside of brackets, in order."""
     found = [(m.start(), m.end(), _joint_name(m)) for m in CONNECTIVE.finditer(text)]
     in_connectives = {i for start, end, _ in found for i in range(start, end)}
     found += [(m.start(), m.end(), ",") for m in re.finditer(",", text) if m.start() not in in_connectives]
@@ -152,6 +153,7 @@ def _depths(text: str) -> list[int]:
     depths = [0] * (len(text) + 1)
     depth = previous = 0
     for match in _BRACKETS.finditer(text):
+        # A bracket itself has the depth of what is before it.
         depths[previous : match.start() + 1] = [depth] * (match.start() + 1 - previous)
         depth = depth + 1 if match.group()[-1] in "([{" else max(0, depth - 1)
         previous = match.start() + 1
@@ -160,6 +162,7 @@ def _depths(text: str) -> list[int]:
 
 
 def _signs(text: str) -> list[re.Match[str]]:
+    """Return the relation signs outside of brackets."""
     depths = _depths(text)
     return [m for m in _SIGN.finditer(text) if depths[m.start()] == 0]
 
@@ -177,6 +180,7 @@ def _read_membership(parts: list[str]) -> Statement | None:
 
 
 def _read_region(parts: list[str], joints: list[str]) -> Statement | None:
+    """Read inequalities of one name as the set of numbers that they allow; None if a part is no such inequality."""
     regions = [_interval(part) for part in parts]
     known = [region for region in regions if region is not None]
     if len(known) != len(parts) or len(parts) > _MAX_PARTS:
