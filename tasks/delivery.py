@@ -267,11 +267,12 @@ def _catch_up(backend: Backend, run: OpenRun, metrics_file: Path) -> None:
         metrics = {name: value for name, value in row.items() if value is not None}
         steps.append(int(metrics.pop("step")))
         metrics_of_steps.append(metrics)
-    sent = [backend.last_step(run.run_id, name) for name in _covering_names(metrics_of_steps)]
-    last = max((step for step in sent if step is not None), default=None)
+    # Rows of other metrics are sent in an order of their own: a point of a curve comes some steps late.
+    sent = {name: backend.last_step(run.run_id, name) for name in _covering_names(metrics_of_steps)}
     at_ms = now_ms()
     points: list[MetricPoint] = []
     for step, metrics in zip(steps, metrics_of_steps, strict=True):
+        last = next((sent[name] for name in sent if name in metrics), None)
         if last is None or step > last:
             points += [MetricPoint(name, value, at_ms, step) for name, value in metrics.items()]
     for start in range(0, len(points), MAX_POINTS_PER_REQUEST):

@@ -11,8 +11,8 @@ from typing import Protocol, Self
 
 from klear_core.config.rl import RlConfig
 from klear_core.generate.engine import InferenceEngine
-from klear_core.metrics import Telemetry
-from klear_core.train.curve import point_metrics
+from klear_core.metrics import METRICS_FILE, Telemetry
+from klear_core.train.curve import logged_points, point_metrics
 
 
 class Exam(Protocol):
@@ -39,8 +39,9 @@ class Curve:
     rollouts and the learner's update, and are waited for before the engines get new weights.
     """
 
-    def __init__(self, exam: Exam | None, telemetry: Telemetry, cfg: RlConfig) -> None:
+    def __init__(self, exam: Exam | None, telemetry: Telemetry, cfg: RlConfig, *, workdir: Path) -> None:
         self._exam = exam
+        self._metrics_file = workdir / METRICS_FILE
         self._telemetry = telemetry
         self._curve = cfg.runtime.curve
         self._num_steps = cfg.num_steps
@@ -57,6 +58,15 @@ class Curve:
             self._running = None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    def resume(self, engine: InferenceEngine, *, step: int) -> None:
+        """Start the point of the weights that training goes on from, unless an earlier attempt has logged it.
+
+        Rows of later steps, which are trained again, are in the metrics file until the next step is logged. So only
+        this point may be looked up there.
+        """
+        if step not in logged_points(self._metrics_file, "rl"):
+            self.start(engine, step=step)
 
     def start(self, engine: InferenceEngine, *, step: int) -> None:
         """Start the point of these weights, those after `step` steps, if one is due."""

@@ -93,7 +93,7 @@ async def run_rl(
                     custom_rewards=custom_rewards,
                 )
                 rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
-                async with Curve(exam, telemetry, setup.cfg) as curve:
+                async with Curve(exam, telemetry, setup.cfg, workdir=setup.workdir) as curve:
                     await run_steps(setup, learner, engine, rollouts, progress, telemetry, curve)
                 if not (setup.workdir / "model").exists():  # else the run was killed after its export
                     await learner.export(setup.workdir / "model")
@@ -120,8 +120,7 @@ async def run_steps(
     sleeper = _sleeper(engine, cfg.rollout)
     # After a restore the learner has the checkpoint's weights; the engines still have those from before.
     await sync_weights(learner, engine, sleeper, version=progress.step)
-    if progress.step < cfg.num_steps:
-        curve.start(engine, step=progress.step)
+    curve.resume(engine, step=progress.step)
     async with rollouts as ahead:
         for step in range(progress.step, cfg.num_steps):
             start = now()

@@ -37,6 +37,12 @@ def point_metrics(stage: str, point: Mapping[str, float]) -> dict[str, float]:
     return {f"{stage}/eval/{name}": value for name, value in point.items()}
 
 
+def logged_points(metrics_file: Path, stage: str) -> set[int]:
+    """Return the steps whose points of the curve are in the stage's metrics file."""
+    name = f"{stage}/eval/tokens_mean"
+    return {int(row["step"] or 0) for row in read_metrics(metrics_file) if name in row}
+
+
 class ModelScorer(Protocol):
     """Scores models on a fixed set of problems, outside of the process or thread that trains."""
 
@@ -81,7 +87,7 @@ class CurveThread:
 
     def start(self) -> None:
         """Begin with the models that an earlier attempt has left."""
-        logged = self._logged_steps()
+        logged = logged_points(self._metrics_file, self._stage)
         for step in self._points.waiting():
             if step in logged:
                 self._points.drop(step)
@@ -124,7 +130,7 @@ class CurveThread:
     def _score(self, step: int) -> None:
         # The base is exported again by a run that was killed before its first checkpoint. No other row can be trusted
         # here: those of steps that are trained again are deleted only when the first of these is logged.
-        if step == 0 and 0 in self._logged_steps():
+        if step == 0 and 0 in logged_points(self._metrics_file, self._stage):
             self._points.drop(step)
             return
         trouble = ""
@@ -141,11 +147,6 @@ class CurveThread:
             self._telemetry.add(point_metrics(self._stage, point), step=step)
             self._failures.pop(step, None)
         self._points.drop(step)
-
-    def _logged_steps(self) -> set[int]:
-        """Return the steps whose scores are in the metrics file."""
-        name = f"{self._stage}/eval/tokens_mean"
-        return {int(row["step"] or 0) for row in read_metrics(self._metrics_file) if name in row}
 
 
 @contextmanager

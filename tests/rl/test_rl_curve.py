@@ -22,6 +22,7 @@ from klear_core.errors import ConfigError
 from klear_core.evaluate.checkpoints import fixed_set, open_exam
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.qwen3.engine import TorchEngine
+from klear_core.metrics import METRICS_FILE, MetricsFile, read_metrics
 from klear_core.rl.loop import run_rl, train_rl
 from klear_core.rl.workers import LocalWorkers, RlSetup
 from klear_core.verify import build_judge_pool
@@ -46,6 +47,23 @@ class Points(Recorder):
         self.order.append(f"point {step}")
 
 
+class FiledPoints(Points):
+    """Also writes the stage's metrics file, as a stage does."""
+
+    def __init__(self, workdir: Path, fail_at: int = -1) -> None:
+        super().__init__(fail_at)
+        self.file = MetricsFile(workdir / METRICS_FILE)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        super().log(metrics, step=step)
+        self.file.rewind(step)
+        self.file.append(metrics, step=step)
+
+    def add(self, metrics: Mapping[str, float], *, step: int) -> None:
+        super().add(metrics, step=step)
+        self.file.append(metrics, step=step)
+
+
 class VersionExam:
     """Reports the version of the weights at the start and at the end of its answers."""
 
@@ -57,12 +75,26 @@ class VersionExam:
         before = engine.version
         await asyncio.sleep(0.05)  # the next rollouts are sampled meanwhile
         self.seen.append((before, engine.version))
-        return {"avg": before / 10}
+        return {"avg": before / 10, "tokens_mean": 3.0}
 
 
-def curve_config(every_steps: int, **changes: object) -> RlConfig:
+class InterruptedExam(VersionExam):
+    """Stops the run at the score of one version."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.version = version
+
+    async def score(self, engine: InferenceEngine) -> dict[str, float]:
+        point = await super().score(engine)
+        if self.seen[-1] == (self.version, self.version):
+            raise KeyboardInterrupt
+        return point
+
+
+def curve_config(every_steps: int, *, checkpoint_every: int = 1, **changes: object) -> RlConfig:
     curve = CurveConfig(benchmark="toy", num_problems=2, every_steps=every_steps)
-    checkpoint = RlCheckpointConfig(every_steps=1)
+    checkpoint = RlCheckpointConfig(every_steps=checkpoint_every)
     return rl_config(runtime=RlRuntime(device="cpu", checkpoint=checkpoint, curve=curve), **changes)
 
 
@@ -78,7 +110,9 @@ def test_the_model_is_scored_before_step_1_every_few_steps_and_at_the_end_each_t
     exam, telemetry = VersionExam(), Points()
     run(curve_config(2, num_steps=5, max_staleness=max_staleness), base, tmp_path, telemetry, exam)
     assert exam.seen == [(0, 0), (2, 2), (4, 4), (5, 5)]
-    assert telemetry.points == [(step, {"rl/eval/avg": step / 10}) for step in (0, 2, 4, 5)]
+    assert telemetry.points == [
+        (step, {"rl/eval/avg": step / 10, "rl/eval/tokens_mean": 3.0}) for step in (0, 2, 4, 5)
+    ]
     # a point is logged when it is known, after the row of its own step and before the row of the next
     assert telemetry.order == [
         *("point 0", "row 1", "row 2", "point 2", "row 3", "row 4", "point 4", "row 5", "point 5")
@@ -91,6 +125,33 @@ def test_a_killed_run_scores_the_checkpoint_that_it_goes_on_from(base: Path, tmp
     telemetry = Points()
     run(curve_config(2, num_steps=4), base, tmp_path, telemetry, VersionExam())
     assert telemetry.order == ["point 2", "row 3", "row 4", "point 4"]
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3, 4])
+@pytest.mark.parametrize("checkpoint_every", [2, 99])
+def test_a_killed_run_has_each_point_once(base: Path, tmp_path: Path, fail_at: int, checkpoint_every: int) -> None:
+    """The point of the weights that it goes on from is there if the kill came after the next step's update."""
+    cfg = curve_config(1, num_steps=4, checkpoint_every=checkpoint_every)
+    killed, resumed = FiledPoints(tmp_path, fail_at=fail_at), FiledPoints(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(cfg, base, tmp_path, killed, VersionExam())
+    run(cfg, base, tmp_path, resumed, VersionExam())
+    points = [row["step"] for row in read_metrics(tmp_path / METRICS_FILE) if "rl/eval/avg" in row]
+    assert points == [0, 1, 2, 3, 4]
+    begun = (fail_at - 1) // checkpoint_every * checkpoint_every
+    assert [step for step, _ in resumed.points] == list(range(begun + 1, 5))
+
+
+def test_a_run_killed_while_its_last_model_is_scored_gets_this_score_when_it_goes_on(
+    base: Path, tmp_path: Path
+) -> None:
+    cfg = curve_config(2, num_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(cfg, base, tmp_path, FiledPoints(tmp_path), InterruptedExam(version=2))
+    for _ in range(2):  # the second has all points
+        run(cfg, base, tmp_path, FiledPoints(tmp_path), VersionExam())
+        points = [row["step"] for row in read_metrics(tmp_path / METRICS_FILE) if "rl/eval/avg" in row]
+        assert points == [0, 2]
 
 
 def test_real_scores_have_intervals_and_leave_the_weights_as_they_are_without(base: Path, tmp_path: Path) -> None:

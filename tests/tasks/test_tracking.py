@@ -148,6 +148,22 @@ def test_a_stage_that_began_without_mlflow_is_told_whole_once_it_is_there(backen
     stage.run.end("FINISHED")
 
 
+def test_numbers_added_to_a_step_that_is_over_are_sent_after_a_kill(backend, connection, tmp_path):
+    """A point of a curve is known some steps later, and is a row of its own."""
+    killed = Stage(connection, tmp_path)
+    killed.log(1, 2, 3)
+    killed.file.append({"eval": 0.1}, step=0)
+    killed.run.log({"eval": 0.1}, step=0)
+    killed.run.flush()
+    killed.file.append({"eval": 0.2}, step=2)  # and it is killed before MLflow has this row
+    resumed = Stage(connection, tmp_path)
+    resumed.run.start()
+    resumed.log(4)
+    resumed.run.end("FINISHED")
+    sent = [(p.name, p.step) for p in backend.points["r1-sft"]]
+    assert sent == [("loss", 1), ("loss", 2), ("loss", 3), ("eval", 0), ("eval", 2), ("loss", 4)]
+
+
 def test_a_stage_that_ends_without_mlflow_is_told_by_the_next_one(backend, connection, tmp_path):
     first = Stage(connection, tmp_path)
     first.run.start()

@@ -193,7 +193,8 @@ async def _simulate(setup: Setup, folder: Path) -> list[dict[str, object]]:
     rollouts = rollouts_of(cfg, sampler, PromptStream(_problems(), seed=0), progress)
     job = RlSetup(cfg=cfg, model=folder, seed=0, workdir=folder)
     with suppress(_Measured):
-        await run_steps(job, learner, engines, rollouts, progress, probe, Curve(None, probe, job.cfg))
+        curve = Curve(None, probe, job.cfg, workdir=folder)
+        await run_steps(job, learner, engines, rollouts, progress, probe, curve)
     return _entries(setup, probe, judges, learner, engines)
 
 
