@@ -14,7 +14,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from flows.find import find_artifact
-from klear_core.artifacts.manifest import ArtifactId, read_manifest
+from klear_core.artifacts.manifest import InputRecord, Manifest, manifest_folder, read_manifest
+from klear_core.artifacts.model_files import is_same_model
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.load import apply_override, validate
 from klear_core.config.settings import config_digest
@@ -66,20 +67,28 @@ def find_answers(which: str, root: Path, layout: Layout | None = None) -> Answer
 
 
 def newest_evaluation(model: Path) -> Path:
-    """Return the newest evaluation of a model's artifact; ArtifactError if there is none."""
+    """Return the newest evaluation of a model's artifact, or of the same model as a given one; ArtifactError if there
+    is none."""
     own = read_manifest(model)
-    wanted = ArtifactId(kind=own.kind, fingerprint=own.fingerprint)
+    store = model.absolute().parents[1]
     found = []
-    for folder in LocalStore(model.absolute().parents[1]).folders():
+    for folder in LocalStore(store).folders():
         if not is_evaluation(folder):
             continue
         manifest = read_manifest(folder)
-        models = [ArtifactId(kind=i.kind, fingerprint=i.fingerprint) for i in manifest.inputs if i.role == "model"]
-        if wanted in models:
+        if any(record.role == "model" and _is_of(own, record, store) for record in manifest.inputs):
             found.append((manifest.created_at, folder))
     if not found:
         raise ArtifactError(f"{model}: there is no evaluation of it in this workspace, so there are no answers")
     return max(found)[1]
+
+
+def _is_of(model: Manifest, scored: InputRecord, store: Path) -> bool:
+    """Return whether the model that an evaluation scored is this one."""
+    if (model.kind, model.fingerprint) == (scored.kind, scored.fingerprint):
+        return True
+    folder = manifest_folder(store, scored)  # None if the artifact was deleted
+    return folder is not None and is_same_model(model, read_manifest(folder))
 
 
 def rejudge_answers(

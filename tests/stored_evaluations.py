@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
+from klear_core.artifacts.ledger import GivenRecord
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest, read_manifest
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
@@ -15,10 +16,13 @@ from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.data import ProceduralSource
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.jobs import EvaluateJob
+from klear_core.config.train import HfModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.summarise import make_report
 from klear_core.evaluate.tally import tally
+from klear_core.metrics import NullTelemetry
 from klear_core.scores import JudgeRecord, TemplateScore, write_reports
+from klear_core.train.base import take_model
 from klear_core.types import Difficulty, Domain, EvalSample, MathReference, Outcome, Problem, Verdict
 
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="answer matches the reference")
@@ -65,6 +69,7 @@ def evaluation(
     *,
     stage: str = "evaluate_rl",
     model: str = "rl",
+    made: ArtifactRef | None = None,
     seed: int = 0,
     files: Path | None = None,
     judged: bool = False,
@@ -74,6 +79,7 @@ def evaluation(
 ) -> ArtifactRef:
     """Publish benchmarks, a model of these files, and the evaluation with these samples; return the evaluation.
 
+    `made` is the model if it is published already.
     `judged` says that the report has a record of the judge. `worded` has the answers to prompt templates by name,
     `corrected` the references of problems by number that are not as usual.
     """
@@ -86,7 +92,7 @@ def evaluation(
     asked = EvaluateConfig(templates={name: f"{name}: {{question}}" for name in worded})
     job = EvaluateJob(seed=seed, evaluate=asked, verify=VerifyConfig(), benchmarks=(bench,))
     benchmarks = _publish(store, "benchmarks", "benchmarks", ("c" if corrected else "b") * 20, (), problems=problems)
-    made = _publish(store, model, "rl", f"{model}{seed}".ljust(20, "0"), (), files=files)
+    made = made or made_model(root, model=model, seed=seed, files=files)
     inputs = [("model", made), ("benchmarks", benchmarks)]
     fingerprint = f"e{model}{seed}".ljust(20, "0")
     with store.create("evaluate", fingerprint) as slot:
@@ -105,6 +111,20 @@ def evaluation(
         )
         write_reports(slot.workdir, (report.model_copy(update={"templates": tuple(templates)}),))
         return slot.publish(_manifest(stage, "evaluate", fingerprint, inputs, config=job.model_dump(mode="json")))
+
+
+def made_model(root: Path, *, model: str = "rl", seed: int = 0, files: Path | None = None) -> ArtifactRef:
+    """Publish the model of a stage, in the folder `model` of these files."""
+    store = LocalStore(root / "artifacts")
+    return _publish(store, model, "rl", f"{model}{seed}".ljust(20, "0"), (), files=files)
+
+
+def given_model(root: Path, folder: Path, *, work: Path) -> ArtifactRef:
+    """Publish the pointer to a Hugging Face folder, as the stage of a given model does."""
+    work.mkdir()
+    take = take_model(HfModelConfig(path=str(folder)), licence="", workdir=work, telemetry=NullTelemetry())
+    store = LocalStore(root / "artifacts")
+    return _publish(store, "model", "given_model", "a" * 20, (), files=work, given=take.given)
 
 
 def published_report(root: Path, stages: Mapping[str, ArtifactRef], config: Mapping[str, object]) -> Path:
@@ -133,6 +153,7 @@ def _publish(
     *,
     problems: Sequence[Problem] = (),
     files: Path | None = None,
+    given: GivenRecord | None = None,
 ) -> ArtifactRef:
     with store.create(kind, fingerprint) as slot:
         if slot.ref is not None:
@@ -141,7 +162,7 @@ def _publish(
             write_shard(slot.workdir / "toy" / "00000-of-00001.parquet", problems)
         if files is not None:
             shutil.copytree(files, slot.workdir, dirs_exist_ok=True)
-        return slot.publish(_manifest(stage, kind, fingerprint, inputs))
+        return slot.publish(_manifest(stage, kind, fingerprint, inputs).model_copy(update={"given": given}))
 
 
 def _manifest(

@@ -8,6 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from klear_core.artifacts.hub import HubFile, HubFiles, Progress, fetch, published_files
+from klear_core.artifacts.manifest import Manifest
 from klear_core.config.train import HubModelConfig, PublishedModel
 from klear_core.errors import ConfigError
 from klear_core.hf_config import check_architecture, check_model_type
@@ -42,6 +43,26 @@ def repo_of(model: HubModelConfig) -> HubFiles:
 def folder_of(model: PublishedModel) -> Path:
     """Return the model's folder; for a model of the Hub, the one where its files are or will be."""
     return repo_of(model).folder if isinstance(model, HubModelConfig) else Path(model.path)
+
+
+def is_same_model(one: Manifest, other: Manifest) -> bool:
+    """Return whether two artifacts of models hold or point to the same files; their cards may differ.
+
+    A model that is scored by its folder, as a given one, is then known as the model of the stage that made it.
+    """
+    if (one.kind, one.fingerprint) == (other.kind, other.fingerprint):
+        return True
+    files = [_content_of(manifest) for manifest in (one, other)]
+    smaller, larger = sorted(files, key=len)  # an artifact's folder may have files beside those of the model
+    return bool(smaller) and smaller <= larger
+
+
+def _content_of(model: Manifest) -> set[tuple[str, str]]:
+    """Return name and checksum of the files of a model's artifact, or of those that it points to, without the card."""
+    files = model.files if model.given is None else model.given.files
+    prefix = "model/" if model.given is None else ""
+    found = {(f.path.removeprefix(prefix), f.sha256) for f in files if f.path.startswith(prefix)}
+    return {(name, checksum) for name, checksum in found if name != CARD}
 
 
 def origin_of(model: PublishedModel) -> str:

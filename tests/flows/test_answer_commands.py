@@ -6,7 +6,13 @@ import json
 from pathlib import Path
 
 from conftest import Klear
-from stored_evaluations import RIGHT, WRONG, evaluation, published_report, said, sample
+from stored_evaluations import RIGHT, WRONG, evaluation, given_model, made_model, published_report, said, sample
+
+from klear_core.config.train import TinyModelConfig
+from klear_core.metrics import NullTelemetry
+from klear_core.train.base import prepare_base
+
+TINY = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
 
 BARE = "<think>\nsteps\n</think>\nThe answer is 2."
 
@@ -125,6 +131,24 @@ def test_compare_takes_fingerprints_and_workspaces(klear: Klear, tmp_path: Path)
     assert (tmp_path / "out" / "comparison.html").is_file()
     again = klear("compare", tmp_path / "w1", "f00", "f0", "--root", tmp_path / "w0").err
     assert "two of these are one run, f00" in again
+
+
+def test_an_evaluation_of_a_models_folder_counts_as_the_models_own(klear: Klear, tmp_path: Path) -> None:
+    """`klear evaluate rl` scores the folder of the model as a given one, wherever it was when it was scored."""
+    files = tmp_path / "files"
+    files.mkdir()
+    prepare_base(TINY, seed=0, workdir=files, telemetry=NullTelemetry())
+    other = tmp_path / "other"
+    other.mkdir()
+    prepare_base(TINY, seed=1, workdir=other, telemetry=NullTelemetry())
+    made_model(tmp_path, files=files)
+    made_model(tmp_path, model="sft", files=other)
+    given = given_model(tmp_path, files / "model", work=tmp_path / "pointer")
+    evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)], stage="evaluate_model", made=given)
+    assert klear("answers", "rl", "--root", tmp_path).status == 0
+    assert klear("publish", "rl", "--to", tmp_path / "mine", "--root", tmp_path).status == 0
+    assert "| toy | avg@1 | 100.0 % |" in (tmp_path / "mine" / "README.md").read_text()
+    assert "no evaluation of it" in klear("answers", "sft", "--root", tmp_path).err  # other weights
 
 
 def test_publish_tells_a_folder_from_a_name_on_the_hub(klear: Klear, tmp_path: Path, monkeypatch) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from report_runs import laptop_run
 from rich.console import Console
-from stored_evaluations import RIGHT, evaluation, published_report, said, sample
+from stored_evaluations import RIGHT, evaluation, given_model, made_model, published_report, said, sample
 
 from klear_core.artifacts.manifest import read_manifest, write_manifest
 from klear_core.config.given import GivenFolder
 from klear_core.config.given_jobs import GivenModelJob
+from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ArtifactError
+from klear_core.metrics import NullTelemetry
 from klear_core.report.build import build_report
 from klear_core.report.chosen import Choice, chosen_on, write_choice
 from klear_core.report.compared_runs import read_run
@@ -21,6 +23,9 @@ from klear_core.report.comparison import COMPARISON_PAGE, compare_runs
 from klear_core.report.inputs import ReportInputs
 from klear_core.report.read import read_facts
 from klear_core.report.terminal import score_table
+from klear_core.train.base import prepare_base
+
+TINY = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
 
 FIRST = "first among 12 models that were compared by this score (klear ablate grid); a score that a model is chosen by"
 
@@ -88,6 +93,21 @@ def test_a_comparison_marks_the_score_of_the_run_that_was_chosen(tmp_path: Path)
     comparison = compare_runs([read_run(report) for report in reports], tmp_path / "out")
     assert [bool(cell and cell.chosen) for cell in comparison.rows[0].cells] == [False, True]
     assert FIRST in (tmp_path / "out" / COMPARISON_PAGE).read_text()
+
+
+def test_the_mark_stays_when_the_chosen_model_is_scored_by_its_folder(tmp_path: Path) -> None:
+    """As `klear evaluate rl` does, in the same workspace or in another."""
+    made = made_model(tmp_path / "w0", files=_tiny(tmp_path / "files"))
+    choose(made.path, "toy")
+    for name in ("w0", "w1"):
+        given = given_model(tmp_path / name, made.path / "model", work=tmp_path / f"pointer_{name}")
+        assert FIRST in chosen_on(given.path)["toy"]
+
+
+def _tiny(folder: Path) -> Path:
+    folder.mkdir()
+    prepare_base(TINY, seed=0, workdir=folder, telemetry=NullTelemetry())
+    return folder
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:

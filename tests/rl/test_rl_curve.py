@@ -110,9 +110,7 @@ def test_the_model_is_scored_before_step_1_every_few_steps_and_at_the_end_each_t
     exam, telemetry = VersionExam(), Points()
     run(curve_config(2, num_steps=5, max_staleness=max_staleness), base, tmp_path, telemetry, exam)
     assert exam.seen == [(0, 0), (2, 2), (4, 4), (5, 5)]
-    assert telemetry.points == [
-        (step, {"rl/eval/avg": step / 10, "rl/eval/tokens_mean": 3.0}) for step in (0, 2, 4, 5)
-    ]
+    assert telemetry.points == [(step, {"rl/eval/avg": step / 10, "rl/eval/tokens_mean": 3.0}) for step in (0, 2, 4, 5)]
     # a point is logged when it is known, after the row of its own step and before the row of the next
     assert telemetry.order == [
         *("point 0", "row 1", "row 2", "point 2", "row 3", "row 4", "point 4", "row 5", "point 5")
