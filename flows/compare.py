@@ -52,8 +52,12 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
                     console.print(f"  templates, {escape(run.label)}: {cell.templates}")
                 if cell is not None and cell.chosen:
                     console.print(f"  [yellow]chosen on this benchmark[/], {escape(run.label)}: {escape(cell.chosen)}")
+    if comparison.stages_of_some:
+        console.print(
+            f"[dim]stages that not all runs have, without their settings:[/] {escape(comparison.stages_of_some)}"
+        )
     for setting in comparison.settings[:_MAX_SETTINGS]:
-        console.print(f"[dim]{setting.key}[/] {escape(' | '.join(setting.values))}")
+        console.print(f"[dim]{escape(setting.key)}[/] {escape(' | '.join(setting.values))}")
     if len(comparison.settings) > _MAX_SETTINGS:
         console.print(f"and {len(comparison.settings) - _MAX_SETTINGS} more settings that differ; the page has all")
 

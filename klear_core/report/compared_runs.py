@@ -14,6 +14,7 @@ from pydantic import JsonValue
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.opened import store_of
 from klear_core.artifacts.records import read_shards
+from klear_core.config.sections import section_of, sections_used
 from klear_core.errors import ArtifactError
 from klear_core.evaluate.counts import AnswerCounts
 from klear_core.evaluate.generations import Decoding, is_evaluation
@@ -83,6 +84,11 @@ class ComparedRun:
         """Return the evaluated model that a stage made; None if there is none."""
         return next((model for model in self.models if model.maker == maker), None)
 
+    @property
+    def sections(self) -> frozenset[str]:
+        """Sections of the config that its stages used."""
+        return sections_used((stage.name, stage.manifest.kind) for stage in self.stages)
+
     def stage(self, name: str) -> RunStage | None:
         """Return a stage; None if the run has none of that name."""
         return next((stage for stage in self.stages if stage.name == name), None)
@@ -150,6 +156,28 @@ class DifferentSetting:
     values: tuple[str, ...]
 
 
+def settings_in_common(runs: Sequence[ComparedRun], *, absent: str) -> list[DifferentSetting]:
+    """Return the settings that differ, of the whole run or of stages that all runs have.
+
+    A config has values for all stages: those of an evaluation alone say nothing about training.
+    """
+    used = frozenset.intersection(*(run.sections for run in runs))
+    found = different_settings([run.config for run in runs], absent=absent)
+    return [setting for setting in found if section_of(setting.key) in used | {""}]
+
+
+def stages_of_some(runs: Sequence[ComparedRun]) -> str:
+    """Name the stages that not all runs have, and the runs that have them; evaluations go with their models."""
+    names = dict.fromkeys(stage.name for run in runs for stage in run.stages if not is_evaluation(stage.folder))
+    stages_by_runs: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in names:
+        having = tuple(run.label for run in runs if run.stage(name))
+        if len(having) < len(runs):
+            stages_by_runs[having].append(name)
+    parts = [f"{', '.join(stages)} ({'; '.join(having)})" for having, stages in stages_by_runs.items()]
+    return "; ".join(parts)
+
+
 def different_settings(configs: Sequence[Mapping[str, JsonValue]], *, absent: str) -> list[DifferentSetting]:
     """Return every single setting that differs between the configs, by dotted key; workspaces are left out."""
     flat = []
@@ -160,7 +188,8 @@ def different_settings(configs: Sequence[Mapping[str, JsonValue]], *, absent: st
     found = []
     for key in keys:
         values = tuple(leaves.get(key, absent) for leaves in flat)
-        if len(set(values)) > 1:
+        is_table = any(other.startswith(f"{key}.") for other in keys)  # in another run, whose keys are listed
+        if len(set(values)) > 1 and not is_table:
             found.append(DifferentSetting(key=key, values=values))
     return found
 

@@ -16,7 +16,7 @@ from klear_core.report.answers import PAGE as ANSWERS_PAGE
 from klear_core.report.answers import Viewer, write_viewer
 from klear_core.report.build import page_template, stylesheet
 from klear_core.report.chosen import chosen_on
-from klear_core.report.compared_runs import ComparedRun, DifferentSetting, different_settings
+from klear_core.report.compared_runs import ComparedRun, DifferentSetting, settings_in_common, stages_of_some
 from klear_core.report.compared_stages import CostRow, StageCharts, cost_rows, stage_charts
 from klear_core.report.text import NONE, p_value, percent, points, range_text, spread_text
 from klear_core.scores import Range
@@ -88,6 +88,9 @@ class Comparison:
     curves: tuple[StageCharts, ...]
     costs: tuple[CostRow, ...]
     settings: tuple[DifferentSetting, ...]
+    """Settings that differ, without those of stages that not all runs have."""
+    stages_of_some: str
+    """Stages that not all runs have, with the runs that have them; empty if there is none."""
     viewer: Viewer | None
     """Page with the answers of the runs' last models; None if they have none."""
     last: str
@@ -109,7 +112,8 @@ def compare_runs(runs: Sequence[ComparedRun], folder: Path) -> Comparison:
         rows=tuple(_rows(named)),
         curves=tuple(stage_charts(named)),
         costs=tuple(cost_rows(named)),
-        settings=tuple(different_settings([run.config for run in named], absent=NONE)),
+        settings=tuple(settings_in_common(named, absent=NONE)),
+        stages_of_some=stages_of_some(named),
         viewer=_viewer(named, last, folder),
         last=last,
     )

@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
-from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, published_report, said, sample
+from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, given_model, published_report, said, sample
 
+from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ArtifactError, DataError
+from klear_core.metrics import NullTelemetry
 from klear_core.report.compared_runs import different_settings, read_run
 from klear_core.report.comparison import COMPARISON_PAGE, compare_runs
 from klear_core.scores import Range, Score, TemplateScore
+from klear_core.train.base import prepare_base
 
 
 def run(root: Path, marks: str, *, seed: int = 0, first: int = 1, **config: object) -> Path:
@@ -20,6 +23,13 @@ def run(root: Path, marks: str, *, seed: int = 0, first: int = 1, **config: obje
     samples = [sample(first + i, 0, said(i), verdicts[mark]) for i, mark in enumerate(marks)]
     ref = evaluation(root, samples, seed=seed)
     return published_report(root, {"evaluate_rl": ref}, {"name": "toy", "seed": seed, **config})
+
+
+def _tiny(folder: Path) -> Path:
+    cfg = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
+    folder.mkdir()
+    prepare_base(cfg, seed=0, workdir=folder, telemetry=NullTelemetry())
+    return folder
 
 
 def test_differences_are_paired_and_flips_counted_against_the_first_run(tmp_path: Path) -> None:
@@ -91,6 +101,31 @@ def test_settings_in_lists_are_compared_one_by_one_and_workspaces_not_at_all() -
         ("steps", ("[1, 2]", "[1, 3]")),
         ("benchmarks.1.name", ("-", '"y"')),
     ]
+
+
+def test_only_settings_of_stages_that_all_runs_have_are_listed_and_other_stages_are_named(tmp_path: Path) -> None:
+    """An evaluation alone has the defaults of all training settings, which it never used."""
+    trained = {"rl": {"lr": 1}, "model": {"layers": 2}, "judge": {"rl": {"tags": "any"}}, "evaluate": {"n": 1}}
+    alone = {"rl": {"lr": 2}, "model": {"layers": 3}, "judge": {"rl": {"tags": None}}, "evaluate": {"n": 2}}
+    made = evaluation(tmp_path / "a", [sample(1, 0, said(1), RIGHT)])
+    given = given_model(tmp_path / "b", _tiny(tmp_path / "tiny") / "model", work=tmp_path / "pointer")
+    scored = evaluation(tmp_path / "b", [sample(1, 0, said(1), RIGHT)], stage="evaluate_model", made=given)
+    runs = [
+        published_report(tmp_path / "a", {"evaluate_rl": made}, {"name": "whole", "seed": 0, **trained}),
+        published_report(tmp_path / "b", {"evaluate_model": scored}, {"name": "alone", "seed": 0, **alone}),
+    ]
+    comparison = compare_runs([read_run(report) for report in runs], tmp_path / "out")
+    assert [s.key for s in comparison.settings] == ["name", "evaluate.n"]
+    assert comparison.stages_of_some == "rl (whole, seed 0); model (alone, seed 0)"
+    assert comparison.stages_of_some in (tmp_path / "out" / COMPARISON_PAGE).read_text()
+    same = compare_runs([read_run(runs[0])] * 2, tmp_path / "same")
+    assert same.stages_of_some == ""
+
+
+def test_a_table_that_one_run_lacks_is_not_also_listed_as_null() -> None:
+    configs = [{"given": {"sft": None}}, {"given": {"sft": {"path": "m"}}}]
+    found = different_settings(configs, absent="-")  # type: ignore[arg-type]
+    assert [(s.key, s.values) for s in found] == [("given.sft.path", ("-", '"m"'))]
 
 
 def test_one_run_and_other_artifacts_are_refused(tmp_path: Path) -> None:
