@@ -261,8 +261,16 @@ def main() -> None:
 def _config(profile: str, overrides: list[str] | None) -> PipelineConfig:
     from flows.resolve import profile_folder
     from klear_core.config.load import load_profile
+    from klear_core.config.sections import sections_used, unused_overrides
+    from klear_core.pipeline.graph import stages_of
 
-    return load_profile(profile_folder(profile), overrides or [])
+    config = load_profile(profile_folder(profile), overrides or [])
+    used = sections_used((stage.name, stage.kind) for stage in stages_of(config))
+    warnings = Console(stderr=True, highlight=False, soft_wrap=True)
+    for override, section in unused_overrides(overrides or [], used).items():
+        told = f"--set {override!r}: no stage of this run uses settings of {section}"
+        warnings.print(f"[yellow]warning[/] {_escaped(told)}")
+    return config
 
 
 def _escaped(text: str) -> str:

@@ -18,6 +18,7 @@ from klear_core.artifacts.hub import commit_of
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.sections import unused_overrides
 from klear_core.data.rowfiles import stem_of
 from klear_core.errors import ConfigError
 from klear_core.pipeline.graph import stages_of
@@ -25,6 +26,10 @@ from klear_core.train.base import model_folder
 
 _SECTIONS = ("benchmarks", "evaluate", "verify", "judge", "seed", "data_until")
 """Sections of a profile that an evaluation has."""
+_STAGE_SECTIONS = ("evaluate", "promote")
+"""Sections of the stages that an evaluation may have."""
+_ROWS = ("given.curate", "given.curate_rl", "given.distill")
+"""Given problems and traces, which an evaluation does not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +71,25 @@ def evaluation_config(asked: Asked, given: Mapping[str, Any]) -> PipelineConfig:
         tree = apply_override(tree, f"evaluate.engine.kind={engine}")
     if asked.max_tokens is not None:
         tree = apply_override(tree, f"evaluate.sampling.max_new_tokens={asked.max_tokens}")
+    _refuse_unused(asked.overrides)
     for override in asked.overrides:
         tree = apply_override(tree, override)
     return validate(tree, origin="klear evaluate")
+
+
+def _refuse_unused(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a setting that only a training has, so that nobody believes that it had an effect."""
+    unused = unused_overrides(overrides, _STAGE_SECTIONS)
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        rows = next((name for name in _ROWS if f"{key}.".startswith(f"{name}.")), "")
+        if rows:
+            unused[override] = rows
+    for override, section in unused.items():
+        raise ConfigError(
+            f"--set {override!r}: klear evaluate trains nothing and uses no setting of {section}; it uses those of "
+            f"{', '.join(_SECTIONS)}, promote, workspace, hardware and given"
+        )
 
 
 def _benchmarks(asked: Asked, of_profile: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from klear_core.config.given_jobs import GivenModelJob, GivenProblemsJob, GivenTracesJob
 from klear_core.config.jobs import BaseJob, EvaluateJob
@@ -19,6 +19,12 @@ def section_of(key: str) -> str:
     if first == "judge" and others:  # judge settings of a single stage
         first = others[0]
     return first if first in STAGE_SECTIONS else ""
+
+
+def unused_overrides(overrides: Sequence[str], used: Collection[str]) -> dict[str, str]:
+    """Return the `key.path=value` overrides of stages' sections that are not among those used, with the section."""
+    sections = {override: section_of(override.partition("=")[0].strip()) for override in overrides}
+    return {override: section for override, section in sections.items() if section and section not in used}
 
 
 def sections_used(stages: Iterable[tuple[str, str]]) -> frozenset[str]:

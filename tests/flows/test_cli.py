@@ -96,6 +96,13 @@ def test_a_dry_run_shows_the_stages_that_were_chosen_and_no_others(klear, tmp_pa
     assert (ended.status, "no stage 'train'" in ended.err) == (2, True)
 
 
+def test_a_setting_of_a_stage_that_the_run_does_not_have_is_warned_about(klear, tmp_path):
+    overrides = ("--set", f"workspace.root={tmp_path}", "--set", "given.sft.path=models/sft", "--set", "rl.num_steps=3")
+    told = " ".join(klear("plan", "smoke", *overrides, "--set", "sft.optim.lr=1e-4").err.split())
+    assert told == "warning --set 'sft.optim.lr=1e-4': no stage of this run uses settings of sft"
+    assert klear("plan", "smoke", *overrides).err == ""
+
+
 def test_plan_tells_what_an_override_changes(klear, workspace):
     planned = klear("plan", ROOT / "configs/smoke", "--set", f"workspace.root={workspace}", "--set", "curate.seed_me=1")
     assert planned.status == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,23 @@ def test_a_profile_of_known_benchmarks_gives_them_by_name_with_its_decoding(tmp_
     assert (cfg.evaluate.sampling.top_k, cfg.evaluate.sampling.repetition_penalty) == (20, 1.05)
     assert isinstance(cfg.evaluate.engine, VllmEngineConfig)
     assert (cfg.evaluate.engine.yarn_factor, cfg.evaluate.engine.yarn_original_window) == (2.5, 32_768)
+
+
+@pytest.mark.parametrize(
+    ("override", "section"),
+    [
+        ("rl.learning_rate=1", "rl"),
+        ("judge.rl.tags=none", "rl"),
+        ("model.path=m", "model"),
+        ("given.distill.path=t.jsonl", "given.distill"),
+    ],
+)
+def test_settings_that_an_evaluation_never_uses_are_refused(tmp_path: Path, override: str, section: str) -> None:
+    wanted = f"--set '{override}': klear evaluate trains nothing and uses no setting of {section}; it uses those of"
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        config(tmp_path, "aime24", overrides=[override])
+    assert config(tmp_path, "aime24", overrides=["judge.evaluate.tags=none"]).judge_of("evaluate").tags == "none"
+    assert config(tmp_path, "aime24", overrides=["verify.tags=none", "seed=3"]).seed == 3
 
 
 def test_a_file_whose_name_gives_no_name_for_its_scores_is_refused(tmp_path: Path) -> None:
