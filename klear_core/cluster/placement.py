@@ -57,7 +57,7 @@ def cpu_refusal(key: str, num_params: int) -> str:
     return (
         f"{key}.device = 'auto', and no GPU for it: the model has {num_params / 1e9:.2f} billion parameters, and above "
         f"{CPU_PARAMS / 1e9:g} billion a CPU takes days for minutes of a GPU; run where torch sees one, or say so: "
-        f'{key}.device = "cpu"'
+        f"--set {key}.device=cpu"
     )
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from klear_core.config.losses import GPPO_PRESETS
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.toml import as_option, toml_value
 from klear_core.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -178,14 +179,6 @@ def _copy(tree: Mapping[str, Any]) -> Tree:
     return copied
 
 
-def toml_value(text: str) -> object:
-    """Return the value of a TOML expression; text that is none stands for itself."""
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
 def profiles_in(folder: Path) -> list[str]:
     """Return the names of the subfolders that hold a profile."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and _may_be_profile(path))
@@ -226,7 +219,23 @@ def _explain(error: Any, model: type[BaseModel]) -> str:
     problem = f"{error['msg'][:1].lower()}{error['msg'][1:]}"
     if _may_hold_a_key(loc, str(error["input"])):
         return f"{key}: {problem}; its value is not shown, because it may hold a key"
-    return f"{key} = {error['input']!r}: {problem}"
+    return f"{key} = {error['input']!r}: {problem}{_typed(key, error)}"
+
+
+def _typed(key: str, error: Any) -> str:
+    """Return how to type a list or table if there is text in its place: a shell takes quotes away, or there were none.
+
+    Empty for other errors, and for places inside lists, which `--set` does not reach.
+    """
+    text = error["input"]
+    if not isinstance(text, str) or any(part.isdigit() for part in key.split(".")):
+        return ""
+    if error["type"] == "tuple_type":
+        words = [word.strip(" \"'") for word in text.strip("[] ").split(",")]
+        return f"; a list is typed as {as_option(key, [{'key': 'text'}] if '{' in text else words)}"
+    if error["type"] in ("dict_type", "model_type"):
+        return f"; a table is typed as {as_option(key, {'key': 'text'})}"
+    return ""
 
 
 def _may_hold_a_key(loc: Sequence[str], value: str) -> bool:

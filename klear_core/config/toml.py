@@ -1,19 +1,38 @@
-"""Write a config as the TOML of a profile, with every setting, so that other versions' defaults cannot change it."""
+"""Write settings as TOML: a config as a profile with every setting, or a single one as an option of the command line."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+import tomllib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from klear_core.config.pipeline import PipelineConfig
+if TYPE_CHECKING:
+    from klear_core.config.pipeline import PipelineConfig
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
+def toml_value(text: str) -> object:
+    """Return the value of a TOML expression; text that is none stands for itself."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def as_option(key: str, value: object) -> str:
+    """Return the option that sets a setting, quoted for the shell: `--set 'given.score_despite=["aime24"]'`."""
+    stands_for_itself = isinstance(value, str) and toml_value(value) == value
+    text = value if stands_for_itself else _value(value)
+    return f"--set {shlex.quote(f'{key}={text}')}"
+
+
 def profile_toml(config: PipelineConfig) -> str:
-    """Return a profile's file with the settings of a run, without workspace and machine.
+    """Return a profile's file with the settings of a run, without workspace and machine. Other versions' defaults
+    cannot change it.
 
     A setting of None is left out, because TOML has no null. That is safe: None is the default wherever it is allowed.
     """

@@ -134,6 +134,6 @@ def prompt_filter_problems(work: PendingWork) -> Iterator[str]:
         if job.rl.prompts.needs_pass_rates and stage.inputs["problems"] not in tagged:
             yield (
                 f"{stage.section}.prompts: min_pass_rate and max_pass_rate compare pass rates, and nothing "
-                f"measures those "
-                f"of {stage.inputs['problems']!r}: set [tag_rl], or [tag] where RL has no prompts of its own"
+                f"measures those of {stage.inputs['problems']!r}: do so with --set 'tag_rl={{}}', or --set 'tag={{}}' "
+                f"where RL has no prompts of its own"
             )

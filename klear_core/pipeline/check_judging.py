@@ -11,6 +11,7 @@ from pathlib import Path
 from klear_core.config.data import Source
 from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.jobs import DistillJob, EvaluateJob, RlJob, TagJob
+from klear_core.config.toml import as_option
 from klear_core.config.user_code import UserFunction
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.complaints import complaints, is_there, or_nothing, sources_of
@@ -40,9 +41,11 @@ def judge_problems(work: PendingWork) -> Iterator[str]:
     for use in sources_of(work.needed):
         unknown = or_nothing(judges_of, use.source).difference(names) if is_there(use.source) else ()
         for name in sorted(unknown):
+            example = [{"name": name, "function": "my_judges:my_function"}]
             yield (
                 f"{use.key}: its references name the judge {name!r}, and verify.judges has "
-                f"{', '.join(names) or 'none'}; bind it with [[verify.judges]], name and function"
+                f"{', '.join(names) or 'none'}; bind it in a profile ([[verify.judges]]), or with "
+                f"{as_option('verify.judges', example)}"
             )
 
 

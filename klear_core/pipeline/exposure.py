@@ -19,6 +19,7 @@ from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.given_jobs import GivenModelJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import Stage
+from klear_core.config.toml import as_option
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.workspace import workspace_root
@@ -31,6 +32,8 @@ class Exposure:
     stage: Stage
     scored_by: tuple[str, ...]
     """Evaluations of it and of the models that are trained from it."""
+    declared: tuple[str, ...]
+    """Benchmarks that it was compared with, as the user says."""
     unknown: tuple[str, ...]
     """Benchmarks of which nothing is known."""
     missed: tuple[str, ...]
@@ -39,11 +42,13 @@ class Exposure:
     @property
     def warning(self) -> str:
         """A sentence for plan and report."""
-        names = ", ".join([*self.missed, *self.unknown])
+        open_ = [*self.missed, *self.unknown]
+        names = ", ".join(open_)
+        declare = as_option(f"{self.stage.section}.decontaminated_against", [*self.declared, *open_])
         known = "was not compared" if self.missed else "is not known to have been compared"
         return (
             f"the training data behind {self.stage.name!r} ({self.stage.origin}) {known} with {names}: scores may be "
-            f"of memory. If it was, name them in {self.stage.section}.decontaminated_against"
+            f"of memory. If it was, declare it: {declare}"
         )
 
 
@@ -54,12 +59,13 @@ def exposures(config: PipelineConfig) -> list[Exposure]:
     for stage in stages:
         if not isinstance(stage.job, GivenModelJob):
             continue
-        declared = stage.job.given_facts().decontaminated_against
-        open_ = [b for b in config.benchmarks if declared == "unknown" or b.name not in declared]
+        facts = stage.job.given_facts()
+        declared = () if facts.decontaminated_against == "unknown" else facts.decontaminated_against
+        open_ = [b for b in config.benchmarks if b.name not in declared]
         missed, unknown = _by_lineage(stage.job, open_, config)
         scored_by = tuple(_evaluations_from(stages, stage.name))  # none for a tagger
         if scored_by and (missed or unknown):
-            found.append(Exposure(stage=stage, scored_by=scored_by, unknown=unknown, missed=missed))
+            found.append(Exposure(stage=stage, scored_by=scored_by, declared=declared, unknown=unknown, missed=missed))
     return found
 
 

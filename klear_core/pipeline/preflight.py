@@ -15,6 +15,7 @@ from pathlib import Path
 from klear_core.config.distill import HttpTeacherConfig
 from klear_core.config.jobs import DistillJob
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.toml import as_option
 from klear_core.distill.keys import MAKE_BLOCK, NO_KEYS, BlockKeys
 from klear_core.errors import ConfigError
 from klear_core.pipeline.ahead import PendingWork
@@ -90,8 +91,8 @@ def _exposure_problems(work: PendingWork) -> Iterator[str]:
         refused = [name for name in exposure.missed if name not in despite]
         if refused:
             yield (
-                f"{exposure.stage.section}: {exposure.warning}; to score it all the same, set given.score_despite = "
-                f"{refused}"
+                f"{exposure.stage.section}: {exposure.warning}; to score it all the same: "
+                f"{as_option('given.score_despite', [*despite, *refused])}"
             )
 
 

@@ -24,7 +24,7 @@ def choose_problems(artifact: Path, domain: str, cfg: PromptFilterConfig) -> tup
     if rates is None:
         raise ConfigError(
             f"{artifact}: its problems have no pass rates, which rl.prompts.min_pass_rate and max_pass_rate compare: "
-            "set [tag_rl], or [tag] where RL has no prompts of its own"
+            "measure them with --set 'tag_rl={}', or --set 'tag={}' where RL has no prompts of its own"
         )
     num_problems = 0
     chosen: list[Problem] = []

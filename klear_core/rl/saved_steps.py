@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from klear_core.artifacts.records import read_shard, write_shard
+from klear_core.config.toml import as_option
 from klear_core.config.train import CheckpointConfig
 from klear_core.errors import ArtifactError
 from klear_core.train.checkpoint import Checkpoints
@@ -65,7 +66,7 @@ class SavedSteps:
             there = ", ".join(map(str, self.steps())) or "none"
             raise ArtifactError(
                 f"{self._folder.parent}: RL step {step} is not saved; saved steps: {there}. "
-                f"Set rl.runtime.save_steps = [{step}] and make the stage again (--rerun-from)"
+                f"Make the stage again (--rerun-from) with {as_option('rl.runtime.save_steps', [step])}"
             )
         samples = read_shard(folder / _SAMPLES, TrainSample)
         metrics = json.loads((folder / _METRICS).read_text())

@@ -175,7 +175,7 @@ def check_store(store: TokenStore, floor: Floor, *, max_tokens: int) -> tuple[st
     """
     what = f"traces give a training row (sft.max_tokens = {max_tokens})"
     share = Share(what=what, num_in=store.ledger.num_in, lost=store.ledger.dropped, example=store.example_lost)
-    remedy = "If they are overlong, raise sft.max_tokens, or set sft.overlong = 'cut'"
+    remedy = "If they are overlong, raise sft.max_tokens, or cut them: --set sft.overlong=cut"
     return check_floor(share, floor, key="sft.runtime.rows", remedy=remedy)
 
 

@@ -1,3 +1,4 @@
+import shlex
 import typing
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from klear_core.config.load import apply_override, load_profile, validate
 from klear_core.config.losses import ClipConfig, GppoConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import config_digest
+from klear_core.config.toml import as_option
 from klear_core.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -46,6 +48,32 @@ def test_optional_stage_takes_defaults_for_what_it_does_not_say(profile):
 def test_list_values_are_toml():
     tree = apply_override({}, 'curate.sources=[{kind="file", path="a.jsonl"}]')
     assert tree == {"curate": {"sources": [{"kind": "file", "path": "a.jsonl"}]}}
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("given.score_despite=[own]", "--set 'given.score_despite=[\"own\"]'"),  # after a shell took the quotes
+        ("given.score_despite=own", "--set 'given.score_despite=[\"own\"]'"),
+        ("curate.sources=a.jsonl", "--set 'curate.sources=[\"a.jsonl\"]'"),
+        ("evaluate.templates={a: b}", "--set 'evaluate.templates={key = \"text\"}'"),
+    ],
+)
+def test_text_in_place_of_a_list_or_table_is_answered_with_what_to_type(profile, override, told):
+    with pytest.raises(ConfigError) as refused:
+        load_profile(profile, [override])
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [["a b", "c"], {"rank": 4, "of": ["x"]}, "it's", "cpu", 0.5, True, "[x]", "1"])
+def test_an_option_for_the_command_line_gives_the_value_back(value):
+    word, override = shlex.split(as_option("x.y", value))
+    assert (word, apply_override({}, override)) == ("--set", {"x": {"y": value}})
+
+
+def test_an_option_without_special_characters_needs_no_quotes():
+    assert as_option("rl.device", "cpu") == "--set rl.device=cpu"
+    assert as_option("rl.lr", 0.5) == "--set rl.lr=0.5"
 
 
 def test_an_endpoint_cannot_be_scored_for_it_would_stand_for_every_model(profile):

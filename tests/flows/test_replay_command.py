@@ -97,7 +97,7 @@ def test_no_number_is_cut_in_a_file_or_a_narrow_terminal(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["2"], r"RL step 2 is not saved; saved steps: 1\. Set rl\.runtime\.save_steps = \[2\]"),
+        (["2"], r"RL step 2 is not saved; saved steps: 1\. Make .* with --set 'rl\.runtime\.save_steps=\[2\]'"),
         (["1", "--of", "base"], "an artifact of kind base; only rl stages have steps to replay"),
         (["1", "--of", "rl_code"], "no artifact 'rl_code'"),
         (["1", "--loss", "ppo"], r"--loss 'ppo': loss.*'gppo', 'clip'"),

@@ -170,7 +170,7 @@ def test_auto_is_no_cpu_for_an_8b_model_unless_it_is_named(tmp_path: Path, monke
     assert refusals(learner_named, "rl") == ["rl.rollout.engine.runtime.device"]
     (problem,) = [p for p in problems_with(config, ["sft"]) if "no GPU for it" in p]
     assert "8.19 billion parameters, and above 0.2 billion" in problem
-    assert problem.endswith('sft.runtime.device = "cpu"')
+    assert problem.endswith("--set sft.runtime.device=cpu")
     assert refusals(large(tmp_path, "sft.runtime.device=cpu"), "sft") == []
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert refusals(config, "sft", "rl", "evaluate_rl") == []

@@ -1,6 +1,8 @@
 """Scores of given models carry what is known about their training data: declared, shown by their lineage, or unknown."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,21 @@ def test_what_is_declared_is_believed(tmp_path: Path, questions: Path) -> None:
     assert only(exposures(other)).unknown == ("aime",)
 
 
+def test_the_declaration_that_a_warning_asks_for_can_be_pasted_and_keeps_what_is_declared(
+    tmp_path: Path, questions: Path
+) -> None:
+    given = (f"given.sft.path={tmp_path}", "given.sft.decontaminated_against=['math500']")
+    (option,) = pasted(only(exposures(config(tmp_path, questions, *given))).warning)
+    assert option == 'given.sft.decontaminated_against=["math500", "aime"]'
+    assert exposures(config(tmp_path, questions, *given, option)) == []
+
+
+def pasted(message: str) -> list[str]:
+    """The overrides that a message gives as options of the command line."""
+    options = re.findall(r"--set (?:'[^']*'|\S+)", message)
+    return [shlex.split(option)[1] for option in options]
+
+
 def test_without_given_models_there_is_nothing_to_say(tmp_path: Path, questions: Path) -> None:
     assert exposures(config(tmp_path, questions)) == []
     assert exposures(config(tmp_path, questions, "given.distill=traces.jsonl")) == []
@@ -88,9 +105,10 @@ def test_a_model_of_a_run_without_this_benchmark_is_not_scored_unless_told(tmp_p
     later = config(tmp_path, other, f"given.sft={model}")
     found = only(exposures(later))
     assert (found.missed, found.unknown) == (("aime",), ())
-    refused = [problem for problem in problems_with(later) if "given.score_despite = ['aime']" in problem]
-    assert len(refused) == 1
-    told = config(tmp_path, other, f"given.sft={model}", "given.score_despite=['aime']")
+    (refused,) = [problem for problem in problems_with(later) if "given.score_despite" in problem]
+    *_, despite = pasted(refused)  # as a shell passes them on
+    assert despite == 'given.score_despite=["aime"]'
+    told = config(tmp_path, other, f"given.sft={model}", despite)
     assert not [problem for problem in problems_with(told) if "score_despite" in problem]
     assert "was not compared with aime" in only(exposures(told)).warning
 

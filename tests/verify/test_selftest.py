@@ -79,7 +79,7 @@ def test_a_sandbox_that_is_not_installed_is_named_with_the_fix(monkeypatch: pyte
         checked_backend(VerifyConfig())
     assert "is not installed" in str(refusal.value)
     assert SETUP_HINT in str(refusal.value)
-    assert 'verify.sandbox = "rlimits-only"' in str(refusal.value)
+    assert "--set verify.sandbox=rlimits-only" in str(refusal.value)
 
 
 def test_an_interpreter_that_does_not_exist_is_refused() -> None:

@@ -214,7 +214,7 @@ def _refusal(refused: list[tuple[Backend, list[Gap]]]) -> str:
             fix = f". Fix: {gap.fix}" if gap.fix else ""
             lines.append(f"    - {gap.what}{fix}")
     lines.append(
-        "  To run programs with limits only, all the same: "
-        'verify.sandbox = "rlimits-only" (it is noted in the artifact).'
+        "  To run programs with limits only, all the same: --set verify.sandbox=rlimits-only "
+        "(it is noted in the artifact)."
     )
     return "\n".join(lines)
