@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from flows.find import find_artifact
+from flows.out_place import check_folder_place, folder_name
 from klear_core.errors import ConfigError
 from klear_core.report.compared_runs import read_run
 from klear_core.report.comparison import (
@@ -28,12 +29,13 @@ def compare(which: Sequence[str], *, root: Path, out: Path | None) -> None:
     """Compare runs, each named by the fingerprint or folder of its report, or by its workspace (the newest run)."""
     if len(which) < 2:
         raise ConfigError(f"klear compare {' '.join(which)}: name at least two runs")
+    if out is not None:
+        check_folder_place("--out", out)
     folders = [_find_report(name, root) for name in which]
     repeated = [folder for i, folder in enumerate(folders) if folder in folders[:i]]
     if repeated:
         raise ConfigError(f"klear compare {' '.join(which)}: two of these are one run, {repeated[0].name}")
-    names = "-".join(folder.name[:8] for folder in folders)
-    folder = out or root / "compared" / names
+    folder = out or root / "compared" / folder_name([folder.name[:8] for folder in folders])
     comparison = compare_runs([read_run(report) for report in folders], folder)
     console = Console(highlight=False, soft_wrap=True)
     show_comparison(console, comparison)

@@ -160,9 +160,12 @@ def _refs_to_show(config: PipelineConfig, result: PipelineResult) -> Mapping[str
 
 def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool) -> None:
     """Judge a file of answers and print the outcomes; DataError afterwards if rows are malformed or none was judged."""
+    from flows.out_place import check_file_place
     from klear_core.config.load import apply_override, validate
     from klear_core.evaluate.judge_file import judge_file
 
+    if out is not None:
+        check_file_place("--out", out)
     settings: dict[str, object] = {}
     for override in overrides:
         if not override.startswith("verify."):

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from flows.out_place import check_folder_place
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.records import whole_tables
 from klear_core.config.data import FileSource
@@ -116,6 +117,7 @@ class _Bar:
 
 
 def _require_own_folder(out: Path) -> None:
+    check_folder_place("--out", out)
     known = {KEPT, DROPPED, PAGE, LEAKS, ".work"}
     if not out.is_dir():
         return

@@ -15,6 +15,7 @@ from flows.named_model import can_sample_in_torch, on_hub
 from flows.resolve import profile_folder
 from flows.watched import carry_out
 from klear_core.artifacts.hub import commit_of
+from klear_core.artifacts.manifest import MANIFEST
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.load import apply_override, read_profile, validate
 from klear_core.config.pipeline import PipelineConfig
@@ -52,7 +53,7 @@ def evaluate_model(asked: Asked) -> None:
     given = _given(asked.model, asked.root, console)
     config = evaluation_config(asked, given)
     carry_out(config, [stage.name for stage in stages_of(config)])
-    console.print(f"answers  klear answers evaluate_model --root {asked.root}")
+    console.print(f"answers  klear answers evaluate_model --root {config.workspace.root}")
 
 
 def evaluation_config(asked: Asked, given: Mapping[str, Any]) -> PipelineConfig:
@@ -140,9 +141,9 @@ def _as_name(path: Path) -> str:
 
 def _given(model: str, root: Path, console: Console) -> dict[str, Any]:
     """Return the settings that name the model: a folder, a repository of the Hub, or a model of the workspace."""
-    if Path(model).is_dir():
+    if Path(model).is_dir() and not (Path(model) / MANIFEST).is_file():
         return {"kind": "folder", "path": str(Path(model).resolve())}
-    published = on_hub(model, console)
+    published = None if Path(model).is_dir() else on_hub(model, console)
     if published is not None:
         return {"kind": "hub", "repo": published.repo, "revision": published.revision}
     return {"kind": "folder", "path": str(model_folder(find_artifact(model, root).absolute()))}

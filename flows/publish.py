@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.find import find_artifact
+from flows.out_place import check_folder_place
 from flows.stored_answers import newest_evaluation
-from klear_core.artifacts.hub import upload
+from klear_core.artifacts.hub import require_token, upload
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.report.publish import write_model
@@ -22,6 +23,10 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 def publish(which: str, to: str, *, root: Path, licence: str, is_private: bool) -> None:
     """Write the model that `which` names to a folder; upload it if `to` is a name on the Hub."""
     repo = _hub_id(to)  # first: it reads nothing
+    if repo:
+        require_token(repo)
+    else:
+        check_folder_place("--to", Path(to).expanduser())
     artifact = find_artifact(which, root).absolute()
     try:
         model = model_folder(artifact)

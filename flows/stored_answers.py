@@ -14,6 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from flows.find import find_artifact
+from flows.out_place import check_folder_place, folder_name
 from klear_core.artifacts.manifest import InputRecord, Manifest, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import is_same_model
 from klear_core.artifacts.store import LocalStore
@@ -104,6 +105,8 @@ def rejudge_answers(
 
     With `num_samples`, raise DataError first if a problem has fewer.
     """
+    if out is not None:
+        check_folder_place("--out", out)
     source = find_answers(which, root, layout)
     verify = _judge_settings(source, overrides)
     if _is_foreign(source) or num_samples is not None:
@@ -114,7 +117,7 @@ def rejudge_answers(
             "the settings are those that these answers were judged with; verdicts change only if the judge's code did"
         )
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[yellow]note[/] {same}")
-    folder = out or root / "rejudged" / f"{_as_file_name(source)}-{config_digest(verify)[:8]}"
+    folder = out or root / "rejudged" / folder_name([_as_file_name(source), config_digest(verify)[:8]])
     check_folder(folder)
     console = Console(highlight=False, soft_wrap=True)
     with Progress(console=console, transient=True) as progress:
@@ -161,12 +164,14 @@ def show_rejudged(console: Console, summary: RejudgeSummary) -> None:
 
 def view_answers(which: Sequence[str], *, root: Path, layout: Layout | None, out: Path | None) -> None:
     """Write the page with all answers of the sources that `which` names, and print where it is."""
+    if out is not None:
+        check_folder_place("--out", out)
     sources = _distinct([find_answers(name, root, layout) for name in which])
     for source in sources:
         if _is_foreign(source):
             _show_notes(check_answers(source))
     title = ", ".join(source.name for source in sources)
-    folder = out or root / "answers" / "-".join(_as_file_name(source) for source in sources)
+    folder = out or root / "answers" / folder_name([_as_file_name(source) for source in sources])
     viewer = write_viewer(sources, folder, title=title)
     console = Console(highlight=False, soft_wrap=True)
     counts = f"{viewer.num_answers:,} answers to {viewer.num_problems:,} problems"

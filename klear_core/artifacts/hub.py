@@ -119,6 +119,14 @@ def fetch(repo: HubFiles, names: Sequence[str], progress: Progress | None = None
         )
 
 
+def require_token(repo: str) -> None:
+    """Raise ConfigError if there is no token to upload with, so that nothing is prepared in vain."""
+    from huggingface_hub import get_token
+
+    if not get_token():
+        raise ConfigError(f"{repo}: no token of the Hub is here; set HF_TOKEN, or run `hf auth login`")
+
+
 def upload(folder: Path, repo: str, *, is_private: bool, message: str, endpoint: str = "") -> str:
     """Upload a model's folder to the Hub, creating the repository if there is none; return the commit's address.
 

@@ -151,6 +151,46 @@ def test_an_evaluation_of_a_models_folder_counts_as_the_models_own(klear: Klear,
     assert "no evaluation of it" in klear("answers", "sft", "--root", tmp_path).err  # other weights
 
 
+def test_a_place_that_cannot_be_written_to_is_refused_before_any_work(klear: Klear, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    row = {"id": "a", "response": "The answer is 7.", "reference": {"kind": "math", "answers": ["7"]}}
+    file.write_text(json.dumps(row) + "\n")
+    for out in (file, file / "below"):
+        told = f"{out}: {file} is a file; name a folder"
+        assert f"--out {told}" in klear("answers", file, "--out", out).err
+        assert f"--out {told}" in klear("compare", "a", "b", "--out", out).err
+        assert f"--out {told}" in klear("rejudge", file, "--out", out).err
+        assert f"--out {told}" in klear("curate", file, "--out", out).err
+        assert f"--to {told}" in klear("publish", "rl", "--to", out).err
+    (tmp_path / "folder").mkdir()
+    refused = klear("judge", file, "--out", tmp_path / "folder")
+    assert (refused.status, refused.out) == (2, "")
+    assert f"--out {tmp_path}/folder: a folder; name a file" in refused.err
+    assert f"--out {file}/x: {file} is a file" in klear("judge", file, "--out", file / "x").err
+
+
+def test_a_page_of_many_files_gets_a_folder_whose_name_is_not_too_long(klear: Klear, tmp_path: Path) -> None:
+    row = {"id": "a", "response": "The answer is 7.", "reference": {"kind": "math", "answers": ["7"]}}
+    files = [tmp_path / f"samples_{i}_{'long' * 30}.jsonl" for i in range(3)]
+    for file in files:
+        file.write_text(json.dumps(row) + "\n")
+    ended = klear("answers", *files, "--root", tmp_path)
+    assert ended.status == 0, ended.err
+    assert klear("answers", *files[:2], "--root", tmp_path).status == 0
+    assert len(list(tmp_path.glob("answers/*/answers.html"))) == 2  # no page replaces another
+
+
+def test_an_upload_without_a_token_is_refused_before_a_folder_is_written(
+    klear: Klear, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    made_model(tmp_path)
+    refused = klear("publish", "rl", "--to", "me/model", "--root", tmp_path)
+    assert "me/model: no token of the Hub is here; set HF_TOKEN" in refused.err
+    assert not (tmp_path / "published").exists()
+
+
 def test_publish_tells_a_folder_from_a_name_on_the_hub(klear: Klear, tmp_path: Path, monkeypatch) -> None:
     evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)])
     monkeypatch.chdir(tmp_path)

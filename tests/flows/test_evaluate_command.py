@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 from conftest import Klear
-from stored_evaluations import RIGHT, evaluation, said, sample
+from stored_evaluations import RIGHT, evaluation, made_model, said, sample
 
 from flows.evaluate_model import Asked, evaluation_config
 from klear_core.config.engine import VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
+from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import stages_of
+from klear_core.train.base import prepare_base
 
 
 def config(tmp_path: Path, *benchmarks: str, model_type: str = "qwen3", **options: object) -> PipelineConfig:
@@ -96,6 +99,18 @@ def test_a_file_whose_name_gives_no_name_for_its_scores_is_refused(tmp_path: Pat
     file.write_text("{}\n")
     with pytest.raises(ConfigError, match=r"数学\.jsonl: a benchmark is named by its file, .*: rename the file"):
         config(tmp_path, str(file))
+
+
+def test_the_folder_of_an_artifact_stands_for_its_model(klear: Klear, tmp_path: Path) -> None:
+    """As for the other commands; a folder without a model in it is refused by name."""
+    files = tmp_path / "files"
+    files.mkdir()
+    prepare_base(TinyModelConfig(hidden_size=16, num_layers=1), seed=0, workdir=files, telemetry=NullTelemetry())
+    made = made_model(tmp_path, files=files)
+    ended = klear("evaluate", made.path, "--benchmarks", tmp_path / "none.jsonl", "--root", tmp_path)
+    assert "none.jsonl: no such file" in ended.err
+    wrong = evaluation(tmp_path, [sample(1, 0, said(1), RIGHT)]).path
+    assert "neither model/ nor model.json" in klear("evaluate", wrong, "--benchmarks", "aime24").err
 
 
 def test_what_is_no_model_is_refused_before_anything_starts(klear: Klear, tmp_path: Path) -> None:

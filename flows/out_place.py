@@ -1,0 +1,36 @@
+"""Check and name the places that commands write to."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from klear_core.errors import ConfigError
+
+_MAX_CHARS = 120  # a file system's limit is 255 bytes; below this, names of folders stay readable
+
+
+def check_folder_place(option: str, folder: Path) -> None:
+    """Raise ConfigError if a folder cannot be made there, because a file is in the way."""
+    for place in (folder, *folder.parents):
+        if place.is_dir():
+            return
+        if place.exists():
+            raise ConfigError(f"{option} {folder}: {place} is a file; name a folder")
+
+
+def check_file_place(option: str, file: Path) -> None:
+    """Raise ConfigError if a file cannot be written there, because it is a folder or below a file."""
+    if file.is_dir():
+        raise ConfigError(f"{option} {file}: a folder; name a file")
+    for place in file.parents:
+        if place.exists() and not place.is_dir():
+            raise ConfigError(f"{option} {file}: {place} is a file")
+
+
+def folder_name(parts: list[str]) -> str:
+    """Return a folder's name for all parts; one that would be too long ends in a checksum of what is left out."""
+    name = "-".join(parts)
+    if len(name) <= _MAX_CHARS:
+        return name
+    return f"{name[:_MAX_CHARS]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
