@@ -39,6 +39,8 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
         raise ConfigError(
             f"--samples {params.num_samples} at --temperature 0: greedy answers are all the same; raise the temperature"
         )
+    if question is not None and not question.strip():
+        raise ConfigError("klear chat: the question is empty; without one, each line of standard input is a question")
     console = Console(highlight=False, soft_wrap=True)
     folder, window = _find_model(which, root, Console(stderr=True))
     if engine == "auto":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.manifest import MANIFEST, ArtifactRef, read_manifest
+from klear_core.artifacts.model_files import is_same_model
 from klear_core.config.jobs import EvaluateJob
 from klear_core.config.promote_job import PromoteJob
 from klear_core.errors import ResourceError
@@ -16,6 +18,7 @@ from klear_core.pipeline.exposure import exposures
 from klear_core.pipeline.workspace import open_store
 from tasks.evaluate import evaluate
 from tasks.registry import Registry, artifact_name, folder_of, open_registry, promotion_of
+from tasks.registry_records import Version
 from tasks.run_info import RunInfo
 from tasks.stage import run_stage
 from tasks.task import Inputs, stage_task
@@ -62,10 +65,22 @@ def _with_registry(job: PromoteJob, registry: Registry, inputs: Inputs) -> Promo
     champion = rival.as_champion() if rival else None
     found = {
         "champion": champion,
-        "withdrawn": registry.withdrawn(model),
+        "withdrawn": registry.withdrawn(model) or withdrawn_elsewhere(inputs["model"].path, registry.versions()),
         "chosen_on": chosen_on(inputs["model"].path),
     }
     return job.model_copy(update=found)
+
+
+def withdrawn_elsewhere(model: Path, versions: Sequence[Version]) -> str:
+    """Return why the same model was rolled back as another artifact, such as the one of its training; empty if it was
+    not."""
+    own = read_manifest(model)
+    for version in reversed(versions):
+        folder = folder_of(version.promotion.model_uri)
+        is_here = (folder / MANIFEST).is_file()
+        if version.rollback is not None and is_here and is_same_model(own, read_manifest(folder)):
+            return version.rollback.sentence
+    return ""
 
 
 def _decide(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:

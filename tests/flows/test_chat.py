@@ -106,6 +106,12 @@ def test_several_greedy_answers_are_refused(klear, runs):
     assert (said.status, "greedy answers are all the same" in said.err) == (2, True)
 
 
+def test_an_empty_question_is_refused(klear, runs):
+    """As a variable of the shell that is not set gives it."""
+    for question in ("", " "):
+        assert "the question is empty" in klear("chat", "rl", question, "--root", runs).err
+
+
 def test_what_is_no_model_or_not_there_is_named(klear, runs):
     none = klear("chat", "sft", "1", "--root", runs)
     assert none.status != 0
