@@ -1,4 +1,4 @@
-"""Write settings as TOML: a config as a profile with every setting, or a single one as an option of the command line."""
+"""Write settings as TOML: a config as a profile with every setting, or one setting as an option of a command."""
 
 from __future__ import annotations
 
