@@ -63,7 +63,17 @@ class Decontaminator:
         words = [_words(t) for t in tokens]
         self._words = GramIndex(words, length=cfg.ngram, max_questions=cfg.max_questions_per_gram)
         self._shingles = GramIndex(tokens, length=_SHINGLE, max_questions=cfg.max_questions_per_gram)
-        self._filter = LeakFilter(words, tokens, ngram=cfg.ngram, shingles=self._shingles, near_share=cfg.near_share)
+        # In a text with two or three rare shingles, one in common is a large share and yet no evidence. So at least
+        # as many tokens must be shared as an n-gram has.
+        self._near_shared = cfg.ngram - _SHINGLE + 1
+        self._filter = LeakFilter(
+            words,
+            tokens,
+            ngram=cfg.ngram,
+            shingles=self._shingles,
+            near_share=cfg.near_share,
+            near_shared=self._near_shared,
+        )
         self.common_phrases = self._words.common
         """N-grams that occur in more than `max_questions_per_gram` protected questions."""
         self._short_questions: dict[str, list[tuple[Sequence[str], int]]] = {}
@@ -132,11 +142,8 @@ class Decontaminator:
         return {rule: hit for rule in RULES if (hit := found[rule])}
 
     def _near(self, tokens: Sequence[str]) -> Hit | None:
-        # In a text with two or three rare shingles, one in common is a large share and yet no evidence. So at least
-        # as many tokens must be shared as an n-gram has.
-        min_shared = self._cfg.ngram - _SHINGLE + 1
         overlap = self._shingles.overlap_with(tokens)
-        return overlap.nearest(min_shared=min_shared, min_share_of_shorter=self._cfg.near_share)
+        return overlap.nearest(min_shared=self._near_shared, min_share_of_shorter=self._cfg.near_share)
 
     def _contest_hit(self, contest_id: str) -> Hit | None:
         if contest_id not in self._with_contest_id:

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from klear_core.data.gram_index import GramIndex
+from klear_core.data.hash_set import HashSet
 from klear_core.data.ragged import Ragged, distinct
-from klear_core.data.sketch import Hashes, shingle_hashes, token_and_word_codes, token_codes
+from klear_core.data.sketch import full_runs, token_and_word_codes, token_codes
 
 Found = npt.NDArray[np.bool_]
 
@@ -28,59 +29,69 @@ class LeakFilter:
         ngram: int,
         shingles: GramIndex,
         near_share: float,
+        near_shared: int,
     ) -> None:
-        """Take the words and the tokens of each question, and the index of its runs of tokens."""
+        """Take the words and the tokens of each question, the index of its runs of tokens, and the rule `near`.
+
+        That rule asks for `near_shared` common runs, which are `near_share` of those of the shorter text.
+        """
         self._ngram = ngram
         self._near_share = near_share
+        self._near_shared = near_shared
         self._shingle = shingles.length
-        self._word_grams = np.unique(_hashes_of(words, ngram).values)
+        self._word_grams = HashSet(_hashes_of(words, ngram).values)
         common = [gram.split(" ") for gram in shingles.common]
-        self._common = np.unique(_hashes_of(common, self._shingle).values)
+        self._common = HashSet(_hashes_of(common, self._shingle).values)
         hashes = _hashes_of(tokens, self._shingle)
         question = np.repeat(np.arange(len(tokens)), hashes.lengths())
-        is_rare = ~_is_in(hashes.values, self._common)
-        order = np.argsort(hashes.values[is_rare], kind="stable")
-        self._questions = question[is_rare][order]
-        self._shingles, self._starts = np.unique(hashes.values[is_rare][order], return_index=True)
-        self._ends = np.append(self._starts[1:], len(self._questions))
+        is_rare = ~self._common.has(hashes.values)
+        rare, question = hashes.values[is_rare], question[is_rare]
+        order = np.argsort(rare, kind="stable")
+        self._questions = question[order]
+        self._shingles = HashSet(rare)
+        self._starts = np.searchsorted(rare[order], self._shingles.values)
+        self._ends = np.append(self._starts[1:], len(self._questions))[: len(self._starts)]
         self._num_shingles = np.array(shingles.num_grams)
 
     def may_overlap(self, tokens: Sequence[Sequence[str]]) -> Found:
         """Return for each prompt whether it may match a rule about n-grams (not contests or short questions)."""
         codes, words = token_and_word_codes(tokens)
-        grams = _full_runs(words, self._ngram)
-        is_shared = _is_in(grams.values, self._word_grams)
+        grams = full_runs(words, self._ngram)
+        shared, _ = self._word_grams.find(grams.values)
         prompt = np.repeat(np.arange(len(words)), grams.lengths())
-        found: Found = np.bincount(prompt[is_shared], minlength=len(words)) > 0
+        found: Found = np.bincount(prompt[shared], minlength=len(words)) > 0
         return found | self._may_be_near(codes)
 
     def _may_be_near(self, tokens: Ragged) -> Found:
         """Return for each prompt whether some question shares enough shingles with it for the rule `near`."""
-        hashes = _full_runs(tokens, self._shingle)
+        hashes = full_runs(tokens, self._shingle)
         prompt = np.repeat(np.arange(len(tokens)), hashes.lengths())
         found: Found = np.zeros(len(tokens), dtype=np.bool_)
-        if not len(self._shingles) or not len(prompt):
+        hits, at = self._shingles.find(hashes.values)
+        if not len(hits):
             return found
-        at = np.minimum(np.searchsorted(self._shingles, hashes.values), len(self._shingles) - 1)
-        is_hit = self._shingles[at] == hashes.values
-        at, prompt_of_hit = at[is_hit], prompt[is_hit]
+        prompt_of_hit = prompt[hits]
         # One entry for each pair of a shared shingle in a prompt and a question that has it.
         counts = self._ends[at] - self._starts[at]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         question = self._questions[np.repeat(self._starts[at], counts) + within]
         num_questions = len(self._num_shingles)
         pair, num_shared = np.unique(np.repeat(prompt_of_hit, counts) * num_questions + question, return_counts=True)
+        # A shingle that a prompt repeats counts several times here and once in `_num_rare`. So neither number nor share
+        # is too low, and no leak is missed.
+        is_enough = num_shared >= self._near_shared
+        if not is_enough.any():
+            return found  # of most chunks: texts in one language share a few runs of tokens
+        pair, num_shared = pair[is_enough], num_shared[is_enough]
         prompt_of_pair, question_of_pair = np.divmod(pair, num_questions)
         num_rare = self._num_rare(hashes, prompt, len(tokens))
-        # A shingle that a prompt repeats counts several times in `num_shared` and once in `num_rare`. So the share is
-        # never too low, and no leak is missed.
         shorter = np.minimum(self._num_shingles[question_of_pair], num_rare[prompt_of_pair])
         found[prompt_of_pair[num_shared >= self._near_share * shorter]] = True
         return found
 
     def _num_rare(self, hashes: Ragged, prompt: npt.NDArray[np.int64], num_prompts: int) -> npt.NDArray[np.int64]:
         """Return the number of distinct runs of tokens of each prompt that are no common phrase, or a little fewer."""
-        is_rare = ~_is_in(hashes.values, self._common)
+        is_rare = ~self._common.has(hashes.values)
         # The prompt's number above 40 bits of the hash: two runs with equal bits count as one, hence "a little fewer".
         packed = (prompt[is_rare].astype(np.uint64) << np.uint64(40)) | (hashes.values[is_rare] >> np.uint64(24))
         return np.bincount((distinct(packed) >> np.uint64(40)).astype(np.int64), minlength=num_prompts)
@@ -88,19 +99,4 @@ class LeakFilter:
 
 def _hashes_of(texts: Sequence[Sequence[str]], length: int) -> Ragged:
     """Return the hashes of each text's runs of `length` tokens; a shorter text has none."""
-    return _full_runs(token_codes(texts), length)
-
-
-def _full_runs(codes: Ragged, length: int) -> Ragged:
-    """Return the hashes of each list's runs of `length` codes; a shorter list has none."""
-    lengths = codes.lengths()
-    return shingle_hashes(codes.where(np.repeat(lengths >= length, lengths)), length)
-
-
-def _is_in(values: Hashes, among: Hashes) -> Found:
-    """Return which values are among some sorted ones."""
-    if not len(among):
-        return np.zeros(len(values), dtype=np.bool_)
-    at = np.minimum(np.searchsorted(among, values), len(among) - 1)
-    found: Found = among[at] == values
-    return found
+    return full_runs(token_codes(texts), length)

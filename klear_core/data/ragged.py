@@ -61,4 +61,10 @@ def joined(tables: Sequence[Ragged]) -> Ragged:
 def distinct(values: Numbers) -> Numbers:
     """Return the distinct numbers, ascending. Several times as fast as `np.unique`, which hashes since numpy 2.3."""
     ordered = np.sort(values)
-    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered
+    return ordered[is_first(ordered)]
+
+
+def is_first(values: Numbers) -> npt.NDArray[np.bool_]:
+    """Return which numbers differ from the one before them; the first number does."""
+    differs: npt.NDArray[np.bool_] = np.append(True, values[1:] != values[:-1])
+    return differs[: len(values)]

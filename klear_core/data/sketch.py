@@ -117,6 +117,14 @@ def shingle_hashes(codes: Ragged, length: int) -> Ragged:
     return Ragged(hashes, ends)
 
 
+def full_runs(codes: Ragged, length: int) -> Ragged:
+    """Return the hashes of each list's runs of `length` codes; a shorter list has none."""
+    lengths = codes.lengths()
+    is_long = lengths >= length
+    long = codes if is_long.all() else codes.where(np.repeat(is_long, lengths))
+    return shingle_hashes(long, length)
+
+
 def _smallest(hashes: Ragged) -> Ragged:
     """Return the `SKETCH_SIZE` smallest distinct upper halves of the hashes of each question."""
     lengths = hashes.lengths()

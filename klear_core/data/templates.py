@@ -32,6 +32,8 @@ class Templates:
 
     def bare(self, tokens: Sequence[str]) -> Sequence[str]:
         """Return a question's tokens without its opening and ending, unless nearly nothing would be left."""
+        if not self.openings and not self.endings:
+            return tokens
         start = next((len(t) for t in self.openings if tuple(tokens[: len(t)]) == t), 0)
         end = next((len(t) for t in self.endings if tuple(tokens[-len(t) :]) == t), 0)
         rest = tokens[start : len(tokens) - end]

@@ -24,7 +24,7 @@ from klear_core.data.sources import FirstRow, Piece, first_row, read_source, sou
 from klear_core.data.spans import spans_of
 from klear_core.data.templates import SAMPLE_SIZE, Templates, templates_of
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the files in the working folder; those of another version are not used."""
 _BLOCK_BYTES = 16 << 20
 _MAX_BLOCKS = 160

@@ -229,7 +229,7 @@ class _Reader:
         first = len(found.candidates)
         found.leaks += [PlacedLeak(index=first + i, leak=leak) for i, leak in enumerate(leaks) if leak]
         found.columns.append(columns)
-        found.candidates += [replace(c, reference=tests.stored(c.reference)) for c in candidates]
+        found.candidates += [_with_stored_tests(c, tests) for c in candidates]
         found.num_chars += sum(len(c.question) + _num_chars(c.reference) for c in found.candidates[first:])
 
     def _sketched(self, candidates: Sequence[Candidate], tokens: Iterable[list[str]]) -> dict[str, Numbers | Ragged]:
@@ -244,6 +244,11 @@ class _Reader:
             "asked": table.asked,
             "told": table.told,
         }
+
+
+def _with_stored_tests(candidate: Candidate, tests: StoredTestsWriter) -> Candidate:
+    stored = tests.stored(candidate.reference)
+    return candidate if stored is candidate.reference else replace(candidate, reference=stored)
 
 
 def _leak_code(leak: Leak | None) -> int:

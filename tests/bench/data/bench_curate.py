@@ -9,6 +9,7 @@ a MinHash shingle by shingle, as the examples of datasketch do. `script_in_batch
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import re
@@ -23,9 +24,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SIZES = (10_000, 100_000, 1_000_000)
-COMPARED = {"datatrove": 10_000, "script": 100_000, "script_in_batches": 100_000}
-"""Size at which each of the others is run. At 10,000 prompts a third of our time goes into the index of the protected
-questions, which is built once; datatrove takes minutes there already."""
+COMPARED = (
+    ("datatrove", 10_000, 1.0),
+    ("script", 10_000, 5.0),
+    ("script", 100_000, 5.0),
+    ("script_in_batches", 10_000, 0.0),
+    ("script_in_batches", 100_000, 0.0),
+)
+"""Each of the others, a size at which it is run (datatrove takes minutes at 10,000 already), and the ratio wanted."""
 NUM_QUESTIONS = 2_000
 LIMIT_MB = 1_500
 NEEDED = ("datasets", "datasketch", "spacy")
@@ -42,7 +48,7 @@ def measure() -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         data = {size: write_prompts(Path(folder) / f"{size}", size) for size in SIZES}
         ours = {size: run_one("klear", path) for size, path in data.items()}
-        others = {kind: run_one(kind, data[size]) for kind, size in COMPARED.items()}
+        others = [(kind, size, wanted, run_one(kind, data[size])) for kind, size, wanted in COMPARED]
         for size, result in ours.items():
             megabytes = (data[size] / "prompts.jsonl").stat().st_size / 1e6
             peak = result["peak_mb"]
@@ -55,13 +61,15 @@ def measure() -> list[dict[str, object]]:
     per_prompt = {size: result["cpu_s"] / size for size, result in ours.items()}
     growth = per_prompt[large] / per_prompt[small]
     entries.append(("curate/cpu_per_prompt_largest_over_smallest", growth, "times", "<= 1.2", growth <= 1.2))
-    for kind, needed in (("datatrove", 1.0), ("script", 5.0), ("script_in_batches", 0.0)):
-        ratio = others[kind]["cpu_s"] / ours[COMPARED[kind]]["cpu_s"]
-        entries.append((f"curate/speed_over_{kind}", ratio, "times", f">= {needed:g}", ratio >= needed))
-        entries.append((f"curate/survivors_{kind}", others[kind]["survivors"], "prompts", "-", True))
-    same = ours[COMPARED["script"]]["survivors"] == others["script"]["survivors"]
-    entries.append(("curate/survivors", ours[COMPARED["script"]]["survivors"], "prompts", "those of the script", same))
-    versions = {"compared at": COMPARED, "questions": NUM_QUESTIONS}
+    for kind, size, wanted, result in others:
+        ratio = result["cpu_s"] / ours[size]["cpu_s"]
+        entries.append((f"curate/{size}/speed_over_{kind}", ratio, "times", f">= {wanted:g}", ratio >= wanted))
+        entries.append((f"curate/{size}/survivors_{kind}", result["survivors"], "prompts", "-", True))
+        if kind == "script":
+            same = ours[size]["survivors"] == result["survivors"]
+            survivors = ours[size]["survivors"]
+            entries.append((f"curate/{size}/survivors", survivors, "prompts", "those of the script", same))
+    versions = {"questions": NUM_QUESTIONS}
     return [
         {"name": n, "value": v, "unit": u, "target": t, "ok": ok, "versions": versions} for n, v, u, t, ok in entries
     ]
@@ -249,6 +257,8 @@ KINDS: dict[str, Callable[[Path, Path], Callable[[], int]]] = {
 def main() -> None:
     """Run one kind on prepared data and print CPU time, peak memory and number of survivors."""
     with tempfile.TemporaryDirectory() as work:
+        # pyarrow imports pandas when it makes its first table. `datasets` does so on its import, before the clock starts.
+        importlib.import_module("pandas")
         run = KINDS[sys.argv[1]](Path(sys.argv[2]), Path(work))
         started = time.process_time()
         survivors = run()
