@@ -7,7 +7,8 @@ import logging
 import re
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import httpx
 
@@ -30,8 +31,16 @@ _MIN_BEGINNING = 6
 """Shortest beginning of a key that is masked."""
 
 
+_REFUSALS_TO_GIVE_UP = 3
+"""Requests refused by an endpoint that accepted none, and accepted by others, after which it gets no more."""
+
+
 class OverBudgetError(Exception):
     """Raised if the budget has no room for a request, even after all open requests have ended."""
+
+
+class RefusedByAllError(Exception):
+    """Raised if every endpoint that is left and answers has refused a request as wrong."""
 
 
 class Endpoint:
@@ -55,7 +64,10 @@ class Endpoint:
         """False once a reply came in one piece."""
         self.num_succeeded = 0
         self.replies_in_window = 0
-        self.num_rejected = 0
+        self.has_accepted = False
+        """Whether it has begun to answer a request in this run."""
+        self.num_refused = 0
+        """Requests that it refused as wrong before it accepted any, and that another endpoint accepted."""
         self.failures_in_a_row = 0
         self.resume_at = now
         """No request is sent before this time."""
@@ -87,6 +99,11 @@ class Endpoint:
     def can_take(self, now: float) -> bool:
         """Return whether a request may be sent now."""
         return not self.removed_because and now >= self.resume_at and self.in_flight < self.limit.value
+
+    @property
+    def may_accept(self) -> bool:
+        """Return whether it is in use and has answered in this run, or has not failed often enough to be left out."""
+        return not self.removed_because and (self.has_accepted or self.failures_in_a_row < _FAILURES_IN_A_ROW)
 
     def pause(self, seconds: float, now: float) -> None:
         """Send nothing for some time: the server asked for it."""
@@ -120,12 +137,25 @@ def _beginnings_of(key: str) -> re.Pattern[str]:
 
 
 @dataclass(slots=True, eq=False)
+class Refusals:
+    """The endpoints that refused one request as wrong (400, 422), with what they said."""
+
+    said: dict[Endpoint, str] = field(default_factory=dict)
+    is_counted: bool = False
+    """Whether they count against these endpoints, because another one has accepted the request."""
+
+    def __str__(self) -> str:
+        return "; ".join(f"{endpoint.cfg.base_url}: {detail}" for endpoint, detail in self.said.items())
+
+
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """A request that waits for an endpoint."""
 
     future: asyncio.Future[Endpoint]
     input_tokens: int
     avoid: Endpoint | None
+    refused_by: Collection[Endpoint]
 
 
 class Fleet:
@@ -137,16 +167,28 @@ class Fleet:
         self.budget = Budget(runtime.budget)
         self._max_tokens = max_tokens
         self._waiters: deque[_Waiter] = deque()
+        self._refused: list[_Waiter] = []
+        """Requests that some endpoint has refused. They wait for another one, and hold up no other request."""
         self._timer: asyncio.TimerHandle | None = None
 
-    async def acquire(self, input_tokens: int, *, avoid: Endpoint | None = None) -> Endpoint:
+    @property
+    def working(self) -> list[Endpoint]:
+        """Return the endpoints that were not given up."""
+        return [endpoint for endpoint in self.endpoints if not endpoint.removed_because]
+
+    async def acquire(
+        self, input_tokens: int, *, avoid: Endpoint | None = None, refused_by: Collection[Endpoint] = ()
+    ) -> Endpoint:
         """Wait for an endpoint and take one of its slots; `release` it afterwards.
 
         `input_tokens` is the most that the prompt can have. A retry, which names the endpoint to `avoid` if another has
-        room, goes before new requests. Raise OverBudgetError if the budget will have no room.
+        room, goes before new requests. Endpoints that refused the request do not get it again. Raise OverBudgetError if
+        the budget will have no room, RefusedByAllError if no other endpoint is left.
         """
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), input_tokens, avoid)
-        if avoid is None:
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), input_tokens, avoid, refused_by)
+        if refused_by:
+            self._refused.append(waiter)
+        elif avoid is None:
             self._waiters.append(waiter)
         else:
             self._waiters.appendleft(waiter)
@@ -157,6 +199,26 @@ class Fleet:
             if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
                 self.release(waiter.future.result(), input_tokens)
             raise
+
+    def accepted(self, endpoint: Endpoint, refusals: Refusals) -> None:
+        """Count that an endpoint accepted a request; give up endpoints that refused it and accept none."""
+        endpoint.has_accepted = True
+        if refusals.is_counted:
+            return
+        refusals.is_counted = True
+        for other, detail in refusals.said.items():
+            if other.has_accepted or other.removed_because:
+                continue  # an endpoint that accepts other requests has a reason to refuse this one
+            other.num_refused += 1
+            if other.num_refused >= _REFUSALS_TO_GIVE_UP:
+                self.give_up(other, f"it refuses requests that other endpoints accept ({detail})")
+                self.dispatch()  # requests may wait for this endpoint alone
+
+    def give_up(self, endpoint: Endpoint, reason: str) -> None:
+        """Send no more requests to an endpoint in this run, and say so if others are left."""
+        endpoint.removed_because = reason
+        if self.working:
+            log.warning("distill: %s was given up: %s", endpoint.cfg.base_url, reason)
 
     def release(self, endpoint: Endpoint, input_tokens: int) -> None:
         """Give a slot back."""
@@ -173,7 +235,7 @@ class Fleet:
         has_round = endpoint.can_stream or endpoint.replies_in_window >= limit.value
         if limit.is_window_over(now) and has_round:
             endpoint.replies_in_window = 0
-            is_full = endpoint.in_flight >= limit.value and bool(self._waiters)
+            is_full = endpoint.in_flight >= limit.value and bool(self._waiters or self._refused)
             num_waiting = endpoint.in_flight - endpoint.num_streaming
             # above a limit that was lowered, the window measures the old one
             is_within = endpoint.in_flight <= limit.value
@@ -184,26 +246,32 @@ class Fleet:
     def dispatch(self) -> None:
         """Give free slots to the waiting requests, in order."""
         now = time.monotonic()
-        while self._waiters:
-            waiter = self._waiters[0]
-            if waiter.future.done():
-                self._waiters.popleft()
-                continue
-            endpoint = self._choose(waiter, now)
-            if endpoint is None:
-                self._wake_when_resumed(now)
-                return
-            most = self._most(endpoint, waiter.input_tokens)
-            if self.budget.will_never_fit(most):
-                self._waiters.popleft()
-                waiter.future.set_exception(OverBudgetError())
-                continue
-            if not self.budget.fits(most):
-                return  # wait for open requests, which release what they reserved and do not use
+        self._refused = [waiter for waiter in self._refused if not self._is_served(waiter, now)]
+        while self._waiters and self._is_served(self._waiters[0], now):
             self._waiters.popleft()
-            endpoint.in_flight += 1
-            self.budget.reserve(most)
-            waiter.future.set_result(endpoint)
+
+    def _is_served(self, waiter: _Waiter, now: float) -> bool:
+        """Give a request a slot if there is one; return whether it waits no more."""
+        if waiter.future.done():
+            return True
+        # A request that was refused does not wait for an endpoint that is down since the start of the run.
+        if waiter.refused_by and not any(e.may_accept and e not in waiter.refused_by for e in self.endpoints):
+            waiter.future.set_exception(RefusedByAllError())
+            return True
+        endpoint = self._choose(waiter, now)
+        if endpoint is None:
+            self._wake_when_resumed(now)
+            return False
+        most = self._most(endpoint, waiter.input_tokens)
+        if self.budget.will_never_fit(most):
+            waiter.future.set_exception(OverBudgetError())
+            return True
+        if not self.budget.fits(most):
+            return False  # wait for open requests, which release what they reserved and do not use
+        endpoint.in_flight += 1
+        self.budget.reserve(most)
+        waiter.future.set_result(endpoint)
+        return True
 
     async def close(self) -> None:
         """Close all connections."""
@@ -213,14 +281,14 @@ class Fleet:
             await endpoint.client.aclose()
 
     def _choose(self, waiter: _Waiter, now: float) -> Endpoint | None:
-        ready = [endpoint for endpoint in self.endpoints if endpoint.can_take(now)]
+        ready = [e for e in self.endpoints if e.can_take(now) and e not in waiter.refused_by]
         return min(
             ready, key=lambda e: (e is waiter.avoid, (e.in_flight + 1) / e.cfg.weight), default=None
         )  # the least loaded for its weight
 
     def _wake_when_resumed(self, now: float) -> None:
         """Dispatch again when the next paused endpoint may be used."""
-        paused = [e.resume_at - now for e in self.endpoints if e.resume_at > now and not e.removed_because]
+        paused = [e.resume_at - now for e in self.working if e.resume_at > now]
         if self._timer:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(min(paused), self.dispatch) if paused else None

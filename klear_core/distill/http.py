@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ import httpx
 
 from klear_core.config.distill import HttpTeacherConfig, TeacherEndpoint
 from klear_core.distill.budget import cost_of
-from klear_core.distill.fleet import Endpoint, Fleet, OverBudgetError
+from klear_core.distill.fleet import Endpoint, Fleet, OverBudgetError, Refusals, RefusedByAllError
 from klear_core.distill.keys import NO_KEYS, BlockKeys, request_headers
 from klear_core.distill.stream import BadReplyError, ReplyReader, estimate_tokens
 from klear_core.distill.teacher import (
@@ -45,7 +45,7 @@ _REFUSED_STATUSES = (429, 503, 529)
 """Statuses of a server that is full; 529 is that of some hosted services."""
 _RETRIED_STATUSES = (408, 409, 425)  # besides those of a full server and every other 5xx
 _REJECTIONS_TO_STOP = 3
-"""Number of requests refused as invalid (400, 422), with none accepted, after which the stage stops."""
+"""Number of requests refused as invalid (400, 422) by all endpoints, with none accepted, that stop the stage."""
 _FATAL_STATUSES = {
     301: "the address has moved; use the new one as base_url",
     302: "the address redirects; use the other one as base_url",
@@ -71,7 +71,7 @@ class _FailedTry:
     is_refusal: bool = False
     """Whether the server is full, rather than at fault."""
     is_final: bool = False
-    """Whether another attempt at this sample cannot help."""
+    """Whether another attempt at this endpoint cannot help."""
     is_unreachable: bool = False
     counts: bool = True
     """Whether it counts towards `max_attempts`."""
@@ -91,6 +91,8 @@ class HttpTeacher:
         self.name = cfg.model
         self.prompt_version = prompt_version_of(cfg)
         self.retries: Counter[str] = Counter()
+        self._num_refused = 0
+        """Samples that every endpoint refused."""
         self._fleet = Fleet(cfg.runtime, model=cfg.model, max_tokens=cfg.max_tokens, keys=keys)
 
     @property
@@ -110,17 +112,21 @@ class HttpTeacher:
     async def sample(self, problem: Problem, *, sample_idx: int, seed: int) -> TeacherSample:
         """Return one sample, after as many attempts as needed; all of them send the same seed.
 
-        Raise TeacherError if no endpoint can be reached, TeacherRejectsError if all reject key, address or model.
+        Raise TeacherError if no endpoint can be reached, TeacherRejectsError if all reject key, address or model, or
+        every request.
         """
         ids = (problem.problem_id, sample_idx)
         body = self._body(problem, seed_for(seed, "distill/teacher", *ids))
         jitter = Random(seed_for(seed, "distill/backoff", *ids))  # noqa: S311
         usage, avoid, num_tries, num_counted = Usage(), None, 0, 0
+        refusals = Refusals()
         while True:
             num_tries += 1
-            attempt = _Attempt(self.cfg, self._fleet, body)
+            attempt = _Attempt(self.cfg, self._fleet, body, refusals)
             try:
                 outcome = await attempt.run(avoid)
+            except RefusedByAllError:
+                return TeacherSample(result=self._refused(refusals), usage=usage)
             except OverBudgetError:
                 failure = TeacherFailure(reason=OVER_BUDGET, detail="distill.teacher.runtime.budget is spent")
                 return TeacherSample(result=failure, usage=usage)
@@ -130,9 +136,12 @@ class HttpTeacher:
             # A full server that answers other requests is no failure of this sample, which waits as long as it takes.
             num_counted += outcome.counts and not (outcome.is_refusal and attempt.others_succeeded)
             if outcome.is_final:
-                return TeacherSample(result=self._failure(outcome, num_tries=0), usage=usage)
+                assert attempt.endpoint is not None
+                refusals.said[attempt.endpoint] = outcome.detail
+                continue  # to another endpoint, at once
             if num_counted >= self.cfg.runtime.max_attempts:
-                return TeacherSample(result=self._failure(outcome, num_tries=num_tries), usage=usage)
+                failure = self._failure(outcome, refusals, num_tries=num_tries)
+                return TeacherSample(result=failure, usage=usage)
             self.retries[outcome.reason] += 1
             await asyncio.sleep(self._backoff_s(num_tries, jitter))
             avoid = attempt.endpoint
@@ -143,9 +152,19 @@ class HttpTeacher:
         bound: float = min(runtime.first_backoff_s * 2.0 ** min(num_tries - 1, 30), runtime.max_backoff_s)
         return bound * jitter.random()
 
-    def _failure(self, last: _FailedTry, *, num_tries: int) -> TeacherFailure:
+    def _refused(self, refusals: Refusals) -> TeacherFailure:
+        """Return the failure of a sample that all endpoints refused. Raise TeacherRejectsError if they accept none."""
+        self._num_refused += 1
+        is_single = len(self._fleet.endpoints) == 1
+        detail = next(iter(refusals.said.values())) if is_single else str(refusals)
+        if self._num_refused >= _REJECTIONS_TO_STOP and not any(e.has_accepted for e in self._fleet.working):
+            urls = [endpoint.url for endpoint in refusals.said]
+            raise _rejection(self.cfg, urls, "it accepts no request with these settings", detail)
+        return TeacherFailure(reason="rejected", detail=detail)
+
+    def _failure(self, last: _FailedTry, refusals: Refusals, *, num_tries: int) -> TeacherFailure:
         """Return the sample's failure after the last attempt. Raise TeacherError if no endpoint works at all."""
-        endpoints = [e for e in self._fleet.endpoints if not e.removed_because]
+        endpoints = self._fleet.working
         if last.is_unreachable and all(e.failures_in_a_row for e in endpoints):
             urls = ", ".join(e.url for e in endpoints)
             raise TeacherError(
@@ -153,8 +172,8 @@ class HttpTeacher:
                 "check that the server runs, distill.teacher.base_url and the network, then run again: "
                 "all replies so far are kept"
             )
-        tries = f", {num_tries} tries" if num_tries else ""
-        return TeacherFailure(reason=last.reason, detail=last.detail + tries)
+        refused = f"; refused by {refusals}" if refusals.said else ""
+        return TeacherFailure(reason=last.reason, detail=f"{last.detail}, {num_tries} tries{refused}")
 
     def _body(self, problem: Problem, seed: int) -> dict[str, object]:
         body: dict[str, object] = {
@@ -172,12 +191,12 @@ class HttpTeacher:
 class _Attempt:
     """One request: takes a slot, reads the stream, counts tokens, and reports success or failure to the endpoint."""
 
-    def __init__(self, cfg: HttpTeacherConfig, fleet: Fleet, body: dict[str, object]) -> None:
+    def __init__(self, cfg: HttpTeacherConfig, fleet: Fleet, body: dict[str, object], refusals: Refusals) -> None:
         self.usage = Usage()
         self.endpoint: Endpoint | None = None
         self.others_succeeded = False
         """Whether the endpoint finished another reply while this attempt ran."""
-        self._cfg, self._fleet, self._body = cfg, fleet, body
+        self._cfg, self._fleet, self._body, self._refusals = cfg, fleet, body, refusals
         prompt = str(body["messages"])
         self._input_tokens = estimate_tokens(len(prompt))
         self._most_input_tokens = len(prompt.encode(errors="replace"))  # a token has at least one byte
@@ -185,8 +204,14 @@ class _Attempt:
         self._reader = ReplyReader(max_tokens=cfg.max_tokens)
 
     async def run(self, avoid: Endpoint | None) -> TeacherReply | _FailedTry:
-        """Return the reply or how the attempt failed. Raise TeacherRejectsError if no endpoint is left."""
-        endpoint = self.endpoint = await self._fleet.acquire(self._most_input_tokens, avoid=avoid)
+        """Return the reply or how the attempt failed. Raise TeacherRejectsError if no endpoint is left.
+
+        Raise RefusedByAllError if all endpoints that are left have refused this request.
+        """
+        refused_by = self._refusals.said
+        endpoint = self.endpoint = await self._fleet.acquire(
+            self._most_input_tokens, avoid=avoid, refused_by=refused_by
+        )
         sent_at, num_succeeded = time.monotonic(), endpoint.num_succeeded
         outcome: TeacherReply | _FailedTry
         try:
@@ -222,10 +247,7 @@ class _Attempt:
         is_waiting = outcome.reason == "timeout"
         now, num_serving = time.monotonic(), endpoint.num_streaming if is_waiting else endpoint.num_accepted
         if outcome.is_final:
-            endpoint.num_rejected += 1
-            if endpoint.num_rejected >= _REJECTIONS_TO_STOP and endpoint.num_succeeded == 0:
-                raise self._rejection(endpoint, "it accepts no request with these settings", outcome.detail)
-            return
+            return  # the request is at fault, or the settings are: `Fleet.accepted` counts these if another accepts it
         if outcome.is_refusal:
             endpoint.limit.refuse(num_served=num_serving, sent_at=sent_at, now=now)
         if outcome.reason != "http_429" and not (outcome.is_refusal and num_serving):
@@ -270,6 +292,7 @@ class _Attempt:
         """Read a reply to its end. Only text extends the deadline, so keep-alive lines cannot hide a dead model."""
         reader, loop = self._reader, asyncio.get_running_loop()
         endpoint.num_accepted += 1
+        self._fleet.accepted(endpoint, self._refusals)
         try:
             async for chunk in response.aiter_bytes():
                 num_pieces, was_finished = reader.num_pieces, reader.is_finished
@@ -303,9 +326,9 @@ class _Attempt:
         text = endpoint.redact((await _first_bytes(response)).decode(errors="replace"))
         detail = f"HTTP {status}: {text[:300]!r}"
         if status in _FATAL_STATUSES:
-            endpoint.removed_because = f"{_FATAL_STATUSES[status]} ({detail})"
-            if all(e.removed_because for e in self._fleet.endpoints):
-                raise self._rejection(endpoint, _FATAL_STATUSES[status], detail)
+            self._fleet.give_up(endpoint, f"{_FATAL_STATUSES[status]} ({detail})")
+            if not self._fleet.working:
+                raise _rejection(self._cfg, [endpoint.url], _FATAL_STATUSES[status], detail)
             return _FailedTry(reason=f"http_{status}", detail=detail)
         if status in _REFUSED_STATUSES or status in _RETRIED_STATUSES or response.is_server_error:
             is_refusal = status in _REFUSED_STATUSES
@@ -315,11 +338,6 @@ class _Attempt:
             endpoint.takes_stream_options = False  # an older server; tokens are then estimated
             return _FailedTry(reason="no_stream_options", detail=detail, counts=False)
         return _FailedTry(reason="rejected", detail=detail, is_final=True)
-
-    def _rejection(self, endpoint: Endpoint, cause: str, detail: str) -> TeacherRejectsError:
-        return TeacherRejectsError(
-            f"the teacher {self._cfg.model!r} at {endpoint.url} rejects the request: {cause} ({detail})"
-        )
 
     def _count_usage(self, endpoint: Endpoint) -> None:
         """Count the tokens of this attempt; a request that was refused, or never answered, used none."""
@@ -333,6 +351,11 @@ class _Attempt:
     def _reply_marks(self) -> dict[str, int]:
         is_unseeded = self._cfg.send_seed and not self._reader.has_fingerprint
         return {"estimated": int(not self._reader.has_usage), "unseeded": int(is_unseeded)}
+
+
+def _rejection(cfg: HttpTeacherConfig, urls: Sequence[str], cause: str, detail: str) -> TeacherRejectsError:
+    at = ", ".join(urls)
+    return TeacherRejectsError(f"the teacher {cfg.model!r} at {at} rejects the request: {cause} ({detail})")
 
 
 async def _first_bytes(response: httpx.Response) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
@@ -14,7 +15,7 @@ from scripted_server import DONE, GOOD, STREAM, Answer, Piece, ScriptedServer, e
 from test_http_teacher import REPLY, ask, ask_all, make_config, reason
 
 from klear_core.distill.http import HttpTeacher
-from klear_core.distill.teacher import TeacherRejectsError, Usage
+from klear_core.distill.teacher import TeacherFailure, TeacherRejectsError, Usage
 from klear_core.errors import ConfigError
 from klear_core.types import TeacherReply
 
@@ -186,6 +187,91 @@ def test_an_endpoint_that_rejects_us_is_given_up_and_named(server: ScriptedServe
     assert list(results) == [REPLY] * 5
     assert len(server.requests) == 1
     assert f"{server.base_url} was given up: the account has no balance left" in notes[0]
+
+
+def test_an_endpoint_that_refuses_what_the_other_accepts_is_put_aside_and_named(
+    server: ScriptedServer, other: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.script, other.script = [Answer(status=400, body="max_tokens is above 8192")], [WHOLE]
+    fleet = make_fleet(two_endpoints(server.base_url, other.base_url) | {"max_concurrency": 1})
+    notes: list[str] = []
+    with caplog.at_level(logging.WARNING):
+        results = ask(fleet, num_samples=30, look=lambda teacher: notes.extend(teacher.notes))  # type: ignore[arg-type]
+    assert list(results) == [REPLY] * 30
+    assert len(other.requests) == 30
+    assert 3 <= len(server.requests) < 10
+    expected = f"{server.base_url} was given up: it refuses requests that other endpoints accept"
+    assert expected in notes[0]
+    assert "above 8192" in notes[0]
+    assert expected in caplog.text
+
+
+def test_a_request_that_one_endpoint_refuses_goes_to_the_other(server: ScriptedServer, other: ScriptedServer) -> None:
+    server.script, other.script = [WHOLE, Answer(status=400, body="prompt too long"), WHOLE], [WHOLE]
+    fleet = make_fleet(two_endpoints(server.base_url, other.base_url) | {"max_concurrency": 1})
+    notes: list[str] = []
+    results = ask(fleet, num_samples=10, look=lambda teacher: notes.extend(teacher.notes))  # type: ignore[arg-type]
+    assert list(results) == [REPLY] * 10
+    assert len(server.requests) + len(other.requests) == 11
+    assert notes == []
+
+
+def test_a_request_that_every_endpoint_refuses_fails_alone_with_what_each_said(
+    server: ScriptedServer, other: ScriptedServer
+) -> None:
+    server.script = [WHOLE, Answer(status=400, body="too long")]
+    other.script = [WHOLE, Answer(status=422, body="over the limit")]
+    fleet = make_fleet(two_endpoints(server.base_url, other.base_url) | {"max_concurrency": 1})
+    results = ask(fleet, num_samples=6)  # type: ignore[arg-type]
+    assert list(results).count(REPLY) == 2
+    failures = [result for result in results if result != REPLY]
+    assert [reason(failure) for failure in failures] == ["rejected"] * 4
+    for failure in failures:
+        assert isinstance(failure, TeacherFailure)
+        assert f"{server.base_url}: HTTP 400: 'too long'" in failure.detail
+        assert f"{other.base_url}: HTTP 422: 'over the limit'" in failure.detail
+    assert (len(server.requests), len(other.requests)) == (5, 5)
+
+
+def test_endpoints_that_all_refuse_the_first_requests_stop_the_stage_with_what_each_said(
+    server: ScriptedServer, other: ScriptedServer
+) -> None:
+    server.script = [Answer(status=400, body="no top_p")]
+    other.script = [Answer(status=400, body="top_p is unknown")]
+    fleet = make_fleet(two_endpoints(server.base_url, other.base_url))
+    with pytest.raises(TeacherRejectsError, match="accepts no request with these settings") as caught:
+        ask(fleet, num_samples=20)  # type: ignore[arg-type]
+    assert f"{server.base_url}: HTTP 400: 'no top_p'" in str(caught.value)
+    assert f"{other.base_url}: HTTP 400: 'top_p is unknown'" in str(caught.value)
+
+
+def test_a_refused_request_does_not_wait_for_an_endpoint_that_never_answered(server: ScriptedServer) -> None:
+    server.script = [Answer(status=400, body="max_tokens is above 8192")]
+    runtime = {"left_out_s": 600.0, "max_attempts": 30, "max_backoff_s": 0.05, "max_concurrency": 1}
+    with socket.socket() as taken:  # bound but not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        fleet = make_fleet(two_endpoints(server.base_url, f"http://127.0.0.1:{taken.getsockname()[1]}/v1") | runtime)
+        with pytest.raises(TeacherRejectsError, match=r"accepts no request with these settings.*above 8192"):
+            ask(fleet, num_samples=3)  # type: ignore[arg-type]
+
+
+def test_a_refused_request_ends_when_the_only_endpoint_left_to_ask_is_given_up(
+    server: ScriptedServer, other: ScriptedServer
+) -> None:
+    server.script = [Answer(status=402, body="no money", delay_s=1.0)]
+    other.script = [Answer(status=400, body="too long"), WHOLE]
+    fleet = make_fleet(two_endpoints(server.base_url, other.base_url) | {"max_concurrency": 1})
+    results = ask(fleet, num_samples=2)  # type: ignore[arg-type]
+    assert list(results).count(REPLY) == 1
+    assert [reason(result) for result in results if result != REPLY] == ["rejected"]
+
+
+def test_refusals_stop_nothing_while_the_server_sends_another_reply(server: ScriptedServer) -> None:
+    refused = Answer(status=400, body="prompt too long", delay_s=0.5)
+    server.script = [streamed(*STREAM[:2], 2.0, *STREAM[2:]), refused]
+    results = ask(make_config(server.base_url, {"min_concurrency": 5}), num_samples=5)
+    assert list(results).count(REPLY) == 1
+    assert [reason(result) for result in results if result != REPLY] == ["rejected"] * 4
 
 
 def test_requests_follow_the_weights_while_all_have_room(server: ScriptedServer, other: ScriptedServer) -> None:
