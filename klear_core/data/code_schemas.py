@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from klear_core.code_tests import CodeReference
-from klear_core.data.cases import is_number
 from klear_core.data.fields import Fields, RowError, Schema, grade_at, keys, no_rating, rating_at, text_at, value_at
+from klear_core.data.limits import megabytes_in, seconds_in
 from klear_core.data.packed_tests import LongIntegerError
 from klear_core.data.references import code_reference_from_row, code_reference_from_tests, has_no_tests
 from klear_core.errors import DataError
@@ -167,7 +167,19 @@ def _apps_question(fields: Fields) -> str:
 
 def _apps_reference(fields: Fields) -> Reference:
     tests = value_at(fields, "input_output")
-    return reference_in(tests) if has_no_tests(tests) else code_reference(fields)
+    return reference_in(tests) if has_no_tests(tests) else _with_limits(code_reference(fields), fields)
+
+
+def _with_limits(reference: Reference, fields: Fields) -> Reference:
+    """Return the reference with the limits that the row states: numbers in Codeforces, `2.0 seconds` in TACO."""
+    if not isinstance(reference, CodeReference):
+        return reference
+    seconds, megabytes = seconds_in(fields.get("time_limit")), megabytes_in(fields.get("memory_limit"))
+    return replace(
+        reference,
+        time_limit_s=reference.time_limit_s if seconds is None else seconds,
+        memory_limit_mb=reference.memory_limit_mb if megabytes is None else megabytes,
+    )
 
 
 def _rllm_question(fields: Fields) -> str:
@@ -207,20 +219,7 @@ def _codeforces_reference(fields: Fields) -> Reference:
         why = "the official tests are missing or cut"
     if why:
         return UnverifiableReference(domain=Domain.CODE, why=why)
-    reference = reference_in(fields["official_tests"])
-    if not isinstance(reference, CodeReference):
-        return reference
-    time_limit_s, memory_mb = _positive(fields.get("time_limit")), _positive(fields.get("memory_limit"))
-    return replace(
-        reference,
-        time_limit_s=time_limit_s,
-        memory_limit_mb=None if memory_mb is None or memory_mb < 1 else int(memory_mb),
-    )
-
-
-def _positive(value: object) -> float | None:
-    """Return a positive finite number, None for anything else: a limit that is not stated is that of the settings."""
-    return float(value) if is_number(value) and 0 < value < float("inf") else None
+    return _with_limits(reference_in(fields["official_tests"]), fields)
 
 
 def _contests_reference(fields: Fields) -> Reference:

@@ -362,6 +362,31 @@ def test_the_limits_of_a_codeforces_problem_are_those_of_its_tests(stated, limit
     assert (reference.time_limit_s, reference.memory_limit_mb) == limits
 
 
+@pytest.mark.parametrize(
+    ("stated", "limits"),
+    [
+        ({}, (2.0, 256)),
+        ({"time_limit": "0.5 - 1 seconds", "memory_limit": "131.072 megabytes"}, (1.0, 131)),
+        ({"time_limit": "1 second", "memory_limit": "1 gigabyte"}, (1.0, 1024)),
+        ({"time_limit": "1500 ms", "memory_limit": "65536 KB"}, (1.5, 64)),
+        ({"time_limit": 3, "memory_limit": 512.0}, (3.0, 512)),
+        ({"time_limit": None, "memory_limit": None}, (None, None)),
+        ({"time_limit": "", "memory_limit": "256"}, (None, None)),
+        ({"time_limit": "0.0 seconds", "memory_limit": "100 bytes"}, (None, None)),
+        ({"time_limit": f"{'9' * 400} seconds", "memory_limit": "2 floppies"}, (None, None)),
+    ],
+)
+@pytest.mark.parametrize("tests", [STDIN, json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]})])
+def test_the_limits_of_a_taco_problem_are_those_of_its_tests(stated, limits, tests, tmp_path):
+    reference = read_one(TACO | {"input_output": tests} | stated, tmp_path).reference
+    assert (reference.time_limit_s, reference.memory_limit_mb) == limits
+
+
+def test_an_apps_problem_has_the_limits_of_the_settings(tmp_path):
+    reference = read_one(APPS, tmp_path).reference
+    assert (reference.time_limit_s, reference.memory_limit_mb) == (None, None)
+
+
 MISFITS = {
     "numinamath": (NUMINA | {"problem_is_valid": "Problem not solved"}, "marked_invalid"),
     "numinamath OpenR1": (OPENR1 | {"problem": None}, "wrong_type"),
