@@ -43,7 +43,10 @@ def write_shard(path: Path, records: Iterable[R]) -> int:
     temporary_tests.unlink(missing_ok=True)  # of a killed attempt
     with StoredTestsWriter(temporary_tests, name=tests_file.name) as tests:
         rows = [_to_row(r, tests) for r in records]
-    pq.write_table(pa.Table.from_pylist(rows), temporary, compression="zstd")
+    # Column by column: `Table.from_pylist` takes three times as long.
+    names = rows[0].keys() if rows else ()
+    columns = {name: _column(rows, name) for name in names}
+    pq.write_table(pa.table(columns), temporary, compression="zstd")
     # A shard file says that its tests are there too. So it is renamed last, and an earlier one with other tests is
     # deleted first.
     if tests.has_tests or tests_file.exists():
@@ -146,6 +149,10 @@ def _shape(record_type: type[Any]) -> _Shape:
         nested = frozenset(name for name, types in options.items() if any(map(dataclasses.is_dataclass, types)))
         _SHAPES[record_type] = _Shape(TypeAdapter(record_type), names, nested)
     return _SHAPES[record_type]
+
+
+def _column(rows: Sequence[dict[str, object]], name: str) -> list[object]:
+    return [row[name] for row in rows]
 
 
 def _to_row(record: Any, tests: StoredTestsWriter) -> dict[str, object]:

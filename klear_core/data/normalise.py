@@ -96,6 +96,8 @@ def tokens_of(text: str) -> list[str]:
     White space, other punctuation, dollar signs and LaTeX commands that only affect layout are dropped. So are braces,
     except around the arguments of several tokens: `2^{x+1}` is not `2^x+1`, while `x^{2}` is `x^2`.
     """
+    if text.isascii() and text.isdigit():
+        return [text]  # most answers
     plain = _ascii_letters(_without_layout(text))
     # A pattern is only tried on texts with the sign that it begins with: most texts are prose.
     if "," in plain:

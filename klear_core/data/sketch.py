@@ -144,11 +144,14 @@ def _band_keys(hashes: Ragged, cfg: NearConfig) -> Hashes:
     seeds_P = _mixed(np.arange(1, cfg.num_bands * cfg.rows_per_band + 1, dtype=np.uint64))
     seeds_BR = seeds_P.reshape(cfg.num_bands, cfg.rows_per_band)
     keys_BN = np.empty((cfg.num_bands, len(hashes)), dtype=np.uint64)
+    permuted, shifted = np.empty_like(hashes.values), np.empty_like(hashes.values)
     for band, seeds_R in enumerate(seeds_BR):
         keys_N = np.full(len(hashes), band, dtype=np.uint64)
         for seed in seeds_R:
-            # One permutation at a time, over the shingles of all questions, so that the array stays in the cache.
-            minima_N = np.minimum.reduceat(_mixed(hashes.values ^ seed), starts)
+            # One permutation at a time, over the shingles of all questions, so that the arrays stay in the cache.
+            np.bitwise_xor(hashes.values, seed, out=permuted)
+            _mix(permuted, shifted)
+            minima_N = np.minimum.reduceat(permuted, starts)
             keys_N = _mixed(keys_N ^ minima_N)
         keys_BN[band] = keys_N
     return keys_BN
@@ -179,14 +182,23 @@ _CODES = _Codes()
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """Return a bijective hash of each value (the finaliser of SplitMix64; products wrap around)."""
-    mixed: Hashes = values + np.uint64(0x9E3779B97F4A7C15)
-    shifted = mixed >> np.uint64(30)
-    mixed ^= shifted  # in place: this is the inner loop of sketching
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    np.right_shift(mixed, np.uint64(27), out=shifted)
-    mixed ^= shifted
-    mixed *= np.uint64(0x94D049BB133111EB)
-    np.right_shift(mixed, np.uint64(31), out=shifted)
-    mixed ^= shifted
+    """Return a bijective hash of each value."""
+    mixed = values.copy()
+    _mix(mixed, np.empty_like(mixed))
     return mixed
+
+
+def _mix(values: Hashes, shifted: Hashes) -> None:
+    """Hash each value in place, with an array of the same size to work in: this is the inner loop of sketching.
+
+    The hash is the finaliser of SplitMix64, a bijection; sums and products wrap around.
+    """
+    values += np.uint64(0x9E3779B97F4A7C15)
+    np.right_shift(values, np.uint64(30), out=shifted)
+    values ^= shifted
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    np.right_shift(values, np.uint64(27), out=shifted)
+    values ^= shifted
+    values *= np.uint64(0x94D049BB133111EB)
+    np.right_shift(values, np.uint64(31), out=shifted)
+    values ^= shifted
