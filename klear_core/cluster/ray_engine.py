@@ -16,7 +16,7 @@ from klear_core.cluster.calls import LOST, RemoteCall, cause_of, within
 from klear_core.cluster.engine_actors import Reply, Request
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import SamplingParams
-from klear_core.generate.pool import EngineLost
+from klear_core.generate.pool_slots import EngineLost
 from klear_core.types import Completion
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ class _Link:
     unsent: list[Request] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     has_work: asyncio.Event = field(default_factory=asyncio.Event)
+    is_queued: bool = False
+    """Whether the actor waits for GPUs that other work holds."""
     failure: BaseException | None = None
     """Error after which the actor is sent nothing more."""
 
@@ -49,17 +51,36 @@ class RayEngine:
     """A `PooledEngine` in an actor; `start` replaces an earlier actor."""
 
     def __init__(
-        self, name: str, create: Callable[[], Any], load: Callable[[Any], Awaitable[None]], *, limit: int
+        self,
+        name: str,
+        create: Callable[[], Any],
+        load: Callable[[Any], Awaitable[None]],
+        *,
+        limit: int,
+        wait_for_gpus: Callable[[Any], Awaitable[None]] | None = None,
     ) -> None:
-        """`create` makes an actor, and `load` builds the engine in it, with the current weights."""
+        """`create` makes an actor, and `load` builds the engine in it, with the current weights.
+
+        With `wait_for_gpus`, which returns when the actor has its GPUs, the pool serves without this engine meanwhile.
+        """
         self.name = name
         self.limit = limit
         self.lock = asyncio.Lock()
         """Held while the actor starts or loads weights, so that no request is sampled with old weights."""
-        self._create, self._load = create, load
+        self._create, self._load, self._wait_for_gpus = create, load, wait_for_gpus
         self._link: _Link | None = None
         self._serving: asyncio.Task[None] | None = None
         self._request_ids = itertools.count()
+
+    @property
+    def is_queued(self) -> bool:
+        """Return whether the start waits for GPUs that other work holds; see `PooledEngine.is_queued`."""
+        return self._link is not None and self._link.is_queued
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether there is an actor that has its GPUs."""
+        return self._link is not None and not self._link.is_queued
 
     @property
     def actor(self) -> Any:
@@ -76,6 +97,10 @@ class RayEngine:
                 self._serving.cancel()
             link = self._link = _Link(actor=self._create())
             try:
+                if self._wait_for_gpus is not None:
+                    link.is_queued = True
+                    await self._wait_for_gpus(link.actor)
+                    link.is_queued = False
                 await self._load(link.actor)
             except LOST as error:
                 raise EngineLost(f"its actor died while it started ({type(error).__name__})") from error
@@ -118,14 +143,18 @@ class RayEngine:
         """Stop the actor and its engine."""
         if self._serving is not None:
             self._serving.cancel()
-        if self._link is None:
+        link, self._link = self._link, None
+        if link is None:
             return
-        # Close the engine first, because killing the actor would leave the engine's child processes running.
-        closing = asyncio.wrap_future(self._link.actor.close.remote().future())
-        await asyncio.wait([closing], timeout=_CLOSE_S)
-        if closing.done() and not closing.cancelled():
-            closing.exception()  # an actor that is dead already has no more to close
-        ray.kill(self._link.actor, no_restart=True)
+        if not link.is_queued:  # else there is no process yet
+            # Close the engine first, because killing the actor would leave the engine's child processes running.
+            closing = asyncio.wrap_future(link.actor.close.remote().future())
+            await asyncio.wait([closing], timeout=_CLOSE_S)
+            if not closing.done():
+                closing.cancel()
+            elif not closing.cancelled():
+                closing.exception()  # an actor that is dead already has no more to close
+        ray.kill(link.actor, no_restart=True)
 
     async def _serve(self, link: _Link) -> None:
         """Send requests to the actor and deliver the replies, until it dies or this is cancelled."""

@@ -18,7 +18,8 @@ from klear_core.cluster.ray_engine import RayEngine
 from klear_core.cluster.rl_learner import RayLearner
 from klear_core.generate.engine import SamplingParams, WeightOffer, WeightSource
 from klear_core.generate.factory import num_slots
-from klear_core.generate.pool import EngineLost, EnginePool
+from klear_core.generate.pool import EnginePool
+from klear_core.generate.pool_slots import EngineLost
 from klear_core.rl.workers import LearnerLost, RlSetup
 from klear_core.types import Completion
 

@@ -180,6 +180,7 @@ async def collect_traces(
     todo = [shard for shard in shards if not shard.is_done]
     if len(todo) < len(shards):
         log.info("distill: %d of %d shards are there already", len(shards) - len(todo), len(shards))
+    teacher.expect(cfg.samples_per_problem * sum(len(shard.items) for shard in todo))
     try:
         # aclosing: if `finish` raises, the generator's cleanup cancels the requests that are still running.
         async with aclosing(work_shards(run.affordable(todo), run.work, limit=cfg.runtime.max_in_flight)) as finished:

@@ -111,6 +111,7 @@ class Collection:
         result: TeacherResult
         if journal and sample_id in journal.replies:  # a reply that an earlier run paid for
             result = journal.replies.pop(sample_id)
+            self.teacher.expect(-1)
         else:
             sample = await self.teacher.sample(problem, sample_idx=sample_idx, seed=self.seed)
             result = sample.result

@@ -105,6 +105,9 @@ class HttpTeacher:
         """Count what earlier runs of the stage spent against the budget."""
         self._fleet.budget.spend(usage)
 
+    def expect(self, num_samples: int) -> None:
+        """Do nothing: no engines run here."""
+
     async def close(self) -> None:
         """Close all connections."""
         await self._fleet.close()

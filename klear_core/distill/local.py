@@ -22,6 +22,7 @@ from klear_core.errors import KlearError, ResourceError
 from klear_core.evaluate.compute import Compute
 from klear_core.generate.engine import one_sample
 from klear_core.generate.factory import EngineSpec, Sampler
+from klear_core.generate.pool import expect
 from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
 from klear_core.seeding import seed_for
 from klear_core.train.base import model_folder, wanted_window
@@ -50,6 +51,10 @@ class LocalTeacher:
 
     def count_earlier(self, usage: Usage) -> None:
         """Do nothing: there is no budget."""
+
+    def expect(self, num_samples: int) -> None:
+        """Tell the pool of engines; see `EnginePool.expect`."""
+        expect(self._sampler.engine, num_samples)
 
     async def sample(self, problem: Problem, *, sample_idx: int, seed: int) -> TeacherSample:
         """Return one sample; a prompt that leaves no room for a reply is a failure of its own reason.

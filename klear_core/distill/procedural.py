@@ -28,6 +28,9 @@ class ProceduralTeacher:
     def count_earlier(self, usage: Usage) -> None:
         """Do nothing; this teacher costs nothing."""
 
+    def expect(self, num_samples: int) -> None:
+        """Do nothing: no engines run here."""
+
     async def sample(self, problem: Problem, *, sample_idx: int, seed: int) -> TeacherSample:
         """Return one sample; samples differ only in their random errors. Other than chain problems are
         `unsupported`."""

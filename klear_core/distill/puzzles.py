@@ -41,6 +41,9 @@ class PuzzleTeacher:
     def count_earlier(self, usage: Usage) -> None:
         """Do nothing; this teacher costs nothing."""
 
+    def expect(self, num_samples: int) -> None:
+        """Do nothing: no engines run here."""
+
     async def sample(self, problem: Problem, *, sample_idx: int, seed: int) -> TeacherSample:
         """Return one sample; samples differ only in their random errors. Other problems are `unsupported`.
 

@@ -128,6 +128,10 @@ class Teacher(Protocol):
         """Count what earlier runs of the stage spent against the budget."""
         ...
 
+    def expect(self, num_samples: int) -> None:
+        """Count on so many more samples, or fewer if negative: a teacher whose engines run here closes idle ones."""
+        ...
+
     async def sample(self, problem: Problem, *, sample_idx: int, seed: int) -> TeacherSample:
         """Return one sample of a problem. `seed` is the run's; the sample's own seed is derived from it.
 

@@ -33,6 +33,7 @@ from klear_core.evaluate.templates import asked, template_scores
 from klear_core.generate.engine import InferenceEngine, SamplingParams, one_sample
 from klear_core.generate.factory import EngineSpec
 from klear_core.generate.longest_first import LongestFirst
+from klear_core.generate.pool import expect
 from klear_core.metrics import Telemetry
 from klear_core.prompts import completed
 from klear_core.scores import EvalReport, TemplateScore, write_reports
@@ -154,7 +155,9 @@ async def answer_benchmarks(
     todo = [shard for shard in shards if not shard.is_done]
     if len(todo) < len(shards):
         log.info("evaluate: %d of %d shards were finished by an earlier run", len(shards) - len(todo), len(shards))
-    gate = LongestFirst(setup.max_sampling, num_requests=sum(len(shard.items) for shard in todo))
+    num_requests = sum(len(shard.items) for shard in todo)
+    gate = LongestFirst(setup.max_sampling, num_requests=num_requests)
+    expect(setup.engine, num_requests)
     run = _AnswerWorker(cfg, suite, setup, gate, seed=seed, telemetry=telemetry)
     for shard in shards:
         if shard.is_done:

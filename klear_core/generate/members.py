@@ -11,7 +11,7 @@ from klear_core.config.engine import HttpEngineConfig
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.generate.http_engine import HttpEngine
-from klear_core.generate.pool import EngineLost
+from klear_core.generate.pool_slots import EngineLost
 from klear_core.types import Completion
 
 log = logging.getLogger(__name__)
@@ -23,6 +23,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0
 
 class LocalMember:
     """A `PooledEngine` over an engine in this process."""
+
+    is_queued = False
 
     def __init__(self, name: str, build: Callable[[], Awaitable[InferenceEngine]], *, limit: int) -> None:
         self.name = name
@@ -54,6 +56,8 @@ class EndpointMember:
     of them gave it.
     """
 
+    is_queued = False
+
     def __init__(
         self,
         cfg: HttpEngineConfig,
@@ -64,6 +68,7 @@ class EndpointMember:
         self.name = f"endpoint {cfg.base_url}"
         self._cfg, self._sleep, self._clock = cfg, sleep, clock
         self._engine: HttpEngine | None = None
+        self._was_there = False
 
     @property
     def limit(self) -> int:
@@ -72,13 +77,13 @@ class EndpointMember:
 
     async def start(self) -> None:
         """Check that the endpoint serves the model; one that has gone away is waited for. See `PooledEngine.start`."""
-        was_there = self._engine is not None
         await self.close()
         self._engine = HttpEngine(self._cfg, sleep=self._sleep)  # its limit begins anew, for an idle server
-        if was_there:
+        if self._was_there:
             await self._wait_for(self._engine)
         else:
             await self._engine.check()
+        self._was_there = True
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Sample; see `PooledEngine.generate`."""

@@ -8,7 +8,9 @@ from functools import partial
 from klear_core.config.engine import HttpEngineConfig
 from klear_core.config.evaluate import EnginesRuntime, PoolRuntime
 from klear_core.generate.factory import EngineSpec, Sampler, build_spec, limit_here, start_here
-from klear_core.generate.pool import EnginePool, PooledEngine, RestartLimit
+from klear_core.generate.pool import EnginePool
+from klear_core.generate.pool_slots import PooledEngine
+from klear_core.generate.restarts import RestartLimit
 
 _WINDOW_S = 3600.0
 """Window of `max_restarts`."""
@@ -32,14 +34,16 @@ async def start_with_endpoints(spec: EngineSpec, *, runtime: EnginesRuntime, key
     return await start_members(here, runtime=runtime, key=key)
 
 
-async def start_members(engines: Sequence[PooledEngine], *, runtime: EnginesRuntime, key: str) -> Sampler:
+async def start_members(
+    engines: Sequence[PooledEngine], *, runtime: EnginesRuntime, key: str, num_up: int | None = None
+) -> Sampler:
     """Start these engines and the endpoints that the settings name as one pool; see `EnginePool.start`."""
     endpoints = endpoints_of(runtime)
     members = [*engines, *_members(endpoints)]
     restarts = RestartLimit(runtime.max_restarts, window_s=_WINDOW_S, key=f"{key}.runtime.max_restarts")
     pool = EnginePool(members, restarts.count)
     try:
-        await pool.start()
+        await pool.start(num_up=num_up)
     except BaseException:
         await pool.close()
         raise

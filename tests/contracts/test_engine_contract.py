@@ -18,7 +18,9 @@ from klear_core.generate.engine import InferenceEngine, SamplingParams, Trainabl
 from klear_core.generate.factory import EngineSpec, build_engine, build_trainable_engine
 from klear_core.generate.fake_engine import FakeAnswer, FakeEngine
 from klear_core.generate.members import EndpointMember, LocalMember
-from klear_core.generate.pool import EnginePool, PooledEngine, RestartLimit
+from klear_core.generate.pool import EnginePool
+from klear_core.generate.pool_slots import PooledEngine
+from klear_core.generate.restarts import RestartLimit
 from klear_core.seeding import seed_for
 from klear_core.types import Completion
 from tasks.resources import Needs, ray_session

@@ -68,6 +68,10 @@ class FakeTeacher:
         self.asked: Counter[str] = Counter()
         self.is_costly = is_costly
         self.earlier = Usage()
+        self.num_expected = 0
+
+    def expect(self, num_samples: int) -> None:
+        self.num_expected += num_samples
 
     def count_earlier(self, usage: Usage) -> None:
         self.earlier = usage

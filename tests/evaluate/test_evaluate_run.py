@@ -14,9 +14,13 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, ResourceError
 from klear_core.evaluate.run import EvalSetup, answer_benchmarks, report_scores
 from klear_core.evaluate.suite import Benchmark
+from klear_core.generate.engine import InferenceEngine
+from klear_core.generate.members import LocalMember
+from klear_core.generate.pool import EnginePool
+from klear_core.generate.restarts import RestartLimit
 from klear_core.metrics import NullTelemetry
 from klear_core.scores import read_reports
-from klear_core.types import EvalSample
+from klear_core.types import EvalSample, Problem, Verdict
 
 TOY = Benchmark(name="toy", problems=tuple(make_problem(i) for i in range(5)), num_samples=3)
 CFG = EvaluateConfig(
@@ -174,6 +178,36 @@ def test_sampling_and_judging_overlap(tmp_path: Path) -> None:
     cfg = CFG.model_copy(update={"runtime": EvaluateRuntime(max_in_flight=2)})
     run(tmp_path, make_exam(Watched(), SlowJudge()), cfg=cfg)
     assert len(samples(tmp_path)) == 20
+
+
+def test_engines_are_closed_after_the_last_answer_while_judges_work(tmp_path: Path) -> None:
+    class Closing(FakeEngine):
+        async def close(self) -> None:
+            closed.append(self)
+            is_closed.set()
+
+    class SlowJudge(FakeJudge):
+        async def judge_async(self, problem: Problem, response: str) -> Verdict:
+            await is_closed.wait()
+            return await super().judge_async(problem, response)
+
+    async def build() -> InferenceEngine:
+        return Closing()
+
+    async def drive() -> None:
+        pool = EnginePool([LocalMember("engine 0", build, limit=4)], RestartLimit(0, window_s=1, key="none").count)
+        await pool.start()
+        exam = dataclasses.replace(make_exam(judge=SlowJudge()), engine=pool)
+        cfg = CFG.model_copy(update={"runtime": EvaluateRuntime(max_in_flight=100)})
+        answering = answer_benchmarks(cfg, (TOY,), exam, seed=3, workdir=tmp_path, telemetry=NullTelemetry())
+        await asyncio.wait_for(answering, 20)
+        await pool.close()
+
+    closed: list[Closing] = []
+    is_closed = asyncio.Event()
+    asyncio.run(drive())
+    assert len(samples(tmp_path)) == 20
+    assert len(closed) == 1
 
 
 def test_a_problem_that_does_not_fit_is_named(tmp_path: Path) -> None:

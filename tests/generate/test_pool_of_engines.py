@@ -10,7 +10,9 @@ import pytest
 
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import SamplingParams
-from klear_core.generate.pool import EngineLost, EnginePool, RestartLimit
+from klear_core.generate.pool import EnginePool
+from klear_core.generate.pool_slots import EngineLost
+from klear_core.generate.restarts import RestartLimit
 from klear_core.types import Completion
 
 
@@ -27,6 +29,8 @@ def answer_to(seed: int) -> list[Completion]:
 
 class Mortal:
     """Answers when it is told to, and dies with everything that it holds of the prompt (666,), or of any if broken."""
+
+    is_queued = False
 
     def __init__(self, name: str, *, limit: int = 4, is_slow: bool = False, is_broken: bool = False) -> None:
         self.name, self.limit, self.is_slow, self.is_broken = name, limit, is_slow, is_broken
@@ -90,8 +94,12 @@ def no_limit(_name: str, _error: BaseException) -> None:
     pass
 
 
+async def no_pause(_seconds: float) -> None:
+    await asyncio.sleep(0)
+
+
 def pool_of(*engines: Mortal, count: Callable[[str, BaseException], None] = no_limit) -> EnginePool:
-    return EnginePool(engines, count)
+    return EnginePool(engines, count, sleep=no_pause)
 
 
 def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:

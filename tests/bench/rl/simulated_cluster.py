@@ -62,6 +62,8 @@ class _Running:
 class SimulatedEngine:
     """One vLLM engine: all running answers get a token a step; an answer that does not fit into the cache waits."""
 
+    is_queued = False
+
     def __init__(self, name: str, *, num_gpus: int, limit: int, full: int, cache_tokens: int) -> None:
         """`full` is the number of running answers with which it counts as busy."""
         self.name, self.limit = name, limit
