@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -13,6 +13,7 @@ from klear_core.cluster.calls import awaited, within
 from klear_core.cluster.engine_actors import EngineActor
 from klear_core.cluster.engine_plan import EnginePlan, check_engines_have_gpus, plan_engines
 from klear_core.cluster.nodes import ray_nodes
+from klear_core.cluster.places import Node
 from klear_core.cluster.ray_engine import RayEngine
 from klear_core.config.evaluate import EnginesRuntime
 from klear_core.errors import ResourceError, TrainingError
@@ -46,16 +47,25 @@ async def start_planned(spec: EngineSpec, *, plan: EnginePlan, runtime: EnginesR
     """Start the engines of a plan as Ray actors, and join the endpoints of the settings; `key` is its section."""
     limit = num_slots(spec.cfg, is_on_gpu=plan.gpus_per_engine > 0)
     engines: list[RayEngine] = []
-    queue = _Queue(engines, plan.gpus_per_engine, key=key)
+    queue = GpuQueue(engines, plan.gpus_per_engine, key=key)
     engines += [_engine(index, spec, plan, limit, queue) for index in range(plan.num_engines)]
     return await start_members(engines, runtime=runtime, key=key, num_up=1)
 
 
-class _Queue:
+class GpuQueue:
     """Waits until Ray has given engines of a pool their GPUs, and says once that it waits."""
 
-    def __init__(self, engines: Sequence[RayEngine], gpus_per_engine: int, *, key: str) -> None:
+    def __init__(
+        self,
+        engines: Sequence[RayEngine],
+        gpus_per_engine: int,
+        *,
+        key: str,
+        nodes: Callable[[], Sequence[Node]] = ray_nodes,
+    ) -> None:
+        """`nodes` returns the living nodes of the cluster; `key` is the stage's section."""
         self._engines, self._gpus_per_engine, self._key = engines, gpus_per_engine, key
+        self._nodes = nodes
         self._has_noticed = False
 
     async def wait(self, actor: Any) -> None:
@@ -77,7 +87,7 @@ class _Queue:
 
     def _has_room(self) -> bool:
         """Return whether a node has enough GPUs for an engine, free or not. Nodes may be lost while engines wait."""
-        return any(node.num_gpus >= self._gpus_per_engine for node in ray_nodes())
+        return any(node.num_gpus >= self._gpus_per_engine for node in self._nodes())
 
     def _notice(self) -> None:
         if self._has_noticed:
@@ -90,14 +100,14 @@ class _Queue:
         )  # fmt: skip
 
     def _refusal(self) -> str:
-        num_gpus = sum(node.num_gpus for node in ray_nodes())
+        num_gpus = sum(node.num_gpus for node in self._nodes())
         return (
             f"{self._key}: none of {len(self._engines)} engines got its {self._gpus_per_engine} GPUs; the Ray cluster "
-            f"has {num_gpus} in all, and other work holds them"
+            f"has {num_gpus} in all: nodes were lost, or other work holds them"
         )
 
 
-def _engine(index: int, spec: EngineSpec, plan: EnginePlan, limit: int, queue: _Queue) -> RayEngine:
+def _engine(index: int, spec: EngineSpec, plan: EnginePlan, limit: int, queue: GpuQueue) -> RayEngine:
     # No CPUs are reserved, because the number of threads is a setting. SPREAD: on CPU, nothing else would keep Ray from
     # putting all engines on one node. An actor of several GPUs is always on one node.
     actor_type = ray.remote(num_cpus=0, num_gpus=plan.gpus_per_engine, max_restarts=0, scheduling_strategy="SPREAD")(

@@ -12,12 +12,12 @@ from ray.cluster_utils import Cluster
 
 
 @contextmanager
-def two_nodes(*, cpus_each: int = 2) -> Iterator[Cluster]:
-    """Start both, point RAY_ADDRESS at them, and stop them afterwards."""
+def two_nodes(*, cpus_each: int = 2, gpus_each: int = 0) -> Iterator[Cluster]:
+    """Start both, point RAY_ADDRESS at them, and stop them afterwards. GPUs are only counted: torch finds none."""
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
     before = {key: os.environ.get(key) for key in [*settings, "RAY_ADDRESS"]}
     os.environ.update(settings)
-    node = {"num_cpus": cpus_each, "object_store_memory": 80 << 20}
+    node = {"num_cpus": cpus_each, "num_gpus": gpus_each, "object_store_memory": 80 << 20}
     cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
     try:
         cluster.add_node(**node)
