@@ -65,7 +65,8 @@ class Curve:
         Rows of later steps, which are trained again, are in the metrics file until the next step is logged. So only
         this point may be looked up there.
         """
-        if step not in logged_points(self._metrics_file, "rl"):
+        logged = logged_points(self._metrics_file, "rl")
+        if step not in logged:
             self.start(engine, step=step)
 
     def start(self, engine: InferenceEngine, *, step: int) -> None:

@@ -71,7 +71,7 @@ def test_pass_rates_are_bounded_on_both_sides_and_bounds_are_included(tmp_path: 
 
 
 def test_a_filter_by_pass_rates_needs_them(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no pass rates.*set \[tag_rl\]"):
+    with pytest.raises(ConfigError, match=r"no pass rates.*--set 'tag_rl=\{\}'"):
         choose_problems(problem_artifact(tmp_path, MATH), "math", PromptFilterConfig(min_pass_rate=0.5))
 
 
