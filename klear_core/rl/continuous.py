@@ -55,6 +55,7 @@ class ContinuousRollouts:
         self._sampler = sampler
         self._stream = stream
         self._cfg = cfg
+        # Versions count finished steps, so step s starts with engines of version s.
         self._step = self._version = step
         self._again = list(again)
         self._open: dict[int, _OpenGroup] = {}
@@ -87,10 +88,12 @@ class ContinuousRollouts:
 
         Raise TrainingError if no answer is sampled or judged for `stall_timeout_s`, or the error of any answer.
         """
+        # A watch of this wait alone: the time in which the learner updated is no stall.
         watch = self._sampler.watch()
         while self._error is None:
             if self._can_fill():
                 return await self._fill()
+            # No await since `_can_fill`, so no change is lost between the check and the wait.
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), timeout=watch.check_s)
@@ -111,9 +114,10 @@ class ContinuousRollouts:
             if prompt_ids is None:
                 self._drops.count_group("prompt_too_long")
                 self._num_decided += 1
-                self._changed.set()
+                self._changed.set()  # the step may be due to be filled with fewer groups
                 continue
             self._num_in_flight += rollout.samples_per_group
+            # The task starts at the next await, when its entry in `_open`, which it pops, is there.
             task = asyncio.create_task(self._run_group(item, prompt_ids))
             task.add_done_callback(self._on_done)
             self._open[item.position] = _OpenGroup(task=task, version=self._version)
@@ -124,6 +128,7 @@ class ContinuousRollouts:
         # Steps after the last one need no groups.
         last = min(self._version + self._cfg.max_staleness, self._cfg.num_steps - 1)
         num_steps = last + 1 - self._step
+        # Rule 1: room in the steps up to the deadline of a group that is begun now.
         return len(self._open) + len(self._finished) < self._cfg.rollout.groups_per_step * num_steps
 
     def _most_decided(self) -> int:
@@ -137,10 +142,12 @@ class ContinuousRollouts:
         try:
             rollouts = await asyncio.gather(*tasks)
         finally:
+            # `gather` leaves the others running if one fails. No effect on those that are done.
             for task in tasks:
-                task.cancel()  # no effect on those that are done
+                task.cancel()
         sampled = RolloutGroup(problem=item.problem, rollouts=tuple(rollouts))
         kept = keep_informative([sampled], self._cfg.group_filter, self._cfg.overlong)
+        # Not the present version: the deadline follows from the one under which the group was begun.
         version = self._open.pop(item.position).version
         if kept.groups:
             (informative,) = kept.groups
@@ -169,6 +176,7 @@ class ContinuousRollouts:
 
     def _chosen(self) -> list[int]:
         """Return the positions of the oldest finished groups, at most a step's number."""
+        # The oldest version has the first deadline. Equals go in prompt order, whichever was finished first.
         ordered = sorted(self._finished, key=lambda position: (self._finished[position].version, position))
         return ordered[: self._cfg.rollout.groups_per_step]
 
@@ -185,6 +193,7 @@ class ContinuousRollouts:
         num_by_version = Counter(left)
         for deadline in range(self._step, self._step + bound + 1):
             num_due = sum(n for version, n in num_by_version.items() if version + bound <= deadline)
+            # Steps that are left for them: without this one, which the chosen groups fill.
             if num_due > groups_per_step * (deadline - self._step):
                 return False
         return True
@@ -194,7 +203,7 @@ class ContinuousRollouts:
         chosen = [self._finished.pop(position) for position in self._chosen()]
         self._step += 1
         if self._step == self._cfg.num_steps:
-            await self._give_up_rest()
+            await self._give_up_rest()  # before the counts are read, so that they add up
         drops, self._drops = self._drops, DropCounts()
         for group in chosen:
             drops.add(group.drops)

@@ -19,7 +19,7 @@ class Exam(Protocol):
     """Answers and judges a fixed set of problems with the weights that an engine has."""
 
     async def score(self, engine: InferenceEngine) -> dict[str, float]:
-        """Return the score and what stands beside it, by the names in `POINT`."""
+        """Return the score with its intervals and shares, by the names in `POINT`."""
         ...
 
 
@@ -35,8 +35,8 @@ def no_exam(_folder: Path) -> AbstractContextManager[Exam | None]:
 class Curve:
     """Make the points of the curve, one at a time; leaving the context cancels the one that is being made.
 
-    A point is of one version of the weights: its requests are sent when the engines have got these, run beside the next
-    rollouts and the learner's update, and are waited for before the engines get new weights.
+    A point belongs to one version of the weights: its requests are sent once the engines have loaded that version, run
+    beside the next rollouts and the learner's update, and are awaited before the engines load the next version.
     """
 
     def __init__(self, exam: Exam | None, telemetry: Telemetry, cfg: RlConfig, *, workdir: Path) -> None:
@@ -57,24 +57,24 @@ class Curve:
             _, task = self._running
             self._running = None
             task.cancel()
+            # Wait for it and retrieve its error: the loop is already ending for another reason.
             await asyncio.gather(task, return_exceptions=True)
 
     def resume(self, engine: InferenceEngine, *, step: int) -> None:
-        """Start the point of the weights that training goes on from, unless an earlier attempt has logged it.
-
-        Rows of later steps, which are trained again, are in the metrics file until the next step is logged. So only
-        this point may be looked up there.
-        """
+        """Start the point of the weights that training resumes from, unless an earlier attempt has logged it."""
+        # Only this step is looked up: rows of later steps, which are trained again, stay in the metrics file until the
+        # next step is logged.
         logged = logged_points(self._metrics_file, "rl")
         if step not in logged:
             self.start(engine, step=step)
 
     def start(self, engine: InferenceEngine, *, step: int) -> None:
-        """Start the point of these weights, those after `step` steps, if one is due."""
+        """Start the point of the weights after `step` steps, if one is due."""
         if self._exam is None or self._curve is None:
             return
         if self._curve.is_due(step, num_steps=self._num_steps):
-            assert self._running is None, step
+            assert self._running is None, step  # the loop calls `finish` before the engines load new weights
+            # Not awaited here: `finish` collects the result, while rollouts and update go on.
             self._running = (step, asyncio.create_task(self._exam.score(engine)))
 
     async def finish(self) -> None:
@@ -83,5 +83,6 @@ class Curve:
             return
         step, task = self._running
         metrics = await task
-        self._running = None
+        self._running = None  # only now: if the wait fails or is cancelled, `__aexit__` still has the task
+        # `add`, because `log` would replace the rows of that step and of later ones.
         self._telemetry.add(point_metrics("rl", metrics), step=step)

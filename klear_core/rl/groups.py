@@ -51,6 +51,7 @@ class DropCounts:
 
     def of(self, unit: str) -> dict[str, int]:
         """Return the counts by reason of one unit (`group` or `rollout`), in name order."""
+        # Without zeros, which a call that counted nothing leaves.
         return {
             name.removeprefix(f"{unit}/"): n
             for name, n in sorted(self.counts.items())
@@ -174,6 +175,7 @@ def to_samples(
             drops.count_rollouts(reason)
             if reason == TRAINED:
                 group_rows.append(_sample(group.problem.problem_id, rollout, advantage))
+        # A group is trained even if some of its answers get no row; only one without any row is dropped.
         drops.count_group(TRAINED if group_rows else "all_masked")
         rows += group_rows
     return Samples(rows=tuple(rows), drops=drops)
@@ -188,6 +190,7 @@ def cut_minibatches(rows: Sequence[TrainSample], count: int, *, seed: int) -> li
 
     Groups come in random order and the rows of a group stay adjacent, but a cut may fall inside a group.
     """
+    # A dict and not a set: ranks cut by themselves, and the order of a set of strings differs between processes.
     problem_ids = list(dict.fromkeys(r.problem_id for r in rows))
     random.Random(seed).shuffle(problem_ids)  # noqa: S311
     rank = {p: i for i, p in enumerate(problem_ids)}

@@ -56,6 +56,7 @@ def train_rl(
         rewards = UserRewards(cfg.reward.custom, judges)
         progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards, exam))
     shown = workdir / "scratch" / "shown"
+    # Again at the end: a short run ends before the first check in the loop.
     warnings = check_trained_share(progress, cfg.runtime.informative, shown=shown)
     gather_shown(shown, workdir / "sample_rollouts.parquet")
     summary = progress.summary(choice, minibatches_per_step=cfg.minibatches_per_step, seed=setup.seed)
@@ -141,6 +142,7 @@ async def run_steps(
             # The engines have the new weights now, so that more groups stay within `max_staleness` versions.
             ahead.allow_another()
 
+            # Before the metrics and `count_step`, which read the counts.
             collected.drops.add(samples.drops)
             update |= describe_groups(collected.groups, collected.drops)
             update |= speed(
@@ -214,6 +216,7 @@ def speed(
         "rl/time/wait_s": wait_s,
         "rl/time/train_s": train_s,
         "rl/time/sync_s": sync_s,
+        # The floors only avoid a division by zero; a step without an applied update has no `rl/batch/tokens`.
         "rl/speed/sampled_tokens_per_s": collected.sampled_tokens / max(collected.seconds, 1e-9),
         "rl/speed/trained_tokens_per_s": update.get("rl/batch/tokens", 0.0) / max(train_s, 1e-9),
     }
@@ -224,4 +227,5 @@ def rollouts_of(cfg: RlConfig, sampler: Sampler, stream: PromptStream, progress:
     if cfg.rollout.mode == "continuous":
         return ContinuousRollouts(sampler, stream, cfg, step=progress.step, again=progress.unfinished)
     collector = Collector(sampler, stream, cfg)
+    # Version v permits the batch of step v + depth. So no answer is more than `max_staleness` versions old.
     return Lookahead(collector.collect, depth=cfg.max_staleness, num_batches=cfg.num_steps - progress.step)

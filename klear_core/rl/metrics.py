@@ -92,9 +92,11 @@ class TokenStats:
             "high": token.high_N,
             "dual": token.dual_N,
             "erc": token.erc_N,
-            # Out of the range, but not in the advantage's direction: PPO and GPPO clip these only by the dual clip.
+            # Out of the range, but against the advantage's direction: PPO and GPPO clip none of these, but for the dual
+            # clip of negative ones.
             "positive_below": (batch.advantage_N > 0) & (ratio_N < 1 - cfg.eps_low),
             "negative_above": (batch.advantage_N < 0) & (ratio_N > 1 + cfg.eps_high),
+            # Equality is exact: `clamp` returns the cap itself, and only the mask gives 0, since gaps are bounded.
             "truncated": torch.zeros_like(token.low_N) if truncate_at is None else batch.correction_N == truncate_at,
             "masked": batch.correction_N == 0,
             "pull": pull_N,
@@ -106,6 +108,7 @@ class TokenStats:
             "weight_positive": token.weight_N * positive_N,
             "weight_negative": token.weight_N * negative_N,
         }
+        # [columns, N] -> [columns]; masks become 0 and 1.
         self._sums += torch.stack([columns[name].double() for name in _SUMS]).sum(dim=1)
         extremes = torch.stack([-token.log_ratio_N.min(), token.log_ratio_N.max()])
         self._extremes = torch.maximum(self._extremes, extremes)
@@ -164,6 +167,7 @@ def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[s
     """
     rollouts = [r for g in groups for r in g.rollouts]  # all that were sampled, also of groups that were dropped
     by_group, by_rollout = drops.of("group"), drops.of("rollout")
+    # `asked` counts all; then each `pop` takes a reason out, so that what is left below are the other reasons.
     metrics = {
         "rl/groups/asked": float(sum(by_group.values())),
         "rl/groups/kept": float(by_group.pop(TRAINED, 0)),
@@ -186,6 +190,7 @@ def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
         return failed
     num_correct = sum(r.verdict.is_correct for r in judged)
     rates = failed | {"rl/pass/rate": num_correct / len(judged)}
+    # Where a reward function of the user failed, the sum of rewards has no meaning.
     rewarded = [r for r in judged if None not in r.custom_rewards.values()]
     if not rewarded:
         return rates
@@ -233,7 +238,7 @@ def gather_shown(folder: Path, target: Path) -> None:
 
 def last_shown(folder: Path) -> str:
     """Describe the newest saved answer in a few words, with its problem's id; empty if there is none."""
-    for shard in sorted(folder.glob("*.parquet"), reverse=True):
+    for shard in sorted(folder.glob("*.parquet"), reverse=True):  # padded numbers: name order is step order
         for shown in read_shard(shard, ShownRollout):
             result = f"{shown.outcome}, score {shown.score:g}, {shown.num_tokens} tokens"
             return f"step {shown.step}, problem {shown.problem_id}: {result}"

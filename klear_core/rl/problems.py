@@ -20,6 +20,7 @@ def choose_problems(artifact: Path, domain: str, cfg: PromptFilterConfig) -> tup
 
     Raise ConfigError if the filter needs pass rates and the artifact has none, DataError if no problem is left.
     """
+    # Empty without a filter by pass rate, which then looks none up; None if the artifact has no file of them.
     rates = read_pass_rates(artifact) if cfg.needs_pass_rates else {}
     if rates is None:
         raise ConfigError(
@@ -54,6 +55,7 @@ def choose_problems(artifact: Path, domain: str, cfg: PromptFilterConfig) -> tup
 
 def drop_reason(problem: Problem, domain: str, cfg: PromptFilterConfig, rates: Mapping[str, PassRate]) -> str:
     """Return why RL does not train on a problem; empty if it does."""
+    # A problem is counted once, under the first reason that holds.
     if problem.domain != domain:
         return "other_domain"
     if isinstance(problem.reference, UnverifiableReference):

@@ -57,6 +57,7 @@ class Progress:
         self.drops.add(drops)
         self.sampled_tokens += sampled_tokens
         self.trained_tokens += int(metrics.get("rl/batch/tokens", 0))
+        # Both keys are in the metrics of every step, also of one without samples.
         self.steps_without_update += metrics["rl/optim/updates"] == 0
         self.skipped_updates += int(metrics["rl/optim/skipped"])
         if "rl/ratio/max" in metrics:  # absent from a step without an applied update

@@ -85,8 +85,10 @@ def _replay(job: Replay, world: World, _telemetry: Telemetry) -> Replayed:
     saved = steps.load(job.step)
     # A loss that fails on these samples is a result of the replay: skipped updates are counted and do not end it.
     runtime = job.cfg.runtime.model_copy(update={"save_steps": (), "max_nonfinite_steps": 1_000_000})
+    # The saved state has the optimizer's too, so none is loaded from the folder of the initial model.
     cfg = job.cfg.model_copy(update={"runtime": runtime, "continue_optimizer": False})
     with tempfile.TemporaryDirectory() as workdir:
+        # One learner for all losses: `begin_saved` puts weights and moments back before each.
         learner = Learner(cfg, job.model, seed=job.seed, workdir=Path(workdir), world=world)
         own = _Trained.of(learner, steps, saved, cfg.loss)
         others = {}
@@ -115,16 +117,18 @@ class _Trained:
         """Train the step from its beginning with `loss` (collective call)."""
         learner.cfg = learner.cfg.model_copy(update={"loss": loss})
         learner.begin_saved(steps, saved.step)
-        weights = learner.local_weights()
+        weights = learner.local_weights()  # copies: the step overwrites the weights in place
         before = _measured(learner, saved.samples)
         metrics = learner.step(saved.samples)
         after = _measured(learner, saved.samples)
         changes = []
         for old, new in zip(weights, learner.local_weights(), strict=True):
             changes.append(new - old)
+        # after / before on tokens that were sampled before the step: the k3 estimate of KL(before, after).
         bound = learner.cfg.max_log_ratio
         gap_N = log_ratio(after[0], before[0]).clamp(-bound, bound)
         sums = torch.stack([k3(gap_N).sum(), (after[1] - before[1]).sum()])
+        # One reduction for both sums and the count: each rank has only its share of the tokens.
         total = learner.world.sum(torch.cat([sums, sums.new_tensor([len(gap_N)])]))
         kl, entropy_change = (total[:2] / total[2].clamp(min=1)).tolist()
         return cls(metrics=metrics, changes=changes, kl=kl, entropy_change=entropy_change)
@@ -132,6 +136,7 @@ class _Trained:
     def effect(self, own: _Trained, world: World) -> LossEffect:
         """Compare with the run's loss (collective call)."""
         dots = [_dots(a, b) for a, b in zip(self.changes, own.changes, strict=True)]
+        # Sums over weights and ranks come first: a cosine of shards would not add up to that of the whole.
         total = world.sum(torch.stack(dots).sum(dim=0).to(world.device))
         product, square, own_square = total.tolist()
         length = math.sqrt(square * own_square)
@@ -164,6 +169,7 @@ def _difference(logged: Mapping[str, float], replayed: Mapping[str, float]) -> f
     first, second = _repeatable(logged), _repeatable(replayed)
     if first.keys() != second.keys():
         return math.inf
+    # 1e-300 only avoids 0 / 0 where both are 0.
     differences = [abs(first[name] - second[name]) / max(abs(first[name]), abs(second[name]), 1e-300) for name in first]
     return max(differences, default=0.0)
 

@@ -25,6 +25,7 @@ def reward_of(completion: Completion, verdict: Verdict, cfg: RewardConfig) -> fl
         return format_reward
     # NO_ANSWER counts as wrong; verdicts of failed judges also come here, and `groups.py` drops them by their outcome.
     score = verdict.score if verdict.outcome is Outcome.SCORED else 0.0
+    # A hard reward: a program that passes only some of its tests is as wrong as one that passes none.
     if not cfg.soft:
         score = float(score == 1.0)
     return cfg.wrong + (cfg.correct - cfg.wrong) * score
@@ -51,12 +52,13 @@ def overlong_penalty(num_tokens: int, max_new_tokens: int, cfg: OverlongConfig) 
     """
     if cfg.penalty_tokens == 0:
         return 0.0
-    over = num_tokens - (max_new_tokens - cfg.penalty_tokens)
+    over = num_tokens - (max_new_tokens - cfg.penalty_tokens)  # negative before the last `penalty_tokens`
     return cfg.penalty * min(1.0, max(0.0, over / cfg.penalty_tokens))
 
 
 def _format_reward(completion: Completion, cfg: RewardConfig) -> float | None:
     """Return the fixed reward of an answer without its tags; None if it is well-formed."""
+    # `text` includes a `<think>` that the chat template puts into the prompt (see `prompts.completed`).
     if cfg.missing_close is not None and THINK_CLOSE not in completion.text:
         return cfg.missing_close
     if cfg.missing_open is not None and THINK_OPEN not in completion.text:
@@ -74,7 +76,7 @@ def advantages(rewards_PG: Sequence[Sequence[float]], cfg: AdvantageConfig) -> l
         case GrpoAdvantage(std="none"):
             return [_centred(rewards_G) for rewards_G in rewards_PG]
         case GrpoAdvantage():
-            ddof = 1 if cfg.std == "sample" else 0
+            ddof = 1 if cfg.std == "sample" else 0  # the variance is divided by G - ddof
             return [_standardised(rewards_G, ddof=ddof) for rewards_G in rewards_PG]
         case RlooAdvantage():
             return [_leave_one_out(rewards_G) for rewards_G in rewards_PG]
@@ -89,6 +91,7 @@ def _standardised(rewards_G: Sequence[float], *, ddof: int) -> list[float]:
 
     A group of one gets its reward with the sample std (the paper's code), and 0 with the population std.
     """
+    # Its sample variance would be 0 / 0.
     if len(rewards_G) == 1:
         return list(rewards_G) if ddof else [0.0]
     centred_G = _centred(rewards_G)
@@ -112,7 +115,7 @@ def _batch_standardised(rewards_PG: Sequence[Sequence[float]]) -> list[list[floa
     centred_PG = [_centred(rewards_G) for rewards_G in rewards_PG]
     flat = [c for centred_G in centred_PG for c in centred_G]
     # Every group has mean 0 by now, so the batch has too and needs no centring.
-    std = math.sqrt(math.fsum(c * c for c in flat) / max(1, len(flat)))
+    std = math.sqrt(math.fsum(c * c for c in flat) / max(1, len(flat)))  # a step may have no group
     return [_over_std(centred_G, std) for centred_G in centred_PG]
 
 

@@ -26,7 +26,7 @@ _CHECKS_PER_TIMEOUT = 8  # how often to check for a stall, per stall timeout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamItem:
-    """One problem of the stream; `position` is another one in every epoch."""
+    """One problem of the stream; the same problem has a new `position` in every epoch."""
 
     position: int
     problem: Problem
@@ -41,6 +41,7 @@ class PromptStream:
         # Sorted, so that the order does not depend on how the problems were stored.
         self._problems = sorted(problems, key=lambda p: p.problem_id)
         self._seed = seed
+        # The epoch whose order was computed last, with the order; -1 is none.
         self._order: tuple[int, list[int]] = (-1, [])
 
     def take(self, count: int) -> list[StreamItem]:
@@ -74,7 +75,7 @@ class StepRollouts:
     seconds: float
     """Time from the first request to the last verdict; in continuous mode, since the step before."""
     unfinished: tuple[int, ...] = ()
-    """Positions before `position` whose groups are in no step yet: a resumed run asks them again."""
+    """Positions before `position` whose groups are in no step yet: a resumed run samples them again."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -148,7 +149,7 @@ class Sampler:
             (sampled,) = await self._engine.generate(prompt_ids, params)
         finally:  # also when the request is cancelled
             self._num_sampling -= 1
-        self._num_finished_requests += 1
+        self._num_finished_requests += 1  # not in `finally`: a request that is cancelled or fails is no progress
         return completed(sampled, self._opening)
 
     async def judge(self, item: StreamItem, prompt_ids: tuple[int, ...], completion: Completion) -> Rollout:
@@ -201,6 +202,7 @@ class StallWatch:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        # The count when it last changed, and the time at which that was seen.
         self._seen, self._seen_at = sampler.num_finished_requests, now()
 
     @property

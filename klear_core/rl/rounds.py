@@ -72,6 +72,7 @@ class Collector:
             samples = range(self._cfg.rollout.samples_per_group)
             round_.add(item, [asyncio.create_task(self._rollout(item, prompt_ids, i)) for i in samples])
         await self._wait_for_all(round_.tasks)
+        # Errors were raised above, so a group without all of its results was cancelled.
         groups = round_.groups()
         for _ in range(len(round_.items) - len(groups)):
             drops.count_group(CANCELLED)
@@ -93,7 +94,7 @@ class Collector:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=watch.check_s, return_when=asyncio.FIRST_EXCEPTION)
                 for task in done:
-                    if not task.cancelled():
+                    if not task.cancelled():  # as surplus, which is no error
                         task.result()  # re-raises the task's error
                 if pending:
                     watch.check()
@@ -136,6 +137,7 @@ class _Round:
         # Only a group that has just become complete changes the number of informative groups.
         if not all(_has_result(task) for task in group):
             return
+        # Its drops are not counted here: `collect` filters the groups of the whole round again.
         informative = keep_informative(self.groups(), self._cfg.group_filter, self._cfg.overlong)
         if len(informative.groups) >= self._num_wanted:
             for task in self.tasks:
@@ -175,6 +177,7 @@ class Lookahead:
         """Permit one more batch; its collection starts when the batch before it is complete."""
         if self._num_left > 0:
             self._num_left -= 1
+            # A batch that was taken is complete, so with an empty queue there is none to wait for.
             previous = self._tasks[-1] if self._tasks else None
             self._tasks.append(asyncio.create_task(self._after(previous)))
 
@@ -183,6 +186,7 @@ class Lookahead:
         return await self._tasks.popleft()
 
     async def _after(self, previous: asyncio.Task[StepRollouts] | None) -> StepRollouts:
+        # One batch at a time: all take their prompts from one stream, whose position a batch records at its end.
         if previous is not None:
             await asyncio.wait([previous])  # does not raise: `next` raises the error of that batch
         return await self._collect()

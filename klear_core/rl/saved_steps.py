@@ -47,6 +47,7 @@ class SavedSteps:
         if self._world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # left by an attempt that was killed in this step
             write_shard(folder / _SAMPLES, samples)
+        # No rank may write its state before rank 0 has cleared the folder.
         self._world.barrier()
         self._state(step).save(step - 1, model, optimizer, {})
 
@@ -54,7 +55,9 @@ class SavedSteps:
         """Save the step's metrics, which makes it complete."""
         if self._world.rank > 0:
             return
+        # NaN and infinity are not JSON; replay compares finite metrics only.
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        # Renamed when whole, because the file marks the step as complete (see `steps`).
         beside = self._of(step) / f"{_METRICS}.tmp"
         beside.write_text(json.dumps(finite, indent=2))
         beside.replace(self._of(step) / _METRICS)

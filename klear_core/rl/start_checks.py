@@ -22,7 +22,7 @@ from klear_core.types import Completion, TrainSample
 log = logging.getLogger(__name__)
 
 _QUESTION = "What is 17 times 23?"
-_NUM_TOKENS = 32
+_NUM_TOKENS = 32  # most of one answer
 _MIN_ANSWERS = 4
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean distance of log-probs allowed over an answer, in nats, by dtype (bfloat16 if either computes in it).
@@ -72,6 +72,7 @@ async def _answers(engine: TrainableEngine, prompt_ids: Sequence[int], setup: Rl
     """Return a sampled answer for each of several seeds; concurrent requests go to different engines."""
     cfg = setup.cfg
     requests = []
+    # At least one for each engine: a pool sends each request to the least busy one.
     for i in range(max(_MIN_ANSWERS, cfg.runtime.num_rollout_actors)):
         params = SamplingParams(
             num_samples=1,
@@ -88,6 +89,7 @@ async def _answers(engine: TrainableEngine, prompt_ids: Sequence[int], setup: Rl
 
 
 def _sample(prompt_ids: Sequence[int], completion: Completion) -> TrainSample:
+    # Only ids, mask and log-probs are read: nothing is trained on it.
     num_prompt, num_answer = len(prompt_ids), len(completion.token_ids)
     return TrainSample(
         problem_id="engine_check",

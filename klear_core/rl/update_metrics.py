@@ -50,7 +50,7 @@ def update_metrics(
         "rl/loss/mean": sum(losses) / len(losses),
         "rl/grad/norm": sum(norms) / len(norms),
         "rl/grad/max": max(norms),
-        "rl/optim/lr": applied[0][1].lr,
+        "rl/optim/lr": applied[0][1].lr,  # one rate for all updates of an RL step
         "rl/batch/tokens": float(sum(sizes)),
         "rl/batch/fill": sum(fills) / len(fills),
         "rl/batch/busy": sum(busy) / len(busy),

@@ -21,6 +21,7 @@ class UserRewards:
     def __init__(self, rewards: Sequence[CustomReward], judges: JudgePool) -> None:
         """Hash the sources. Raise ConfigError if one is missing."""
         self._judges = judges
+        # The digest goes with each request, so that a worker notices if the source is another by now.
         self._rewards = {reward: source_digest(reward.module) for reward in rewards}
         self._health = {
             reward.label: JudgeHealth(
@@ -50,12 +51,13 @@ class UserRewards:
             finish_reason=completion.finish_reason,
         )
         values = await asyncio.gather(*(self._value(reward, answer) for reward in self._rewards))
-        return dict(zip(self._health, values, strict=True))
+        return dict(zip(self._health, values, strict=True))  # both dicts are in the order of the settings
 
     async def _value(self, reward: CustomReward, answer: JudgedAnswer) -> float | None:
         future = self._judges.submit_reward(reward, self._rewards[reward], answer)
         result = await asyncio.wrap_future(future)
         health = self._health[reward.label]
+        # Before `record`, which counts this one: a warning for each failure would flood the log.
         is_first_failure = not result.outcome.counts_for_model and health.num_failed == 0
         try:
             health.record(result)

@@ -90,7 +90,8 @@ def weights_of(log_ratio_N: Tensor, logp_N: Tensor, batch: TrainBatch, cfg: Loss
         case CispoConfig():
             return _cispo(log_ratio_N.exp(), logp_N, batch.advantage_N, cfg)
         case GspoConfig():
-            # The row's ratio is the geometric mean of its tokens' ratios, the same number for each of them.
+            # The row's ratio is the geometric mean of its tokens' ratios, the same number for each of them. Its
+            # gradient by a token's log-prob is itself over the row's length: `normalise = "sample"` divides by that.
             return _clip(row_mean(log_ratio_N, batch).exp(), batch.advantage_N, cfg)
         case DgpoConfig():
             return _dgpo(log_ratio_N.exp(), batch.advantage_N, cfg)
@@ -158,6 +159,7 @@ def _aspo(log_ratio_N: Tensor, advantage_N: Tensor, cfg: AspoConfig) -> Weights:
     dual_N = flipped_N > cfg.max_weight
     # The cap changes the weight and does not remove it, unlike the dual clip of the other losses.
     capped_N = flipped_N.clamp(max=cfg.max_weight)
+    # A clipped token has the value at its bound: there a positive one weighs 1/r, a negative one r.
     value_N = torch.where(high_N, 1 / (1 + cfg.eps_high), torch.where(low_N, 1 - cfg.eps_low, capped_N))
     return Weights(
         value_N=value_N,
@@ -175,6 +177,7 @@ def _sapo(ratio_N: Tensor, advantage_N: Tensor, cfg: SapoConfig) -> Weights:
     tau_N = torch.full_like(ratio_N, cfg.tau_negative).masked_fill(advantage_N > 0, cfg.tau_positive)
     x_N = tau_N * (ratio_N - 1)
     gate_N = x_N.sigmoid()
+    # The value is 4/tau s; its derivative by log(pi) is r times 4 s (1 - s), the weight.
     # sigmoid(-x) is 1 - sigmoid(x) without the cancellation at large x.
     return _ranged(4 / tau_N * gate_N, 4 * ratio_N * gate_N * (-x_N).sigmoid(), low_N, high_N)
 
@@ -220,6 +223,7 @@ def _dual_clipped(weights: Weights, ratio_N: Tensor, advantage_N: Tensor, bound:
     """Apply the dual clip (arXiv 1912.09729): with A < 0 and a ratio above `bound`, value `bound` and no gradient."""
     if bound is None:
         return weights
+    # The one quadrant in which clip and gppo leave the weight unbounded.
     dual_N = (advantage_N < 0) & (ratio_N > bound)
     value_N = torch.where(dual_N, bound, weights.value_N)
     weight_N = weights.weight_N.masked_fill(dual_N, 0)

@@ -111,6 +111,7 @@ class LocalWorkers:
 
     async def start(self, setup: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
         """Start one learner rank, whatever `runtime.num_workers` says."""
+        # Imported here, because the driver of a cluster imports this module and needs no torch.
         from klear_core.generate.factory import build_trainable_engine
         from klear_core.rl.learner import Learner
         from klear_core.rl.start_checks import check_engine
@@ -129,6 +130,7 @@ class LocalWorkers:
                 setup.cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed
             )
         self._learner = LocalLearner(learner, num_threads=runtime.num_threads)
+        # A caller's own engine may have a model of its own.
         if is_ours:
             self._learner.add_note(await check_engine(self._learner, self._engine, setup))
         return self._learner, self._engine
