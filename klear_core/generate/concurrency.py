@@ -43,7 +43,7 @@ class ConcurrencyLimit:
     def restart(self, now: float) -> None:
         """Begin again at the minimum: the server was away, and comes back with nothing to do."""
         self.value, self._is_doubling, self._direction, self._best = self._minimum, True, 1, None
-        self._cut_at = now
+        self._cut_at = now  # refusals of requests sent before say nothing about the server that is back
         self._start_window(now)
 
     def count_tokens(self, num_tokens: int) -> None:
@@ -63,7 +63,7 @@ class ConcurrencyLimit:
             return
         self._cut_at = now
         lower = max(num_served, int(self.value * _CUT))
-        self._set(min(lower, self.value - 1))
+        self._set(min(lower, self.value - 1))  # at least one less, whatever it serves
         self._give_up_probe()
         self._start_window(now)
 
@@ -75,6 +75,7 @@ class ConcurrencyLimit:
         """
         rate = self._num_tokens / (now - self._started)
         self._start_window(now)
+        # Too few requests to reach the limit: this rate measures the demand, and the one to beat is of another demand.
         if not is_full:
             self._best = None
             return
@@ -89,12 +90,13 @@ class ConcurrencyLimit:
         if self._best is not None and self.value != self._best[0]:
             best_value, best_rate = self._best
             change = abs(self.value / best_value - 1)
+            # The same bar for a lower limit: it is kept only if it gives more, not if it gives as much.
             if rate < best_rate * (1 + _MIN_GAIN * change):
                 self._set(best_value)
                 self._direction = -self._direction
                 self._give_up_probe()
                 return
-            self._next_hold = _FIRST_HOLD
+            self._next_hold = _FIRST_HOLD  # a probe that succeeded: the next failure is followed by a short pause again
         self._best = (self.value, rate)
         step = self.value if self._is_doubling else max(1, round(self.value * _STEP))
         self._set(self.value + self._direction * step)
@@ -123,6 +125,7 @@ class AdaptiveSlots:
         self, *, minimum: int, maximum: int, window_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
+        # The user's maximum may be below the usual first limit.
         self._limit = ConcurrencyLimit(minimum=min(minimum, maximum), maximum=maximum, window_s=window_s, now=clock())
         self._num_open = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -176,6 +179,6 @@ class AdaptiveSlots:
     def _admit(self) -> None:
         while self._waiting and self._num_open < self._limit.value:
             turn = self._waiting.popleft()
-            if not turn.cancelled():
+            if not turn.cancelled():  # else its caller was cancelled while it waited
                 self._num_open += 1
                 turn.set_result(None)

@@ -155,4 +155,4 @@ def _has_gpu(cfg: LocalEngineConfig) -> bool:
         from klear_core.generate.qwen3.engine import device_name
 
         return device_name(cfg) == "cuda"
-    return True
+    return True  # also of vLLM on a CPU: the number of its slots does not depend on it

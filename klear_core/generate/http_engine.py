@@ -128,7 +128,7 @@ class HttpEngine:
             )
         if max_len is None:
             return params.max_new_tokens
-        return min(params.max_new_tokens, max_len - prompt_len)
+        return min(params.max_new_tokens, max_len - prompt_len)  # vLLM refuses a budget beyond its window
 
     async def _served_model(self) -> _Model:
         async with self._model_lock:  # ask the endpoint once, however many requests start together
@@ -160,7 +160,7 @@ class HttpEngine:
         content = await self._request("POST", "completions", body)
         choice = self._only_choice(content)
         token_ids, logps = tuple(choice.token_ids), tuple(choice.logprobs.token_logprobs)
-        self._slots.count(len(token_ids))
+        self._slots.count(len(token_ids))  # throughput by which the number of slots is chosen
         if len(token_ids) != len(logps):
             raise ConfigError(
                 f"{self._cfg.base_url}/completions gave {len(token_ids)} token ids and {len(logps)} log-probs"
@@ -196,7 +196,7 @@ class HttpEngine:
         async with self._slots.slot() as sent_at:
             try:
                 response = await self._client.request(method, path, json=body)
-            except httpx.TimeoutException:
+            except httpx.TimeoutException:  # too busy to answer in time
                 self._slots.refuse(sent_at=sent_at)
                 raise
         if response.status_code in REFUSALS:
@@ -218,7 +218,7 @@ class HttpEngine:
                 last_error = f"HTTP {response.status_code}: {response.text[:500]}"
                 if response.status_code not in BUSY_STATUSES:
                     raise _final_error(response.status_code, f"{response.url}: {last_error}")
-                pause_s = _requested_pause_s(response) or pause_s
+                pause_s = _requested_pause_s(response) or pause_s  # `Retry-After: 0` pauses as usual
             if attempt < self._cfg.runtime.max_retries:
                 await self._sleep(pause_s)
         raise ResourceError(
@@ -242,5 +242,5 @@ def _final_error(status: int, message: str) -> ValueError:
 
 
 def _requested_pause_s(response: httpx.Response) -> float | None:
-    text = response.headers.get("retry-after", "")
+    text = response.headers.get("retry-after", "")  # seconds, or a date, which is ignored
     return min(float(text), LONGEST_PAUSE_S) if text.isdigit() else None

@@ -36,6 +36,7 @@ class LongestFirst:
             await turn
             yield
         finally:
+            # A turn that waits no longer was admitted, and its room is free now.
             if self._waiting.pop(turn, None) is None:
                 self._room += 1
             self._admit()
@@ -59,6 +60,7 @@ class LongestFirst:
     def _next(self) -> asyncio.Future[None]:
         if self._num_to_come > 0:
             return next(iter(self._waiting))
+        # Once for each key, not for each of its requests.
         expected = {key: self._expected(key) for key in set(self._waiting.values())}
         return max(self._waiting, key=lambda turn: expected[self._waiting[turn]])  # the first of equals
 

@@ -44,6 +44,7 @@ class LocalMember:
 
     async def close(self) -> None:
         """Close the engine."""
+        # Taken out first, so that a second close during the await does not close it again.
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.close()
@@ -79,6 +80,7 @@ class EndpointMember:
         """Check that the endpoint serves the model; one that has gone away is waited for. See `PooledEngine.start`."""
         await self.close()
         self._engine = HttpEngine(self._cfg, sleep=self._sleep)  # its limit begins anew, for an idle server
+        # At first it must answer at once: a wrong address is reported before anything is spent.
         if self._was_there:
             await self._wait_for(self._engine)
         else:
@@ -102,7 +104,7 @@ class EndpointMember:
         while True:
             try:
                 await engine.check()
-            except ResourceError as error:
+            except ResourceError as error:  # a ConfigError (it now serves another model) rises at once
                 if self._clock() >= give_up_at:
                     raise EngineLost(f"{self.name} was away for {_AWAY_S / 60:g} minutes: {error}") from error
                 log.warning("%s does not answer; asking again in %g s: %s", self.name, pause_s, error)

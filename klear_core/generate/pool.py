@@ -67,10 +67,7 @@ class EnginePool:
             raise self._failure
 
     def expect(self, num_requests: int) -> None:
-        """Count on so many more requests, or fewer if negative. After the last one, idle engines give their GPUs back.
-
-        If more come, engines are started again.
-        """
+        """Announce so many more requests, or fewer if negative. Idle engines close after the last, until more come."""
         self._num_to_come = max(0, (self._num_to_come or 0) + num_requests)
         self._dispatch()
 
@@ -98,7 +95,7 @@ class EnginePool:
         (slot,) = (slot for slot in self._slots if slot.engine is engine)
         self._on_loss(slot, error, is_counted=is_counted)
         if slot.starting is not None:
-            await asyncio.shield(slot.starting)
+            await asyncio.shield(slot.starting)  # the start serves all requests, not this caller alone
         if self._failure is not None:
             raise self._failure
 
@@ -106,7 +103,7 @@ class EnginePool:
         """Stop all engines; open requests fail with ResourceError."""
         self._fail(ResourceError("the engine pool was closed"))
         for slot in self._slots:
-            if slot.closing is None or not slot.is_away:
+            if slot.closing is None or not slot.is_away:  # else it is closed, or closing, already
                 slot.begin_close()
         await asyncio.gather(*(slot.closing for slot in self._slots if slot.closing is not None))
 
@@ -190,18 +187,19 @@ class EnginePool:
             slot.running.pop(request, None)
             if not request.answer.done():
                 request.answer.set_result(completions)
-        slot.num_in_vain = 0
+        slot.num_in_vain = 0  # even a refusal shows that the engine works
         self._forget_suspicion()
         self._dispatch()
 
     def _on_loss(self, slot: Slot, error: BaseException, *, is_counted: bool = True) -> None:
         """Ask an engine's requests again elsewhere, and replace it."""
-        if not slot.is_up or self._failure is not None:
+        if not slot.is_up or self._failure is not None:  # each request reports the loss: the first one counts
             return
         requests = list(slot.running)
         slot.running.clear()
         slot.is_up = False
         for request in requests:
+            # All but the one whose task has found the loss, and runs this.
             if request.asking is not None and request.asking is not asyncio.current_task():
                 request.asking.cancel()
         # If the engine is replaced because it did not get its weights, its requests are not the cause.
@@ -221,12 +219,12 @@ class EnginePool:
         for request in requests:
             request.lost_on.append(slot)
         if len(suspects) == 1 and len(suspects[0].lost_on) >= self._max_tries:
-            (culprit,) = suspects
+            (culprit,) = suspects  # the only one here that other engines died with
             culprit.answer.set_exception(poison_error(culprit, slot.engine.name, error))
             requests = [request for request in requests if request is not culprit]
         elif suspects:
             self._max_suspects = max(1, len(suspects) // 2)
-        self._suspects.extendleft(reversed(requests))
+        self._suspects.extendleft(reversed(requests))  # at the front, in the order in which they were sent
 
     def _forget_suspicion(self) -> None:
         """Lift the limit on suspects once none is left."""
@@ -243,11 +241,11 @@ class EnginePool:
         """Start engines until one lives. Whatever else goes wrong fails all requests: nothing awaits this task."""
         try:
             if closing is not None:
-                await asyncio.shield(closing)
+                await asyncio.shield(closing)  # a close is never cut short, even if this start is cancelled
             while not slot.is_up and self._failure is None:
                 if slot.num_in_vain:
                     await self._sleep(pause_before_start(slot.num_in_vain))
-                slot.num_in_vain += 1
+                slot.num_in_vain += 1  # until an answer comes
                 try:
                     await slot.engine.start()
                 except EngineLost as error:
@@ -257,7 +255,7 @@ class EnginePool:
         except Exception as failure:  # noqa: BLE001  # every caller of `generate` gets it
             self._fail(failure)
         finally:
-            if slot.starting is asyncio.current_task():
+            if slot.starting is asyncio.current_task():  # else this start was cancelled, and another may run
                 slot.starting = None
         self._dispatch()
 

@@ -49,6 +49,7 @@ class PooledEngine(Protocol):
         ...
 
 
+# eq=False: requests and slots are compared and hashed by identity; equal requests may be open at once.
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
     """A request to a pool."""
@@ -88,10 +89,12 @@ class Slot:
     @property
     def load(self) -> float:
         """Return the share of the engine's limit in use; infinite if it does not run."""
+        # Above 1 if the limit, which may change, has fallen below the requests that it has.
         return len(self.running) / max(1, self.engine.limit) if self.is_up else math.inf
 
     def begin_close(self) -> None:
         """Close the engine, or end its start."""
+        # `_close_after` waits for both, because a start and a close of one engine must not overlap.
         before = [task for task in (self.starting, self.closing) if task is not None]
         if self.starting is not None:
             self.starting.cancel()
@@ -102,7 +105,7 @@ class Slot:
 def least_busy(slots: Sequence[Slot]) -> Slot | None:
     """Return the engine with the smallest share of its limit in use, the first of equals; None if none has room."""
     best: Slot | None = None
-    best_load = 1.0
+    best_load = 1.0  # at this load an engine is full
     for slot in slots:
         load = slot.load
         if load < best_load:

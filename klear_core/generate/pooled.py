@@ -44,7 +44,7 @@ async def start_members(
     pool = EnginePool(members, restarts.count)
     try:
         await pool.start(num_up=num_up)
-    except BaseException:
+    except BaseException:  # also if cancelled: engines that are up hold GPUs
         await pool.close()
         raise
     # An endpoint's own limit grows with what it can serve; requests above it wait in the pool.

@@ -19,6 +19,7 @@ CountLoss = Callable[[str, BaseException], None]
 
 def pause_before_start(num_in_vain: int) -> float:
     """Return the seconds to wait before the next start of an engine, after so many that gave no answer."""
+    # The exponent is bounded too, because 2.0 ** 1024 overflows.
     return min(2.0 ** min(num_in_vain - 1, 10), _LONGEST_PAUSE_S) if num_in_vain else 0.0
 
 

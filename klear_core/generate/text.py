@@ -28,6 +28,7 @@ class FolderTokenizer:
 
     def decode(self, token_ids: Sequence[int], finish_reason: FinishReason) -> str:
         """Return the text with special tokens shown (think tags may be some), except the end token that stopped it."""
+        # a completion that stopped ends with its end token, one that ran out of tokens has none
         shown_ids = token_ids[:-1] if finish_reason == "stop" else token_ids
         text: str = self._tokenizer.decode(list(shown_ids), skip_special_tokens=False)
         return text

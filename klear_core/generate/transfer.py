@@ -48,7 +48,7 @@ class WeightServer:
         self._timeout_s = timeout_s
         self._host = host
         timeout = timedelta(seconds=timeout_s)
-        # port 0: the system picks a free one, which travels in the offer
+        # port 0: the system picks a free one, which travels in the offer; engines connect later
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._num_offers = 0
 
@@ -78,6 +78,7 @@ class WeightServer:
 
     def send(self, offer: WeightOffer, weights: Iterable[tuple[str, Tensor]], engines: Sequence[int]) -> list[int]:
         """Send to all these engines at once, and return the engines that failed. `weights` are read one by one."""
+        # joining waits for all members, so groups are created only with engines that have registered
         groups = self._create_groups(offer, self._wait_for_registration(offer, engines))
         device = device_of(offer)
         try:
@@ -114,7 +115,7 @@ class WeightServer:
         """Start an operation with all engines, then wait for all; remove those that fail from `groups`."""
         deadline = self._deadline()
         works = {}
-        for engine, group in list(groups.items()):
+        for engine, group in list(groups.items()):  # a copy: a failure removes an entry
             with _drop_on_failure(groups, engine):
                 works[engine] = start(group)
         for engine, work in works.items():
@@ -151,7 +152,8 @@ def fetch(offer: WeightOffer, *, rank: int) -> Iterator[tuple[str, Tensor]]:
     try:
         for chunk in split_chunks(offer.tensors, offer.chunk_bytes):
             sizes = [_numel(spec) for spec in chunk]
-            # receive as bytes, read as the chunk's dtype: both are views of one buffer
+            # receive as bytes, read as the chunk's dtype: both are views of one buffer. Each chunk has a new one,
+            # because the caller may keep the weights
             flat = torch.empty(sum(sizes), dtype=getattr(torch, chunk[0].dtype), device=device)
             wait_for_work(group.broadcast(flat.view(torch.uint8)), time.monotonic() + offer.timeout_s)
             for spec, part in zip(chunk, torch.split(flat, sizes), strict=True):
@@ -172,6 +174,7 @@ def split_chunks(tensors: Sequence[TensorSpec], chunk_bytes: int) -> list[tuple[
     free = 0
     for spec in tensors:
         size = _numel(spec) * getattr(torch, spec.dtype).itemsize
+        # one dtype a message: sender and receiver see it as one flat tensor
         if not chunks or size > free or chunks[-1][0].dtype != spec.dtype:
             chunks.append([])
             free = chunk_bytes
@@ -201,6 +204,7 @@ def _registration_keys(offer: WeightOffer, engine: int) -> list[str]:
 
 def _require_match(pair: tuple[str, Tensor], spec: TensorSpec) -> Tensor:
     name, tensor = pair
+    # the receiver cuts the bytes by the offer alone, so another order or shape would load garbage silently
     assert (name, tuple(tensor.shape), tensor.dtype) == (spec.name, spec.shape, getattr(torch, spec.dtype)), (
         name,
         tensor.shape,

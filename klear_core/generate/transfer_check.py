@@ -44,5 +44,6 @@ def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # bits, not values: some of the known numbers are NaN, which equals nothing
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

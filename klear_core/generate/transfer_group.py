@@ -46,6 +46,7 @@ class Group:
 
     def barrier(self, device: torch.device) -> Any:
         """Start a barrier, so that no process leaves before all have everything; returns the pending work."""
+        # a reduction is a barrier: its result needs a number from everyone
         return self._backend[0].allreduce([torch.ones(1, device=device)])
 
     def close(self) -> None:
@@ -103,6 +104,7 @@ def _new_backend(store: Store, offer: WeightOffer, rank: int, device: torch.devi
         from torch.distributed.distributed_c10d import ProcessGroupGloo
 
         return ProcessGroupGloo(rendezvous, rank, 1 + offer.num_ranks, timeout)
+    # Imported here, because a CPU build of torch has none.
     from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()

@@ -42,7 +42,7 @@ def engine_arguments(
         "enforce_eager": cfg.runtime.enforce_eager,
         "enable_sleep_mode": cfg.runtime.sleep_mode,
         "seed": seed % 2**32,  # numpy's limit
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": "processed_logprobs",  # temperature included, as the learner's
         "generation_config": "vllm",  # ignore the folder's sampling defaults
         "disable_log_stats": True,
         "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
@@ -67,11 +67,12 @@ def for_cpu(arguments: Mapping[str, Any], *, free_bytes: int) -> dict[str, Any]:
     and those on CPU have none), and there are seeds in all our requests.
     """
     longest: int = arguments["max_model_len"]
+    # the cache size comes first, so that a configured one replaces it
     return {"kv_cache_memory_bytes": int(_CPU_CACHE_SHARE * free_bytes)} | {
         **arguments,
         "enforce_eager": True,
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(longest, _TOKENS_PER_STEP),
+        "max_num_batched_tokens": max(longest, _TOKENS_PER_STEP),  # the longest prompt is computed whole
     }
 
 

@@ -75,7 +75,7 @@ class VllmEngine:
             ) from error
         tokenizer = FolderTokenizer(model_folder)
         arguments = engine_arguments(cfg, model_folder, seed=seed, window=window)
-        if current_platform.is_cpu():
+        if current_platform.is_cpu():  # there all ranks take their caches from one memory
             arguments = for_cpu(arguments, free_bytes=psutil.virtual_memory().available // cfg.runtime.tensor_parallel)
         args = AsyncEngineArgs(**arguments)
         with contextlib.ExitStack() as held:
@@ -88,6 +88,7 @@ class VllmEngine:
                         f"vLLM did not start with {model_folder}: the first error that its EngineCore or VllmWorker "
                         f"printed above is the cause ({error})"
                     ) from error
+            # from here on the engine owns the folder of sockets; after an error above it is deleted
             engine = cls(llm, tokenizer, wanted_shapes(model_folder), version=version, held=held.pop_all())
         await llm.update_weight_version(str(version))
         return engine
@@ -120,7 +121,8 @@ class VllmEngine:
         """
         # vLLM keeps old tensors for missing ones, with only a warning
         check_shapes(tensor_shapes(weights), self._shapes)
-        # mode="keep" freezes running requests instead of ending them
+        # mode="keep" freezes running requests instead of ending them. No `finally` resumes: after an error old and new
+        # weights may be mixed, and the engine must not serve
         if isinstance(weights, WeightOffer):
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             await self._llm.collective_rpc("fetch_weights", kwargs={"offer": dump_offer(weights)})
@@ -133,7 +135,7 @@ class VllmEngine:
             raise ResourceError(
                 f"vLLM kept its prefix cache while loading version {version}: answers would mix two policies"
             )
-        # labels all further tokens
+        # labels all further tokens; before requests resume, so that none has the old label
         await self._llm.update_weight_version(str(version))
         self.version = version
         await self._llm.resume_generation()
@@ -188,6 +190,7 @@ class VllmEngine:
         try:
             prompt = {"prompt_token_ids": prompt_ids}
             async for output in self._llm.generate(prompt, vllm_params, uuid.uuid4().hex):
+                # FINAL_ONLY: the first output is the whole answer
                 return self._completion(output.outputs[0])
         except (EngineDeadError, EngineGenerateError) as error:
             raise ResourceError(f"the vLLM engine process failed: {error!r}") from error
@@ -215,6 +218,7 @@ class VllmEngine:
         if isinstance(weights, Path):
             yield weights
             return
+        # without a tied head, which repeats the embedding
         kept = {name: tensor for name, tensor in dict(weights).items() if name in self._shapes}
         place = handover_place(sum(tensor.nbytes for tensor in kept.values()), HANDOVER_PLACES)
         with tempfile.TemporaryDirectory(dir=place) as folder:

@@ -63,6 +63,7 @@ def tensors(weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
 
 def check_shapes(found: Shapes, expected: Shapes) -> None:
     """Raise ConfigError unless names and shapes are those expected; an extra head is allowed."""
+    # missing ones too: an engine keeps its old tensor for each of them, and would answer from two policies
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys() - {HEAD})
     if missing or unknown:

@@ -122,7 +122,7 @@ class Batch(Generic[OwnerT]):
         if not ended:
             return []
         results = [self._result(i, is_stop=bool(is_stop)) for i, is_stop in zip(ended, are_stops, strict=True)]
-        self._remove(ended)
+        self._remove(ended)  # after the results are read, because rows move
         return results
 
     def drop(self, is_unwanted: Callable[[OwnerT], bool]) -> None:
@@ -137,7 +137,7 @@ class Batch(Generic[OwnerT]):
             row.marks.append((position + 1 - len(row.prompt_ids), version))
             # without the newest token, whose key and value the next step computes
             row.prefix_ids = tuple(self._state.tokens_RT[i, :position].tolist())
-        self._slots = PrefixSlots()
+        self._slots = PrefixSlots()  # empty: the old slots are of the old weights
         self._assign_slots(0)
         self._update_lengths()
 

@@ -124,7 +124,7 @@ class TorchEngine:
         """Stop the worker after its current step. Unanswered requests fail with ResourceError."""
         with self._lock:
             self._why_closed = self._why_closed or ResourceError("the torch engine was closed")
-        self._commands.put(None)
+        self._commands.put(None)  # wakes a worker that has nothing to do
         await asyncio.to_thread(self._worker.join)
 
     def _submit(self, command: _Request | _Load) -> None:
@@ -237,6 +237,7 @@ class TorchEngine:
                 self._unanswered.discard(load.reply)
             load.reply.set_exception(error)
             return
+        # any other error ends the worker, because it may come when some weights are new
         self.version = load.version
         # the cached keys and values come from the old weights
         self._batch.recompute_cache(load.version)

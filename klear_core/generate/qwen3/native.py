@@ -19,7 +19,7 @@ from klear_core.generate.qwen3.model import KvCache, Qwen3
 from klear_core.generate.qwen3.state import RowState
 from klear_core.native import COMPILERS, compile_c
 
-_LANES = 16
+_LANES = 16  # floats of one vector in decode.c
 _SOURCE = Path(__file__).with_name("decode.c")
 
 
@@ -89,6 +89,7 @@ class NativeStep:
         qkv, attended, scratch = b.qkv.data_ptr(), b.attended.data_ptr(), b.scratch.data_ptr()
         cos, sin = m.cos_LD.data_ptr(), m.sin_LD.data_ptr()
         tokens, width, first = state.tokens_RT.data_ptr(), state.tokens_RT.shape[1], m.norm1[0].data_ptr()
+        # also applies the first layer's norm
         lib.embed(num_rows, tokens, width, position, m.embed.data_ptr(), x, first, normed, eps)
         for i, (qkv_w, out_w, gate_up_w, down_w) in enumerate(self._layers):
             torch.mm(b.normed_BC, qkv_w, out=b.qkv)
@@ -142,6 +143,7 @@ class NativeStep:
         """Copy rows of the state, and of the cache up to `length` positions."""
         count, source, target = len(source_R), source_R.data_ptr(), target_R.data_ptr()
         for tensor in state.tensors():
+            # a whole row is one piece: its stride is its size in bytes
             size = tensor.stride(0) * tensor.element_size()
             self._library.move_rows(count, source, target, tensor.data_ptr(), 1, size, size)
         s = self._model.shape
@@ -158,6 +160,7 @@ class NativeStep:
         # buffers only grow; views of the same number of rows are reused
         length = shared.length + private.length
         if len(self._buffers.x_BC) < num_rows or self._length < length:
+            # as many rows as the cache, so that buffers grow as rarely
             self._buffers, self._length = self._allocate(private.num_rows, length), length
             self._views = self._buffers.rows(num_rows)
         elif len(self._views.x_BC) != num_rows:
@@ -166,6 +169,7 @@ class NativeStep:
 
     def _allocate(self, num_rows: int, length: int) -> _Buffers:
         s = self._model.shape
+        # float32, torch's default, as the weights: see `of`
         return _Buffers(
             x_BC=torch.empty(num_rows, s.hidden_size),
             normed_BC=torch.empty(num_rows, s.hidden_size),
@@ -174,6 +178,7 @@ class NativeStep:
             gate_up=torch.empty(num_rows, 2 * s.intermediate_size),
             activated=torch.empty(num_rows, s.intermediate_size),
             logits_BV=torch.empty(num_rows, s.vocab_size),
+            # attention scores: [query heads of one key/value head, positions] for each row
             scratch=torch.empty(num_rows, s.num_heads // s.num_kv_heads * length),
         )
 

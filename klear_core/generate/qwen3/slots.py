@@ -19,6 +19,7 @@ class PrefixSlots:
     def acquire(self, ids: tuple[int, ...]) -> int:
         """Return the slot of these tokens and add a reader. If no slot holds them, return a free one, to be filled."""
         if ids not in self._held:
+            # one row more in the shared cache, for which the caller makes room
             if not self._free:
                 self._free.append(self.num_slots)
                 self.num_slots += 1

@@ -58,6 +58,7 @@ class RowState:
         for field in fields(self):
             old: Tensor = getattr(self, field.name)
             # (R,) or (R, T): a tensor of one axis takes the number of rows alone
+            # zeros, because a decode step may read rows that nobody owns: token 0 exists, and temperature 0 is greedy
             new = old.new_zeros((num_rows, length)[: old.dim()])
             new[tuple(slice(size) for size in old.shape)] = old
             setattr(self, field.name, new)
