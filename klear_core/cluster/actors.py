@@ -92,6 +92,7 @@ class LearnerActor(RankActor):
         from klear_core.generate.transfer import WeightServer
 
         cfg = self._setup.cfg
+        # One store for all transfers of this process; each offer has a key of its own in it.
         if self._server is None:
             timeout_s = min(_TRANSFER_TIMEOUT_S, cfg.runtime.stall_timeout_s)
             self._server = WeightServer(self._host, timeout_s=timeout_s)
@@ -121,6 +122,7 @@ class LearnerActor(RankActor):
         from klear_core.generate.transfer_check import CHUNK_BYTES, digest_of, known_tensors, specs_of
 
         known = known_tensors()
+        # A store of its own, because the timeout of a check is shorter.
         self._check_server = WeightServer(self._host, timeout_s=check_timeout_s(self._setup))
         offer = self._check_server.offer(
             specs_of(known),

@@ -34,7 +34,7 @@ class StoredWeights(Mapping[str, "Tensor"]):
         self.ref = ref
 
     def __getitem__(self, name: str) -> Tensor:
-        return to_tensors(ray.get(self.ref))[name]
+        return to_tensors(ray.get(self.ref))[name]  # copies all to return one; engines load from `ref`
 
     def __iter__(self) -> Iterator[str]:
         return iter(ray.get(self.ref))

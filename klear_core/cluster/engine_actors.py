@@ -56,6 +56,7 @@ class RequestServer:
             # The dict also keeps the task alive: asyncio itself holds only a weak reference.
             self._running[asyncio.create_task(self._answer(request))] = request.request_id
         unwanted = [task for task, request_id in self._running.items() if request_id in cancelled]
+        # Taken out, because `result` of a cancelled task raises, and nobody waits for its reply.
         for task in unwanted:
             task.cancel()
             del self._running[task]

@@ -35,7 +35,7 @@ def plan_engines(
         return EnginePlan(num_engines=1 if num_engines == "auto" else num_engines, gpus_per_engine=0)
     gpus_per_engine = num_engine_ranks(engine)
     most = sum(gpus // gpus_per_engine for gpus in gpus_of_nodes)
-    wanted = max(1, most) if num_engines == "auto" else num_engines
+    wanted = max(1, most) if num_engines == "auto" else num_engines  # 1 that does not fit is refused below
     if wanted > most:
         raise ResourceError(
             f"{key}.runtime.num_engines = {num_engines!r}: {wanted} engines with {gpus_per_engine} GPUs each need "
@@ -62,6 +62,7 @@ def plan_scorer(
     """
     rooms = Room.of(nodes)
     num_gpus = sum(node.num_gpus for node in nodes)
+    # Takes the learner's GPUs out of `rooms`.
     if num_gpus and runtime.device != "cpu":
         place_ranks(rooms, runtime, 1.0)
     free = [len(room.unused()) for room in rooms]

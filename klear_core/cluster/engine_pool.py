@@ -47,6 +47,7 @@ async def start_planned(spec: EngineSpec, *, plan: EnginePlan, runtime: EnginesR
     """Start the engines of a plan as Ray actors, and join the endpoints of the settings; `key` is its section."""
     limit = num_slots(spec.cfg, is_on_gpu=plan.gpus_per_engine > 0)
     engines: list[RayEngine] = []
+    # The queue holds the list and not a copy, because engines are made with its `wait`.
     queue = GpuQueue(engines, plan.gpus_per_engine, key=key)
     engines += [_engine(index, spec, plan, limit, queue) for index in range(plan.num_engines)]
     return await start_members(engines, runtime=runtime, key=key, num_up=1)

@@ -83,6 +83,7 @@ class Gang:
         places = await self.reserve()
         strategies = map(self._reservation.bundle_of, range(len(places)))
         self.ranks = [self._actor_type.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+        # Named already here, for errors of ranks that die before their process ids are known.
         self._names = [f"learner rank {i} (node {place.node.name})" for i, place in enumerate(places)]
         timeout_s = START_S
         pids = await self.wait([rank.process_id.remote() for rank in self.ranks], "start", stall_timeout_s=timeout_s)
@@ -122,6 +123,7 @@ class Gang:
                         f"{self._last_done()}"
                     )
         finally:
+            # Stops waiting; Ray goes on with the calls. No effect on those that are done.
             for task in tasks:
                 task.cancel()
 
@@ -191,7 +193,7 @@ class Gang:
                 if index > 0:
                     if message in self._warnings:
                         return
-                    report.msg = f"{self._name(index)}: {message}"
+                    report.msg = f"{self._name(index)}: {message}"  # no arguments: the rank has filled them in
                 self._warnings.add(message)
                 logging.getLogger(report.name).handle(report)
             case _:
@@ -201,6 +203,7 @@ class Gang:
         """Return what to raise for these failed calls, by rank: the death of ranks, or the first error of one."""
         lost = {i: error for i, error in failed.items() if isinstance(error, LOST)}
         errors = [cause_of(error) for error in failed.values() if not isinstance(error, LOST)]
+        # An error of ours, or of a type that torch does not raise for a lost peer, is the rank's own.
         own = [error for error in errors if isinstance(error, KlearError) or not isinstance(error, RuntimeError)]
         if own and not lost:
             return own[0]
@@ -219,7 +222,7 @@ class Gang:
     async def _dead_ranks(self) -> dict[int, BaseException]:
         """Wait until every rank has answered or is known to be dead; return the errors of the dead."""
         self._ask_for_reports()
-        polls = dict(self._polls)
+        polls = dict(self._polls)  # answered on a thread of its own, also by a rank that is in a long call
         await asyncio.wait(polls.values(), timeout=_GRACE_S)
         dead: dict[int, BaseException] = {}
         for index, poll in polls.items():

@@ -25,6 +25,7 @@ class JudgeActor:
         cpus = max(1, min(usable_cpus(), int(ray_cpus)))
         workers = {
             "math_workers": cfg.runtime.math_workers or cpus,
+            # Twice as many, because half of the wall time of a short program is the start of its jail, asleep.
             "code_workers": cfg.runtime.code_workers or 2 * cpus,
             "reward_workers": cfg.runtime.reward_workers or cpus,
         }
@@ -38,6 +39,7 @@ class JudgeActor:
 
     async def judge(self, task: Task, home: Home | None = None) -> Verdict | Fault:
         """Return the verdict, or the fault that left the task without one; `home` tells where stored tests are."""
+        # In a thread: the first task of a file fetches it from the store.
         if home is not None:
             task = await asyncio.to_thread(_with_tests_here, task, home)
         return await asyncio.wrap_future(self._client.submit(task))

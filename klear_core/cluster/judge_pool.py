@@ -56,6 +56,7 @@ class RayJudgeNode:
             num_cpus=0, max_restarts=_RESTARTS, max_task_retries=1, max_concurrency=100_000, scheduling_strategy=where
         )(JudgeActor)
         self._actor = actor_type.remote(cfg, node["Resources"]["CPU"])
+        # Not awaited here, so that all nodes start at once.
         self._starting = self._actor.num_workers.remote()
 
     def is_up(self) -> bool:

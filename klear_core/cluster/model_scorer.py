@@ -46,6 +46,7 @@ class RayScorer:
         """Cancel the scoring that runs, and start no more."""
         with self._lock:
             self._is_stopped = True
+            # Called on another thread than the event loop's, to which asyncio's objects belong.
             if self._running is not None:
                 loop, task = self._running
                 loop.call_soon_threadsafe(task.cancel)
@@ -55,7 +56,7 @@ class RayScorer:
         with open_exam(self._job, build_cluster_judges, model, seed=self._seed) as exam:
             task = asyncio.ensure_future(score_with(exam, self._start, spec))
             with self._lock:
-                if self._is_stopped:
+                if self._is_stopped:  # before there was a task to cancel
                     task.cancel()
                 self._running = asyncio.get_running_loop(), task
             try:

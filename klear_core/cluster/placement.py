@@ -81,7 +81,7 @@ def is_direct(runtime: RlRuntime, engine: LocalEngineConfig, gpus: GpuPlan) -> b
     match runtime.weight_sync:
         case "store":
             return False
-        case "auto":
+        case "auto":  # between whole GPUs only: NCCL refuses two processes on one
             return gpus.learner >= 1 and gpus.rollout >= num_engine_ranks(engine)
         case "direct":
             shares_gpus = 0 < gpus.learner < 1 or 0 < gpus.rollout < num_engine_ranks(engine)

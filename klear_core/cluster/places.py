@@ -62,7 +62,7 @@ class Room:
 
     def unused(self) -> list[int]:
         """Return the numbers of the GPUs that are entirely free."""
-        return [i for i, free in enumerate(self.free_gpus) if free == 1]
+        return [i for i, free in enumerate(self.free_gpus) if free == 1]  # exactly: nothing was ever subtracted
 
     def take(self, gpus: Sequence[int], share: float = 1.0) -> Place:
         """Take a share of each of these GPUs."""
@@ -73,6 +73,7 @@ class Room:
 
 def place_rl(runtime: RlRuntime, engine: LocalEngineConfig, gpus: GpuPlan, nodes: Sequence[Node]) -> Placement:
     """Place learner ranks and engines of RL; see `place_ranks` and `place_engines`."""
+    # Orders to try, one after the other: of the nodes, and whether engines are placed before ranks.
     orders: list[tuple[Sequence[Node], bool]] = [(nodes, False)]
     if gpus.learner >= 1 and gpus.rollout >= 1:
         # Engines that need more of a node than the ranks of a context may fit if they are placed first; on nodes of
@@ -133,6 +134,7 @@ def _place_share(rooms: Sequence[Room], share: float, index: int) -> Place:
     for room in rooms:
         for gpu, free in enumerate(room.free_gpus):
             preference = free if free < 1 else 0.0  # an unused GPU comes last
+            # The first of equals: shares that were subtracted in another order differ by rounding.
             if free >= share - ROUNDING and (best is None or preference > best[0] + ROUNDING):
                 best = preference, room, gpu
     if best is None:
@@ -190,6 +192,7 @@ def place_ranks(rooms: Sequence[Room], runtime: TrainRuntime, gpus_per_rank: flo
         return _place_on_cpus(rooms, runtime)
     if gpus_per_rank > 1 and gpus_per_rank != int(gpus_per_rank):
         raise ResourceError(f"learner_gpus = {gpus_per_rank:g}: above 1 only whole GPUs can be assigned")
+    # GPUs of a rank, and the part of each that it takes: engines may get the rest.
     each = max(1, int(gpus_per_rank))
     share = min(1.0, gpus_per_rank)
     _check_context_fits(rooms, runtime, each)
@@ -204,6 +207,7 @@ def _place_context(rooms: Sequence[Room], runtime: TrainRuntime, each: int, shar
     for room in rooms:
         unused = room.unused()[:needed]
         if len(unused) == needed:
+            # The context's ranks one after the other, each with its own GPUs.
             return [room.take(unused[i : i + each], share) for i in range(0, needed, each)]
     total = sum(len(room.free_gpus) for room in rooms)
     most = _most_ranks(rooms, runtime, each)
@@ -236,7 +240,7 @@ def _most_ranks(rooms: Sequence[Room], runtime: TrainRuntime, each: int) -> int:
 
 
 def _place_on_cpus(rooms: Sequence[Room], runtime: TrainRuntime) -> list[Place]:
-    needed = runtime.context_parallel * runtime.num_threads
+    needed = runtime.context_parallel * runtime.num_threads  # the ranks of a context are on one node
     places: list[Place] = []
     while len(places) < runtime.num_workers:
         fitting = [room for room in rooms if room.free_cpus >= needed]

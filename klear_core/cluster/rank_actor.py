@@ -77,6 +77,7 @@ class Outbox:
 
     def take(self) -> list[Report]:
         """Return everything kept, and forget it."""
+        # As many as there are now: other threads may append meanwhile, and those stay for the next call.
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
 

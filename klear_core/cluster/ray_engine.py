@@ -175,6 +175,7 @@ class RayEngine:
                 return
             for reply in replies:
                 _deliver(link, reply)
+            # While answers are due it stays set: the next exchange, perhaps with no request, asks for them.
             if not link.waiting and not link.cancelled:
                 link.has_work.clear()
 

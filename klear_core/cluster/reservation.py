@@ -44,6 +44,7 @@ class Reservation:
         while True:
             if self._groups and await self._are_ready(deadline):
                 return self.places
+            # First, because the new groups would wait for what these hold on nodes that live.
             self.release()
             self.places = places = self._plan(ray_nodes())
             for first in range(0, len(places), self._width):
@@ -91,4 +92,5 @@ class Reservation:
 
     def _bundle(self, place: Place) -> dict[str, float]:
         """Return the Ray resources of one rank: whole GPUs, or the CPUs of its threads."""
+        # Whole, even if the rank takes a share: engines beside it use the rest (see `beside`).
         return {"GPU": float(len(place.gpus))} if place.gpus else {"CPU": float(self._threads_per_rank)}

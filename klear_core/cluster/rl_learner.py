@@ -74,7 +74,7 @@ class RayLearner:
 
     async def restore(self) -> Counters | None:
         """Restore the newest checkpoint on all ranks; see `LearnerHandle.restore`."""
-        self._lost = None
+        self._lost = None  # the loop knows by now, and the ranks get the checkpoint's weights next
         results = await self._call_all(lambda rank: rank.restore.remote(), "restore a checkpoint")
         found: Counters | None = results[0]
         return found
@@ -109,6 +109,7 @@ class RayLearner:
 
     async def _failure_of_direct(self, engines: Mapping[int, Any]) -> str:
         """Return what went wrong when all these actors fetched known tensors at once; empty if nothing did."""
+        # Longer than the engines themselves wait, so that their own errors come first.
         rank, timeout_s = self._gang.ranks[0], 2 * check_timeout_s(self._setup)
         offer, digest = await within(rank.offer_known.remote(), timeout_s, "the learner", "offer known tensors")
         # Both sides must run at the same time: sending and fetching are collective calls.

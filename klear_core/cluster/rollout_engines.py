@@ -80,7 +80,7 @@ class RayRolloutEngines:
 
     async def load_weights(self, weights: WeightSource, *, version: int) -> None:
         """Load weights into all actors, directly or through the object store; see `TrainableEngine.load_weights`."""
-        self.version = version
+        self.version = version  # first, for actors that are replaced while the others load
         if isinstance(weights, WeightOffer):
             await self._send_weights_to_all()
             return
@@ -139,6 +139,7 @@ class RayRolloutEngines:
             except LearnerLost as lost:
                 failed = dict.fromkeys(actors, lost)  # any of them may have received a part
         await asyncio.gather(*(self._replace(self.engines[i], actors[i], error) for i, error in failed.items()))
+        # After the engines were replaced: the loop restores the learner, and then sends its weights to all of them.
         for error in failed.values():
             if isinstance(error, LearnerLost):
                 raise error

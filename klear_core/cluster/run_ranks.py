@@ -49,6 +49,6 @@ async def _run(body: Body[Any], runtime: TrainRuntime, telemetry: Telemetry) -> 
                 restarts.count("the learner", lost)
                 gang.kill()
             else:
-                return results[0]
+                return results[0]  # the other ranks return None
     finally:
         gang.close()

@@ -84,6 +84,7 @@ def _completion(answer: FakeAnswer, *, budget: int, version: int) -> Completion:
         token_ids += (END_ID,)
     if len(token_ids) > budget:
         token_ids = token_ids[:budget]
+        # the cut may fall inside a character
         text, finish_reason = bytes(token_ids).decode(errors="replace"), "length"
     return Completion(
         text=text,

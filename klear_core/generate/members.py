@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _AWAY_S = 1800.0
 """Seconds for which an endpoint that was there may be away before it counts as lost once more."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0  # between two questions to an endpoint that is away; doubles
 
 
 class LocalMember:

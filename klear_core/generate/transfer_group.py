@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from klear_core.generate.engine import WeightOffer
 
-POLL_S = 0.002
+POLL_S = 0.002  # between two looks at work that is pending
 _NCCL_ENV = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

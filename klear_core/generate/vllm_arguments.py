@@ -50,6 +50,7 @@ def engine_arguments(
     if cfg.runtime.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = cfg.runtime.kv_cache_mb << 20
     overrides: dict[str, Any] = {}
+    # also without YaRN, if `window` raises them
     if stretched != model.max_position_embeddings:
         overrides["max_position_embeddings"] = stretched
     if cfg.yarn_factor is not None:

@@ -200,6 +200,7 @@ class VllmEngine:
         token_ids = tuple(output.token_ids)
         assert output.finish_reason in ("stop", "length", "abort"), output.finish_reason
         finish_reason = cast(FinishReason, output.finish_reason)
+        # for each token a dict by token id, which has the sampled one
         logps = [logprobs[token_id].logprob for token_id, logprobs in zip(token_ids, output.logprobs, strict=True)]
         versions: list[int] = []
         for span in output.weight_versions or []:  # which weights sampled which tokens

@@ -90,7 +90,7 @@ class Batch(Generic[OwnerT]):
         first, state = self.num_running, self._state
         self._rows += rows
         assert self.num_running <= self.max_rows, (self.num_running, self.max_rows)
-        self._reserve(self.num_running, max(len(row.prompt_ids) for row in rows) + 1)
+        self._reserve(self.num_running, max(len(row.prompt_ids) for row in rows) + 1)  # and one new token
         new = slice(first, self.num_running)
         # the last prompt token is not prefilled: its decode step gives the first new token's logits
         state.position_R[new] = self._ints([len(row.prompt_ids) - 1 for row in rows])
@@ -110,7 +110,7 @@ class Batch(Generic[OwnerT]):
     def step(self) -> list[EndedRow[OwnerT]]:
         """Decode one token for every active row; return the rows that ended with it, which have left the batch."""
         num_rows = max(self.num_running, MIN_ROWS)
-        self._reserve(num_rows, self._longest + 2)
+        self._reserve(num_rows, self._longest + 2)  # the new token has index `_longest` + 1
         if num_rows > self.num_running:  # padding rows without an owner, to reach MIN_ROWS
             for tensor in (self._state.position_R, self._state.start_R, self._state.slot_R):
                 tensor[self.num_running : num_rows] = 0

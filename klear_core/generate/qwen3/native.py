@@ -29,12 +29,12 @@ class _Buffers:
 
     x_BC: Tensor
     normed_BC: Tensor
-    qkv: Tensor
-    attended: Tensor
-    gate_up: Tensor
-    activated: Tensor
+    qkv: Tensor  # [B, (query heads + 2 * key/value heads) * head size]
+    attended: Tensor  # [B, query heads * head size]
+    gate_up: Tensor  # [B, 2 * intermediate size]
+    activated: Tensor  # [B, intermediate size]
     logits_BV: Tensor
-    scratch: Tensor
+    scratch: Tensor  # attention scores: [B, query heads of one key/value head * cached positions]
 
     def rows(self, num_rows: int) -> _Buffers:
         """Return views of the first rows."""
@@ -178,7 +178,6 @@ class NativeStep:
             gate_up=torch.empty(num_rows, 2 * s.intermediate_size),
             activated=torch.empty(num_rows, s.intermediate_size),
             logits_BV=torch.empty(num_rows, s.vocab_size),
-            # attention scores: [query heads of one key/value head, positions] for each row
             scratch=torch.empty(num_rows, s.num_heads // s.num_kv_heads * length),
         )
 

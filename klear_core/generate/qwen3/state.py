@@ -22,9 +22,12 @@ class RowState:
     slot_R: Tensor
     """Row of the shared cache."""
     end_R: Tensor
+    """Length, prompt included, at which the row's token budget is used up."""
     tokens_RT: Tensor
     logps_RT: Tensor
+    """Log-prob of each new token, at the index of the token; unused on the prompt."""
     keys_R: Tensor
+    """Key of each row's random draws; see `Decoding`."""
     temperature_R: Tensor
     top_p_R: Tensor
     top_k_R: Tensor
