@@ -20,7 +20,7 @@ from klear_core.generate.restarts import CountLoss, pause_before_start
 from klear_core.types import Completion
 
 MAX_TRIES = 3
-"""Engines that may die of one request before it fails by name."""
+"""Engines that may die while they run one request before it fails with an error of its own."""
 
 
 class EnginePool:
@@ -44,7 +44,7 @@ class EnginePool:
         """Requests that have yet to come; None if nobody knows, which keeps all engines."""
         self._waiting: deque[Request] = deque()
         self._suspects: deque[Request] = deque()
-        """Waiting requests that an engine had when it died: one of them may be why."""
+        """Waiting requests that an engine had when it died: one of them may be the cause."""
         self._max_suspects: int | None = None
         """Suspects that one engine may have at a time; halved with each further death until one is alone."""
         self._failure: BaseException | None = None
@@ -74,7 +74,7 @@ class EnginePool:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Sample with the least busy engine; see `InferenceEngine.generate`.
 
-        Raise ResourceError if several engines died of this request, or if too many died of anything.
+        Raise ResourceError if several engines died while they ran this request, or if too many were lost in all.
         """
         if self._failure is not None:
             raise self._failure

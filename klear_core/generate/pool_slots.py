@@ -114,7 +114,7 @@ def least_busy(slots: Sequence[Slot]) -> Slot | None:
 
 
 def poison_error(request: Request, name: str, error: BaseException) -> ResourceError:
-    """Return the error of a request of which engines keep dying."""
+    """Return the error of a request whose engines keep dying."""
     failure = ResourceError(
         f"the request with seed {request.params.seed} and a prompt of {len(request.prompt_ids)} tokens is given up: "
         f"{len(request.lost_on)} engines died while they had it; the last was {name}: {error}"
@@ -124,5 +124,5 @@ def poison_error(request: Request, name: str, error: BaseException) -> ResourceE
 
 
 async def _close_after(tasks: Sequence[asyncio.Task[None]], engine: PooledEngine) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)  # a start that was cancelled raises
     await engine.close()

@@ -35,7 +35,7 @@ class RestartLimit:
         """Count a loss. Raise ResourceError, with the last reason, if the window has too many."""
         now = self._clock()
         self._losses.append(now)
-        while self._losses[0] < now - self._window_s:
+        while self._losses[0] < now - self._window_s:  # never empty: it holds this loss
             self._losses.popleft()
         if len(self._losses) > self._allowed:
             raise ResourceError(

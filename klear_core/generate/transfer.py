@@ -155,6 +155,7 @@ def fetch(offer: WeightOffer, *, rank: int) -> Iterator[tuple[str, Tensor]]:
             # receive as bytes, read as the chunk's dtype: both are views of one buffer. Each chunk has a new one,
             # because the caller may keep the weights
             flat = torch.empty(sum(sizes), dtype=getattr(torch, chunk[0].dtype), device=device)
+            # a deadline for each message, because all of them may take longer than the timeout
             wait_for_work(group.broadcast(flat.view(torch.uint8)), time.monotonic() + offer.timeout_s)
             for spec, part in zip(chunk, torch.split(flat, sizes), strict=True):
                 yield spec.name, part.view(spec.shape)

@@ -254,10 +254,10 @@ def _environment(num_threads: int, sockets: str) -> Iterator[None]:
     processes, which vLLM does not delete; their full path must stay below 108 bytes.
     """
     wanted = {
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads can deadlock
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": sockets,
-        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_OFFLINE": "1",  # the model is a folder
     }
     from vllm.platforms import current_platform
 

@@ -12,7 +12,7 @@ class WorkerExtension:
         """Overwrite the weights in place with those that a learner offers."""
         from klear_core.generate.transfer import fetch
 
-        # rank 0 is the learner
+        # `rank` and `reload_weights` are the worker's own; rank 0 of the transfer is the learner
         arriving = fetch(load_offer(offer), rank=1 + self.rank)  # type: ignore[attr-defined]
         self.reload_weights(weights_iterator=arriving)  # type: ignore[attr-defined]
 

@@ -68,6 +68,7 @@ class RowState:
 
     def move(self, source_R: Tensor, target_R: Tensor) -> None:
         """Copy rows."""
+        # no row is both source and target
         for tensor in self.tensors():
             tensor[target_R] = tensor[source_R]
 
