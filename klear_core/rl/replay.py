@@ -55,7 +55,7 @@ class LossEffect:
     cosine: float
     """Cosine between the change of all weights and their change with the run's loss; NaN if either is zero."""
     kl: float
-    """KL divergence of the policy after the step from that before it, nats per token: k3 on the step's tokens."""
+    """KL(before, after) of the step, nats per token: the k3 estimate on the step's tokens, sampled before it."""
     entropy_change: float
     """Mean entropy over the vocabulary on the step's tokens, after minus before, nats."""
 
