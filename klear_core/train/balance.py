@@ -43,7 +43,8 @@ class RowWork:
         With `recomputes` layers run forward twice (activation checkpointing).
         """
         # Causal attention of n tokens looks at n^2 / 2 pairs, and a product costs 2 FLOPs per channel and pair. There
-        # are two products forward; five backward, because FlashAttention computes the scores again.
+        # are two products forward; five backward, because FlashAttention computes the scores again. So attention takes
+        # num_products * width * n^2 FLOPs; divided by product_flops, that is n^2 / attention_len.
         num_products = 2 + 5 + (2 if recomputes else 0)
         return cls(attention_len=product_flops / (num_products * attention_width))
 
@@ -70,6 +71,7 @@ def distribute(items: Sequence[Item], *, capacity: int, num_ranks: int) -> Plan:
     """
     fitted = best_fit([item.num_tokens for item in items], capacity)
     if num_ranks == 1:
+        # Any order gives the same gradient up to rounding; a fixed one, so that a run can be repeated bit for bit.
         fitted.sort(key=lambda b: -_tokens_of(b, items))
         return [[b] for b in fitted]
     fewest = _fewest_passes(items, capacity, num_ranks)
@@ -79,6 +81,7 @@ def distribute(items: Sequence[Item], *, capacity: int, num_ranks: int) -> Plan:
     found = list(islice((bins for bins in levelled if bins is not None), 2))
     candidates = [fitted, _evenly(items, capacity, num_ranks, fewest), *found]
     plans = [_align(bins, items, num_ranks) for bins in candidates]
+    # Of equal plans min() takes the first, which is the same on all ranks.
     return min(plans, key=lambda plan: lockstep_work(plan, items) + _PASS_TOKENS * len(plan))
 
 
@@ -97,7 +100,7 @@ def busy_share(plan: Plan, items: Sequence[Item], num_ranks: int) -> float:
 
 
 def busy_bound(items: Sequence[Item], *, capacity: int, num_ranks: int) -> float:
-    """Return a busy share that no plan exceeds.
+    """Return an upper bound on the busy share of any plan.
 
     Proof: some pass has the heaviest item, of work h, and so lasts M >= h. All ranks together do at most R * M in it,
     and at most D, the work of the densest R * capacity tokens there are. The other passes last at least the mean of
@@ -105,7 +108,7 @@ def busy_bound(items: Sequence[Item], *, capacity: int, num_ranks: int) -> float
     """
     work = [item.work for item in items]
     total, heaviest = sum(work), max(work)
-    longest = max(item.num_tokens for item in items)
+    longest = max(item.num_tokens for item in items)  # may be above the capacity, in a micro-batch of its own
     # D of the proof: fill the room of a pass with the items that have the most work per token.
     room, densest = num_ranks * max(capacity, longest), 0.0
     for item in sorted(items, key=lambda item: -item.work / item.num_tokens):
@@ -146,7 +149,7 @@ def _work_of(chosen: Bin, items: Sequence[Item]) -> float:
 
 def _align(bins: Sequence[Bin], items: Sequence[Item], num_ranks: int) -> Plan:
     """Put micro-batches of similar work into the same pass: for given bins no other order is faster."""
-    ordered = sorted(bins, key=lambda b: (-_work_of(b, items), b))
+    ordered = sorted(bins, key=lambda b: (-_work_of(b, items), b))  # ties by content, alike on all ranks
     plan = []
     for first in range(0, len(ordered), num_ranks):
         bins_of_pass = ordered[first : first + num_ranks]
@@ -156,7 +159,7 @@ def _align(bins: Sequence[Bin], items: Sequence[Item], num_ranks: int) -> Plan:
 
 
 def _fewest_passes(items: Sequence[Item], capacity: int, num_ranks: int) -> int:
-    """Return a number of passes that no plan is below."""
+    """Return a lower bound on the number of passes of any plan."""
     filled = sum(_room_for(item, capacity) for item in items)
     num_alone = sum(1 for item in items if 2 * item.num_tokens > capacity)  # no two of these share a micro-batch
     return max(1, math.ceil(filled / (capacity * num_ranks)), math.ceil(num_alone / num_ranks))
@@ -182,6 +185,7 @@ def _by_levels(items: Sequence[Item], capacity: int, num_ranks: int, num_passes:
         heaviest, mean = items[left[0]].work, work_left / (num_ranks * passes_left)
         pass_ = _Pass(num_ranks, capacity)
         level = (1 + _TOLERANCE) * max(heaviest, mean)
+        # In order of work, so that lighter items fill what the heavier ones leave below the level.
         left = [i for i in left if not pass_.add_below(level, i, items[i])]
         work_left -= pass_.work
         bins += pass_.bins
@@ -218,6 +222,8 @@ class _Pass:
         # Most items are refused once a pass is full, so the two cheap tests come before the search.
         if self._by_work[0][0] > most or max(self._room) < room:
             return False
+        # (most, len(bins)) sorts behind every bin of work `most`, so the bins before `above` stay below the level. The
+        # heaviest of them is tried first: best fit by work, as `best_fit` is by tokens.
         above = bisect_right(self._by_work, (most, len(self.bins)))
         for at in range(above - 1, -1, -1):
             if self._room[self._by_work[at][1]] >= room:

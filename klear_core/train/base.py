@@ -75,6 +75,7 @@ def model_folder(artifact: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ArtifactError(f"{pointer}: points to {folder}, which has no config.json any more")
     recorded: dict[str, int] = pointed["weights"]
+    # A subset and not equality: older pointers also record safetensors that only lie beside the model's.
     is_whole = all((folder / name).is_file() for name in recorded)
     if not is_whole or not _weight_sizes(folder).items() <= recorded.items():
         raise ArtifactError(
@@ -146,12 +147,13 @@ def _reset_weights(model: nn.Module, cfg: TinyModelConfig, seed: int) -> None:
     """
     import torch
 
+    # One generator for all, so a weight depends on the order of the names, which the architecture fixes.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim < 2:
                 continue  # norm weights keep their initial 1
-            # Linear weights are [out, in], so shape[1] is the fan-in.
+            # Linear weights are [out, in], so shape[1] is the fan-in. The tied LM head is drawn as the embedding.
             std = cfg.embedding_std if "embed_tokens" in name else p.shape[1] ** -0.5
             # 2L matrices add to the residual stream: without this its variance would grow with depth.
             if name.endswith(("o_proj.weight", "down_proj.weight")):

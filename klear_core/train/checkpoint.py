@@ -68,6 +68,7 @@ class Checkpoints:
             self._write(step, state, seal)
             return
         # The copy is complete before this call returns: the next update overwrites weights and moments in place.
+        # A daemon, so that a failing run can end: what the thread leaves behind has no final name and is not loaded.
         self._writer = threading.Thread(target=self._write_guarded, args=(step, cpu_copy(state), seal), daemon=True)
         self._writer.start()
 
@@ -96,6 +97,7 @@ class Checkpoints:
         if name is None:
             return None
         folder = self.folder / name
+        # Read on every rank: the checkpoint is on a disk that all share, or was fetched to each.
         seal = json.loads((folder / SEAL).read_text())
         state = state_of(model, optimizer, self.world)  # names and shapes to load into; its values are overwritten
         random_key = f"random.{self.world.rank}"
@@ -144,7 +146,7 @@ class Checkpoints:
         else:
             self._on_each_rank(partial(self._seal_here, seal, temporary, final), final)
         if self._is_writer_of_disk:
-            for old in self._names()[: -self.cfg.keep]:
+            for old in self._names()[: -self.cfg.keep]:  # only now that the new one is complete
                 shutil.rmtree(self.folder / old, ignore_errors=True)
         self._barrier()
 
@@ -152,6 +154,8 @@ class Checkpoints:
         """Seal what all ranks have written to the disk that they share."""
         if self.world.rank == 0:
             seal["files"] = digests_of(sorted(temporary.iterdir()))
+            # The name comes last, so that a killed save is never loaded. No fsync: what a power failure cuts short has
+            # another checksum, and the checkpoint before it is loaded.
             (temporary / SEAL).write_text(json.dumps(seal, allow_nan=False))
             temporary.rename(final)
 
@@ -169,17 +173,19 @@ class Checkpoints:
 
     def _seal_copy(self, copies: CheckpointCopies, content: str, temporary: Path, final: Path) -> None:
         """Seal the copy in the store (rank 0), and the checkpoint on this rank's disk."""
+        # After the gathering in `_send`: the store has the files of all ranks.
         if self.world.rank == 0:
             copies.seal(final.name, content)
             for old in copies.sealed()[: -self.cfg.keep]:
                 copies.drop(old)
         # Any of the ranks that share a disk may do the renaming, because all files are there after the gathering.
+        # Written beside first: a rank that renames the folder must not find another's seal half written.
         beside = self.folder / f"{SEAL}.{self.world.rank}"
         beside.write_text(content)
         try:
             beside.replace(temporary / SEAL)
             temporary.rename(final)
-        except FileNotFoundError:
+        except FileNotFoundError:  # another rank of this disk has renamed the folder in between
             beside.unlink(missing_ok=True)
             if not final.is_dir():
                 raise
@@ -201,6 +207,7 @@ class Checkpoints:
             value = part()
         except Exception as e:  # noqa: BLE001  # raised below, once the other ranks know
             failure = e
+        # The failure goes as text: an exception may hold what cannot be pickled.
         reports: list[Any] = [None] * self.world.size
         dist.all_gather_object(reports, (value, None if failure is None else repr(failure)), group=self._group)
         if failure is not None:
@@ -215,6 +222,7 @@ class Checkpoints:
             dist.barrier(group=self._group)
 
     def _names(self) -> list[str]:
+        # Names have eight digits, so their order is that of the steps.
         return sorted(p.name for p in self.folder.glob("step-*") if p.is_dir())
 
     def _newest_here(self) -> str | None:
@@ -238,6 +246,7 @@ class Checkpoints:
                 trouble = ""
             except ArtifactError as e:
                 trouble = str(e)
+            # All ranks or none: they must load the same step, even if only one of them could not fetch it.
             troubles = [found for found in self.world.gather(trouble) if found]
             if not troubles:
                 return name

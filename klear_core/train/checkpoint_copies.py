@@ -43,12 +43,13 @@ class CheckpointCopies:
             made_progress(f"copy of {file.name} to the store")
 
         with ThreadPoolExecutor(_TRANSFERS) as threads:
-            list(threads.map(send_one, files))
+            list(threads.map(send_one, files))  # list() takes the results, which raises an upload's error
 
     def send_whole(self, name: str, folder: Path) -> str:
         """Send all files of a folder as the copy `name`, unless it is there, and seal it; return the seal."""
         files = [file for file in sorted(folder.iterdir()) if file.name != SEAL]
         content = json.dumps({"files": digests_of(files)})
+        # A seal with these checksums is there if an earlier attempt has sent everything.
         if self.content(name) != content.encode():
             self.send(name, files)
             self.seal(name, content)
@@ -65,10 +66,12 @@ class CheckpointCopies:
     def sealed(self) -> list[str]:
         """Return the names of the complete copies, oldest first."""
         keys = self._bucket.keys(f"{self._prefix}/")
+        # Keys come sorted, and the names have eight digits.
         return [key.split("/")[-2] for key in keys if key.endswith(f"/{SEAL}")]
 
     def drop(self, name: str) -> None:
         """Delete a copy, its seal first."""
+        # A deletion that is cut short then leaves no copy that looks complete.
         self._bucket.delete(self._key(name, SEAL))
         for key in self._bucket.keys(f"{self._prefix}/{name}/"):
             self._bucket.delete(key)
@@ -85,15 +88,17 @@ class CheckpointCopies:
             files = sealed_files(content)
         except ValueError as e:
             raise ArtifactError(f"{self._place(name)}: {SEAL} cannot be read ({e})") from e
+        # Ranks of one disk fetch at the same time: the first one downloads, the others find it complete.
         with file_lock(self._locks / f"checkpoint-{name}", on_wait=lambda _: None):
             if _seal_in(folder) != content:
                 shutil.rmtree(folder, ignore_errors=True)  # files of another attempt
             elif find_damage(folder) is None:
                 return
             folder.mkdir(parents=True, exist_ok=True)
+            # Here the folder is damaged or empty. If no file is missing, one is altered, and all are fetched anew.
             missing = [file for file in files if not (folder / file).is_file()]
             self._download(name, missing or files, folder)
-            (folder / SEAL).write_bytes(content)
+            (folder / SEAL).write_bytes(content)  # last: a folder without its seal counts as incomplete
             damage = find_damage(folder)
             if damage is not None:
                 raise ArtifactError(f"{self._place(name)}: {damage}")
@@ -105,7 +110,7 @@ class CheckpointCopies:
             made_progress(f"fetching of {file} from the store")
 
         with ThreadPoolExecutor(_TRANSFERS) as threads:
-            list(threads.map(download_one, files))
+            list(threads.map(download_one, files))  # list() raises a download's error
 
     def _key(self, name: str, file: str) -> str:
         return f"{self._prefix}/{name}/{file}"

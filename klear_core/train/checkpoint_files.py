@@ -17,13 +17,14 @@ _HASH_THREADS = 8  # a thread hashes about 1 GB a second, so that 8 are as fast 
 
 def files_of_rank(folder: Path, rank: int) -> list[Path]:
     """Return the files that a rank has written of a checkpoint; rank 0 has also written what describes all."""
+    # DCP's names: `__RANK_NUMBER.distcp`, and `.metadata`, which says where in them each tensor is.
     own = [file for file in sorted(folder.iterdir()) if file.name.startswith(f"__{rank}_")]
     return [*own, folder / ".metadata"] if rank == 0 else own
 
 
 def _digest(file: Path) -> str:
     with file.open("rb") as f:
-        digest = hashlib.file_digest(f, "blake2b").hexdigest()[:32]
+        digest = hashlib.file_digest(f, "blake2b").hexdigest()[:32]  # 128 bits: against accidents, not attacks
     made_progress(f"checksum of {file.name}")
     return digest
 
@@ -49,6 +50,7 @@ def find_damage(folder: Path) -> str | None:
         files = sealed_files((folder / SEAL).read_bytes())
     except (OSError, ValueError) as e:
         return f"{SEAL} cannot be read ({e})"
+    # Names first, because checksums read all files to their end.
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         return f"{missing[0]} is missing"

@@ -19,11 +19,14 @@ from klear_core.train.world import World
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     """Return the weights that are trained, the optimizer's state, and this rank's random state."""
+    # By parameter names and in shards (DTensor), so that another number of ranks can load it.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     # Frozen weights are those of the initial model: with LoRA a checkpoint holds only the adapters. A tied weight is in
     # the state under both its names, which torch's own option to leave out frozen weights overlooks.
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     trained = {name: value for name, value in model_state.items() if name not in frozen}
+    # A key for each rank: of a tensor that several ranks name alike, DCP writes one rank's. Only the CPU's state:
+    # on CUDA only the dropout of LoRA draws numbers, and each SFT step seeds it.
     return {"model": trained, "optimizer": optimizer_state, f"random.{world.rank}": torch.get_rng_state()}
 
 
@@ -36,7 +39,7 @@ def cpu_copy(state: Any) -> Any:
         parts = {name: cpu_copy(getattr(source, name)) for name in names}
         return type(source).__tensor_unflatten__(parts, context, source.shape, source.stride())
     if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
+        return state.detach().to("cpu", copy=True)  # without `copy`, a tensor on the CPU would be returned itself
     if isinstance(state, dict):
         return {k: cpu_copy(v) for k, v in state.items()}
     if isinstance(state, list):

@@ -58,12 +58,14 @@ class Context:
             return query_BKSD, key_BGSD, value_BGSD
         num_query, num_key = query_BKSD.shape[1], key_BGSD.shape[1]
         assert num_query % self.size == 0, (num_query, self.size)  # checked early by TrainRuntime.check_attention_heads
-        # Repeat key heads until C divides their number (1: it does). The lcm divides K too, so groups stay equal.
+        # Repeat key heads until C divides their number. The lcm divides K too, so groups of query heads stay equal.
         repeats = math.lcm(num_key, self.size) // num_key
         if repeats > 1:
+            # Neighbouring copies, so that each stays beside its query heads; autograd sums their gradients.
             key_BGSD, value_BGSD = (x.repeat_interleave(repeats, dim=1) for x in (key_BGSD, value_BGSD))
         # Concatenate queries, keys and values along J for one collective call instead of three.
         parts_BCJSD = [_in_parts(x, self.size) for x in (query_BKSD, key_BGSD, value_BGSD)]
+        # The receiving rank's axis goes first: all_to_all_single sends slice c of axis 0 to rank c.
         sent_CBJSD = torch.cat(parts_BCJSD, dim=2).movedim(1, 0)
         received_CBJSD: Tensor = _AllToAll.apply(sent_CBJSD, self.group)  # type: ignore[no-untyped-call]
         # Axis 0 is now the sender, which holds token slice c: C just before S restores the order of tokens.
@@ -107,7 +109,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, group: Any) -> Tensor:
-    sent = x.contiguous()
+    sent = x.contiguous()  # the axes were permuted; the call sends raw memory
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return received

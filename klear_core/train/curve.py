@@ -1,4 +1,4 @@
-"""Have the models of some steps scored beside a training, in a thread of the driver, and log the scores as a curve."""
+"""Score the models of some steps while training runs, in a thread of the driver, and log the scores as a curve."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def no_scorer(_folder: Path) -> AbstractContextManager[ModelScorer | None]:
 class CurveThread:
     """Scores the models that the learner exports to `workdir`, one at a time and in order, and logs the scores.
 
-    A model that comes while another is scored waits in its folder. What is in the metrics file is not scored again.
+    Models that are exported meanwhile wait in their folders. A step with a score in the metrics file is not
+    scored again.
     """
 
     def __init__(self, scorer: ModelScorer, telemetry: Telemetry, *, stage: str, workdir: Path) -> None:
@@ -80,13 +81,14 @@ class CurveThread:
         self._is_ending = threading.Event()
         self._is_stopped = False
         self._failures: dict[int, str] = {}
-        """Why there is no score, by step."""
+        """Reasons for missing scores, by step."""
         self._trouble = ""
-        """Why no model can be scored at present."""
+        """Reason why no model can be scored at present; empty if models can be."""
         self._thread = threading.Thread(target=self._run, name="klear-curve", daemon=True)
 
     def start(self) -> None:
         """Begin with the models that an earlier attempt has left."""
+        # A run killed between the two steps of `_score`, logging and deleting, has left these.
         logged = logged_points(self._metrics_file, self._stage)
         for step in self._points.waiting():
             if step in logged:
@@ -106,7 +108,7 @@ class CurveThread:
     def stop(self) -> None:
         """Give up all models that are not scored yet."""
         self._is_stopped = True
-        self._is_ending.set()
+        self._is_ending.set()  # also wakes the thread from its wait between two looks
         self._scorer.stop()
         self._thread.join()
 
@@ -144,6 +146,7 @@ class CurveThread:
             log.warning("%s: the model after step %d could not be scored: %s", self._stage, step, trouble)
             self._failures[step] = trouble
         else:
+            # `add`, because training may have logged later steps in the meantime.
             self._telemetry.add(point_metrics(self._stage, point), step=step)
             self._failures.pop(step, None)
         self._points.drop(step)
@@ -162,4 +165,4 @@ def scoring(
     try:
         yield thread
     finally:
-        thread.stop()
+        thread.stop()  # after `finish` nothing is left to stop

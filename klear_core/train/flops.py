@@ -39,7 +39,7 @@ class FlopCount:
     def of(cls, policy: Policy) -> FlopCount:
         """Count a policy's matrices; sharded ones count in full."""
         hf: Any = policy.hf
-        head = hf.get_output_embeddings().weight
+        head = hf.get_output_embeddings().weight  # [V, H]; of FSDP's shards the shape is that of the whole
         # A lookup is no product, and the head is counted by itself (tied, it is the embedding's tensor). By identity,
         # because == on tensors compares element-wise.
         embeddings = {id(head)} | {id(m.weight) for m in hf.modules() if isinstance(m, nn.Embedding)}
@@ -72,6 +72,7 @@ class FlopCount:
         all_trained = 6.0 * (
             self.layer_params * num_tokens + self.head_params * num_loss_tokens + 2 * self.attention_width * num_pairs
         )
+        # 2 of the 6 are the product that forms a weight's own gradient.
         return all_trained - 2.0 * (self.frozen_layer_params * num_tokens + self.frozen_head_params * num_loss_tokens)
 
     def row_work(self, *, recomputes: bool) -> RowWork:
@@ -80,7 +81,7 @@ class FlopCount:
         Unlike in `step`, recomputation counts, because it takes time. All tokens pass through the head here: the
         share that carries loss differs little between rows.
         """
-        per_layer_weight = 8 if recomputes else 6
+        per_layer_weight = 8 if recomputes else 6  # the second forward pass takes 2; the head is not recomputed
         all_trained = per_layer_weight * self.layer_params + 6 * self.head_params
         # A frozen weight has no gradient of its own.
         product_flops = all_trained - 2 * (self.frozen_layer_params + self.frozen_head_params)
@@ -92,4 +93,5 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
+    # The first match counts, so L40S comes before L4 in the table.
     return next((peak for part, peak in BF16_PEAKS.items() if part in name), None)

@@ -33,7 +33,7 @@ def _collect(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     kept = {}
     for name, weight in weights:
         if is_wanted:
-            kept[name] = weight.cpu()
+            kept[name] = weight.cpu()  # at once, so that the device holds one full weight at a time
     return kept
 
 
@@ -44,7 +44,7 @@ def local_weights(policy: nn.Module) -> list[Tensor]:
     copies = []
     for weight in distinct_weights(policy).values():
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        copies.append(local.detach().to("cpu", copy=True))
+        copies.append(local.detach().to("cpu", copy=True))  # on a CPU, `to` alone would return the policy's own memory
     return copies
 
 
@@ -58,7 +58,7 @@ def each_weight(policy: Policy, *, dtype: Dtype | None = None) -> Iterator[tuple
     for name, weight in weights.items():
         if is_adapter(name):
             continue
-        full = _gather(weight)
+        full = _gather(weight)  # on all ranks, though only one may use it: full_tensor() is an all-gather
         factors = factor_names(name)
         if factors is not None:
             assert policy.adapters is not None
@@ -79,7 +79,7 @@ def _gather(weight: Tensor) -> Tensor:
     """Return the full weight, apart from its graph (collective call)."""
     from torch.distributed.tensor import DTensor
 
-    full: Tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    full: Tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight  # unsharded: no copy
     return full.detach()
 
 

@@ -35,6 +35,7 @@ def widened(x: Tensor) -> Tensor:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b, in float32 if both are half precision (CUDA only, see `widened`)."""
+    # torch.mm of halves accumulates in float32, but would round its result to half.
     half = paths.on_device("products", a) if a.dtype in HALF else None
     return torch.mm(a, b) if half is None else half(None, a, b)
 
@@ -99,6 +100,7 @@ class Passes:
             try:
                 _mark_length_dynamic(z_CV, target_C1)
                 return self._read(z_CV, target_C1, need_entropy=need_entropy, in_place=False)
+            # Raised before any kernel has run: `z_CV` is intact, and the plain pass below can read it.
             except compiler_errors() as e:
                 self._fall_back(e)
         return _read(z_CV, target_C1, need_entropy=need_entropy, in_place=True)
@@ -114,6 +116,7 @@ class Passes:
         dtype: torch.dtype,
     ) -> Tensor:
         """Run the second pass: return dLoss/dz in `dtype` from dLoss/dlogp and dLoss/dentropy. May overwrite `z_CV`."""
+        # One number per token, broadcast over V.
         dentropy_C1 = None if dentropy_C is None else dentropy_C[:, None]
         factors = (dlogp_C[:, None], reading.entropy_C[:, None], dentropy_C1)
         dz_CV = self._grad_without_onehot(z_CV, reading.normaliser, factors, dtype)
@@ -164,11 +167,12 @@ paths.provide("head/cuda", _compiled_passes)
 
 
 def _read(z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool, in_place: bool) -> Reading:
-    # Uncompiled, log-probs overwrite the logits to save a second [C, V] tensor. Compiled, they stay in registers.
+    # Uncompiled, log-probs overwrite the logits to save a second [C, V] tensor. Compiled, they stay in registers, and
+    # `_grad` computes them again from the logits and the normaliser.
     if in_place:
         norm, logp_CV = None, torch.log_softmax(z_CV, dim=-1, out=z_CV)
     else:
-        max_C1 = z_CV.amax(dim=-1, keepdim=True)
+        max_C1 = z_CV.amax(dim=-1, keepdim=True)  # subtracted, so that no exponential overflows
         norm = Normaliser(max_C1, (z_CV - max_C1).exp().sum(dim=-1, keepdim=True).log())
         logp_CV = _log_probs(z_CV, norm)
     logp_C = logp_CV.gather(1, target_C1)[:, 0]
@@ -179,6 +183,7 @@ def _read(z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool, in_place: bool
 
 
 def _grad(z_CV: Tensor, norm: Normaliser | None, factors: _Factors, dtype: torch.dtype) -> Tensor:
+    # Rounded to `dtype` last: everything before is in the dtype of the logits, float32 or wider.
     return _slope(z_CV if norm is None else _log_probs(z_CV, norm), *factors).to(dtype)
 
 
@@ -192,6 +197,7 @@ _Factors = tuple[Tensor, Tensor, Tensor | None]
 
 def _slope(logp: Tensor, dlogp_C1: Tensor, entropy_C1: Tensor, dentropy_C1: Tensor | None) -> Tensor:
     """Return dLoss/dz without the target's onehot term: -p (dlogp + dentropy (log p + entropy)). Overwrites `logp`."""
+    # From dlogp/dz = onehot - p and dentropy/dz = -p (log p + entropy); `exp` turns log-probs into p.
     if dentropy_C1 is None:
         return logp.exp_().mul_(-dlogp_C1)
     # exp() makes a new tensor, so that `logp` can be reused for the second factor.

@@ -82,6 +82,7 @@ def chunk_size(weight_VH: Tensor, num_tokens: int, max_logits: int | None) -> in
     """Return the tokens per chunk: as many as the logits budget allows, in chunks of equal size."""
     budget = max_logits or (CHUNK_LOGITS_CUDA if weight_VH.is_cuda else CHUNK_LOGITS)
     most = max(1, budget // weight_VH.shape[0])
+    # Both divisions round up. Chunks are equal, because a short last one would read the whole weight for few tokens.
     num_chunks = max(1, -(-num_tokens // most))
     return max(1, -(-num_tokens // num_chunks))
 
@@ -121,6 +122,7 @@ class _Head(NamedTuple):
 
     def nan_per_token(self) -> Tensor:
         """Return one number per token, NaN until it is computed."""
+        # At least float32: half precision would round log-probs, of which ratios are exponentials.
         dtype = torch.promote_types(self.hidden_NH.dtype, torch.float32)
         return torch.full_like(self.target_N, torch.nan, dtype=dtype)
 
@@ -147,7 +149,9 @@ class _Head(NamedTuple):
         dlogp_C = dlogp_C / self.temperature
         dentropy_C = None if dentropy_C is None else dentropy_C / self.temperature
         passes, dtype = passes_on(z_CV.device.type), self.weight_VH.dtype
+        # In the weight's dtype, because both products below take inputs of one dtype.
         dz_CV = passes.grad(z_CV, reading, self.target_N[chunk, None], dlogp_C, dentropy_C, dtype=dtype)
+        # z = h W^T, so dLoss/dh = dz W and dLoss/dW = dz^T h; the first is complete after one chunk, the second a sum.
         if grads.hidden_NH is not None:
             torch.mm(dz_CV, self.weight_VH, out=grads.hidden_NH[chunk])
         if grads.weight_VH is not None:
@@ -183,8 +187,9 @@ class _FusedLoss(torch.autograd.Function):
 
         for chunk in head.chunks(size):
             add(chunk)
+        # Backward needs neither logits nor weight, so nothing of size [N, V] outlives forward.
         ctx.save_for_backward(*grads)
-        ctx.weight_dtype = weight_VH.dtype
+        ctx.weight_dtype = weight_VH.dtype  # dtype of the gradient that backward returns; its sum is in float32
         ctx.mark_non_differentiable(logp_N, entropy_N)
         return loss, logp_N, entropy_N
 
@@ -212,6 +217,7 @@ class _TokenLogps(torch.autograd.Function):
     ):
         head = _Head(hidden_NH, weight_VH, target_N, temperature)
         logp_N, entropy_N = head.nan_per_token(), head.nan_per_token()
+        # No gradient can be formed here: a token's derivative can depend on tokens of later chunks.
         for chunk in head.chunks(size):
             logp_N[chunk], entropy_N[chunk], _ = head.read(chunk, need_entropy=True)[1]
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, entropy_N)
@@ -226,6 +232,7 @@ class _TokenLogps(torch.autograd.Function):
 
         # Logits are computed again: 2NHV more operations, but no [N, V] tensor is kept from forward.
         def add(chunk: slice) -> None:
+            # The entropy was saved; to compute it again takes one more [C, V] tensor.
             z_CV, reading = head.read(chunk, need_entropy=False)
             reading = reading._replace(entropy_C=entropy_N[chunk])
             head.add_grads(grads, chunk, z_CV, reading, dlogp_N[chunk], dentropy_N[chunk])
@@ -238,6 +245,7 @@ class _TokenLogps(torch.autograd.Function):
 
 def _pointwise(loss_fn: TokenLossFn, reading: Reading, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return each token's loss and its derivatives by the token's log-prob and entropy (None: independent of it)."""
+    # Autograd is off inside a Function's forward. Detached leaves: the derivatives are by these numbers, not by z.
     with torch.enable_grad():
         logp_C, entropy_C = reading.logp_C.detach().requires_grad_(), reading.entropy_C.detach().requires_grad_()
         loss_C = loss_fn(logp_C, entropy_C, chunk)

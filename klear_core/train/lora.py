@@ -62,6 +62,7 @@ def add_adapters(hf: nn.Module, adapters: Adapters) -> None:
         # With B = 0 the first step sees the base model. The range of A is that of torch's linear layers and of peft.
         if _B in name:
             nn.init.zeros_(weight)
+        # On `meta` there is no memory to draw into; the caller fills it in later.
         elif _A in name and not weight.is_meta:
             bound = weight.shape[1] ** -0.5
             nn.init.uniform_(weight, -bound, bound, generator=generator)
@@ -88,6 +89,7 @@ def factor_names(name: str) -> tuple[str, str] | None:
 def merge(weight_OI: Tensor, factors: tuple[Tensor, Tensor], scale: float) -> Tensor:
     """Return the weight with its adapter added, in float32 whatever the weight's own dtype is."""
     a_RI, b_OR = factors
+    # The factors are float32, and torch widens the sum to it.
     return weight_OI + (b_OR @ a_RI) * scale
 
 
@@ -115,6 +117,7 @@ def save_adapter(weights: Mapping[str, Tensor], adapters: Adapters, target: Path
     temporary.mkdir()
     renamed = {}
     for name, weight in weights.items():
+        # peft's names in files: with the wrapper's prefix, and without the adapter's name.
         renamed["base_model.model." + name.replace(f".{_NAME}.", ".")] = weight.contiguous()
     save_file(renamed, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
     targets = {name.partition(_A)[0].rpartition(".")[2] for name in weights if _A in name}

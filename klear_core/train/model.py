@@ -45,7 +45,7 @@ class Policy(nn.Module):
             input_ids=micro.token_ids_1T,
             position_ids=micro.position_ids_1T,
             use_cache=False,
-            micro=micro,
+            micro=micro,  # transformers hands arguments that it does not know to `attend`, layer by layer
         ).last_hidden_state
         made_progress("layers of a micro-batch")
         # Select first, so that the head computes logits for loss tokens only.
@@ -60,13 +60,14 @@ class Policy(nn.Module):
 def load_model(
     folder: Path, *, device: torch.device | str, dtype: Dtype = "float32", adapters: Adapters | None = None
 ) -> Policy:
-    """Load a Hugging Face folder in training mode. Raise ConfigError if its forward pass is not one that we compute.
+    """Load a Hugging Face folder in training mode. Raise ConfigError if Klear does not compute its forward pass.
 
     On the device `meta` the model has no weights, and none are read.
-    `dtype` is that of the weights. Those that train are kept in float32 whatever is computed in: at a learning rate of
-    1e-6, bf16 would lose the updates. With `adapters` only they are trainable, and `dtype` is that of the others.
+    `dtype` is that of the weights. Those that train are kept in float32, whatever dtype layers compute in, because in
+    bf16 updates at a learning rate of 1e-6 would be lost. With `adapters` only these train, and `dtype` is that of the
+    frozen weights.
     """
-    from klear_core.train.kernels.fused import fuse
+    from klear_core.train.kernels.fused import fuse  # imports a model of transformers, which is slow
 
     check_architecture(folder)
     hf = _read(folder, torch.device(device), DTYPES[dtype])
@@ -81,6 +82,7 @@ def load_model(
     fuse(hf)
     if adapters is not None:
         add_adapters(hf, adapters)
+    # from_pretrained returns a model in eval mode, in which transformers does not checkpoint activations.
     return Policy(hf.to(device), adapters).train()
 
 
@@ -95,6 +97,7 @@ def _read(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
         with device:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     transformers_logging.disable_progress_bar()
+    # Without local_files_only, a folder that is gone would be looked up on the Hub as the name of a repository.
     hf, found = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True, output_loading_info=True
     )
@@ -129,7 +132,9 @@ def export_model(
     config = AutoConfig.from_pretrained(source, local_files_only=True)
     if max_position_embeddings is not None:
         config.max_position_embeddings = max(config.max_position_embeddings, max_position_embeddings)
+    # transformers loads a folder in the dtype that its config names; the callers cast all weights to the same.
     config.dtype = next(iter(state.values())).dtype
+    # The chat template ends a turn with this token; the config of the source may name another end.
     config.eos_token_id = tokenizer.eos_token_id
     # The shell has no memory, because save_pretrained takes the weights from `state`.
     with torch.device("meta"):

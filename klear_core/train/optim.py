@@ -50,11 +50,12 @@ def make_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
     groups = [g for g in groups if g["params"]]
     if cfg.kind == "adamw_8bit":
         return _adamw_8bit(groups, cfg)
+    # fused: one pass over weight, gradient and moments, where the plain form makes eight.
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=True)
     # Create the moments now instead of in the first step: too little memory fails early, and any checkpoint has them.
     for p in decayed + plain:
         optimizer.state[p] = {
-            "step": torch.zeros((), device=p.device),
+            "step": torch.zeros((), device=p.device),  # a tensor beside the weight, as the fused kernel reads it
             "exp_avg": torch.zeros_like(p),
             "exp_avg_sq": torch.zeros_like(p),
         }
@@ -72,7 +73,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], cfg: OptimConfig) -> torch.optim.O
         for p in group["params"]:
             optimizer.state[p] = {
                 "step": torch.tensor(0.0),
-                "exp_avg": optimizer._new_buffer(p, True),
+                "exp_avg": optimizer._new_buffer(p, True),  # signed: a mean of gradients; squares need no sign
                 "exp_avg_sq": optimizer._new_buffer(p, False),
             }
     made: torch.optim.Optimizer = optimizer
@@ -91,6 +92,7 @@ def apply_update(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, norm: Tensor, max_grad_norm: float
 ) -> None:
     """Clip gradients of norm `norm` to `max_grad_norm`, update the weights, and clear the gradients."""
+    # Scales by min(1, max_grad_norm / norm): all ranks have the same norm, and so scale alike.
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm)
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):

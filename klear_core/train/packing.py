@@ -25,10 +25,7 @@ TOKENS_ALONE = RowWork()
 
 
 class TokenRow(Protocol):
-    """A row that can be packed.
-
-    `loss_mask[i]` says whether token i carries loss; the first token never does, because nothing predicts it.
-    """
+    """A row that can be packed. Token i carries loss if `loss_mask[i]`; the first never does: nothing predicts it."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -47,25 +44,19 @@ class MicroBatch:
     position_ids_1T: Tensor
     """Position of each token in its row."""
     cu_seqlens: Tensor
-    """int32 [segments + 1]: cumulative segment lengths.
-
-    A segment is a complete row, a shared prompt, or the rest of a row after a shared prompt.
-    """
+    """int32 [segments + 1]: cumulative lengths of the segments, each of which is a complete row, a shared prompt, or
+    the rest of a row after a shared prompt."""
     group_bounds: Tensor
-    """int32 [groups + 1], on the CPU: index of each prompt group's first segment.
-
-    Every other segment of a group continues the first one: it attends to the first segment and to itself.
-    """
+    """int32 [groups + 1], on the CPU: index of each prompt group's first segment. Every other segment of a group
+    continues the first one: it attends to the first segment and to itself."""
     max_segment_len: int
     rows: tuple[int, ...]
     """Indices of the caller's rows in this micro-batch, in the order of the packed sequence."""
     counts: tuple[int, ...]
     """Number of loss tokens of each of these rows; the loss tokens are stored row after row."""
     predictor_N: Tensor
-    """Index in the packed sequence of the hidden state that predicts each loss token: that of the token before it.
-
-    The last state of a shared prompt predicts one token of each of its rows.
-    """
+    """Index in the packed sequence of the hidden state that predicts each loss token: that of the token before it. The
+    last state of a shared prompt predicts one token of each of its rows."""
     target_N: Tensor
     """Token id to predict."""
     row_N: Tensor
@@ -73,11 +64,8 @@ class MicroBatch:
     column_N: Tensor
     """Position of each loss token in its row: `token_ids[row][column]` is the target."""
     cp_group: Context = ALONE
-    """Context-parallel ranks that share this packed sequence.
-
-    Fields with axis T or N, and `counts`, describe this rank's slice; `cu_seqlens`, `group_bounds`, `max_segment_len`
-    and `rows` describe the full packed sequence.
-    """
+    """Context-parallel ranks that share this packed sequence. Fields with axis T or N, and `counts`, describe this
+    rank's slice; `cu_seqlens`, `group_bounds`, `max_segment_len` and `rows` describe the full packed sequence."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -86,9 +74,9 @@ class MicroBatch:
 
     def gather(self, values: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return one value per loss token, `values[row][column]`; `values` has one per token of the caller's rows."""
+        # float64, so that nothing but the cast to `dtype` rounds.
         arrays = [np.asarray(values[r], dtype=np.float64) for r in self.rows]
-        # np.concatenate refuses an empty list: an empty micro-batch has no rows.
-        flat = np.concatenate(arrays or [np.zeros(0)])
+        flat = np.concatenate(arrays or [np.zeros(0)])  # an empty micro-batch has no rows, which numpy refuses
         lengths = [len(array) for array in arrays]
         # Where each row starts in `flat`, once for each of its loss tokens.
         starts_N = np.repeat(np.cumsum([0, *lengths])[:-1], self.counts)
@@ -106,10 +94,8 @@ class PackedBatch:
     num_loss_tokens: int
     """Count over all ranks, the divisor of a token-mean loss."""
     fill: float
-    """Tokens of all rows over tokens computed, on all ranks.
-
-    It is below 1 because of padding, above 1 if shared prompts save more.
-    """
+    """Tokens of all rows over tokens computed, on all ranks: below 1 because of padding, above 1 if shared prompts save
+    more."""
     busy: float
     """Mean share of the update in which a rank computes, by the work of its rows; the rest it waits for others."""
 
@@ -138,7 +124,7 @@ def pack(
     plan = distribute(items, capacity=tokens_per_microbatch, num_ranks=num_ranks)
     micro_batches, lengths = [], []
     for bins in plan:
-        for chosen in bins:
+        for chosen in bins:  # of all ranks, so that every rank reports the same fill
             lengths.append(_round_up(sum(items[i].num_tokens for i in chosen), cp_group.size))
         micro = _micro_batch([groups[i] for i in bins[rank]], rows, device, cp_group.size)
         micro_batches.append(_slice_sequence(micro, cp_group))
@@ -167,7 +153,7 @@ def _prompt_groups(rows: Sequence[TokenRow], capacity: int) -> list[_PromptGroup
     by_prompt: dict[tuple[int, ...], list[list[int]]] = {}
     for i, row in enumerate(rows):
         prompt = _prompt(row)
-        parts = by_prompt.setdefault(prompt, [[]])
+        parts = by_prompt.setdefault(prompt, [[]])  # by tokens: equal prompts have equal states
         if parts[-1] and _packed_len([*parts[-1], i], len(prompt), rows) > capacity:
             # This part is full: store the prompt once more for the rows that follow.
             parts.append([])
@@ -189,6 +175,7 @@ def _item(group: _PromptGroup, rows: Sequence[TokenRow], row_work: RowWork) -> I
     work_of_prompt = row_work(group.prompt_len)
     work = work_of_prompt
     for i in group.rows:
+        # A difference, because a row's own tokens attend to the prompt too: of n tokens and a prompt of p, n^2 - p^2.
         work += row_work(len(rows[i].token_ids)) - work_of_prompt
     return Item(num_tokens=_packed_len(group.rows, group.prompt_len, rows), work=work)
 
@@ -205,8 +192,7 @@ def _packed_len(members: Sequence[int], prompt_len: int, rows: Sequence[TokenRow
 
 
 def _round_up(count: int, multiple: int) -> int:
-    # Padding makes the slices of context-parallel ranks equal.
-    return -(-count // multiple) * multiple
+    return -(-count // multiple) * multiple  # padding makes the slices of context-parallel ranks equal
 
 
 def _micro_batch(
@@ -230,7 +216,7 @@ def _micro_batch(
     token_ids_T = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens, _ in builder.segments])
     position_ids_T = np.concatenate([np.arange(first, first + len(tokens)) for tokens, first in builder.segments])
     targets = [np.asarray(rows[i].token_ids, dtype=np.int64)[c] for i, c in zip(index, columns, strict=True)]
-    target_N = np.concatenate(targets)
+    target_N = np.concatenate(targets)  # row after row, in the order of `index`, as all fields with axis N
     lengths = [len(tokens) for tokens, _ in builder.segments]
     return MicroBatch(
         token_ids_1T=torch.from_numpy(token_ids_T[None]).to(device),
@@ -281,13 +267,14 @@ def _slice_sequence(micro: MicroBatch, cp_group: Context) -> MicroBatch:
     """Return this rank's part of a micro-batch: a contiguous slice of tokens, and the loss tokens predicted there."""
     if cp_group.size == 1:
         return micro
-    width = micro.token_ids_1T.shape[1] // cp_group.size
+    width = micro.token_ids_1T.shape[1] // cp_group.size  # T was padded to a multiple
     first = cp_group.rank * width
     # A token belongs to the rank with the state that predicts it; the token itself may lie in the next rank's slice.
     here_N = (micro.predictor_N >= first) & (micro.predictor_N < first + width)
     # Index into `rows` of each loss token, to count those that remain of each row. On the CPU, as `counts` is.
     index_N = torch.arange(len(micro.rows)).repeat_interleave(torch.tensor(micro.counts, dtype=torch.int64))
     counts = index_N[here_N.cpu()].bincount(minlength=len(micro.rows))
+    # Positions go with the tokens: queries and keys are rotated (RoPE) before ranks exchange them.
     return replace(
         micro,
         token_ids_1T=micro.token_ids_1T[:, first : first + width],

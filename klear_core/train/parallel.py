@@ -36,7 +36,7 @@ def pack_share(rows: Sequence[TokenRow], runtime: TrainRuntime, world: World, fl
         tokens_per_microbatch=runtime.tokens_per_microbatch,
         shares_prompts=world.device.type == "cpu",
         device=world.device,
-        rank=world.data_rank,
+        rank=world.data_rank,  # ranks of a context get the same rows, and slice them
         num_ranks=world.num_data_ranks,
         row_work=flops.row_work(recomputes=runtime.activation_checkpointing),
         cp_group=world.cp_group,
@@ -69,6 +69,7 @@ def load_policy(
     home = torch.device("cpu") if cpu_offload else world.device
     if world.size == 1:
         return shard(read(device=home))
+    # Sharded before it has memory, so that only the shards are allocated.
     policy = shard(read(device="meta"))
     hf: Any = policy.to_empty(device=home).hf
     for module in hf.modules():  # only weights are offloaded: buffers stay on the device that computes with them
@@ -88,6 +89,7 @@ def _broadcast_weights(source: Policy | None, policy: Policy, world: World) -> N
     loaded = {} if source is None else _weights_and_buffers(source)
     # Names and their order are the same on all ranks, so that each broadcast carries the same tensor everywhere.
     for name, target in _weights_and_buffers(policy).items():
+        # On the device of NCCL, though with offloading the target is in host memory.
         value = torch.empty(target.shape, dtype=target.dtype, device=world.device)
         if source is not None:
             value.copy_(loaded[name])
@@ -118,12 +120,15 @@ def parallelise(
         raise ConfigError("runtime.cpu_offload: one CPU rank has everything in host memory already; set it to false")
     hf: Any = policy.hf
     if activation_checkpointing:
+        # The reentrant form gives no gradients where a layer's input needs none: with LoRA, behind a frozen embedding.
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if world.size == 1 and dtype == "float32" and not cpu_offload:
         return policy
     ensure_process_group(world)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    # One axis over all ranks, those of a context too: they share rows, not weights, and the sum of gradients over all
+    # ranks also adds up their slices of a row.
     mesh = init_device_mesh(world.device.type, (world.size,))
     # Gradients are summed over ranks in float32: a sum in bf16 would drop small contributions.
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)

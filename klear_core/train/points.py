@@ -43,7 +43,7 @@ class Points:
         names = os.listdir(self._folder) if is_here and self._folder.is_dir() else []
         if self._copies is not None:
             names = self._copies.sealed()
-        # An export under way has another name.
+        # Before its rename an export ends in `.tmp`, and so is not listed.
         found = [match for name in names if (match := _NAME.fullmatch(name))]
         return sorted(int(match[1]) for match in found)
 
@@ -72,7 +72,7 @@ class Points:
         write(folder)
         if self._copies is not None:
             self._copies.send_whole(folder.name, folder)
-            shutil.rmtree(folder)
+            shutil.rmtree(folder)  # the copy is what the scorer fetches
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
@@ -98,8 +98,10 @@ class PointWriter:
         """Delete the models of steps after `first`, from which training goes on, and export the model before step 1."""
         if self._curve is None:
             return
+        # Without a barrier: rank 0 alone writes and deletes models.
         if self._world.rank == 0:
             self._forget_after(first)
+        # A run that continues (first > 0) exported this model before its first checkpoint.
         if first == 0:
             self.offer(policy, step=0, num_steps=num_steps)
 

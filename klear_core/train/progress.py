@@ -21,7 +21,7 @@ _latest = Progress().latest
 def made_progress(what: str) -> None:
     """Count one more thing done: a micro-batch, a shard of a checkpoint, a weight. Cheap; any thread may call it."""
     global _count, _latest  # noqa: PLW0603  # a process runs one rank
-    _count += 1
+    _count += 1  # two threads at once may count one thing, which the driver sees as a change all the same
     _latest = what
 
 

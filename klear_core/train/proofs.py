@@ -79,6 +79,7 @@ _proven: dict[tuple[Conditions, tuple[Any, ...]], tuple[Proof, ...]] = {}
 def _proofs_of_process(conditions: Conditions) -> tuple[Proof, ...]:
     """Return the proofs under these conditions, from this process's earlier ones if nothing has changed since."""
     runs = paths.provided()
+    # The functions themselves are part of the key: tests replace some under the same names.
     key = conditions, tuple(runs[name] for name in conditions.names())
     if key not in _proven:
         in_other_process = conditions.device.type == "cuda"
@@ -98,10 +99,12 @@ def prove_in_process(conditions: Conditions, *, is_timed: bool = False) -> Itera
             yield from prove(conditions, names, is_timed=is_timed)
             return
         proofs = list(trial.proofs)
+        # The process tries the paths in this order, so the first without a proof is the one that it died in.
         names = names[len(proofs) :]
         if names and not trial.is_over:
             proofs.append(Proof(name=names[0], verdict="crashed", reason=f"the process that tried it {trial.ending}"))
             names = names[1:]
+        # The next process starts without what failed in this one, as the head's trial uses the products if it can.
         left_out |= {proof.name: proof.reason for proof in proofs if proof.verdict != "agrees"}
         yield from proofs
 
@@ -175,7 +178,7 @@ def main() -> None:
             # Queued work may still fail, which must count against this path and not the next one.
             wait_for_gpu()
             file.write(json.dumps(asdict(proof)) + "\n")
-            file.flush()
+            file.flush()  # what the parent reads if the next trial ends this process
             # After an error on a GPU, the rest needs another process.
             if proof.verdict == "crashed" and task.conditions.device.type == "cuda":
                 return

@@ -34,5 +34,5 @@ def run_here(body: Body[R], runtime: TrainRuntime, telemetry: Telemetry) -> R:
     """Run the only rank in this process; see `RunRanks`. Raise ResourceError if there are several."""
     if runtime.num_workers > 1:
         raise ResourceError(f"runtime.num_workers = {runtime.num_workers}: several learner ranks run on Ray only")
-    with join_world(runtime, rank=0, init_method="") as world:
+    with join_world(runtime, rank=0, init_method="") as world:  # one rank meets no other, so it needs no address
         return body(world, telemetry)

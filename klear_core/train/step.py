@@ -60,15 +60,18 @@ class Updater:
         outputs = []
         for i, (micro, head) in enumerate(zip(batch.micro_batches, heads, strict=True), start=1):
             out: HeadOutput = self.model(micro, head)
-            # Gradients accumulate as a sum: the loss is already divided by the global count.
+            # Gradients accumulate as a sum: the loss is already divided by the global count. FSDP sums over ranks in
+            # every backward; to do so only in the last, each rank would have to hold whole gradients.
             out.loss.backward()  # type: ignore[no-untyped-call]
             # Detached, so that the graph of this micro-batch is freed.
             outputs.append(HeadOutput(out.loss.detach(), out.logp_N, out.entropy_N))
             made_progress(f"micro-batch {i} of {len(heads)} of an update")
+        # Ranks without rows take part, too: every rank must make the same collective calls.
         loss = self.world.sum(torch.stack([o.loss for o in outputs]).sum())
         norm = grad_norm(self.model)
         # Loss and norm are global, so all ranks take the same decision; otherwise their weights would diverge.
         is_applied = bool(torch.isfinite(loss) & torch.isfinite(norm))
+        # By the number of the step, so that a skipped update does not shift the schedule.
         lr = lr_at(step, self.cfg, self.num_steps)
         if is_applied:
             apply_update(self.model, self.optimizer, lr=lr, norm=norm, max_grad_norm=self.cfg.max_grad_norm)

@@ -44,7 +44,7 @@ class World:
         """Return the sum over all ranks (collective call)."""
         if self.size == 1:
             return value
-        total = value.clone()
+        total = value.clone()  # all_reduce overwrites its argument
         dist.all_reduce(total)
         return total
 
@@ -52,7 +52,7 @@ class World:
         """Return the element-wise maximum over all ranks (collective call)."""
         if self.size == 1:
             return value
-        largest = value.clone()
+        largest = value.clone()  # all_reduce overwrites its argument
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest
 
@@ -65,7 +65,7 @@ class World:
         """Return the values of all ranks, on every rank (collective call)."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size  # pickled objects, which torch sends over gloo: for small things only
         dist.all_gather_object(values, value)
         return values
 
@@ -86,10 +86,11 @@ def join_world(runtime: TrainRuntime, *, rank: int, init_method: str) -> Iterato
     """
     device = pick_device(runtime.device)
     if device.type == "cpu":
-        torch.set_num_threads(runtime.num_threads)
+        torch.set_num_threads(runtime.num_threads)  # torch's default can be all cores, in each rank
     size = runtime.num_workers
     if size > 1:
         # The long timeout covers collective calls that wait for rank 0, which alone reads the model.
+        # gloo beside NCCL: objects, and with offloading gradients and their norm, are in host memory.
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(minutes=30)
@@ -105,6 +106,8 @@ def join_context(rank: int, size: int) -> Context:
     """Return the context-parallel group of this rank, of `size` neighbouring ranks (collective call)."""
     if size == 1:
         return ALONE
+    # Every rank creates the groups of all ranks: torch requires it, even of ranks that are not members.
+    # Neighbours, because Ray places them on one node, where an all-to-all in each layer is cheapest.
     group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
     return Context(rank=rank % size, size=size, group=group)
 
