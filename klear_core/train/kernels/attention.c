@@ -134,7 +134,8 @@ static float exponentials(float *restrict scores, int64_t count, float *largest)
     return sum;
 }
 
-// Replace scores by softmax weights, and derivatives by the weights (pulls) by derivatives by the scores.
+// Replace scores by softmax weights P, and derivatives dP by the weights (pulls) by derivatives dS by the scores:
+// dS = P (dP - mean), where mean = sum over the keys of P dP.
 static void softmax_gradient(float *restrict scores, float *restrict pulls, float log_sum, float mean, int64_t count) {
     for (int64_t k = 0; k < count; k += LANES)
 #pragma omp simd
@@ -150,6 +151,7 @@ static void forward_block(const shape *s, const segment *it, int64_t first, int6
     const int64_t stride = s->num_heads * HEAD_DIM, kv_stride = s->num_kv_heads * HEAD_DIM;
     const int64_t token = it->start + first, num_own = first + count, seen = it->seen + num_own;
     float block[BLOCK * HEAD_DIM], sum[BLOCK * HEAD_DIM] = {0}, sums[BLOCK], largest;
+    // Scaled here, because there are fewer queries than scores.
     copy_block(q + token * stride + head * HEAD_DIM, stride, count, s->scale, block);
     products(block, w->keys, w->width, seen, w->weights);
     for (int64_t i = 0; i < count; i++) {
@@ -159,6 +161,7 @@ static void forward_block(const shape *s, const segment *it, int64_t first, int6
     }
     combine(w->weights, w->width, v + it->prefix * kv_stride, kv_stride, it->seen, sum);
     combine(w->weights + it->seen, w->width, v + it->start * kv_stride, kv_stride, num_own, sum);
+    // Normalised last: one division for each number of the output instead of one for each weight.
     for (int64_t i = 0; i < count; i++)
         for (int d = 0; d < HEAD_DIM; d++) out[(token + i) * stride + head * HEAD_DIM + d] = sum[i * HEAD_DIM + d] / sums[i];
 }
@@ -203,6 +206,7 @@ static void backward_block(const shape *s, const segment *it, int64_t first, int
     products(pull, w->values, w->width, seen, w->pulls);
     for (int64_t i = 0; i < BLOCK; i++) {
         float mean = 0;
+        // sum over the keys of P dP = dout . out, which needs no pass over the keys (FlashAttention, arXiv 2205.14135)
         for (int d = 0; i < count && d < HEAD_DIM; d++) mean += pull[i * HEAD_DIM + d] * t->out[at + i * stride + d];
         const int64_t visible = i < count ? it->seen + first + i + 1 : 0; // rows that fill up the block see nothing
         const float log_sum = i < count ? t->log_sums[(token + i) * s->num_heads + head] : 0;
@@ -211,6 +215,7 @@ static void backward_block(const shape *s, const segment *it, int64_t first, int
     }
     combine(w->pulls, w->width, t->k + prefix, kv_stride, it->seen, sum);
     combine(w->pulls + it->seen, w->width, t->k + start, kv_stride, num_own, sum);
+    // S = scale q k: dq needs the factor here, dk has it from `query`, which was scaled above.
     for (int64_t i = 0; i < count; i++)
         for (int d = 0; d < HEAD_DIM; d++) t->dq[at + i * stride + d] = s->scale * sum[i * HEAD_DIM + d];
     spread(w->pulls, w->width, query, it->seen, t->dk + prefix, kv_stride);

@@ -53,10 +53,10 @@ def attend(
         )
     _check_supported(module, others)
     query_1KTD, key_1GTD, value_1GTD = micro.cp_group.gather_tokens(query_1KTD, key_1GTD, value_1GTD)
-    # A micro-batch is one packed sequence, so the batch axis has size 1.
+    # A micro-batch is one packed sequence, so the batch axis has size 1. Kernels for packed rows take tokens first.
     q_TKD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_1KTD, key_1GTD, value_1GTD))
     out_TKD = _attend(q_TKD, k_TGD, v_TGD, micro, scaling, sliding_window)
-    return micro.cp_group.gather_heads(out_TKD[None]), None
+    return micro.cp_group.gather_heads(out_TKD[None]), None  # None: the attention weights, which are never stored
 
 
 class Rows(NamedTuple):
@@ -86,6 +86,7 @@ def _pick_kernel(q_TKD: Tensor, window: int | None) -> paths.Run | None:
     if q_TKD.is_cuda and q_TKD.dtype in (torch.bfloat16, torch.float16):
         flash = paths.in_use(FLASH_ATTN) if has_flash_attn() else None
         return flash or paths.in_use(VARLEN_ATTN)
+    # The compiled C has no sliding window.
     return paths.in_use(COMPILED_C) if window is None and attention_cpu.supports(q_TKD) else None
 
 
@@ -108,7 +109,8 @@ def by_segment(
         for segment in range(first, end):
             at = slice(ends[segment], ends[segment + 1])
             keys, values = k_TGD[at], v_TGD[at]
-            if segment > first:  # after a shared prompt, a segment also sees the complete prompt
+            # After a shared prompt, a segment also sees all of it; the copies' gradients are summed by autograd.
+            if segment > first:
                 keys, values = torch.cat([k_TGD[prefix], keys]), torch.cat([v_TGD[prefix], values])
             outs.append(_attend_last(q_TKD[at], keys, values, scaling, window))
     return torch.cat(outs)
@@ -120,12 +122,13 @@ def _attend_last(q_TKD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scaling: float, wi
     # `is_causal` lines up the first query with the first key, which is right for T = S only; otherwise build the mask.
     mask_TS = None
     if num_keys > num_queries or (window is not None and window < num_keys):
+        # Query i is token num_before + i of the row: it sees the keys up to there, the last `window` of them.
         num_before = num_keys - num_queries
         mask_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_TKD.device).tril(num_before)
         if window is not None:
             mask_TS = mask_TS.triu(num_before - window + 1)
     q_1KTD, k_1GSD, v_1GSD = (x.transpose(0, 1)[None] for x in (q_TKD, k_SGD, v_SGD))
-    is_grouped = q_TKD.shape[1] != k_SGD.shape[1]
+    is_grouped = q_TKD.shape[1] != k_SGD.shape[1]  # torch pairs G key heads with K query heads only if asked to
     out_1KTD = scaled_dot_product_attention(
         q_1KTD, k_1GSD, v_1GSD, attn_mask=mask_TS, is_causal=mask_TS is None, scale=scaling, enable_gqa=is_grouped
     )
@@ -140,6 +143,7 @@ def _flash_attn(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling
     from flash_attn import flash_attn_varlen_func
 
     window_size = _window_size(rows)
+    # Once for queries and once for keys: in self-attention both have the same segments.
     lengths = (rows.cu_seqlens, rows.cu_seqlens, rows.max_len, rows.max_len)
     out: Tensor = flash_attn_varlen_func(
         q_TKD, k_TGD, v_TGD, *lengths, softmax_scale=scaling, causal=True, window_size=window_size
@@ -150,6 +154,7 @@ def _flash_attn(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling
 def _varlen_attn(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    # No flag makes it causal: the window does, which ends at the query itself.
     options: dict[str, Any] = {"scale": scaling, "window_size": _window_size(rows)}
     if _varlen_attn_has_gqa_flag():
         options["enable_gqa"] = True
@@ -161,6 +166,7 @@ def _varlen_attn(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scalin
 def _window_size(rows: Rows) -> tuple[int, int]:
     """Return how many tokens are seen before and after a token; -1: all of them."""
     assert len(rows.group_bounds) == len(rows.cu_seqlens), "the kernels know no shared prompts"
+    # transformers counts the token itself in a window, the kernels only those before it.
     return (-1 if rows.window is None else rows.window - 1, 0)
 
 
@@ -196,6 +202,7 @@ def _check_supported(module: nn.Module, others: dict[str, Any]) -> None:
             f"{type(module).__name__} has attention dropout {others['dropout']}; "
             f"set attention_dropout to 0 in the model's config"
         )
+    # Gemma 2 caps its scores (softcap), gpt-oss has attention sinks (s_aux), T5 and its kin add a bias by distance.
     unknown = [k for k in ("softcap", "s_aux", "position_bias") if others.get(k) is not None]
     if unknown:
         raise ConfigError(f"{type(module).__name__} uses {', '.join(unknown)}, which Klear's training does not compute")

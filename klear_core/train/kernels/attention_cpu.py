@@ -19,8 +19,9 @@ from torch.autograd import Function
 from klear_core.native import call, compile_c
 
 _SOURCE = Path(__file__).with_name("attention.c")
+# Argument types: l int64_t, f float, p pointer (see `compile_c`).
 _SIGNATURES = {"attention_forward": "lllppfppppp", "attention_backward": "lllppfppppppppp"}
-_LANES = 16  # floats of a vector, as in the C source
+_LANES = 16  # float32 numbers of a 512-bit vector; must equal LANES in the C source
 
 
 def supports(q_TKD: Tensor) -> bool:
@@ -52,9 +53,11 @@ class _PackedAttention(Function):
     def forward(
         ctx: Any, q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, group_bounds: Tensor, scaling: float
     ) -> Tensor:
+        # C gets bare pointers: it knows neither strides nor dtypes. cu_seqlens and group_bounds are int32 on the CPU.
         q_TKD, k_TGD, v_TGD = q_TKD.contiguous(), k_TGD.contiguous(), v_TGD.contiguous()
         # log_sums: the log of each query's sum of exponentials, from which backward computes the weights again.
         out_TKD, log_sums_TK = torch.empty_like(q_TKD), torch.empty(q_TKD.shape[:2])
+        # In the order of the C functions' first six arguments.
         ctx.shape = (len(group_bounds) - 1, q_TKD.shape[1], k_TGD.shape[1], cu_seqlens, group_bounds, scaling)
         call(_library(q_TKD.shape[2]), "attention_forward", *ctx.shape, q_TKD, k_TGD, v_TGD, out_TKD, log_sums_TK)
         ctx.save_for_backward(q_TKD, k_TGD, v_TGD, out_TKD, log_sums_TK)

@@ -1,4 +1,4 @@
-"""Give each part of the model that has fast paths a small input, and its result by plain operations in float64.
+"""Define the trials of fast paths: small inputs for each part of the model, and the same part by plain operations.
 
 The inputs have the model's sizes wherever a kernel is built for a size, and few tokens.
 Axis letters: T tokens, N loss tokens, K query heads, G key and value heads, D head size, H hidden, I intermediate, V
@@ -26,8 +26,8 @@ from klear_core.train.logps import fused_loss, token_logps
 
 Outputs = tuple[Tensor, ...]
 
-_EPS = 1e-5
-_HEAD_HIDDEN = 64
+_EPS = 1e-5  # kernels take it as an argument, so it need not be the model's
+_HEAD_HIDDEN = 64  # kernels of the head see only logits, so the hidden size need not be the model's
 _LENGTHS = {"cpu": (300, 7), "cuda": (1100, 37)}
 """Tokens of the trials of elementwise parts. The first is larger than any block that kernels cut rows into (128 at
 most, 256 rows per partial sum). The second differs, so that torch.compile builds its kernel for any length."""
@@ -59,7 +59,7 @@ class ModelSizes:
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             num_heads=config.num_attention_heads // context_parallel,
-            num_kv_heads=max(1, num_kv_heads // context_parallel),
+            num_kv_heads=max(1, num_kv_heads // context_parallel),  # with fewer key heads than ranks, some are repeated
             head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
             vocab=config.vocab_size,
             is_qwen3=config.model_type == "qwen3",
@@ -134,7 +134,7 @@ def _attention(run: Run, sizes: ModelSizes, device: torch.device, dtype: torch.d
     heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
     leaves = _draw(device, dtype, *((num_tokens, n, sizes.head_dim) for n in heads))
 
-    # The compiled C is never used with a window.
+    # The compiled C is never used with a window. 29 is shorter than most rows, and no multiple of a kernel's block.
     for window in (None, 29) if sizes.has_window and device.type == "cuda" else (None,):
         rows = attention.Rows(cu_seqlens, group_bounds, max_len, window)
         fast = partial(_attend_fast, run, rows, scaling)
@@ -173,10 +173,13 @@ def _rotate(run: Run, sizes: ModelSizes, device: torch.device, dtype: torch.dtyp
 
     head_dim = sizes.head_dim
     for length in _LENGTHS[device.type]:
+        # Frequencies from 1 down to 1e-4, as of RoPE with base 10,000; both halves of a head have the same angles.
         angle_TD = torch.arange(length, device=device)[:, None] * 0.1 ** torch.linspace(0, 4, head_dim // 2).to(device)
         angle_1TD = torch.cat((angle_TD, angle_TD), dim=-1)[None]
+        # Rounded here, so that the plain form in float64 sees the numbers that the kernel sees.
         cos_1TD, sin_1TD = angle_1TD.cos().to(dtype), angle_1TD.sin().to(dtype)
 
+        # Angles as defaults: each trial keeps those of its own length.
         def fast(*x: Tensor, cos: Tensor = cos_1TD, sin: Tensor = sin_1TD) -> Outputs:
             return tuple(run(*x, cos, sin, _EPS))
 
@@ -193,7 +196,7 @@ def _head(_run: Run, sizes: ModelSizes, device: torch.device, dtype: torch.dtype
     num_tokens = 130
     g = torch.Generator().manual_seed(2)
     target_N = torch.randint(sizes.vocab, (num_tokens,), generator=g).to(device)
-    factor_N = torch.linspace(0.5, 2.0, num_tokens, device=device)
+    factor_N = torch.linspace(0.5, 2.0, num_tokens, device=device)  # differs by token, to detect a wrong chunk offset
     temperature = 0.7
 
     def fast(hidden_NH: Tensor, weight_VH: Tensor) -> Outputs:
@@ -213,6 +216,7 @@ def _head(_run: Run, sizes: ModelSizes, device: torch.device, dtype: torch.dtype
         return (factor_N * (0.1 * entropy_N - logp_N)).sum(), logp_N, entropy_N
 
     hidden_NH, weight_VH = _draw(device, dtype, (num_tokens, _HEAD_HIDDEN), (sizes.vocab, _HEAD_HIDDEN))
+    # Logits then have a standard deviation of 0.3 sqrt(64) / 0.7 = 3.4: a softmax neither flat nor of one token.
     yield Trial(leaves=(hidden_NH, (0.3 * weight_VH).detach()), fast=fast, plain=plain)
 
 
@@ -225,6 +229,7 @@ def _products(run: Run, sizes: ModelSizes, device: torch.device, dtype: torch.dt
     def plain(a: Tensor, b: Tensor) -> Outputs:
         return a @ b, total_32 + a @ b
 
+    # Sums of 1024 terms, whose rounding to bfloat16 is above the tolerance of a float32 result.
     leaves = _draw(device, dtype, (96, 1024), (1024, sizes.hidden))
     yield Trial(leaves=leaves, fast=fast, plain=plain, has_gradient=False)
 
@@ -232,6 +237,7 @@ def _products(run: Run, sizes: ModelSizes, device: torch.device, dtype: torch.dt
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+    # It normalises in float32 even if its input is float64, which is exact enough for every tolerance here.
     module = Qwen3RMSNorm(len(weight), eps=_EPS).to(weight.device)
     out: Tensor = torch.func.functional_call(module, {"weight": weight}, (x,))
     return out
@@ -239,7 +245,7 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def _draw(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Outputs:
     """Return normal numbers; a vector is a norm's weight, around 1. torch's global generator is left as it is."""
-    g = torch.Generator().manual_seed(0)
+    g = torch.Generator().manual_seed(0)  # on the CPU, so that every device gets the same numbers
     leaves = []
     for shape in shapes:
         drawn = torch.randn(shape, generator=g)

@@ -22,6 +22,7 @@ class Compiled(Generic[R]):
         self._function = function
         self.failure = ""
         """The compiler error, once there was one."""
+        # Returns at once: compilation begins with the first call, by its shapes and dtypes.
         self._kernel: Callable[..., R] | None = torch.compile(function, backend=backend)
 
     @property

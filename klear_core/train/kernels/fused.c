@@ -77,7 +77,7 @@ void rotate_backward(int64_t N, int64_t heads, const float *dy, const float *x, 
             for (int64_t h = 0; h < heads; h++) {
                 const int64_t at = (n * heads + h) * HEAD_DIM;
                 const float *restrict g = dy + at, *restrict c = cosine + n * HEAD_DIM, *restrict s = sine + n * HEAD_DIM;
-                float back[HEAD_DIM];
+                float back[HEAD_DIM]; // gradient by the normalised head: the transposed rotation, so sine changes its sign
 #pragma omp simd
                 for (int d = 0; d < HALF; d++) {
                     back[d] = g[d] * c[d] + g[d + HALF] * s[d + HALF];
@@ -110,7 +110,7 @@ void gate_backward(int64_t N, int64_t C, const float *dy, const float *gate_up, 
         float *restrict dgate = gradient + 2 * n * C, *restrict dup = dgate + C;
 #pragma omp simd
         for (int64_t i = 0; i < C; i++) {
-            const float s = logistic(gate[i]);
+            const float s = logistic(gate[i]); // silu(x) = x s, and silu'(x) = s (1 + x (1 - s))
             dgate[i] = g[i] * up[i] * s * (1.0f + gate[i] * (1.0f - s));
             dup[i] = g[i] * gate[i] * s;
         }

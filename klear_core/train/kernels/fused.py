@@ -1,4 +1,4 @@
-"""Compute norms, rotations and gates of a Qwen3 under training in one compiled pass each, forward and backward.
+"""Compute the norms, rotations and gates of a Qwen3 in one compiled pass each, forward and backward.
 
 transformers' operations take five to ten passes each. The passes for float32 on CPU are here, those for CUDA in
 `fused_cuda`. All other dtypes and devices, and models that are no plain Qwen3, use transformers' operations.
@@ -29,6 +29,7 @@ _PART = 256
 
 def fuse(hf: nn.Module) -> None:
     """Make the modules of a transformers Qwen3 use the compiled passes; leave other models unchanged."""
+    # The exact type, because a subclass, such as another model's attention, may compute something else.
     if not any(type(m) is Qwen3Attention for m in hf.modules()):
         return
     for module in hf.modules():
@@ -72,7 +73,7 @@ class _FusedAttention(Qwen3Attention):  # type: ignore[misc]
             return super().forward(hidden_states, position_embeddings, **others)  # type: ignore[no-any-return]
         # [B, T, H, D] -> [B, H, T, D], as transformers calls its attention functions.
         heads_first = (x.transpose(1, 2) for x in qkv)
-        dropout = self.attention_dropout if self.training else 0.0
+        dropout = self.attention_dropout if self.training else 0.0  # passed on only to be refused if it is not 0
         out, _ = attention.attend(
             self, *heads_first, scaling=self.scaling, dropout=dropout, sliding_window=self.sliding_window, **others
         )
@@ -89,6 +90,7 @@ class _FusedAttention(Qwen3Attention):  # type: ignore[misc]
         angles = tuple(a.expand(*x.shape[:2], -1).contiguous() for a in angles)
         qkv_BTHD = _project(x, self.q_proj, self.k_proj, self.v_proj).view(*x.shape[:-1], -1, self.head_dim)
         num_kv_heads = self.k_proj.out_features // self.head_dim
+        # Heads of queries, keys and values lie side by side, in the order of the projections above.
         sizes = [qkv_BTHD.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
         q_BTHD, k_BTHD, v_BTHD = torch.split(qkv_BTHD, sizes, dim=2)
         eps = self.q_norm.variance_epsilon
@@ -132,7 +134,7 @@ class _NormPass(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         num_rows, dx = x.numel() // len(weight), torch.empty_like(x)
-        parts = torch.zeros(-(-num_rows // _PART), len(weight))
+        parts = torch.zeros(-(-num_rows // _PART), len(weight))  # zeros, because C adds each row to its part
         _call("norm_backward", num_rows, len(weight), dy.contiguous(), x, weight, ctx.eps, dx, parts)
         # Partial sums cover a fixed number of rows, so the result does not depend on the number of threads.
         return dx, parts.sum(0), None
@@ -155,6 +157,7 @@ class _RotatePass(Function):
     def backward(ctx: Any, dy_BTHD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x_BTHD, weight, cos_BTD, sin_BTD = ctx.saved_tensors
         num_tokens, dx_BTHD = x_BTHD.shape[:2].numel(), torch.empty_like(x_BTHD)
+        # All heads of a token share the weight [D], so a part sums over the heads of its tokens, too.
         parts = torch.zeros(-(-num_tokens // _PART), len(weight))
         arguments = (num_tokens, x_BTHD.shape[2], dy_BTHD.contiguous(), x_BTHD, weight, cos_BTD, sin_BTD, ctx.eps)
         _call("rotate_backward", *arguments, dx_BTHD, parts, head_dim=len(weight))
@@ -166,7 +169,7 @@ class _GatePass(Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate_up = gate_up.contiguous()
+        gate_up = gate_up.contiguous()  # C gets bare pointers
         size = gate_up.shape[-1] // 2
         y = torch.empty(*gate_up.shape[:-1], size)
         ctx.save_for_backward(gate_up)

@@ -1,4 +1,4 @@
-"""Compile norms, rotations and gates of a Qwen3 under training for CUDA.
+"""Compile the norms, rotations and gates of a Qwen3 for CUDA.
 
 Each is one kernel forward and one backward instead of five to ten. They compute in float32 and round once, where
 transformers rounds between its operations.
@@ -45,7 +45,7 @@ def rotate(
     q_BTKD: Tensor, k_BTGD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Normalise each head of queries and keys, then rotate it by the token's angles (RoPE)."""
-    cos_BT1D, sin_BT1D = cos_BTD[:, :, None].float(), sin_BTD[:, :, None].float()
+    cos_BT1D, sin_BT1D = cos_BTD[:, :, None].float(), sin_BTD[:, :, None].float()  # the same for all heads
 
     def rotated(x: Tensor, weight_D: Tensor) -> Tensor:
         normed = _normed(x, weight_D, eps)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 Run = Callable[..., Any]
 
+# Module state, because kernels are looked up inside a model's layers, where no argument could bring them.
 _runs: dict[str, Run] = {}
 _left_out: dict[str, str] = {}
 

@@ -88,6 +88,7 @@ def _prove_one(name: str, conditions: Conditions, *, is_timed: bool) -> Proof:
                 )
     except Exception as e:  # noqa: BLE001  # a broken kernel can raise anything; the verdict reports it
         return Proof(name=name, verdict="crashed", reason=first_line(f"it raised {type(e).__name__}: {e}"))
+    # After the trials: compilation fails only when a kernel is first called, and plain operations then took its place.
     failure = compiler_failure(name)
     if failure:
         return Proof(name=name, verdict="missing", reason=first_line(f"torch.compile failed with {failure}"))
@@ -95,6 +96,7 @@ def _prove_one(name: str, conditions: Conditions, *, is_timed: bool) -> Proof:
     if error > 1:
         reason = f"it differs from plain operations by {error:.3g} times the tolerance"
         return Proof(name=name, verdict="disagrees", error=error, reason=reason)
+    # The slowest of the trials counts.
     return Proof(name=name, verdict="agrees", error=error, time_ratio=max(ratios, default=math.nan))
 
 
@@ -108,6 +110,7 @@ def _error(trial: Trial, dtype: torch.dtype) -> float:
         difference = mine.double() - wanted
         if not bool(difference.isfinite().all()):
             return math.inf
+        # Norms and not the largest number, because single numbers can cancel to almost nothing.
         errors.append(float(difference.norm() / wanted.norm().clamp_min(1e-30)) / of_tensor)
         if wanted.dim() > 1:
             rows, wanted_rows = (x.flatten(0, -2).norm(dim=-1) for x in (difference, wanted))
@@ -124,6 +127,7 @@ def _results(function: Callable[..., Outputs], trial: Trial, *, dtype: torch.dty
         if not trial.has_gradient:
             return list(outputs)
         g = torch.Generator().manual_seed(1)
+        # Random, so that errors do not cancel in the sum. Rounded to the stage's dtype first: both forms get the same.
         weights = [torch.randn(out.shape, generator=g).to(trial.leaves[0].dtype).to(out) for out in outputs]
         gradients = torch.autograd.grad(outputs, leaves, weights)
     return [*(out.detach() for out in outputs), *gradients]
@@ -133,12 +137,12 @@ def _time(work: Callable[[], object]) -> float:
     """Return the seconds of the fastest of a few runs."""
     seconds = []
     for _ in range(_REPEATS):
-        wait_for_gpu()
+        wait_for_gpu()  # a call only queues work; here that of the run before
         started = time.perf_counter()
         work()
         wait_for_gpu()
         seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return min(seconds)  # other work on the machine only adds time; the first run may also compile
 
 
 def wait_for_gpu() -> None:
