@@ -76,6 +76,7 @@ def measure(case: LearnerCase) -> list[Peak]:
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise TrainingError(f"the update on fake tensors failed: {done.stderr[-2000:]}")
+    # The last line, because libraries may print others before it.
     return [Peak(**peak) for peak in json.loads(done.stdout.splitlines()[-1])]
 
 
@@ -101,6 +102,7 @@ def _measure_here(case: LearnerCase) -> list[Peak]:
         # Learning rate and number of steps do not change what is allocated.
         updater = Updater(policy, OptimConfig(lr=1e-5), world, num_steps=10)
         tracker = MemoryTracker()
+        # Counts what was made before the tracker, and names it: weights, and the moments that the updater has made.
         _label_states(tracker, policy, updater)
         if case.has_reference:
             reference = parallel.parallelise(
@@ -147,6 +149,7 @@ def _batch(case: LearnerCase, cp_group: Any) -> PackedBatch:
     from klear_core.train.packing import pack
 
     mask = [i >= case.num_prompt_tokens for i in range(case.num_tokens)]
+    # Each row fills a micro-batch. Values do not matter: fake tensors have shapes and dtypes only.
     rows = [_Row([0] * case.num_tokens, mask)] * _MICRO_BATCHES
     return pack(rows, tokens_per_microbatch=case.num_tokens, cp_group=cp_group)
 
@@ -162,9 +165,9 @@ def _shell(case: LearnerCase) -> Any:
     from klear_core.train.lora import Adapters, add_adapters
     from klear_core.train.model import DTYPES, Policy
 
-    given = dict(case.model)
+    given = dict(case.model)  # a copy, because the next lines take an entry out
     config = AutoConfig.for_model(given.pop("model_type"), **given)
-    dtype = torch.float32 if case.adapter_rank is None else DTYPES[case.dtype]
+    dtype = torch.float32 if case.adapter_rank is None else DTYPES[case.dtype]  # as in `load_policy`
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     fused.fuse(hf)
@@ -186,7 +189,7 @@ def _allocated(shell: Any) -> Any:
             for name, empty in held.items():
                 if empty is None:
                     continue
-                if id(empty) not in made:
+                if id(empty) not in made:  # tied weights are one object, under several modules
                     made[id(empty)] = torch.empty_like(empty, device="cpu")
                     if isinstance(empty, nn.Parameter):
                         made[id(empty)] = nn.Parameter(made[id(empty)], requires_grad=empty.requires_grad)
@@ -265,6 +268,7 @@ def _instrumented(tracker: MemoryTracker) -> Iterator[None]:
         return result
 
     def after_backward(self: Any, *args: Any) -> Any:
+        # Named before the call, which reduces them into the shards' gradients and frees them.
         for p in self.fsdp_params:
             if hasattr(p, "_unsharded_param"):
                 tracker.label(p._unsharded_param.grad, "whole gradients")

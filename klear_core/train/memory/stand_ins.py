@@ -21,8 +21,8 @@ def install(*, is_compiled: bool) -> None:
     """Make fake tensors on the CPU take our CUDA paths. `is_compiled=False` leaves out what torch.compile does."""
     fake = cast(Any, FakeTensor)
     # A CPU build of torch cannot hold fake CUDA tensors: autograd ends the process, as it has no device guard.
-    fake.is_cuda = property(lambda _: True)
-    # The values that decide a step's course: a finite loss and norm.
+    fake.is_cuda = property(lambda _: True)  # what our code asks to choose a kernel
+    # A step reads its loss and norm as numbers, and updates only if they are finite.
     fake.item = lambda _: 0.0
     fake.__bool__ = lambda _: True
     # DTensor works out shapes of whole tensors in the active fake mode; in one of its own they are not counted.
@@ -52,6 +52,7 @@ class _Attention(Function):
         q, k, v, _, log_sums = ctx.saved_tensors
         dout = dout.contiguous()
         grads = tuple(torch.empty_like(x) for x in (q, k, v))
+        # Held inside the kernel only, but at the same time as the gradients, so they count in the peak.
         inside = [torch.empty_like(q, dtype=torch.float32), torch.empty_like(q), torch.empty_like(q)]
         inside.append(torch.empty_like(log_sums))
         del inside, dout
@@ -100,6 +101,7 @@ class _HeadPasses(logits.Passes):
     """Allocates what the head's compiled passes do: numbers for each token, and the gradient of the logits."""
 
     def read(self, z_CV: Tensor, target_C1: Tensor, *, need_entropy: bool) -> logits.Reading:  # noqa: ARG002  same call
+        # All that the compiled pass writes: four numbers for each token, and no second tensor of [C, V].
         logp_C, entropy_C, max_C, logsum_C = (z_CV.new_empty(z_CV.shape[0]) for _ in range(4))
         return logits.Reading(logp_C, entropy_C, logits.Normaliser(max_C[:, None], logsum_C[:, None]))
 

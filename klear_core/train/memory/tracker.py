@@ -43,19 +43,21 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         # DTensor asks for the shapes of whole tensors in a fake mode of its own: nobody allocates those.
         if active_fake_mode() is self._mode:
+            # Storages and not tensors: views share one, which then counts once.
             for x in tree_leaves(out):
                 if isinstance(x, FakeTensor) and x.device.type != "meta":
                     self.count(x.untyped_storage())
         return out
 
     def count(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:
-        """Take a storage's present size. `kind` names what it holds; None keeps the name that it has."""
+        """Record a storage's present size. `kind` names what it holds; None keeps the name that it has."""
         key, size = storage._cdata, storage.nbytes()
         known = self._live.get(key)
         if known is None:
-            weakref.finalize(storage, self._drop, key)
+            weakref.finalize(storage, self._drop, key)  # called when the last tensor on it is gone
             kind = kind or self._kind or ("temporary in backward" if is_backward() else "kept by forward")
         else:
+            # Taken off and added again below: FSDP resizes storages, and a label may change the kind.
             self._by_kind[known[1]] -= known[0]
             self._total -= known[0]
             kind = kind or known[1]
@@ -99,6 +101,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_peak(self) -> None:
         moment = f"{self.moment}, {'backward' if is_backward() else 'forward'}"
+        # The kinds at the moment of the largest total, not the largest of each kind.
         if self._total > sum(self.peaks.get(moment, {}).values()):
             self.peaks[moment] = {kind: size for kind, size in self._by_kind.items() if size}
 
@@ -110,4 +113,5 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def is_backward() -> bool:
     """Return whether autograd is running a backward pass in this thread."""
+    # The id of the running backward pass, -1 outside; torch's own checkpointing asks in the same way.
     return torch._C._current_graph_task_id() != -1
