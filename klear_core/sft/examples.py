@@ -42,10 +42,12 @@ def make_examples(
     as far as it goes, without an end of the turn. A `<think>` that the chat template opens is part of the prompt.
     """
     opening = opening_of(tokenizer)
+    # Encoded apart, because sampling gets the prompt's tokens alone: no token may lie across the border.
     prompts = encode_all(tokenizer, [prompt_text(tokenizer, t.question) for t in traces])
     responses = encode_all(tokenizer, [continuation(_response_text(t), opening) for t in traces])
     examples: list[SftExample | Unusable] = []
     for trace, prompt_ids, response_ids in zip(traces, prompts, responses, strict=True):
+        # Only a teacher that stopped by itself shows where to stop.
         end = (tokenizer.eos_token_id,) if trace.finish_reason == "stop" else ()
         token_ids = prompt_ids + response_ids + end
         if not trace.reasoning.strip() and not trace.answer.strip():
@@ -53,6 +55,7 @@ def make_examples(
         # The end of the turn in mid-text would teach the model to stop there.
         elif tokenizer.eos_token_id in response_ids:
             examples.append(Unusable(reason="end_token_in_text"))
+        # A cut row whose prompt fills it has no loss token, and so no gradient.
         elif len(token_ids) > max_tokens and (overlong == "drop" or len(prompt_ids) >= max_tokens):
             examples.append(Unusable(reason="overlong"))
         else:
@@ -89,6 +92,7 @@ class TokenStore:
         return len(self.problem_ids)
 
     def __getitem__(self, row: int) -> SftExample:
+        # `ends` are cumulative: a row begins where the one before it ends.
         start, end, prompt_len = (
             int(self._ends[row - 1]) if row else 0,
             int(self._ends[row]),
@@ -111,13 +115,14 @@ class _Index:
     def add(self, example: SftExample, *, source: str) -> None:
         """Add the next row."""
         self.lens.append(len(example.token_ids))
+        # One number stands for the mask: a prompt without loss, then a response with it.
         self.prompt_lens.append(example.loss_mask.index(True))
         self.problem_ids.append(example.problem_id)
         self.sources.append(source)
 
     def write(self, path: Path) -> None:
         """Write the index at once, by a rename."""
-        temporary = path.with_suffix(".tmp.npz")
+        temporary = path.with_suffix(".tmp.npz")  # savez would append .npz to any other suffix
         np.savez(
             temporary,
             ends=np.cumsum(self.lens),
@@ -152,7 +157,7 @@ def build_store(
                     example_lost or f"problem {trace.problem_id}, sample {trace.sample_idx}: {example.reason}"
                 )
                 continue
-            f.write(np.array(example.token_ids, dtype=np.uint32).tobytes())
+            f.write(np.array(example.token_ids, dtype=np.uint32).tobytes())  # 4 bytes a token, as TokenStore maps it
             index.add(example, source=trace.source)
             num_unended += trace.finish_reason != "stop"
             # A complete trace without its end token was cut at `max_tokens`.

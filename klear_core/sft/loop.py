@@ -146,7 +146,7 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
         _seed_dropout(job, step, world)
         result = updater.step(batch, sft_heads(batch.micro_batches, rows, cfg.normalise), step=step)
         _count_update(result, batch, counters)
-        if not result.is_applied:
+        if not result.is_applied:  # alike on all ranks, so all of them raise if these are too many
             _save_bad_batch(rows, job, step=step, num_skipped=int(counters["num_skipped"]))
         done = step + 1
         metrics = _of_update(result, batch) | {
@@ -154,16 +154,17 @@ def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
             "sft/optim/skipped": counters["num_skipped"],
             "sft/data/epoch": done * cfg.rows_per_step / plan.order.rows_per_epoch,
         }
-        metrics |= speed.metrics(rows)
+        metrics |= speed.metrics(rows)  # before validation, whose time is not the update's
         if validation and (done % cfg.eval_every_steps == 0 or done == num_steps):
             metrics["sft/loss/validation"] = held_out_loss = _validation_loss(policy, validation, cfg, world, flops)
             _count_validation(held_out_loss, counters)
         telemetry.log(metrics, step=done)
         telemetry.progress(done, num_steps, f"loss {result.loss:.3f}" if result.is_applied else "update skipped")
+        # Before the checkpoint: a killed run makes the models of later steps again, but none of earlier ones.
         points.offer(policy, step=done, num_steps=num_steps)
         if checkpoints.is_due(done) or done == num_steps:
             checkpoints.save(done, policy, updater.optimizer, counters)
-    checkpoints.wait()
+    checkpoints.wait()  # a run killed from here on resumes behind the last step, and only exports
 
     _export(policy, job, world)
     notes = (*path_notes, *_skip_notes(counters), *points.notes())
@@ -292,4 +293,4 @@ def _validation_loss(
     policy.eval()  # switches off the adapters' dropout
     losses = [policy(micro, head).loss for micro, head in zip(micro_batches, heads, strict=True)]
     policy.train()
-    return float(world.sum(torch.stack(losses).sum()))
+    return float(world.sum(torch.stack(losses).sum()))  # each loss is divided by the counts of all rows already

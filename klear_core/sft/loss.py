@@ -25,6 +25,7 @@ def row_weights(rows: Sequence[TokenRow], normalise: Normalise) -> Tensor:
 
     `token`: 1 / loss tokens of the step. `sample`: 1 / (loss tokens of the row * rows).
     """
+    # Of all rows of the step, on every rank: with local counts, tokens would weigh more on ranks that have few.
     counts = torch.tensor([sum(r.loss_mask) for r in rows], dtype=torch.float32)
     assert bool((counts > 0).all()), "a row without loss tokens has no gradient"
     return torch.ones_like(counts) / counts.sum() if normalise == "token" else 1 / (counts * len(rows))
@@ -45,4 +46,5 @@ def _sft_head(micro: MicroBatch, weights: Tensor) -> Head[HeadOutput]:
     def loss_fn(logp_C: Tensor, _entropy_C: Tensor, where: slice) -> Tensor:
         return -weight_N[where] * logp_C  # minus: minimise the negative log-likelihood; `where` selects a chunk of N
 
+    # The temperature stays 1: the cross-entropy is of the model itself, not of a sampler.
     return partial(fused_loss, target_N=micro.target_N, loss_fn=loss_fn)

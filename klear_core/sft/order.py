@@ -27,11 +27,13 @@ def split_rows(problem_ids: Sequence[str], *, frac: float, max_rows: int, seed: 
     """Hold out about `frac` of the problems, at most `max_rows` rows: complete problems, lowest id hash first."""
     # Draw in [0, 1) from the id alone, so that a problem's draw does not change when others are added.
     draws = {p: seed_for(seed, "sft/validation", p) / 2**63 for p in set(problem_ids)}
+    # Complete problems: with one trace of a problem in training, its other traces would validate too well.
     rows_of: dict[str, list[int]] = {}
     for row, problem_id in enumerate(problem_ids):
         rows_of.setdefault(problem_id, []).append(row)
     validation: list[int] = []
     drawn = [p for p in draws if draws[p] < frac]
+    # By draw, so that a lower `max_rows` holds out a subset, whatever the order of the rows.
     for problem_id in sorted(drawn, key=lambda p: draws[p]):
         if len(validation) + len(rows_of[problem_id]) > max_rows:
             break
@@ -72,7 +74,7 @@ class RowOrder:
                 f"that are not held out"
             )
         self.num_rows = self.rows_per_epoch * num_epochs
-        self.num_steps = -(-self.num_rows // rows_per_step)
+        self.num_steps = -(-self.num_rows // rows_per_step)  # rounded up: the last step takes what is left
         self._cached_epoch = lru_cache(maxsize=2)(self._epoch)  # a step can span two epochs
 
     def step(self, step: int) -> list[int]:
@@ -84,12 +86,14 @@ class RowOrder:
         """Return the number of rows that occur at least once in the first `num_steps` steps."""
         end = min(num_steps * self._rows_per_step, self.num_rows)
         seen: set[int] = set()
+        # A row can occur several times: in other epochs, or in one by its source's weight.
         for first in range(0, end, self.rows_per_epoch):
             seen.update(self._cached_epoch(first // self.rows_per_epoch)[: end - first].tolist())
         return len(seen)
 
     def _epoch(self, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return each source's rows as often as its weight says, shuffled together. All epochs have the same length."""
+        # Seeded by epoch, so that a resumed run finds its place without drawing the epochs before.
         rng = np.random.default_rng(seed_for(self._seed, "sft/order", epoch))
         parts = []
         for source, rows in self._by_source.items():

@@ -36,6 +36,7 @@ class TrainingPlan:
     def _weighed(self) -> LedgerStep:
         """Count the rows that are trained on at least once, and the others by the setting that excludes them."""
         num_rows = len(self.split.train)
+        # Without `max_steps` all of `order` is trained on, so what that lacks is left out by source_weights.
         num_wanted, num_seen = self.order.num_distinct(self.order.num_steps), self.order.num_distinct(self.num_steps)
         dropped = {"source_weights": num_rows - num_wanted, "max_steps": num_wanted - num_seen}
         return LedgerStep(
@@ -54,5 +55,6 @@ def plan_training(cfg: SftConfig, store: TokenStore, *, seed: int) -> TrainingPl
         rows_per_step=cfg.rows_per_step,
         seed=seed,
     )
+    # The learning rate's schedule ends with these steps, too, and not with the epochs.
     num_steps = min(order.num_steps, cfg.max_steps or order.num_steps)
     return TrainingPlan(split=split, order=order, num_steps=num_steps)
