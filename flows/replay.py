@@ -34,7 +34,7 @@ _BETWEEN_SETTINGS = re.compile(r",(?![^{\[]*[}\]])")
 _LEGEND = """\
 value, gradient: means over the mini-batches; cosine: of the change of all weights with that of the run's loss
 A>0, A<0: tokens of that advantage that are clipped, decayed or masked, of all tokens; F: mean weight of theirs
-KL: of the new policy from the old one, nats per token; entropy: change of the mean, nats"""
+KL: from the old policy to the new, KL(old, new), nats per token; entropy: change of the mean, nats"""
 
 
 def replay_step(step: int, which: str, given: Sequence[str], *, root: Path, num_workers: int | None) -> None:

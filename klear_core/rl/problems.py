@@ -41,8 +41,7 @@ def choose_problems(artifact: Path, domain: str, cfg: PromptFilterConfig) -> tup
         reasons = ", ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
         raise DataError(
             f"{artifact}: RL can train on none of its {num_problems:,} problems ({reasons}); it needs {domain} "
-            f"problems "
-            "with answers or tests that rl.prompts keeps"
+            "problems with answers or tests that rl.prompts keeps"
         )
     return chosen, LedgerStep(
         step="choose_problems",

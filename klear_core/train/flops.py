@@ -13,8 +13,20 @@ from klear_core.train.balance import RowWork
 from klear_core.train.model import Policy
 from klear_core.train.packing import TokenRow
 
-BF16_PEAKS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Dense bf16 FLOP/s from NVIDIA's data sheets, by a substring of the device name."""
+BF16_PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+}
+"""Dense bf16 FLOP/s from NVIDIA's data sheets, by words of the device name; the first entry that fits counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +104,11 @@ def peak_flops(device: torch.device) -> float | None:
     """Return the peak bf16 FLOP/s of a device; None if it is not in `BF16_PEAKS`."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    # The first match counts, so L40S comes before L4 in the table.
-    return next((peak for part, peak in BF16_PEAKS.items() if part in name), None)
+    return named_peak(torch.cuda.get_device_name(device))
+
+
+def named_peak(device_name: str) -> float | None:
+    """Return the peak bf16 FLOP/s of the GPU with this name, such as "NVIDIA A100-SXM4-80GB"; None if unknown."""
+    # Whole words, because "L4" is a part of "L40" and "B200" of "GB200", which are other chips.
+    words = set(device_name.replace("-", " ").split())
+    return next((peak for key, peak in BF16_PEAKS.items() if words.issuperset(key.split())), None)

@@ -52,8 +52,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cfg = RlConfig(num_steps=1, minibatches_per_step=4, old_logps="sampler", dtype="float32", runtime=runtime)
     job = RlJob(seed=0, rl=cfg, verify=VerifyConfig())
     with store.create("rl", "a1b2") as slot:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(runtime.num_threads)  # as in the replay: sums of more threads round differently
         world = World(rank=0, size=1, device=torch.device("cpu"))
         Learner(cfg, base, seed=0, workdir=slot.workdir, world=world).step([sample(i) for i in range(8)])
+        torch.set_num_threads(threads)
         inputs = [{"kind": "base", "fingerprint": "ba5e", "role": "model"}]
         slot.publish(manifest("rl", "a1b2", config=job.model_dump(mode="json"), inputs=inputs))
     return root

@@ -1,9 +1,10 @@
 """Operations of a step, counted by hand."""
 
+import pytest
 import torch
 from tiny_models import random_rows, tiny_folder
 
-from klear_core.train.flops import FlopCount, peak_flops
+from klear_core.train.flops import FlopCount, named_peak, peak_flops
 from klear_core.train.model import load_model
 
 
@@ -23,6 +24,27 @@ def test_a_step_counts_tokens_loss_tokens_and_pairs():
 
 def test_a_cpu_has_no_peak():
     assert peak_flops(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+    ],
+)
+def test_a_gpus_peak_is_found_by_whole_words_of_its_name(name: str, tflops: int):
+    assert named_peak(name) == tflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GB200", "NVIDIA H20", "Tesla T4"])
+def test_a_gpu_that_is_not_in_the_table_has_no_peak(name: str):
+    assert named_peak(name) is None
 
 
 def test_the_work_of_a_row_counts_recomputation_and_leaves_out_gradients_of_frozen_weights():

@@ -47,6 +47,7 @@ CONFIG = HfConfig(
     head_dim=16,
     max_position_embeddings=512,
 )
+PHI_4 = CONFIG.model_copy(update={"num_attention_heads": 40, "num_key_value_heads": 10})
 SIZES = ModelSizes.of(CONFIG)
 CPU = torch.device("cpu")
 HERE = Conditions(device=CPU, dtype=torch.float32, sizes=SIZES)
@@ -208,6 +209,8 @@ def test_a_path_is_tried_only_where_it_would_be_used() -> None:
 def test_context_parallelism_leaves_a_rank_its_share_of_the_heads() -> None:
     sizes = ModelSizes.of(CONFIG, context_parallel=4)
     assert (sizes.num_heads, sizes.num_kv_heads) == (1, 1)
+    repeated = ModelSizes.of(PHI_4, context_parallel=4)
+    assert (repeated.num_heads, repeated.num_kv_heads) == (10, 5)  # each key head twice: 20 over 4 ranks
 
 
 @pytest.mark.slow

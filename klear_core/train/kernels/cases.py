@@ -7,6 +7,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +60,8 @@ class ModelSizes:
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             num_heads=config.num_attention_heads // context_parallel,
-            num_kv_heads=max(1, num_kv_heads // context_parallel),  # with fewer key heads than ranks, some are repeated
+            # Key heads are repeated until the ranks divide their number; see `Context.gather_tokens`.
+            num_kv_heads=math.lcm(num_kv_heads, context_parallel) // context_parallel,
             head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
             vocab=config.vocab_size,
             is_qwen3=config.model_type == "qwen3",
