@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from pydantic import JsonValue
 
 from klear_core.artifacts.manifest import Manifest, read_manifest
+from klear_core.artifacts.model_files import is_same_model
 from klear_core.artifacts.opened import store_of
 from klear_core.artifacts.records import read_shards
 from klear_core.config.sections import section_of, sections_used
@@ -146,6 +147,35 @@ def _models(stages: Sequence[RunStage]) -> list[ScoredModel]:
         maker = makers.get(scored[0], stage.name) if scored else stage.name
         models.append(ScoredModel(maker=maker, evaluation=stage.folder))
     return models
+
+
+def paired_by_content(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Name models of later runs as the first run names the same files, where it has no model of their own name.
+
+    So `model` of an evaluation alone stands beside `rl` of the run that trained it.
+    """
+    first, *others = runs
+    return [first, *(replace(run, models=tuple(_named_as_in(first, run))) for run in others)]
+
+
+def _named_as_in(first: ComparedRun, run: ComparedRun) -> list[ScoredModel]:
+    models = list(run.models)
+    for i, model in enumerate(models):
+        if first.model(model.maker):
+            continue
+        taken = [other.maker for other in models]
+        same = (other.maker for other in first.models if other.maker not in taken and _is_same(model, other))
+        maker = next(same, model.maker)
+        models[i] = ScoredModel(maker=maker, evaluation=model.evaluation)
+    return models
+
+
+def _is_same(one: ScoredModel, other: ScoredModel) -> bool:
+    """Return whether two models have the same files; False if the artifact of one is gone."""
+    mine, theirs = one.artifact, other.artifact
+    if mine is None or theirs is None:
+        return False
+    return is_same_model(read_manifest(mine), read_manifest(theirs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,13 @@ from klear_core.report.answers import PAGE as ANSWERS_PAGE
 from klear_core.report.answers import Viewer, write_viewer
 from klear_core.report.build import page_template, stylesheet
 from klear_core.report.chosen import chosen_on
-from klear_core.report.compared_runs import ComparedRun, DifferentSetting, settings_in_common, stages_of_some
+from klear_core.report.compared_runs import (
+    ComparedRun,
+    DifferentSetting,
+    paired_by_content,
+    settings_in_common,
+    stages_of_some,
+)
 from klear_core.report.compared_stages import CostRow, StageCharts, cost_rows, stage_charts
 from klear_core.report.text import NONE, p_value, percent, points, range_text, spread_text
 from klear_core.scores import Range
@@ -104,7 +110,7 @@ def compare_runs(runs: Sequence[ComparedRun], folder: Path) -> Comparison:
     """
     if len(runs) < 2:
         raise DataError(f"a comparison needs at least two runs, not {len(runs)}")
-    named = _named(runs)
+    named = paired_by_content(_named(runs))
     folder.mkdir(parents=True, exist_ok=True)
     last = _last_common(named)
     comparison = Comparison(

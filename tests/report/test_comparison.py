@@ -6,7 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
-from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, given_model, published_report, said, sample
+from stored_evaluations import (
+    RIGHT,
+    SILENT,
+    WRONG,
+    evaluation,
+    given_model,
+    made_model,
+    published_report,
+    said,
+    sample,
+)
 
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ArtifactError, DataError
@@ -134,3 +144,26 @@ def test_one_run_and_other_artifacts_are_refused(tmp_path: Path) -> None:
         compare_runs([read_run(report)], tmp_path / "out")
     with pytest.raises(ArtifactError, match="not the report of a run"):
         read_run(next((tmp_path / "artifacts" / "evaluate").iterdir()))
+
+
+@pytest.mark.parametrize("is_trained_first", [True, False])
+def test_a_model_that_is_evaluated_alone_stands_beside_the_stage_of_the_run_that_made_it(
+    tmp_path: Path, is_trained_first: bool
+) -> None:
+    """Both have the same files; the evaluation alone calls them `model`, and the run has another one."""
+    answers = [sample(i, 0, said(i), RIGHT) for i in range(1, 9)]
+    trained = made_model(tmp_path / "a", files=_tiny(tmp_path / "tiny"))
+    made = evaluation(tmp_path / "a", answers, made=trained)
+    before = evaluation(tmp_path / "a", answers, stage="evaluate_sft", model="sft")
+    given = given_model(tmp_path / "b", trained.path / "model", work=tmp_path / "pointer")
+    alone = evaluation(tmp_path / "b", answers[:4], stage="evaluate_model", made=given)
+    reports = [
+        published_report(tmp_path / "a", {"evaluate_sft": before, "evaluate_rl": made}, {"name": "whole", "seed": 0}),
+        published_report(tmp_path / "b", {"evaluate_model": alone}, {"name": "alone", "seed": 0}),
+    ]
+    ordered = reports if is_trained_first else reports[::-1]
+    comparison = compare_runs([read_run(report) for report in ordered], tmp_path / "out")
+    shared = [row for row in comparison.rows if row.differences]
+    assert [row.maker for row in shared] == ["rl" if is_trained_first else "model"]
+    assert shared[0].differences[0].num_problems == 4
+    assert comparison.last == shared[0].maker
