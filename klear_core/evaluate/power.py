@@ -30,25 +30,29 @@ def detectable(num_problems: int, num_samples: int, *, confidence: float) -> Det
     """Return what can be detected if all difficulties are equally frequent, which is close to real benchmarks.
 
     With paired problems only the noise of sampling and the spread of the gain over problems remain. The power is that
-    of Student's t test, which the exact sign-flip test has, too (docs/statistics.md).
+    of Student's t test, which the exact sign-flip test has, too (docs/statistics.md), with a correction for few
+    answers.
     """
     from scipy.special import ndtri, stdtrit
 
     difficulty = (np.arange(_NUM_POINTS) + 0.5) / _NUM_POINTS
     noise = float(np.mean(difficulty * (1 - difficulty))) / num_samples
-    rerun = float(ndtri(0.5 + confidence / 2)) * math.sqrt(2 * noise / num_problems)
+    rerun = min(1.0, float(ndtri(0.5 + confidence / 2)) * math.sqrt(2 * noise / num_problems))
     if num_problems < min_changed(confidence):
         return Detectable(gain=None, rerun=rerun)
     quantiles = float(stdtrit(num_problems - 1, 0.5 + confidence / 2)) + float(ndtri(POWER))
     logits = np.log(difficulty / (1 - difficulty))[:, None]
     spread = _SPREAD * ndtri((np.arange(_NUM_POINTS) + 0.5) / _NUM_POINTS)[None, :]
+    # Sums of differences are 2 / n apart, and the exact p-value counts all choices of signs at the sum that is seen.
+    continuity = 1 / (num_samples * num_problems)
     low, high = 0.0, 12.0  # mean gain in logits
     for _ in range(40):
         middle = (low + high) / 2
         after = 1 / (1 + np.exp(-(logits + middle + spread)))
         change = after - difficulty[:, None]
         variance = float(np.var(change)) + noise + float(np.mean(after * (1 - after))) / num_samples
-        is_seen = float(np.mean(change)) >= quantiles * math.sqrt(variance / num_problems)
+        needed = quantiles * math.sqrt(variance / num_problems) + continuity
+        is_seen = float(np.mean(change)) >= needed
         low, high = (low, middle) if is_seen else (middle, high)
     gain = float(np.mean(1 / (1 + np.exp(-(logits + high + spread))) - difficulty[:, None]))
     # at the largest gain that there is, nothing was seen
