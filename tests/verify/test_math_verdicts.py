@@ -60,6 +60,12 @@ RIGHT = [
     (r"(2,12) \cup (12,102)", r"(2, 12) \cup (12, 102)"),
     (r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", r"\begin{pmatrix} -\frac{1}{3} \\ \frac{2}{3} \end{pmatrix}"),
     (r"3 \pm 2 \sqrt{2}", r"3+2\sqrt{2}, 3-2\sqrt{2}"),
+    (r"\frac{1+\sqrt{17}}{2}, \frac{1-\sqrt{17}}{2}", r"\frac{1\pm\sqrt{17}}{2}"),  # MV reads the sign only outside of brackets
+    (r"\frac{1+\sqrt{17}}{2}, \frac{1-\sqrt{17}}{2}", r"x=\frac{1\pm\sqrt{17}}{2}"),  # MV rejects
+    (r"\frac{1 \pm \sqrt{17}}{2}, 0", r"0, \frac{1-\sqrt{17}}{2}, \frac{1+\sqrt{17}}{2}"),  # MV rejects
+    (r"\{\frac{1\pm\sqrt{17}}{2}\}", r"(1\pm\sqrt{17})/2"),  # MV rejects
+    ("13, 13, 14", "14, 13, 13"),
+    ("13, 14", r"14\text{ and }13"),
     ("E_{1},E_{2}", "E_1, E_2"),
     ("5", "2+3=5"),
     (r"\frac{5!}{2!}", "60"),
@@ -86,6 +92,10 @@ WRONG = [
     ("1", r"\int_0^1 2x\,dx"),  # MV accepts
     ("73", r"73 \text{ or } 74"),
     ("73", "73, 74"),
+    ("73", "73, 73"),  # MV accepts: lists are sets
+    ("13, 14", "13, 13, 14"),  # MV accepts
+    ("13, 13, 14", r"13 \text{ and } 14"),  # MV accepts
+    (r"\frac{1\pm\sqrt{17}}{2}", r"\frac{1+\sqrt{17}}{2}"),
     ("73", r"\{73, 74\}"),
     ("(1,2)", "(2,1)"),
     (r"(2,\infty)", r"[2,\infty)"),

@@ -119,6 +119,11 @@ def split_values(text: str) -> tuple[str, ...]:
     return tuple(_split(text)[0])
 
 
+def listed(text: str) -> list[str]:
+    """Return the values of a bare list: the parts between commas, `or` and `and` outside of brackets."""
+    return _split(text)[0]
+
+
 def _split(text: str) -> tuple[list[str], list[str]]:
     """Return the parts between top-level commas, `or` and `and`, and the separators between them."""
     parts: list[str] = []
@@ -139,7 +144,7 @@ def _joints(text: str) -> list[tuple[int, int, str]]:
     found = [(m.start(), m.end(), _joint_name(m)) for m in CONNECTIVE.finditer(text)]
     in_connectives = {i for start, end, _ in found for i in range(start, end)}
     found += [(m.start(), m.end(), ",") for m in re.finditer(",", text) if m.start() not in in_connectives]
-    depths = _depths(text)
+    depths = bracket_depths(text)
     return sorted(joint for joint in found if depths[joint[0]] == 0)
 
 
@@ -148,7 +153,7 @@ def _joint_name(match: re.Match[str]) -> str:
     return {"lor": "or", "vee": "or", "land": "and", "wedge": "and"}.get(word, word)
 
 
-def _depths(text: str) -> list[int]:
+def bracket_depths(text: str) -> list[int]:
     """Count the open brackets before each character. Interval brackets need not match in kind: `(0,1]`."""
     depths = [0] * (len(text) + 1)
     depth = previous = 0
@@ -163,7 +168,7 @@ def _depths(text: str) -> list[int]:
 
 def _signs(text: str) -> list[re.Match[str]]:
     """Return the relation signs outside of brackets."""
-    depths = _depths(text)
+    depths = bracket_depths(text)
     return [m for m in _SIGN.finditer(text) if depths[m.start()] == 0]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from klear_core.config.verify import MathConfig
+from klear_core.verify.math.lists import num_listed, signs_apart
 from klear_core.verify.math.numbers import as_text, is_numeric, numbers_agree, plain_number, spoken_number
 from klear_core.verify.math.relations import CONNECTIVE, compare_statements, read_statement
 from klear_core.verify.math.text import same_text_or_integers
@@ -115,16 +116,24 @@ def _compare_bare(gold: str, answer: str, cfg: MathConfig) -> bool | Comparison:
     if cfg.units != "ignore" and _extra_words(gold) != _extra_words(answer):
         return False
     alternatives: list[tuple[Pair, ...]] = []
-    for pairs in compare_statements(read_statement(_exact(gold)), read_statement(_exact(answer))):
+    gold_statement, answer_statement = read_statement(_exact(gold)), read_statement(_exact(answer))
+    lengths = {length for length in map(num_listed, (gold_statement, answer_statement)) if length is not None}
+    if len(lengths) > 1:
+        return False  # algebra compares lists as sets, in which a value that is stated twice counts once
+    for pairs in compare_statements(gold_statement, answer_statement):
         chained = [pair for gold_side, answer_side in pairs for pair in _chain(gold_side, answer_side)]
         verdicts = [_same_value(pair.gold, pair.answer, cfg) for pair in chained]
         if False in verdicts:
             continue
         if all(verdicts):
             return True
-        undecided = tuple(pair for pair, verdict in zip(chained, verdicts, strict=True) if verdict is None)
-        alternatives.append(undecided)
+        undecided = (pair for pair, verdict in zip(chained, verdicts, strict=True) if verdict is None)
+        alternatives.append(tuple(_with_signs_apart(pair) for pair in undecided))
     return Comparison(alternatives=tuple(alternatives)) if alternatives else False
+
+
+def _with_signs_apart(pair: Pair) -> Pair:
+    return Pair(gold=signs_apart(pair.gold), answer=signs_apart(pair.answer))
 
 
 def _same_value(gold: str, answer: str, cfg: MathConfig) -> bool | None:
