@@ -30,12 +30,13 @@ def compare(which: Sequence[str], *, root: Path, out: Path | None) -> None:
     if len(which) < 2:
         raise ConfigError(f"klear compare {' '.join(which)}: name at least two runs")
     if out is not None:
-        check_folder_place("--out", out)
+        check_folder_place("--out", out)  # first: it reads nothing
     folders = [_find_report(name, root) for name in which]
     repeated = [folder for i, folder in enumerate(folders) if folder in folders[:i]]
     if repeated:
         raise ConfigError(f"klear compare {' '.join(which)}: two of these are one run, {repeated[0].name}")
     folder = out or root / "compared" / folder_name([folder.name[:8] for folder in folders])
+    check_folder_place("--out", folder)
     comparison = compare_runs([read_run(report) for report in folders], folder)
     console = Console(highlight=False, soft_wrap=True)
     show_comparison(console, comparison)

@@ -141,7 +141,7 @@ def publish(
 ) -> None:
     """Write a model as a Hugging Face folder with a card: scores with intervals, data, licences, lineage, settings.
 
-    klear publish rl --to published/my-model --licence apache-2.0
+    klear publish rl --to ./published/my-model --licence apache-2.0
 
     klear publish rl --to my-name/my-model     (needs HF_TOKEN)
     """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from klear_core.errors import ConfigError
 
@@ -11,21 +14,41 @@ _MAX_CHARS = 120  # a file system's limit is 255 bytes; below this, names of fol
 
 
 def check_folder_place(option: str, folder: Path) -> None:
-    """Raise ConfigError if a folder cannot be made there, because a file is in the way."""
-    for place in (folder, *folder.parents):
-        if place.is_dir():
-            return
-        if place.exists():
-            raise ConfigError(f"{option} {folder}: {place} is a file; name a folder")
+    """Raise ConfigError if a folder cannot be made there: a file is in the way, or nothing can be written there."""
+    with _writing(option, folder):
+        for place in (folder, *folder.parents):
+            if place.is_dir():
+                _write_to(place)
+                return
+            if place.exists():
+                raise ConfigError(f"{option} {folder}: {place} is a file; name a folder")
 
 
 def check_file_place(option: str, file: Path) -> None:
-    """Raise ConfigError if a file cannot be written there, because it is a folder or below a file."""
-    if file.is_dir():
-        raise ConfigError(f"{option} {file}: a folder; name a file")
-    for place in file.parents:
-        if place.exists() and not place.is_dir():
-            raise ConfigError(f"{option} {file}: {place} is a file")
+    """Raise ConfigError if a file cannot be written there: it is a folder or below a file, or nothing can be."""
+    with _writing(option, file):
+        if file.is_dir():
+            raise ConfigError(f"{option} {file}: a folder; name a file")
+        for place in file.parents:
+            if place.is_dir():
+                _write_to(place)
+                return
+            if place.exists():
+                raise ConfigError(f"{option} {file}: {place} is a file")
+
+
+@contextmanager
+def _writing(option: str, place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise ConfigError(f"{option} {place}: cannot be written to ({e.strerror})") from e
+
+
+def _write_to(folder: Path) -> None:
+    """Make a folder there and remove it: permissions alone do not tell, least of all for root."""
+    with TemporaryDirectory(dir=folder, prefix=".klear-"):
+        pass
 
 
 def folder_name(parts: list[str]) -> str:

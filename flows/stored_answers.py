@@ -118,6 +118,7 @@ def rejudge_answers(
         )
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[yellow]note[/] {same}")
     folder = out or root / "rejudged" / folder_name([_as_file_name(source), config_digest(verify)[:8]])
+    check_folder_place("--out", folder)
     check_folder(folder)
     console = Console(highlight=False, soft_wrap=True)
     with Progress(console=console, transient=True) as progress:
@@ -172,6 +173,7 @@ def view_answers(which: Sequence[str], *, root: Path, layout: Layout | None, out
             _show_notes(check_answers(source))
     title = ", ".join(source.name for source in sources)
     folder = out or root / "answers" / folder_name([_as_file_name(source) for source in sources])
+    check_folder_place("--out", folder)
     viewer = write_viewer(sources, folder, title=title)
     console = Console(highlight=False, soft_wrap=True)
     counts = f"{viewer.num_answers:,} answers to {viewer.num_problems:,} problems"

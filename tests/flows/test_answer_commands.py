@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from conftest import Klear
@@ -162,6 +163,13 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_any_work(klear: Kle
         assert f"--out {told}" in klear("rejudge", file, "--out", out).err
         assert f"--out {told}" in klear("curate", file, "--out", out).err
         assert f"--to {told}" in klear("publish", "rl", "--to", out).err
+    for out in (Path("/proc/here"), tmp_path / ("x" * 300)):
+        assert f"--out {out}: cannot be written to (" in klear("answers", file, "--out", out).err
+        assert f"--out {out}: cannot be written to (" in klear("compare", "a", "b", "--out", out).err
+        assert f"--out {out}: cannot be written to (" in klear("rejudge", file, "--out", out).err
+        assert f"--to {out}: cannot be written to (" in klear("publish", "rl", "--to", out).err
+        assert f"--out {out}/x: cannot be written to (" in klear("judge", file, "--out", out / "x").err
+    assert "--out /proc/answers/rows: cannot be written to (" in klear("answers", file, "--root", "/proc").err
     (tmp_path / "folder").mkdir()
     refused = klear("judge", file, "--out", tmp_path / "folder")
     assert (refused.status, refused.out) == (2, "")
@@ -197,3 +205,16 @@ def test_publish_tells_a_folder_from_a_name_on_the_hub(klear: Klear, tmp_path: P
     (tmp_path / "me").mkdir()
     assert "For a folder, write ./me/model" in klear("publish", "benchmarks", "--to", "me/model", "--root", ".").err
     assert "name a stage that makes a model" in klear("publish", "benchmarks", "--to", "./me/model", "--root", ".").err
+
+
+def test_the_documented_commands_to_publish_name_a_folder_and_a_name_on_the_hub(
+    klear: Klear, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    for text in (page, klear("publish", "--help").out):
+        folder, name = re.findall(r"klear publish rl --to (\S+)", text)
+        assert "no artifact 'rl'" in klear("publish", "rl", "--to", folder).err
+        assert "no token of the Hub" in klear("publish", "rl", "--to", name).err
