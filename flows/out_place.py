@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from klear_core.errors import ConfigError
 
-_MAX_CHARS = 120  # a file system's limit is 255 bytes; below this, names of folders stay readable
+_MAX_BYTES = 120  # a file system's limit is 255; below this, names of folders stay readable
 
 
 def check_folder_place(option: str, folder: Path) -> None:
@@ -54,6 +54,8 @@ def _write_to(folder: Path) -> None:
 def folder_name(parts: list[str]) -> str:
     """Return a folder's name for all parts; one that would be too long ends in a checksum of what is left out."""
     name = "-".join(parts)
-    if len(name) <= _MAX_CHARS:
+    content = name.encode()
+    if len(content) <= _MAX_BYTES:
         return name
-    return f"{name[:_MAX_CHARS]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    start = content[:_MAX_BYTES].decode(errors="ignore")  # without the part of a character
+    return f"{start}-{hashlib.sha256(content).hexdigest()[:8]}"

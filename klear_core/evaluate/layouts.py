@@ -43,9 +43,11 @@ _SCORES = re.compile(r"results_.*\.json")
 def foreign_answers(path: Path, *, layout: Layout | None = None, name: str = "") -> AnswerSource:
     """Return the answers in a file, or in all data files of a folder.
 
-    Raise ConfigError if there is none, DataError if a file has no row, its layout is not known, or files differ in it.
+    Raise ConfigError if there is none or a name is not UTF-8, DataError if a file has no row, its layout is not known,
+    or files differ in it.
     """
     files = _files_in(path)
+    _check_names(files)
     found = _common_layout(files, layout)
     names = _benchmark_names(files, path, found)
     return AnswerSource(
@@ -65,6 +67,15 @@ def _files_in(path: Path) -> list[Path]:
     if not files:
         raise ConfigError(f"{path}: no such file, or a folder without data files ({', '.join(SUFFIXES)})")
     return files
+
+
+def _check_names(files: Sequence[Path]) -> None:
+    """Raise ConfigError for a name that is not text: it stands on the page and in the record of what was judged."""
+    for file in files:
+        try:
+            str(file).encode()
+        except UnicodeEncodeError as e:
+            raise ConfigError(f"{str(file)!a}: the name is not UTF-8; rename the file, or link to it") from e
 
 
 def _common_layout(files: Sequence[Path], wanted: Layout | None) -> Layout:

@@ -218,3 +218,20 @@ def test_the_documented_commands_to_publish_name_a_folder_and_a_name_on_the_hub(
         folder, name = re.findall(r"klear publish rl --to (\S+)", text)
         assert "no artifact 'rl'" in klear("publish", "rl", "--to", folder).err
         assert "no token of the Hub" in klear("publish", "rl", "--to", name).err
+
+
+def test_names_of_files_may_be_long_in_bytes_but_must_be_text(klear: Klear, tmp_path: Path) -> None:
+    row = {"id": "a", "response": "The answer is 7.", "reference": {"kind": "math", "answers": ["7"]}}
+    chinese = [tmp_path / f"{'题' * 80}{number}.jsonl" for number in range(2)]
+    for file in chinese:
+        file.write_text(json.dumps(row) + "\n")
+    ended = klear("answers", *chinese, "--root", tmp_path)
+    assert ended.status == 0, ended.err
+    (page,) = tmp_path.glob("answers/*/answers.html")
+    assert page.parent.name.startswith("题" * 40 + "-")
+    broken = tmp_path / "a\udcff.jsonl"
+    chinese[0].rename(broken)
+    for command in ("answers", "rejudge"):
+        refused = klear(command, broken, "--root", tmp_path)
+        assert refused.status == 2
+        assert "a\\udcff.jsonl': the name is not UTF-8; rename the file" in refused.err
