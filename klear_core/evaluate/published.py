@@ -6,7 +6,7 @@ import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -28,7 +28,7 @@ class PublishedModel(Settings):
     model: str
     source: str
     scores: dict[str, float]
-    num_samples: dict[str, int]
+    num_samples: dict[str, Annotated[int, Field(ge=1)]]
     """n of avg@n, by benchmark."""
 
     @model_validator(mode="after")

@@ -62,3 +62,13 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
     file.write_text('[[score]]\nmodel = "m"\nsource = "s"\nscores = { aime24 = 90 }\nnum_samples = {}\n')
     with pytest.raises(ConfigError, match=r"published\.toml: .*m: scores and num_samples name different benchmarks"):
         read_published(file)
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_a_published_score_of_no_samples_is_refused(tmp_path: Path, n: int) -> None:
+    file = tmp_path / "published.toml"
+    file.write_text(
+        f'[[score]]\nmodel = "m"\nsource = "s"\nscores = {{ aime24 = 90 }}\nnum_samples = {{ aime24 = {n} }}\n'
+    )
+    with pytest.raises(ConfigError, match=r"published\.toml: .*num_samples\.aime24.*greater than or equal to 1"):
+        read_published(file)
