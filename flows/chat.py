@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,8 @@ def _answer_lines(runner: asyncio.Runner, model: ChatModel, params: ChatParams, 
 
 def _lines() -> Iterator[str]:
     """Yield the non-empty lines of standard input; on a terminal, prompt for each."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 must not end the reading
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return

@@ -42,8 +42,12 @@ class ChatModel:
     async def ask(self, question: str, chat_params: ChatParams) -> list[Completion]:
         """Return the answers to one question, sent as one user turn.
 
-        Raise DataError if it leaves no room for an answer.
+        Raise DataError if it leaves no room for an answer, or is not text.
         """
+        try:
+            question.encode()
+        except UnicodeEncodeError as e:
+            raise DataError(f"the question is not text in UTF-8: {e}") from e
         prompt_ids = render_prompt(self.tokenizer, question)
         room = self.window - len(prompt_ids)
         if room < 1:

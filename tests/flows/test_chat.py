@@ -79,6 +79,16 @@ def test_without_a_question_every_line_is_one_and_what_cannot_be_asked_stops_no_
     assert (first.status, chat("").status) == (0, 0)
 
 
+def test_a_line_that_is_not_utf_8_stops_no_other(klear, runs, monkeypatch):
+    def chat(lines: bytes):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+        return klear("chat", "rl", "--root", runs, "--max-tokens", 5)
+
+    said = chat(b"a \xff byte\nsecond\n")
+    assert "error: the question is not text in UTF-8" in said.err
+    assert (said.status, said.out) == (2, chat(b"second\n").out)
+
+
 def test_a_question_that_fills_the_window_is_an_error_that_says_so(klear, runs):
     said = klear("chat", "rl", "x" * 50, "--root", runs)
     assert (said.status, said.out) == (2, "")
