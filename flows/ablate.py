@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from flows.grid import Cell, CellRun, Runs, plan_runs, require_ready_runs, show_work
+from flows.grid import Cell, CellRun, Runs, plan_runs, require_distinct_runs, require_ready_runs, show_work
 from flows.resolve import grid_file, profile_folder
 from flows.reuse import intact_artifacts
 from flows.watched import watched_if
@@ -60,6 +60,7 @@ def ablate_grid(options: GridOptions) -> None:
     extended = extended_by(profile_folder(options.profile)) if options.profile else ()
     cfg = load_ablation(grid_file(str(options.file)), options.profile, extended)
     runs = plan_runs(cfg, options.overrides)
+    require_distinct_runs(runs)
     first = next(iter(runs.values())).config
     if not options.is_dry_run:
         require_ready_runs(runs)

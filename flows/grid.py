@@ -115,9 +115,14 @@ def _plan_run(
     cfg: AblationConfig, variant: str, seed: int, rate: float | None, overrides: Sequence[str]
 ) -> tuple[Cell, CellRun]:
     """Return one run. A rate of None is that of its settings."""
-    own = [*cfg.overrides, *cfg.variants[variant], f"seed={seed}"]
+    of_grid = [*cfg.overrides, *cfg.variants[variant]]
+    own = [f"seed={seed}"]
     if rate is not None:
         own.append(f"{cfg.compare}.optim.lr={rate}")
+    taken = {_key(override) for override in own}
+    if replaced := [override for override in of_grid if _key(override) in taken]:
+        raise ConfigError(f"{variant}: {replaced[0]!r} has no effect: seeds and learning_rates of the grid replace it")
+    own = [*of_grid, *own]
     config = resolve(cfg.profile, [*own, *overrides], None)
     run = CellRun(config=config, compared=Compared.of(config, cfg.compare))
     cell = Cell(variant=variant, rate=run.rate, seed=config.seed)
@@ -127,6 +132,29 @@ def _plan_run(
     if unknown := [name for name in cfg.scored_on if name not in names]:
         raise ConfigError(f"{cell}: scored_on: {unknown[0]!r} is none of the benchmarks {', '.join(names)}")
     return cell, run
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def require_distinct_runs(runs: Runs) -> None:
+    """Raise ConfigError if two variants are one run, such as one with a setting of a stage that the grid does not run.
+
+    Their table would show a difference of nothing. Does nothing where input files are missing.
+    """
+    variants: dict[tuple[float, int, str], str] = {}
+    for cell, run in runs.items():
+        try:
+            scored = run.fingerprints()[run.compared.after].fingerprint
+        except (ConfigError, OSError):
+            return  # the checks before the first run name what is missing
+        first = variants.setdefault((cell.rate, cell.seed, scored), cell.variant)
+        if first != cell.variant:
+            raise ConfigError(
+                f"variants {first!r} and {cell.variant!r} are the same runs: none of the settings in which they differ "
+                f"is used in {', '.join(run.compared.chosen)}"
+            )
 
 
 def require_ready_runs(runs: Runs) -> None:

@@ -10,7 +10,7 @@ from klear_command import FEW_PROBLEMS, ROOT, start
 from manifests import manifest
 
 from flows.ablate import GridOptions, ablate_grid, record_choice, records_of, require_complete, run_grid
-from flows.grid import Cell, Compared, plan_runs
+from flows.grid import Cell, Compared, plan_runs, require_distinct_runs
 from klear_core.config.ablation import AblationConfig, load_ablation
 from klear_core.config.data import ProceduralSource
 from klear_core.config.load import load_profile
@@ -334,6 +334,22 @@ def test_rates_and_seeds_of_a_grid_are_not_overridden() -> None:
     for override in ("rl.optim.lr=3e-4", "seed=3"):
         with pytest.raises(ConfigError, match="the grid's own seeds and learning rates may not be overridden"):
             plan_runs(GRID, [override])
+
+
+@pytest.mark.parametrize("override", ["seed=7", "rl.optim.lr = 1e-3"])
+def test_a_variant_does_not_set_what_the_grid_sets(override: str) -> None:
+    grid = GRID.model_copy(update={"variants": {"paper": (), "clip": (override,)}})
+    with pytest.raises(ConfigError, match=f"clip: '{override}' has no effect: seeds and learning_rates of the grid"):
+        plan_runs(grid, [])
+
+
+@pytest.mark.parametrize("override", ["rl.num_steps=2", "rl_code.num_steps=9"])
+def test_a_variant_that_changes_nothing_is_refused(tmp_path: Path, override: str) -> None:
+    grid = GRID.model_copy(update={"variants": {"paper": (), "same": (override,)}})
+    runs = plan_runs(grid, [f"workspace.root={tmp_path}"])
+    with pytest.raises(ConfigError, match="variants 'paper' and 'same' are the same runs: none of the settings"):
+        require_distinct_runs(runs)
+    require_distinct_runs(plan_runs(GRID, [f"workspace.root={tmp_path}"]))
 
 
 def test_a_score_on_a_benchmark_that_a_profile_lacks_is_refused() -> None:
