@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 EXPERIMENT = "klear"
 REQUEST_TIMEOUT_S = 10
+TRACKING_VARIABLE = "MLFLOW_TRACKING_URI"
+"""Environment variable with the address of the user's server."""
 _PARAMS_A_REQUEST = 100
 _DIGEST_CHARS = 36
 """MLflow's limit of a data set's digest, in characters; its source has the complete fingerprint."""
@@ -205,16 +207,36 @@ class MlflowBackend:
         info = self._client.get_run(run.run_id)
         model_id = info.data.tags.get("klear.model_id")
         if model_id is None:
-            mlflow.set_tracking_uri(self._client.tracking_uri)
             facts = {"klear.uri": ref.uri, "klear.fingerprint": ref.fingerprint}
-            model = mlflow.create_external_model(
-                name=stage, source_run_id=run.run_id, tags=facts, params=facts, experiment_id=info.info.experiment_id
-            )
+            experiment_id = info.info.experiment_id
+            with _tracked_at(self._client.tracking_uri):
+                model = mlflow.create_external_model(
+                    name=stage, source_run_id=run.run_id, tags=facts, params=facts, experiment_id=experiment_id
+                )
             model_id = model.model_id
             self._client.set_tag(run.run_id, "klear.model_id", model_id)
         # A run's page lists its outputs, not the models whose `source_run_id` it is.
         for run_id in (run.run_id, run.parent_id):
             self._client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
+
+
+@contextmanager
+def _tracked_at(uri: str) -> Iterator[None]:
+    """Set the address that functions of MLflow without a client use.
+
+    MLflow also writes it to the environment, where another workspace of this process would take it for the user's.
+    """
+    import mlflow
+
+    before = os.environ.get(TRACKING_VARIABLE)
+    mlflow.set_tracking_uri(uri)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(TRACKING_VARIABLE, None)
+        else:
+            os.environ[TRACKING_VARIABLE] = before
 
 
 def _scores(record: TrackedRun, ref: ArtifactRef) -> list[MetricPoint]:

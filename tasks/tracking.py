@@ -24,7 +24,7 @@ from klear_core.errors import ConfigError
 from klear_core.metrics import read_metrics
 from klear_core.pipeline.workspace import workspace_root
 from tasks.delivery import Connection, StageRun, now_ms
-from tasks.mlflow_backend import EXPERIMENT, mlflow_backend
+from tasks.mlflow_backend import EXPERIMENT, TRACKING_VARIABLE, mlflow_backend
 from tasks.provenance import code_commit
 from tasks.run_info import RunInfo
 from tasks.tracked import RunStatus, TrackedRun, Undelivered, server_name
@@ -41,7 +41,7 @@ _parents: dict[tuple[str, str], str] = {}
 
 def tracking_uri(workspace: WorkspaceConfig) -> str:
     """Return MLFLOW_TRACKING_URI if it is set, else the URI of a SQLite file in the workspace."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{workspace_root(workspace)}/mlflow/mlflow.db"
+    return os.environ.get(TRACKING_VARIABLE) or f"sqlite:///{workspace_root(workspace)}/mlflow/mlflow.db"
 
 
 @contextmanager

@@ -170,6 +170,14 @@ def test_mlflow_has_parameters_inputs_counts_and_the_model_by_reference(workspac
     assert model.model_id in {o.model_id for o in parent.outputs.model_outputs}
 
 
+def test_a_process_that_tracked_one_workspace_tracks_the_next_in_its_own_database(
+    workspace: WorkspaceConfig, tmp_path: Path
+):
+    """MLflow itself leaves the address of the first in the environment, where it has priority."""
+    run_stage(info(workspace, "m"), job(14), {}, Body())
+    assert tracking.tracking_uri(WorkspaceConfig(root=str(tmp_path))) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
+
+
 def test_the_last_models_scores_are_in_a_column_that_all_runs_share(workspace: WorkspaceConfig):
     class Scores(Body):
         def __call__(self, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
