@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,7 +18,7 @@ class PromoteConfig(Settings):
     """Points (of 100) that the new model may be worse than the champion on a benchmark, by the lower end of the paired
     interval over other problems. Default: what RL gains on average in Klear-Reasoner's Table 1 at 32K (7.6, 5.5, 2.7,
     3.1 and 3.5 points): a larger loss would undo a training stage."""
-    margins: dict[str, float] = {}
+    margins: dict[str, Annotated[float, Field(ge=0, le=100)]] = {}
     """Margin of single benchmarks, in points, in place of `margin`. The interval over P problems is never narrower than
     200/P points to each side."""
     max_contaminated: float = Field(default=0.0, ge=0, le=1)

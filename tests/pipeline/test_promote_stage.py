@@ -52,6 +52,9 @@ def test_it_is_off_by_default_and_changes_no_other_fingerprint(tmp_path: Path) -
 def test_a_margin_for_no_benchmark_and_a_rule_without_benchmarks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"promote.margins: 'aime' is none of the benchmarks, which are: b"):
         PipelineConfig(benchmarks=(BENCH,), promote=PromoteConfig(margins={"aime": 3}))
+    for margin in (-3, 300):  # points, as of `margin`
+        with pytest.raises(ValueError, match=r"margins\.b"):
+            PromoteConfig(margins={"b": margin})
     with pytest.raises(ValueError, match="promote: there are no benchmarks"):
         PipelineConfig(promote=PromoteConfig())
 
