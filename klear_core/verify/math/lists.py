@@ -21,7 +21,7 @@ def num_listed(statement: Statement) -> int | None:
 
 
 def signs_apart(text: str) -> str:
-    r"""Write `\frac{1\pm\sqrt5}{2}` as two values. Algebra itself reads a sign outside of brackets, as in `1\pm\sqrt5`."""
+    r"""Write `\frac{1\pm\sqrt5}{2}` as two values. Algebra itself reads the sign outside of brackets: `1\pm\sqrt5`."""
     text = text.strip()
     is_set = text.startswith(r"\{") and text.endswith(r"\}")
     parts = listed(text[2:-2] if is_set else text)
