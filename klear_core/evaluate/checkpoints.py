@@ -12,7 +12,7 @@ from pathlib import Path
 from klear_core.config.curve import CurveJob
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import load_benchmark
-from klear_core.evaluate.run import sampling_params
+from klear_core.evaluate.answering import sampling_params
 from klear_core.evaluate.suite import PlannedAnswer
 from klear_core.evaluate.tally import Tally, tally
 from klear_core.generate.engine import InferenceEngine

@@ -12,7 +12,8 @@ from klear_core.artifacts.records import read_shard, read_shards, write_shard
 from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, ResourceError
-from klear_core.evaluate.run import EvalSetup, answer_benchmarks, report_scores
+from klear_core.evaluate.answering import EvalSetup
+from klear_core.evaluate.run import answer_benchmarks, report_scores
 from klear_core.evaluate.suite import Benchmark
 from klear_core.generate.engine import InferenceEngine
 from klear_core.generate.members import LocalMember

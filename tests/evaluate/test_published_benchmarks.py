@@ -14,7 +14,8 @@ from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import prepare_benchmarks
-from klear_core.evaluate.run import EvalSetup, answer_benchmarks, report_scores
+from klear_core.evaluate.answering import EvalSetup
+from klear_core.evaluate.run import answer_benchmarks, report_scores
 from klear_core.evaluate.suite import Benchmark, read_benchmark
 from klear_core.generate.engine import SamplingParams
 from klear_core.metrics import NullTelemetry
