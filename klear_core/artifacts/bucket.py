@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from klear_core.artifacts.files import DISK_FULL
 from klear_core.errors import ConfigError, ResourceError
+from klear_core.progress import made_progress
 
 _CONNECT_TIMEOUT_S = 5
 _READ_TIMEOUT_S = 60
@@ -103,18 +104,20 @@ class Bucket:
                 self._fs.pipe_file(self._path(key), content)
 
     def upload(self, file: Path, key: str) -> None:
-        """Copy a local file to the store; large ones go in parts."""
+        """Copy a local file to the store; large ones go in parts. Each part counts as progress."""
         with self._errors():
             self._make_parent(key)
-            self._fs.put_file(str(file), self._path(key))
+            self._fs.put_file(str(file), self._path(key), callback=_counting(f"upload of {file.name}"))
+        made_progress(f"upload of {file.name}")
 
     def download(self, key: str, file: Path) -> bool:
-        """Copy an object to a local file; returns False if there is no such object."""
+        """Copy an object to a local file; returns False if there is no such object. Each part counts as progress."""
         with self._errors():
             try:
-                self._fs.get_file(self._path(key), str(file))
+                self._fs.get_file(self._path(key), str(file), callback=_counting(f"download of {file.name}"))
             except FileNotFoundError:
                 return False
+        made_progress(f"download of {file.name}")
         return True
 
     def delete(self, key: str) -> None:
@@ -248,6 +251,13 @@ def _file_system(url: str, *, max_tries: int) -> tuple[Any, str]:
     except ValueError:
         raise ConfigError(f"workspace.store = {url!r}: fsspec knows no {protocol}://") from None
     return fs, str(root).rstrip("/")
+
+
+def _counting(what: str) -> Any:
+    """Return a callback of fsspec that counts every part of a file as progress."""
+    from fsspec.callbacks import Callback
+
+    return Callback(hooks={"progress": lambda _size, _value, **_: made_progress(what)})
 
 
 def _options(protocol: str, max_tries: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from klear_core.artifacts.manifest import ArtifactId
 from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.opened import shared_url, write_shared
 from klear_core.artifacts.store import BUILDING, SHARED
+from klear_core.progress import made_progress
 
 NODE_ROOT = "KLEAR_NODE_ROOT"
 """Environment variable of a node: its folder for artifacts; by default the same path as the driver's."""
@@ -90,6 +91,7 @@ def send_results(home: Home | None, workdir: Path, names: Sequence[str]) -> tupl
     for file in files:
         size, name = file.stat().st_size, file.relative_to(workdir).as_posix()
         records.append(FileRecord(path=name, size=size, sha256=sha256_of(file)))
+        made_progress(f"checksum of {name}")
     home.store_here().upload(records, workdir)
     return tuple(records)
 

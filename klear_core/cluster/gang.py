@@ -21,7 +21,7 @@ from klear_core.cluster.reservation import Plan, Reservation
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import KlearError, TrainingError
 from klear_core.metrics import Telemetry
-from klear_core.train.progress import Progress
+from klear_core.progress import Progress
 
 _POLL_S = 0.5
 """Seconds between two polls of the ranks' reports, plus 0.01 for each rank: a thousand ranks are polled every 10 s."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from klear_core.config.train import TrainRuntime
 from klear_core.metrics import NullTelemetry
-from klear_core.train.progress import Progress, progress
+from klear_core.progress import Progress, progress
 
 if TYPE_CHECKING:
     from klear_core.train.ranks import Body

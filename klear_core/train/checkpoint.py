@@ -29,7 +29,7 @@ from klear_core.errors import ArtifactError, ResourceError
 from klear_core.train.checkpoint_copies import CheckpointCopies
 from klear_core.train.checkpoint_files import SEAL, digests_of, files_of_rank, find_damage
 from klear_core.train.checkpoint_state import LoadPlanner, SavePlanner, cpu_copy, state_of
-from klear_core.train.world import World
+from klear_core.train.world import COLLECTIVE_TIMEOUT, World
 
 log = logging.getLogger(__name__)
 # This warning is expected, because a single rank saves without a process group.
@@ -51,7 +51,8 @@ class Checkpoints:
         self._failure: BaseException | None = None
         # The writer thread needs a separate process group: collective calls of two threads would mix on a shared one.
         is_group_needed = cfg.asynchronous and world.size > 1
-        self._group = dist.new_group(backend="gloo") if is_group_needed else None
+        # The others wait in it for the rank that writes or sends its files the longest.
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if is_group_needed else None
         self._copies = CheckpointCopies.of(folder)
         folder.mkdir(parents=True, exist_ok=True)
 

@@ -16,7 +16,6 @@ from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.opened import WorkPlace, work_place
 from klear_core.errors import ArtifactError
 from klear_core.train.checkpoint_files import SEAL, digests_of, find_damage, sealed_files
-from klear_core.train.progress import made_progress
 
 _TRANSFERS = 8  # files at a time; a large file is also sent in several parts
 
@@ -37,13 +36,9 @@ class CheckpointCopies:
 
     def send(self, name: str, files: Sequence[Path]) -> None:
         """Send files of the checkpoint `name`; it does not count as a copy before `seal`."""
-
-        def send_one(file: Path) -> None:
-            self._bucket.upload(file, self._key(name, file.name))
-            made_progress(f"copy of {file.name} to the store")
-
         with ThreadPoolExecutor(_TRANSFERS) as threads:
-            list(threads.map(send_one, files))  # list() takes the results, which raises an upload's error
+            # list() takes the results, which raises an upload's error
+            list(threads.map(lambda file: self._bucket.upload(file, self._key(name, file.name)), files))
 
     def send_whole(self, name: str, folder: Path) -> str:
         """Send all files of a folder as the copy `name`, unless it is there, and seal it; return the seal."""
@@ -107,7 +102,6 @@ class CheckpointCopies:
         def download_one(file: str) -> None:
             if not self._bucket.download(self._key(name, file), folder / file):
                 raise ArtifactError(f"{self._place(name)}: {file} is missing")
-            made_progress(f"fetching of {file} from the store")
 
         with ThreadPoolExecutor(_TRANSFERS) as threads:
             list(threads.map(download_one, files))  # list() raises a download's error

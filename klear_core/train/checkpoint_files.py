@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from klear_core.train.progress import made_progress
+from klear_core.progress import made_progress
 
 SEAL = "seal.json"
 _HASH_THREADS = 8  # a thread hashes about 1 GB a second, so that 8 are as fast as a local disk

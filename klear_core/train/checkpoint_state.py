@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from klear_core.train.progress import made_progress
+from klear_core.progress import made_progress
 from klear_core.train.world import World
 
 

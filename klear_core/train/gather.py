@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from klear_core.progress import made_progress
 from klear_core.train.lora import base_name, factor_names, is_adapter, merge
 from klear_core.train.model import DTYPES, Dtype, Policy
-from klear_core.train.progress import made_progress
 
 
 def full_weights(policy: Policy, *, dtype: Dtype | None = None) -> dict[str, Tensor]:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from klear_core.errors import ConfigError
 from klear_core.hf_config import check_architecture
+from klear_core.progress import made_progress
 from klear_core.prompts import load_tokenizer
 from klear_core.train.kernels import attention
 from klear_core.train.lora import Adapters, add_adapters
 from klear_core.train.packing import MicroBatch
-from klear_core.train.progress import made_progress
 
 R = TypeVar("R")
 Head = Callable[[Tensor, Tensor], R]

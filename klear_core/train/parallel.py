@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ConfigError
+from klear_core.progress import made_progress
 from klear_core.train.flops import FlopCount
 from klear_core.train.gather import distinct_weights
 from klear_core.train.lora import Adapters
 from klear_core.train.model import DTYPES, Dtype, Policy, load_model
 from klear_core.train.packing import PackedBatch, TokenRow, pack
-from klear_core.train.progress import made_progress
 from klear_core.train.world import World, ensure_process_group
 
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from klear_core.config.train import OptimConfig
 from klear_core.errors import TrainingError
+from klear_core.progress import made_progress
 from klear_core.train.logps import HeadOutput
 from klear_core.train.model import Head
 from klear_core.train.optim import apply_update, grad_norm, lr_at, make_optimizer
 from klear_core.train.packing import PackedBatch
-from klear_core.train.progress import made_progress
 from klear_core.train.world import World
 
 if TYPE_CHECKING:

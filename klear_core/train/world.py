@@ -19,6 +19,11 @@ from klear_core.train.model import pick_device
 
 T = TypeVar("T")
 
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""Longest wait for other ranks in a collective call, also while rank 0 alone reads or exports the model.
+
+The driver ends ranks that are stuck: those of which none makes progress for `runtime.stall_timeout_s`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -89,11 +94,10 @@ def join_world(runtime: TrainRuntime, *, rank: int, init_method: str) -> Iterato
         torch.set_num_threads(runtime.num_threads)  # torch's default can be all cores, in each rank
     size = runtime.num_workers
     if size > 1:
-        # The long timeout covers collective calls that wait for rank 0, which alone reads the model.
         # gloo beside NCCL: objects, and with offloading gradients and their norm, are in host memory.
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(minutes=30)
+            backend, init_method=init_method, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
         )
     try:
         yield World(rank=rank, size=size, device=device, cp_group=join_context(rank, runtime.context_parallel))
@@ -108,7 +112,7 @@ def join_context(rank: int, size: int) -> Context:
         return ALONE
     # Every rank creates the groups of all ranks: torch requires it, even of ranks that are not members.
     # Neighbours, because Ray places them on one node, where an all-to-all in each layer is cheapest.
-    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
+    group, _ = dist.new_subgroups(size, timeout=COLLECTIVE_TIMEOUT)  # type: ignore[no-untyped-call]
     return Context(rank=rank % size, size=size, group=group)
 
 

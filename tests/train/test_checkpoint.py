@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo_ranks import run_ranks
 from tiny_models import ONE, nll_heads, packed, random_rows, tiny_folder
 
@@ -250,6 +252,20 @@ def test_ranks_with_disks_of_their_own_send_their_files_and_resume_on_new_disks(
     files = run_ranks(partial(_save_apart, folder, tmp_path), runtime, NullTelemetry())
     whole = [".metadata", "__0_0.distcp", "__1_0.distcp", "seal.json"]
     assert files == [[[".metadata", "__0_0.distcp", "seal.json"], whole], [["__1_0.distcp", "seal.json"], whole]]
+
+
+def _longest_waits(folder, world, _telemetry):
+    checkpoints = Checkpoints(folder / str(world.rank), CheckpointConfig(asynchronous=True), world)
+    groups = (dist.group.WORLD, world.cp_group.group, checkpoints._group)
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+@pytest.mark.slow
+def test_no_rank_gives_up_others_that_are_slow_because_the_driver_knows_whether_they_make_progress(tmp_path):
+    """Torch's defaults end a rank after 10 or 30 minutes in which another writes a large checkpoint or model."""
+    runtime = TrainRuntime(num_workers=2, context_parallel=2, device="cpu")
+    waits = run_ranks(partial(_longest_waits, tmp_path), runtime, NullTelemetry())
+    assert waits == 3 * [timedelta(days=1)]
 
 
 def _save_thrice(folder, places, world, _telemetry):

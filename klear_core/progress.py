@@ -1,4 +1,4 @@
-"""Count what this learner process has done, so that its driver can tell a slow rank from one that is stuck."""
+"""Count what this process has done, so that the driver of a learner rank can tell a slow rank from one that is stuck."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _latest = Progress().latest
 
 
 def made_progress(what: str) -> None:
-    """Count one more thing done: a micro-batch, a shard of a checkpoint, a weight. Cheap; any thread may call it."""
+    """Count one more thing done: a micro-batch, a weight, a part of a file. Cheap; any thread may call it."""
     global _count, _latest  # noqa: PLW0603  # a process runs one rank
     _count += 1  # two threads at once may count one thing, which the driver sees as a change all the same
     _latest = what
