@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from klear_core.artifacts.bucket import Bucket
@@ -64,19 +65,20 @@ class ObjectCache:
             # an eviction may have replaced the marker that this process holds
             if marker in _in_use:
                 os.close(_in_use.pop(marker))
-        if not marker.exists():
-            return  # built here: never evicted
-        os.utime(marker)
-        if marker not in _in_use:
-            fd = os.open(marker, os.O_RDWR)
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            _in_use[marker] = fd
+        try:
+            os.utime(marker)
+            if marker not in _in_use:
+                fd = os.open(marker, os.O_RDWR)
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                _in_use[marker] = fd
+        except FileNotFoundError:
+            return  # built here: never evicted; or evicted by another process just now
 
     def evict(self) -> None:
         """Delete fetched artifacts that no process uses, the longest unused first, until `max_gb` is kept."""
         if self.max_gb is None:
             return
-        markers = sorted((self.root / ".fetched").glob("*"), key=lambda marker: marker.stat().st_mtime)
+        markers = sorted((self.root / ".fetched").glob("*"), key=_last_used)
         total = self._cached_gb()
         for marker in markers:
             if total <= self.max_gb:
@@ -92,7 +94,7 @@ class ObjectCache:
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         cached = self.root / ".objects" / file.sha256[:2] / file.sha256
-        with file_lock(self.root / ".locks" / f"object-{file.sha256[:2]}", on_wait=_log_wait):
+        with self._object_lock(file.sha256):
             # a cached file may have been altered through one of its links
             if not cached.exists() or cached.stat().st_size != file.size or sha256_of(cached) != file.sha256:
                 self._download(file, cached)
@@ -121,7 +123,10 @@ class ObjectCache:
         """Delete a fetched artifact unless a process uses it; returns whether it is gone."""
         if marker in _in_use:
             return False
-        fd = os.open(marker, os.O_RDWR)
+        try:
+            fd = os.open(marker, os.O_RDWR)
+        except FileNotFoundError:
+            return True  # another process of this node evicts, too
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -129,7 +134,7 @@ class ObjectCache:
         else:
             kind, _, fingerprint = marker.name.rpartition("-")
             shutil.rmtree(self.root / kind / fingerprint, ignore_errors=True)
-            marker.unlink()
+            marker.unlink(missing_ok=True)
             log.info("evicted %s %s from this node; the store still has it", kind, fingerprint)
             return True
         finally:
@@ -138,14 +143,43 @@ class ObjectCache:
     def _drop_unlinked(self) -> None:
         """Delete cached objects that no artifact on this node links to."""
         for path in (self.root / ".objects").glob("*/*"):
-            if path.suffix != ".part" and path.stat().st_nlink == 1:
-                path.unlink()
+            if path.suffix != ".part" and _num_links(path) == 1:
+                # another process may be about to link to it
+                with self._object_lock(path.name):
+                    if _num_links(path) == 1:
+                        path.unlink()
 
     def _cached_gb(self) -> float:
-        return sum(path.stat().st_size for path in (self.root / ".objects").glob("*/*")) / 1e9
+        return sum(_size(path) for path in (self.root / ".objects").glob("*/*")) / 1e9
+
+    def _object_lock(self, sha256: str) -> AbstractContextManager[None]:
+        return file_lock(self.root / ".locks" / f"object-{sha256[:2]}", on_wait=_log_wait)
 
     def _marker(self, folder: Path) -> Path:
         return self.root / ".fetched" / f"{folder.parent.name}-{folder.name}"
+
+
+def _last_used(marker: Path) -> float:
+    found = _stat(marker)
+    return found.st_mtime if found else 0.0
+
+
+def _num_links(path: Path) -> int:
+    found = _stat(path)
+    return found.st_nlink if found else 0
+
+
+def _size(path: Path) -> int:
+    found = _stat(path)
+    return found.st_size if found else 0
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """Return what is known of a file; None if another process has deleted it since it was listed."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def _log_wait(holder: str) -> None:

@@ -87,13 +87,16 @@ class ObjectStore(LocalStore):
         if seal is None:
             return None
         folder = self.folder(kind, fingerprint)
-        self.cache.mark_used(folder)  # before the folder is read, because another process may be evicting it
-        if folder.is_dir() and not has_seal(folder, seal):
-            # another node sealed its own build, first or after a rerun, and all nodes must use the same one
-            self._move_aside(folder, why="replaced")
-        if not folder.is_dir():
-            self._fetch(kind, fingerprint, seal)
-        return super().find(kind, fingerprint)
+        found = None
+        while found is None:  # another process of this node may evict it before it is marked as used
+            self.cache.mark_used(folder)  # before the folder is read, because another process may be evicting it
+            if folder.is_dir() and not has_seal(folder, seal):
+                # another node sealed its own build, first or after a rerun, and all nodes must use the same one
+                self._move_aside(folder, why="replaced")
+            if not folder.is_dir():
+                self._fetch(kind, fingerprint, seal)
+            found = super().find(kind, fingerprint)
+        return found
 
     def find_intact(self, kind: str, fingerprint: str) -> ArtifactRef | None:
         """Return the verified artifact; a damaged copy on this node is fetched again, a damaged one in the store is

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.opened import store_of
 from klear_core.artifacts.store import LocalStore
 from klear_core.errors import ArtifactError, ConfigError, ResourceError
+from klear_core.progress import progress
 from klear_core.report.ancestry import ancestors
 from klear_core.train.base import model_folder, wanted_window
 
@@ -412,6 +415,29 @@ def test_a_process_on_another_node_gets_its_own_copy_of_an_artifact_and_its_own_
     assert home.here(Path("/elsewhere")) == Path("/elsewhere")
 
 
+def test_every_file_that_a_process_on_another_node_sends_or_fetches_is_progress(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """Else a learner that sends a large model over a slow line would count as stuck."""
+    a = node("a")
+    ref = build(a)
+    monkeypatch.setenv(NODE_ROOT, str(node("b").root))
+    with a.create("rl", "f1") as slot:
+        home = home_of(slot.workdir)
+        assert home is not None
+        before = progress().count
+        home.here(ref.path)
+        assert progress().count > before
+        assert progress().latest.startswith("download of ")
+        own = home.here(slot.workdir)
+        (own / "model").mkdir()
+        for i in range(3):
+            (own / "model" / f"part-{i}").write_bytes(bytes([i]))
+        before = progress().count
+        send_results(home, own, ["model"])
+        assert progress().count >= before + 2 * 3  # a checksum and an upload each
+
+
 def test_a_given_model_reaches_processes_on_other_nodes(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     a, model = node("a"), tmp_path / "given"
     model.mkdir()
@@ -437,7 +463,9 @@ FETCH = """
 import sys
 from pathlib import Path
 from klear_core.artifacts.object_store import ObjectStore
-print(ObjectStore(Path(sys.argv[1]), sys.argv[2]).find("sft", "f1").path)
+store = ObjectStore(Path(sys.argv[1]), sys.argv[2])
+for kind in sys.argv[3:]:
+    print(store.find(kind, "f1").path)
 """
 
 
@@ -445,7 +473,7 @@ def test_an_artifact_that_no_process_uses_is_evicted_above_the_limit_and_fetched
     url = (tmp_path / "shared").as_uri()
     build(ObjectStore(tmp_path / "a", url))
     # fetched by a process that has ended
-    command = [sys.executable, "-c", FETCH, str(tmp_path / "b"), url]
+    command = [sys.executable, "-c", FETCH, str(tmp_path / "b"), url, "sft"]
     folder = Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
     b = ObjectStore(tmp_path / "b", url, cache_gb=1e-9)
     assert folder.is_dir()
@@ -455,6 +483,36 @@ def test_an_artifact_that_no_process_uses_is_evicted_above_the_limit_and_fetched
     assert b.find("sft", "f1") is not None
     b.cache.evict()
     assert folder.is_dir()  # in use by this process
+
+
+class EvictsToo(logging.Handler):
+    """Another process of the node: it evicts one artifact as soon as this one has evicted another."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def emit(self, _record: logging.LogRecord) -> None:
+        (self._root / ".fetched" / "kind1-f1").unlink(missing_ok=True)
+        shutil.rmtree(self._root / "kind1" / "f1", ignore_errors=True)
+
+
+def test_two_processes_of_a_node_may_evict_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    url = (tmp_path / "shared").as_uri()
+    for i in range(3):
+        build(ObjectStore(tmp_path / "a", url), kind=f"kind{i}", content=bytes([i]))
+    command = [sys.executable, "-c", FETCH, str(tmp_path / "b"), url, "kind0", "kind1", "kind2"]
+    subprocess.run(command, check=True, capture_output=True)
+    b = ObjectStore(tmp_path / "b", url, cache_gb=1e-9)
+    logger, other = logging.getLogger("klear_core.artifacts.object_cache"), EvictsToo(b.root)
+    caplog.set_level(logging.INFO, logger.name)
+    logger.addHandler(other)
+    try:
+        b.cache.evict()
+    finally:
+        logger.removeHandler(other)
+    assert not list((b.root / ".objects").glob("*/*"))
+    assert b.find("kind1", "f1") is not None
 
 
 def test_what_a_node_built_itself_is_never_evicted(node: Node):
