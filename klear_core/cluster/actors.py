@@ -52,6 +52,17 @@ def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
     return tensors
 
 
+def split_parts(arrays: Arrays, count: int) -> list[Arrays]:
+    """Split weights into `count` parts of about the same size, in order; with fewer weights some are empty."""
+    parts: list[Arrays] = [{} for _ in range(count)]
+    total = sum(array.nbytes for _, array in arrays.values())
+    size = 0
+    for name, (dtype, array) in arrays.items():
+        parts[min(count - 1, count * size // max(1, total))][name] = (dtype, array)
+        size += array.nbytes
+    return parts
+
+
 def check_timeout_s(setup: RlSetup) -> float:
     """Return how many seconds an engine waits for the learner in the check of direct transfer."""
     return min(_CHECK_TIMEOUT_S, setup.cfg.runtime.stall_timeout_s)
@@ -81,9 +92,12 @@ class LearnerActor(RankActor):
         """Do one RL step; see `Learner.step`."""
         return self._learner.step(samples)
 
-    def weights(self) -> tuple[bool, Arrays]:
-        """Return True and the weights, as two objects: the caller awaits the first; the second stays in the store."""
-        return True, to_arrays(self._learner.weights())
+    def weights(self, num_parts: int) -> tuple[bool | Arrays, ...]:
+        """Return True and the weights in so many parts, each an object of its own.
+
+        The caller awaits the first; the parts stay in the store.
+        """
+        return True, *split_parts(to_arrays(self._learner.weights()), num_parts)
 
     def offer_weights(self) -> WeightOffer | None:
         """Return an offer of the current weights, which `send_weights` then sends; None on ranks above 0."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from klear_core.cluster.actors import to_tensors
+from klear_core.cluster.actors import Arrays, to_tensors
 from klear_core.errors import KlearError, TrainingError
 
 if TYPE_CHECKING:
@@ -28,19 +28,23 @@ START_S = 300.0  # least timeout for starting a process and loading a model, eve
 
 
 class StoredWeights(Mapping[str, "Tensor"]):
-    """Weights in Ray's object store, fetched only if this process reads them."""
+    """Weights in Ray's object store, in parts, fetched only if this process reads them."""
 
-    def __init__(self, ref: ray.ObjectRef) -> None:
-        self.ref = ref
+    def __init__(self, parts: Sequence[ray.ObjectRef]) -> None:
+        self.parts = parts
 
     def __getitem__(self, name: str) -> Tensor:
-        return to_tensors(ray.get(self.ref))[name]  # copies all to return one; engines load from `ref`
+        return to_tensors({name: self._arrays()[name]})[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(ray.get(self.ref))
+        return iter(self._arrays())
 
     def __len__(self) -> int:
-        return len(ray.get(self.ref))
+        return len(self._arrays())
+
+    def _arrays(self) -> Arrays:
+        found: list[Arrays] = ray.get(list(self.parts))
+        return {name: array for part in found for name, array in part.items()}
 
 
 class Restarts:

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from klear_core.cluster.actors import Arrays, to_tensors
 from klear_core.generate.engine import (
@@ -19,6 +20,9 @@ from klear_core.generate.engine import (
 from klear_core.generate.factory import EngineSpec, build_spec, build_trainable_engine
 from klear_core.rl.workers import RlSetup
 from klear_core.types import Completion
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _POLL_S = 0.1  # longest wait of an engine's actor for a first reply before it returns none
 _GATHER_S = 0.04  # longest wait for more replies to return with the first: each message costs a millisecond
@@ -103,8 +107,8 @@ class EngineActor:
 class RolloutActor:
     """Run one sampling engine of an RL run, whose weights follow the learner's."""
 
-    async def start(self, setup: RlSetup, arrays: Arrays | None, version: int) -> None:
-        """Build the engine with the initial weights (version 0), then load `arrays`, if given, as `version`."""
+    async def start(self, setup: RlSetup) -> None:
+        """Build the engine with the initial weights (version 0)."""
         from klear_core.train.base import model_folder
 
         setup = setup.here()
@@ -114,12 +118,18 @@ class RolloutActor:
             cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed
         )
         self._server = RequestServer(self._engine)
-        if arrays is not None:
-            await self.load_weights(arrays, version)
+        self._received: dict[str, Tensor] = {}
+        """New weights, as far as they have come."""
 
-    async def load_weights(self, arrays: Arrays, version: int) -> None:
-        """Load weights from the object store; see `TrainableEngine.load_weights`."""
-        await self._engine.load_weights(to_tensors(arrays), version=version)
+    async def receive_weights(self, arrays: Arrays) -> None:
+        """Copy a part of new weights from the object store, for `load_received`."""
+        # In a thread, so that replies do not wait.
+        self._received |= await asyncio.to_thread(to_tensors, arrays)
+
+    async def load_received(self, version: int) -> None:
+        """Load the weights, once all parts were received; see `TrainableEngine.load_weights`."""
+        weights, self._received = self._received, {}
+        await self._engine.load_weights(weights, version=version)
 
     async def fetch_weights(self, offer: WeightOffer) -> None:
         """Load the weights that the learner offers. After an error old and new ones are mixed: discard the engine."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
 
-from klear_core.cluster.calls import LOST, RemoteCall, cause_of, within
+from klear_core.cluster.calls import LOST, RemoteCall, awaited, cause_of, within
 from klear_core.cluster.engine_actors import Reply, Request
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import SamplingParams
@@ -22,6 +22,9 @@ from klear_core.types import Completion
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
+_ANSWER_S = 600.0
+"""Longest wait for the answer to a message. An actor that works answers within a second, if only that nothing is done
+yet; one that is frozen, or whose node cannot be reached, never does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +61,19 @@ class RayEngine:
         *,
         limit: int,
         wait_for_gpus: Callable[[Any], Awaitable[None]] | None = None,
+        answer_s: float = _ANSWER_S,
     ) -> None:
         """`create` makes an actor, and `load` builds the engine in it, with the current weights.
 
         With `wait_for_gpus`, which returns when the actor has its GPUs, the pool serves without this engine meanwhile.
+        An actor that leaves a message unanswered for `answer_s` counts as lost.
         """
         self.name = name
         self.limit = limit
         self.lock = asyncio.Lock()
         """Held while the actor starts or loads weights, so that no request is sampled with old weights."""
         self._create, self._load, self._wait_for_gpus = create, load, wait_for_gpus
+        self._answer_s = answer_s
         self._link: _Link | None = None
         self._serving: asyncio.Task[None] | None = None
         self._request_ids = itertools.count()
@@ -124,17 +130,18 @@ class RayEngine:
                 link.cancelled.append(request.request_id)
                 link.unsent = [r for r in link.unsent if r.request_id != request.request_id]
 
-    async def call(self, call: RemoteCall, what: str, *, timeout_s: float) -> DeadActor | None:
-        """Call the actor and wait for the result; return the actor and the error if it died, else None.
+    async def call(self, calls: Mapping[str, RemoteCall], *, timeout_s: float) -> DeadActor | None:
+        """Make calls of the actor one after the other; return the actor and the error if it died, else None.
 
-        If the actor was replaced while this waited for the lock, the new one is not called: it starts awake, with the
-        current weights.
+        Keys say what each is to do, for messages; `timeout_s` is that of one call. If the actor was replaced while this
+        waited for the lock, the new one is not called: it starts awake, with the current weights.
         """
         actor = self.actor
         try:
             async with self.lock:
                 if self.actor is actor:
-                    await within(call(actor), timeout_s, self.name, what)
+                    for what, call in calls.items():
+                        await within(call(actor), timeout_s, self.name, what)
         except LOST as error:
             return DeadActor(actor=actor, error=error)
         return None
@@ -166,7 +173,10 @@ class RayEngine:
                 exchange = link.actor.exchange.remote(requests, cancelled)
             # Await the replies without the lock, because new weights must not wait for answers.
             try:
-                replies = await exchange
+                replies = await asyncio.wait_for(awaited(exchange), self._answer_s)
+            except TimeoutError as error:
+                _fail(link, EngineLost(f"its actor has not answered for {self._answer_s:g} s"), error)
+                return
             except LOST as error:
                 _fail(link, EngineLost(f"its actor died ({type(error).__name__})"), error)
                 return

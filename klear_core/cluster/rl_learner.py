@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,8 +20,10 @@ from klear_core.cluster.gang import Gang, RanksLost
 from klear_core.cluster.places import Place
 from klear_core.cluster.reservation import Plan
 from klear_core.generate.engine import WeightOffer, WeightSource
+from klear_core.hf_config import read_hf_config
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.workers import LearnerLost, RlSetup
+from klear_core.train.base import model_folder
 from klear_core.types import TrainSample
 
 if TYPE_CHECKING:
@@ -28,20 +31,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PART_BYTES = 256 << 20
+"""Size of the objects in which weights go through Ray's object store."""
+_BYTES = {"float32": 4, "bfloat16": 2}
+
 
 class RayLearner:
     """A `LearnerHandle` over one actor per rank. If one dies, all restart: a process group cannot replace a rank."""
 
     def __init__(
-        self, setup: RlSetup, restarts: Restarts, num_gpus: float, *, is_direct: bool, plan: Plan | None = None
+        self,
+        setup: RlSetup,
+        restarts: Restarts,
+        num_gpus: float,
+        *,
+        is_direct: bool,
+        plan: Plan | None = None,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         """Send weights to engines with `send_weights` if `is_direct`, else through the object store.
 
-        `plan` chooses the places of the ranks; see `Gang`.
+        `plan` chooses the places of the ranks; see `Gang`. Objects of the store have about `part_bytes`.
         """
         self.is_direct = is_direct
         """Whether weights go directly to the engines; `check_direct` may change it before the first weights."""
         self._setup = setup
+        self._part_bytes = part_bytes
         self._restarts = restarts
         self._lock = asyncio.Lock()
         """Held during a call: restarted engines ask for weights while the loop makes other calls."""
@@ -143,10 +158,11 @@ class RayLearner:
             if self.is_direct:
                 return await self._offer()
             self._check_present()
+            num_parts = self._num_parts()
+            results = [rank.weights.options(num_returns=1 + num_parts).remote(num_parts) for rank in self._gang.ranks]
             # Awaiting the flags alone reports a dead rank and leaves the weights in the object store.
-            pairs = [rank.weights.options(num_returns=2).remote() for rank in self._gang.ranks]
-            await self._await_or_restart([flag for flag, _ in pairs], "gather the weights")
-        return StoredWeights(pairs[0][1])
+            await self._await_or_restart([flag for flag, *_ in results], "gather the weights")
+        return StoredWeights(results[0][1:])
 
     async def send_weights(self, engines: Mapping[int, Any]) -> dict[int, BaseException]:
         """Send the current weights to these actors; return the error of each that did not get them.
@@ -179,6 +195,11 @@ class RayLearner:
     def close(self) -> None:
         """Kill all ranks and release their GPUs."""
         self._gang.close()
+
+    def _num_parts(self) -> int:
+        """Return the number of objects to store the weights in: an engine waits for each of them by itself."""
+        num_params = read_hf_config(model_folder(self._setup.model)).num_params
+        return max(1, math.ceil(num_params * _BYTES[self._setup.cfg.dtype] / self._part_bytes))
 
     async def _offer(self) -> WeightOffer:
         """Return rank 0's offer of the current weights; the caller holds the lock."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,8 @@ class RayRolloutEngines:
         # Reserve no CPUs, and do not let Ray restart the actor, because a new engine must first get the current
         # weights.
         self._actor_type = ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0)(RolloutActor)
-        self._weights: ray.ObjectRef | None = None
+        self._weights: Sequence[ray.ObjectRef] = ()
+        """Parts of the current weights in the object store; none before the first, and none if they go directly."""
         self._fetches_weights = False
         """Whether a new actor fetches its weights directly from the learner."""
         limit = num_slots(setup.cfg.rollout.engine, is_on_gpu=num_gpus > 0)
@@ -84,18 +86,17 @@ class RayRolloutEngines:
         if isinstance(weights, WeightOffer):
             await self._send_weights_to_all()
             return
-        stored = weights.ref if isinstance(weights, StoredWeights) else ray.put(to_arrays(_tensors(weights)))
-        self._weights = stored
-        what = f"load the weights of version {version}"
-        await self._call_all(lambda actor: actor.load_weights.remote(stored, version), what)
+        if isinstance(weights, StoredWeights):
+            self._weights = weights.parts
+        else:
+            self._weights = (ray.put(to_arrays(_tensors(weights))),)
+        await self._call_all(self._loading())
 
     async def sleep(self) -> None:
         """Free the GPU memory of all actors; see `SleepingEngine.sleep`. A dead actor is replaced later, in `wake`."""
         timeout_s = self._setup.cfg.runtime.stall_timeout_s
-        calls = [
-            engine.call(lambda actor: actor.sleep.remote(), "sleep (free its GPU memory)", timeout_s=timeout_s)
-            for engine in self.engines
-        ]
+        sleeping: dict[str, RemoteCall] = {"sleep (free its GPU memory)": lambda actor: actor.sleep.remote()}
+        calls = [engine.call(sleeping, timeout_s=timeout_s) for engine in self.engines]
         for engine, dead in zip(self.engines, await asyncio.gather(*calls), strict=True):
             if dead is not None:
                 log.warning("%s died before it slept (%s)", engine.name, type(dead.error).__name__)
@@ -105,7 +106,7 @@ class RayRolloutEngines:
 
         Actors that died meanwhile are replaced only now: the learner has freed the memory that a new engine needs.
         """
-        await self._call_all(lambda actor: actor.wake.remote(), "wake up (allocate its GPU memory)")
+        await self._call_all({"wake up (allocate its GPU memory)": lambda actor: actor.wake.remote()})
 
     async def close(self) -> None:
         """Stop all actors; waiting requests fail."""
@@ -115,12 +116,26 @@ class RayRolloutEngines:
         """Return the number of open requests of each actor, in words."""
         return self._pool.status()
 
-    async def _call_all(self, call: RemoteCall, what: str) -> None:
-        """Call all actors concurrently, and replace those that died."""
+    def _loading(self) -> dict[str, RemoteCall]:
+        """Return the calls that load the stored weights into an actor, by what each does; none if there are none.
+
+        Every part has a call, and so a timeout, of its own: many nodes may fetch large weights from one.
+        """
+        if not self._weights:
+            return {}
+        of_version, version = f"the weights of version {self.version}", self.version
+        calls: dict[str, RemoteCall] = {}
+        for number, part in enumerate(self._weights, start=1):
+            calls[f"receive part {number} of {len(self._weights)} of {of_version}"] = partial(_receive, part)
+        calls[f"load {of_version}"] = lambda actor: actor.load_received.remote(version)
+        return calls
+
+    async def _call_all(self, calls: Mapping[str, RemoteCall]) -> None:
+        """Make these calls of all actors concurrently, and replace those that died."""
         timeout_s = self._setup.cfg.runtime.stall_timeout_s
 
         async def call_or_replace(engine: RayEngine) -> None:
-            dead = await engine.call(call, what, timeout_s=timeout_s)
+            dead = await engine.call(calls, timeout_s=timeout_s)
             if dead is not None:
                 await self._replace(engine, dead.actor, dead.error)
 
@@ -151,9 +166,10 @@ class RayRolloutEngines:
             await self._pool.replace(engine, error, is_counted=not isinstance(error, LearnerLost))
 
     async def _load_actor(self, index: int, actor: Any) -> None:
-        starting = actor.start.remote(self._setup, self._weights, self.version)
-        timeout_s = max(START_S, self._setup.cfg.runtime.stall_timeout_s)
-        await within(starting, timeout_s, rollout_name(index), "start its engine")
+        name, stall_timeout_s = rollout_name(index), self._setup.cfg.runtime.stall_timeout_s
+        await within(actor.start.remote(self._setup), max(START_S, stall_timeout_s), name, "start its engine")
+        for what, call in self._loading().items():
+            await within(call(actor), stall_timeout_s, name, what)
         if not self._fetches_weights:
             return
         try:
@@ -164,6 +180,10 @@ class RayRolloutEngines:
         else:
             if failed:
                 raise EngineLost("it did not get its weights") from failed[index]
+
+
+def _receive(part: ray.ObjectRef, actor: Any) -> Any:
+    return actor.receive_weights.remote(part)
 
 
 def _tensors(weights: Path | Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from ray_builders import NUM_STEPS, PROBLEMS, Saboteur, actors_of, config, kill, run
 from rl_builders import low_byte_judge, same_weights, weights
 
-from klear_core.cluster.actors import to_arrays, to_tensors
+from klear_core.cluster.actors import split_parts, to_arrays, to_tensors
 from klear_core.cluster.placement import GpuPlan, is_direct, plan_gpus
 from klear_core.config.engine import TorchEngineConfig
 from klear_core.config.rl import RlRuntime
@@ -49,6 +49,14 @@ def test_weights_travel_as_the_same_bits() -> None:
     tensors = {"a": torch.randn(3, 2), "b": torch.randn(4).to(torch.bfloat16), "c": torch.tensor(7)}
     back = to_tensors(to_arrays(tensors))
     assert all(torch.equal(back[k], tensors[k]) and back[k].dtype == tensors[k].dtype for k in tensors)
+
+
+def test_weights_are_split_into_parts_of_about_the_same_size() -> None:
+    arrays = to_arrays({name: torch.ones(size) for name, size in (("a", 6), ("b", 1), ("c", 1), ("d", 4))})
+    assert [list(part) for part in split_parts(arrays, 1)] == [["a", "b", "c", "d"]]
+    assert [list(part) for part in split_parts(arrays, 2)] == [["a"], ["b", "c", "d"]]
+    assert [list(part) for part in split_parts(arrays, 6)] == [["a"], [], [], ["b", "c"], ["d"], []]
+    assert split_parts({}, 3) == [{}, {}, {}]  # of ranks above 0
 
 
 def test_gpus_are_planned_before_anything_starts() -> None:
@@ -402,8 +410,9 @@ def test_a_stage_whose_driver_is_killed_leaves_no_actor_and_goes_on_to_the_same_
 
 @pytest.mark.slow
 def test_stored_weights_are_read_only_when_looked_at(session: None) -> None:
-    stored = StoredWeights(ray.put(to_arrays({"w": torch.ones(2)})))
-    assert list(stored) == ["w"]
+    parts = [ray.put(to_arrays({"w": torch.ones(2)})), ray.put(to_arrays({"v": torch.ones(1)}))]
+    stored = StoredWeights(parts)
+    assert list(stored) == ["w", "v"]
     stored["w"].add_(1)  # a copy: the store is shared
     assert stored["w"].tolist() == [1, 1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from klear_core.cluster.engine_actors import Reply, Request, RolloutActor
 from klear_core.config.rl import RlCheckpointConfig
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.generate.engine import SamplingParams
+from klear_core.generate.pool_slots import EngineLost
 from klear_core.rl.workers import RlSetup
 from klear_core.train.base import model_folder
 from klear_core.types import Completion
@@ -25,8 +26,9 @@ from klear_core.types import Completion
 ray = pytest.importorskip("ray")
 from ray.exceptions import OutOfMemoryError  # noqa: E402
 
-from klear_core.cluster.calls import Restarts, within  # noqa: E402
+from klear_core.cluster.calls import Restarts, StoredWeights, within  # noqa: E402
 from klear_core.cluster.ray_engine import RayEngine  # noqa: E402
+from klear_core.cluster.rl_learner import RayLearner  # noqa: E402
 from klear_core.cluster.rollout_engines import RayRolloutEngines  # noqa: E402
 
 PARAMS = SamplingParams(
@@ -43,7 +45,8 @@ class Method:
 
     async def remote(self, *args: object) -> object:
         self.calls.append(self.name)
-        return self.answer(*args) if callable(self.answer) else self.answer
+        answer = self.answer(*args) if callable(self.answer) else self.answer
+        return await answer if isinstance(answer, Awaitable) else answer
 
 
 class FakeActor:
@@ -88,15 +91,33 @@ def test_an_actor_is_asked_nothing_while_it_starts_or_takes_weights() -> None:
     assert set(calls) == {"exchange"}
 
 
+def test_the_requests_of_an_actor_that_answers_no_message_can_be_asked_elsewhere() -> None:
+    """Its process may be frozen, or its node out of reach: nothing else would ever end an evaluation."""
+
+    class FrozenActor:
+        exchange = Method("exchange", [], lambda *_: asyncio.Event().wait())
+
+    async def load(_actor: object) -> None:
+        pass
+
+    async def drive() -> list[Completion]:
+        engine = RayEngine("engine 0", FrozenActor, load, limit=8, answer_s=0.01)
+        await engine.start()
+        return await engine.generate([1], PARAMS)
+
+    with pytest.raises(EngineLost, match=r"^its actor has not answered for 0\.01 s$"):
+        asyncio.run(drive())
+
+
 def test_an_engine_is_at_version_0_until_it_has_the_weights_of_another(base: Path, tmp_path: Path) -> None:
     """Else tokens of the initial model could pass for those of the present one, and the bound on staleness would let them in."""
 
     async def drive() -> int:
         actor = RolloutActor()
+        await actor.start(RlSetup(cfg=config(), model=base, seed=0, workdir=tmp_path))
+        await actor.receive_weights(to_arrays({"no such": torch.ones(1)}))
         with pytest.raises(ConfigError):
-            await actor.start(
-                RlSetup(cfg=config(), model=base, seed=0, workdir=tmp_path), to_arrays({"no such": torch.ones(1)}), 7
-            )
+            await actor.load_received(7)
         version = actor._engine.version
         await actor.close()
         return version
@@ -114,7 +135,7 @@ def test_who_does_not_do_what_in_time_is_named() -> None:
         asyncio.run(within(never(), 0.01, "rollout actor 3", "take the weights of version 7"))
 
 
-@pytest.mark.parametrize("method", ["load_weights", "sleep", "wake"])
+@pytest.mark.parametrize("method", ["load_received", "sleep", "wake"])
 def test_an_actor_is_told_nothing_while_it_changes(method: str) -> None:
     calls: list[str] = []
     actor = FakeActor(calls)
@@ -123,13 +144,76 @@ def test_an_actor_is_told_nothing_while_it_changes(method: str) -> None:
     async def drive() -> None:
         engine = await engine_over(actor)
         async with engine.lock:
-            told = asyncio.create_task(engine.call(lambda a: getattr(a, method).remote(), "change", timeout_s=9))
+            told = asyncio.create_task(engine.call({"change": lambda a: getattr(a, method).remote()}, timeout_s=9))
             await settle()
             assert calls == []
         assert await told is None
 
     asyncio.run(drive())
     assert calls == [method]
+
+
+class SlowActor:
+    """Stands for an actor's handle: starts at once, and takes 0.4 s to receive or load anything."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.start = Method("start", [])
+        self.receive_weights = self.load_received = self
+
+    def options(self) -> SlowActor:
+        return self
+
+    def remote(self, *args: object) -> Awaitable[None] | SlowActor:
+        """Create the actor, or answer a call of it."""
+        return self._do(*args) if args else self
+
+    async def _do(self, what: object) -> None:
+        await asyncio.sleep(0.4)
+        self.calls.append(what)
+
+
+def test_loading_weights_may_last_longer_than_the_limit_as_long_as_part_after_part_arrives(
+    base: Path, tmp_path: Path
+) -> None:
+    """1.6 s with a limit of 1 s, for an engine that is there and for one that replaces it."""
+    setup = RlSetup(cfg=config(num_rollout_actors=1, stall_timeout_s=1), model=base, seed=0, workdir=tmp_path)
+    actor = SlowActor()
+
+    async def drive() -> None:
+        engines = RayRolloutEngines(setup, Restarts(allowed=0), 0, None)  # type: ignore[arg-type]
+        engines._actor_type = actor
+        await engines.engines[0].start()
+        assert actor.calls == []
+        await engines.load_weights(StoredWeights(["first", "second", "third"]), version=5)  # type: ignore[list-item]
+        await engines._load_actor(0, actor)
+
+    asyncio.run(drive())
+    assert actor.calls == 2 * ["first", "second", "third", 5]
+
+
+@pytest.mark.slow
+def test_weights_reach_the_engines_in_parts(session: None, base: Path, tmp_path: Path) -> None:
+    setup = RlSetup(cfg=config(num_rollout_actors=1), model=base, seed=0, workdir=tmp_path)
+    learner = RayLearner(setup, Restarts(allowed=0), 0, is_direct=False, part_bytes=10_000)
+    engines = RayRolloutEngines(setup, Restarts(allowed=0), 0, learner)
+
+    async def drive() -> Completion:
+        await asyncio.gather(learner.start(), engines.start())
+        weights = await learner.weights()
+        assert isinstance(weights, StoredWeights)
+        assert len(weights.parts) > 2
+        initial = load_file(model_folder(base) / "model.safetensors")
+        assert weights.keys() == initial.keys()
+        assert all(torch.equal(weights[name], initial[name]) for name in initial)
+        await engines.load_weights(weights, version=1)
+        (completion,) = await engines.generate([1], PARAMS)
+        return completion
+
+    try:
+        assert set(asyncio.run(drive()).policy_versions) == {1}
+    finally:
+        learner.close()
 
 
 def sleepy_actor() -> type[RolloutActor]:
@@ -146,9 +230,9 @@ def sleepy_actor() -> type[RolloutActor]:
         async def wake(self) -> None:
             self.is_asleep = False
 
-        async def load_weights(self, arrays: Arrays, version: int) -> None:
+        async def receive_weights(self, arrays: Arrays) -> None:
             assert not self.is_asleep
-            await super().load_weights(arrays, version)
+            await super().receive_weights(arrays)
 
         async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Reply]:
             assert not self.is_asleep
