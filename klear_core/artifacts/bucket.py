@@ -28,6 +28,8 @@ _FIRST_TRIES, _LATER_TRIES = 3, 8
 tries take seconds. One that has answered before may be overloaded or restarting, and is tried for half a minute."""
 _BEING_CREATED = ".being-created"
 """Ending of a temporary file in a shared folder, before the file gets its name."""
+_LOCAL = ("file", "local")
+"""Protocols of folders, in fsspec."""
 _EXTRAS = {"s3": "pip install 'klear[s3]'", "s3a": "pip install 'klear[s3]'"}
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
 _NO_CONNECTION = ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError", "ProxyConnectionError")
@@ -155,7 +157,7 @@ class Bucket:
 
     @property
     def _is_local(self) -> bool:
-        return self.url.startswith("file:")
+        return self.url.partition("://")[0] in _LOCAL
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -227,7 +229,10 @@ def probe(bucket: Bucket) -> Probe:
 
 
 def checked_url(url: str) -> str:
-    """Return a store's URL without a final `/`. ConfigError for URLs with credentials in them or of no known kind."""
+    """Return a store's URL without a final `/`.
+
+    ConfigError for URLs with credentials in them, of no known kind, or with a path that is not the same everywhere.
+    """
     parts = urlsplit(url)
     if "@" in parts.netloc:
         raise ConfigError(
@@ -236,6 +241,14 @@ def checked_url(url: str) -> str:
         )
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*://.+", url):
         raise ConfigError(f"workspace.store = {url!r}: not a URL such as s3://bucket/prefix or file:///shared/folder")
+    protocol, _, path = url.partition("://")
+    if protocol in _LOCAL and not path.startswith("/"):
+        # fsspec would look for it in the working directory, which is another one for every process
+        raise ConfigError(f"workspace.store = {url!r}: no absolute path: file:///{path}")
+    if protocol.startswith("s3") and "//" in path.rstrip("/"):
+        # s3fs lists other keys than it writes
+        fixed = re.sub("/+", "/", path)
+        raise ConfigError(f"workspace.store = {url!r}: an empty part in its path: {protocol}://{fixed}")
     return url.rstrip("/")
 
 

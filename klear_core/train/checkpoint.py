@@ -10,7 +10,7 @@ import logging
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,7 +147,7 @@ class Checkpoints:
         else:
             self._on_each_rank(partial(self._seal_here, seal, temporary, final), final)
         if self._is_writer_of_disk:
-            for old in self._names()[: -self.cfg.keep]:  # only now that the new one is complete
+            for old in self._outdated(self._names(), final.name):  # only now that the new one is complete
                 shutil.rmtree(self.folder / old, ignore_errors=True)
         self._barrier()
 
@@ -177,7 +177,7 @@ class Checkpoints:
         # After the gathering in `_send`: the store has the files of all ranks.
         if self.world.rank == 0:
             copies.seal(final.name, content)
-            for old in copies.sealed()[: -self.cfg.keep]:
+            for old in self._outdated(copies.sealed(), final.name):
                 copies.drop(old)
         # Any of the ranks that share a disk may do the renaming, because all files are there after the gathering.
         # Written beside first: a rank that renames the folder must not find another's seal half written.
@@ -221,6 +221,14 @@ class Checkpoints:
     def _barrier(self) -> None:
         if self.world.size > 1:
             dist.barrier(group=self._group)
+
+    def _outdated(self, names: Sequence[str], newest: str) -> list[str]:
+        """Return those of the names to delete once `newest` is complete: all but the last `keep` of those up to it.
+
+        Later ones are damaged, or this run would have gone on from them.
+        """
+        kept = [name for name in names if name <= newest][-self.cfg.keep :]
+        return [name for name in names if name not in kept]
 
     def _names(self) -> list[str]:
         # Names have eight digits, so their order is that of the steps.

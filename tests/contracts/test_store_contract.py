@@ -529,6 +529,10 @@ def test_what_a_node_built_itself_is_never_evicted(node: Node):
         ("s3://AKIA123:secret@bucket/x", "credentials in it"),
         ("bucket/x", "not a URL"),
         ("nosuch://bucket/x", "fsspec knows no nosuch://"),
+        # a relative folder would be another one for every process
+        ("file://shared/klear", r"no absolute path: file:///shared/klear$"),
+        ("local://shared/klear", r"no absolute path: file:///shared/klear$"),
+        ("s3://bucket//x", r"an empty part in its path: s3://bucket/x$"),
     ],
 )
 def test_an_unusable_url_is_refused_without_repeating_a_key(url: str, says: str):

@@ -226,6 +226,24 @@ def test_a_copy_or_a_checkpoint_whose_seal_cannot_be_read_is_skipped(folder, tmp
     assert Run(folder, tmp_path / "alone").load() == (1, {})
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_damaged_checkpoint_is_not_kept_in_place_of_an_intact_one(folder, tmp_path, is_shared):
+    """Damaged, it has the highest number until training comes to its step again."""
+    place = node(tmp_path, "a") if is_shared else tmp_path / "alone"
+    run = Run(folder, place, keep=1)
+    run.save(3)
+    copies = tmp_path / "shared" / "work" / "sft-f1" / "work" / "scratch" / "checkpoints"
+    for damaged in (place, copies) if is_shared else (place,):
+        (damaged / "step-00000003" / "__0_0.distcp").write_bytes(b"x")
+    again = Run(folder, place, keep=1)
+    assert again.load() is None
+    again.save(1)
+    assert [p.name for p in place.iterdir()] == ["step-00000001"]
+    assert Run(folder, place, keep=1).load() == (1, {})
+    if is_shared:
+        assert Run(folder, node(tmp_path, "b"), keep=1).load() == (1, {})
+
+
 def _save_apart(folder, root, world, _telemetry):
     place = root / str(world.rank) / ".building" / "sft-f1" / "work" / "scratch" / "checkpoints"
     write_shared(root / str(world.rank), (root / "shared").as_uri())
