@@ -176,11 +176,10 @@ class RayLearner:
             offer = await self._offer()
             present = [i for i in engines if i not in failed]
             # Both sides must run at the same time: sending and fetching are collective calls.
-            send = self._call_locked(lambda rank: rank.send_weights.remote(offer, present), "send its weights")
-            sending = asyncio.ensure_future(send)
             fetching = {i: engines[i].fetch_weights.remote(replace(offer, engine=i)) for i in present}
+            await self._call_locked(lambda rank: rank.send_weights.remote(offer, present), "send its weights")
+            # The engines' timeout begins only now: while the learner sends, it knows whether there is progress.
             failed |= await self._failures(fetching, "fetch its weights")
-            await sending
         return failed
 
     async def save(self, counters: Counters) -> None:

@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 
 from klear_core.cluster.actors import Arrays, to_arrays
 from klear_core.cluster.engine_actors import Reply, Request, RolloutActor
+from klear_core.cluster.rank_actor import Reports
 from klear_core.config.rl import RlCheckpointConfig
 from klear_core.errors import ConfigError, TrainingError
-from klear_core.generate.engine import SamplingParams
+from klear_core.generate.engine import SamplingParams, WeightOffer
 from klear_core.generate.pool_slots import EngineLost
+from klear_core.progress import Progress
 from klear_core.rl.workers import RlSetup
 from klear_core.train.base import model_folder
 from klear_core.types import Completion
@@ -190,6 +192,49 @@ def test_loading_weights_may_last_longer_than_the_limit_as_long_as_part_after_pa
 
     asyncio.run(drive())
     assert actor.calls == 2 * ["first", "second", "third", 5]
+
+
+class SlowSender:
+    """Stands for a learner rank's handle: takes 2 s to send, and reports progress all the time."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        offer = WeightOffer(
+            host="", port=0, key="", engine=0, num_ranks=1, backend="gloo", timeout_s=1, version=3, tensors=(), chunk_bytes=1
+        )  # fmt: skip
+        self.offer_weights = Method("offer", [], offer)
+        self.send_weights = Method("send", [], lambda *_: asyncio.sleep(2, []))
+        self.take_reports = self
+
+    def options(self, **_options: str) -> SlowSender:
+        return self
+
+    async def remote(self) -> Reports:
+        self.num_asked += 1
+        return Reports(items=[], progress=Progress(count=self.num_asked, latest="a weight"))
+
+
+class SlowFetcher:
+    """Stands for a rollout actor's handle: it is there, and has its weights after 2 s."""
+
+    __ray_ready__ = Method("ready", [])
+
+    @property
+    def fetch_weights(self) -> SlowFetcher:
+        return self
+
+    def remote(self, _offer: WeightOffer) -> asyncio.Future[None]:
+        return asyncio.ensure_future(asyncio.sleep(2))  # like an actor's, the call runs whether or not it is awaited
+
+
+def test_weights_may_go_directly_for_longer_than_the_limit_as_long_as_the_learner_makes_progress(
+    base: Path, tmp_path: Path
+) -> None:
+    """2 s with a limit of 1 s."""
+    setup = RlSetup(cfg=config(stall_timeout_s=1), model=base, seed=0, workdir=tmp_path)
+    learner = RayLearner(setup, Restarts(allowed=0), 0, is_direct=True)
+    learner._gang.ranks = [SlowSender()]
+    assert asyncio.run(learner.send_weights({0: SlowFetcher()})) == {}
 
 
 @pytest.mark.slow
