@@ -95,7 +95,8 @@ class GpuQueue:
             return
         self._has_noticed = True
         num_queued = sum(engine.is_queued for engine in self._engines)
-        log.info(
+        # a warning, so that a terminal shows it
+        log.warning(
             "%s: %d of %d engines wait for GPUs that other work of the Ray cluster holds, and join when they have them",
             self._key, num_queued, len(self._engines),
         )  # fmt: skip

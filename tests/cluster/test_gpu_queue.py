@@ -65,6 +65,7 @@ def test_an_engine_waits_for_days_while_another_works_and_the_log_says_so_once(
     assert times == [1, 100 * HOUR, 101 * HOUR]
     assert errors == [None, None, None]
     (record,) = caplog.records
+    assert record.levelno == logging.WARNING  # a terminal shows warnings only
     assert record.getMessage().startswith("evaluate: 2 of 3 engines wait for GPUs that other work of the Ray cluster")
 
 
