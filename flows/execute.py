@@ -97,7 +97,9 @@ class PipelineRun:
         try:
             open_store(info.workspace).verify(ref)
         except ArtifactError as e:
-            log.warning("%s: the cached artifact cannot be used, so the stage runs again: %s", stage.name, e)
+            # One that is gone was set aside to be made again (--rerun-from), or deleted: nothing to warn of.
+            level = logging.WARNING if ref.path.is_dir() else logging.INFO
+            log.log(level, "%s: the cached artifact cannot be used, so the stage runs again: %s", stage.name, e)
             return configured.with_options(refresh_cache=True)(info, stage.job, inputs)
         console().stage_done(stage.name, ref, was_reused=True, wall_s=0.0)
         return ref
