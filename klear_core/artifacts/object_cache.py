@@ -104,15 +104,17 @@ class ObjectCache:
         cached.parent.mkdir(parents=True, exist_ok=True)
         partial = cached.with_name(f"{cached.name}.part")
         key, found = object_key(file.sha256), ""
-        # a first mismatch may be a failed transfer; after a second one the object itself counts as altered
-        for _ in range(2):
-            if not self.bucket.download(key, partial):
-                raise ArtifactError(f"{self.bucket.url}/{key}: missing; it is the content of {file.path}")
-            found = sha256_of(partial)
-            if found == file.sha256:
-                partial.replace(cached)
-                return
-        partial.unlink()
+        try:
+            # a first mismatch may be a failed transfer; after a second one the object itself counts as altered
+            for _ in range(2):
+                if not self.bucket.download(key, partial):
+                    raise ArtifactError(f"{self.bucket.url}/{key}: missing; it is the content of {file.path}")
+                found = sha256_of(partial)
+                if found == file.sha256:
+                    partial.replace(cached)
+                    return
+        finally:
+            partial.unlink(missing_ok=True)  # of a failed transfer, perhaps for lack of room
         kept = set_object_aside(self.bucket, file.sha256)
         raise ArtifactError(
             f"{self.bucket.url}/{key}: altered (SHA-256 {found[:12]}…), so it was moved to {kept}; it was the content "

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from klear_core.artifacts.bucket import Bucket
-from klear_core.artifacts.files import sha256_of
+from klear_core.artifacts.files import DiskErrors, sha256_of
 from klear_core.artifacts.lease import LeaseTimes, lease
 from klear_core.artifacts.ledger import FileRecord
 from klear_core.artifacts.manifest import (
@@ -94,7 +94,8 @@ class ObjectStore(LocalStore):
                 # another node sealed its own build, first or after a rerun, and all nodes must use the same one
                 self._move_aside(folder, why="replaced")
             if not folder.is_dir():
-                self._fetch(kind, fingerprint, seal)
+                with DiskErrors(self.root):
+                    self._fetch(kind, fingerprint, seal)
             found = super().find(kind, fingerprint)
         return found
 

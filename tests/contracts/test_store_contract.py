@@ -485,6 +485,22 @@ def test_an_artifact_that_no_process_uses_is_evicted_above_the_limit_and_fetched
     assert folder.is_dir()  # in use by this process
 
 
+def test_a_full_disk_is_named_when_an_artifact_is_fetched_and_nothing_half_fetched_is_left(node: Node):
+    a, b = node("a"), node("b")
+    ref = build(a)
+    for file in a.manifest(ref).files:
+        partial = b.root / ".objects" / file.sha256[:2] / f"{file.sha256}.part"
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        if not partial.is_symlink():
+            partial.symlink_to("/dev/full")  # a file on a disk without room
+    with pytest.raises(ResourceError, match=r"no space left on the disk .* point workspace\.root at a bigger disk"):
+        b.find("sft", "f1")
+    while list((b.root / ".objects").glob("*/*.part")):  # each failure cleans up after itself
+        with pytest.raises(ResourceError):
+            b.find("sft", "f1")
+    assert (b.find("sft", "f1").path / "rows").read_bytes() == b"rows"
+
+
 class EvictsToo(logging.Handler):
     """Another process of the node: it evicts one artifact as soon as this one has evicted another."""
 
