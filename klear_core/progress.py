@@ -1,4 +1,4 @@
-"""Count what this process has done, so that the driver of a learner rank can tell a slow rank from one that is stuck."""
+"""Count what this process has done, so that a learner's driver can tell a slow rank from one that is stuck."""
 
 from __future__ import annotations
 
