@@ -212,9 +212,11 @@ def _place_context(rooms: Sequence[Room], runtime: TrainRuntime, each: int, shar
     total = sum(len(room.free_gpus) for room in rooms)
     most = _most_ranks(rooms, runtime, each)
     remedy = f"; set num_workers = {most}" if most else ""
+    context = runtime.context_parallel
+    together = f", those of every {context} ranks (context_parallel) on one node" if context > 1 else ""
     raise ResourceError(
         f"runtime.num_workers = {runtime.num_workers}: every learner rank needs {_gpus(each)} that no other rank uses, "
-        f"{_gpus(runtime.num_workers * each)} in all, and there are {total} ({_sizes(rooms)}){remedy}"
+        f"{_gpus(runtime.num_workers * each)} in all{together}, and there are {total} ({_sizes(rooms)}){remedy}"
     )
 
 

@@ -41,6 +41,12 @@ def test_ranks_that_share_rows_are_never_on_two_nodes() -> None:
     assert placed == [("a", (0,)), ("a", (1,)), ("b", (0,)), ("b", (1,))]
 
 
+def test_as_many_gpus_as_ranks_may_be_too_few_for_contexts_and_the_refusal_says_why() -> None:
+    told = r"6 GPUs in all, those of every 2 ranks \(context_parallel\) on one node, and there are 6 \(a 5, b 1\)"
+    with pytest.raises(ResourceError, match=told + "; set num_workers = 4$"):
+        ranks(nodes(5, 1), num_workers=6, context_parallel=2)
+
+
 def test_a_context_larger_than_every_node_is_refused_with_one_that_fits() -> None:
     with pytest.raises(
         ResourceError, match=r"context_parallel = 8: .* the largest has 4 GPUs \(a 4, b 4\); set .* = 4$"
