@@ -322,9 +322,9 @@ def short_of_memory_once() -> type[RolloutActor]:
     """As if Ray had killed the first of them to save its node."""
 
     class ShortOfMemoryOnce(RolloutActor):
-        async def start(self, job: RlSetup, arrays: Arrays | None, version: int) -> None:
+        async def start(self, job: RlSetup) -> None:
             self.marker = job.workdir / "killed"
-            await super().start(job, arrays, version)
+            await super().start(job)
 
         async def exchange(self, requests: Sequence[Request], cancelled: Sequence[int]) -> list[Reply]:
             if not self.marker.exists():
