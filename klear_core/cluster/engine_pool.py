@@ -122,4 +122,7 @@ def _engine(index: int, spec: EngineSpec, plan: EnginePlan, limit: int, queue: G
         except TrainingError as error:  # a timeout
             raise ResourceError(str(error)) from error
 
-    return RayEngine(f"engine {index}", actor_type.remote, load, limit=limit, wait_for_gpus=queue.wait)
+    async def create() -> Any:
+        return actor_type.remote()
+
+    return RayEngine(f"engine {index}", create, load, limit=limit, wait_for_gpus=queue.wait)

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import OutOfMemoryError
 
 from klear_core.cluster.calls import LOST, START_S, awaited, cause_of
-from klear_core.cluster.places import Place, Room, place_ranks
+from klear_core.cluster.places import Placement, Room, place_ranks
 from klear_core.cluster.rank_actor import LOGGER, Logged, Progressed, RankActor, Report, Reports
 from klear_core.cluster.reservation import Plan, Reservation
 from klear_core.config.train import TrainRuntime
@@ -53,11 +53,11 @@ class Gang:
         telemetry: Telemetry,
         plan: Plan | None = None,
     ) -> None:
-        """`plan` chooses the places of the ranks; None: they have the cluster to themselves."""
+        """`plan` chooses the places of ranks and engines; None: the ranks have the cluster to themselves."""
         self.ranks: list[Any] = []
         """Handles of the actors; empty before `start`."""
         self._runtime = _with_device(runtime, gpus_per_rank)
-        plan = plan or (lambda nodes: place_ranks(Room.of(nodes), self._runtime, gpus_per_rank))
+        plan = plan or (lambda nodes: Placement(ranks=tuple(place_ranks(Room.of(nodes), self._runtime, gpus_per_rank))))
         self._reservation = Reservation(
             plan, width=self._runtime.context_parallel, threads_per_rank=self._runtime.num_threads
         )
@@ -80,7 +80,8 @@ class Gang:
 
         Raise RanksLost if one dies meanwhile, ResourceError if the cluster has no room.
         """
-        places = await self.reserve()
+        await self.reserve()
+        places = self._reservation.placement.ranks
         strategies = map(self._reservation.bundle_of, range(len(places)))
         self.ranks = [self._actor_type.options(scheduling_strategy=strategy).remote() for strategy in strategies]
         # Named already here, for errors of ranks that die before their process ids are known.
@@ -144,13 +145,13 @@ class Gang:
             poll.cancel()
         self.ranks, self._polls, self._progress = [], {}, {}
 
-    async def reserve(self) -> Sequence[Place]:
-        """Reserve the places of the ranks, or keep those of an earlier start; return them."""
-        return await self._reservation.hold()
+    async def reserve(self) -> None:
+        """Reserve the places of the ranks, or keep those of an earlier start."""
+        await self._reservation.hold()
 
-    def beside(self, place: Place) -> dict[str, Any]:
-        """Return the options of an actor that shares this place with a rank; ranks must be reserved."""
-        return {"scheduling_strategy": self._reservation.beside(place)}
+    async def engine_options(self, index: int) -> dict[str, Any]:
+        """Return where Ray shall start an engine of the plan; see `Reservation.engine_options`."""
+        return await self._reservation.engine_options(index)
 
     async def _relay_reports(self) -> None:
         """Log what the ranks have reported so far, without waiting for a rank that is slow to answer."""

@@ -56,7 +56,7 @@ class RayEngine:
     def __init__(
         self,
         name: str,
-        create: Callable[[], Any],
+        create: Callable[[], Awaitable[Any]],
         load: Callable[[Any], Awaitable[None]],
         *,
         limit: int,
@@ -101,7 +101,7 @@ class RayEngine:
                 ray.kill(self._link.actor, no_restart=True)  # it may still run, with old and new weights mixed
             if self._serving is not None:
                 self._serving.cancel()
-            link = self._link = _Link(actor=self._create())
+            link = self._link = _Link(actor=await self._create())
             try:
                 if self._wait_for_gpus is not None:
                     link.is_queued = True

@@ -1,25 +1,26 @@
-"""Reserve the places of learner ranks as Ray placement groups."""
+"""Reserve the places of learner ranks as Ray placement groups, and say where RL's engines go."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from klear_core.cluster.calls import START_S
 from klear_core.cluster.nodes import ray_nodes
-from klear_core.cluster.places import Node, Place
+from klear_core.cluster.places import Node, Place, Placement
 from klear_core.errors import ResourceError
 
 _NODES_S = 2.0  # seconds between two checks that the planned nodes are alive
 _NODE_LABEL = "ray.io/node-id"
 
-Plan = Callable[[Sequence[Node]], Sequence[Place]]
-"""Returns the places of all ranks on these nodes."""
+Plan = Callable[[Sequence[Node]], Placement]
+"""Returns the places of all ranks and engines on these nodes."""
 
 
 class Reservation:
@@ -27,44 +28,65 @@ class Reservation:
 
     def __init__(self, plan: Plan, *, width: int, threads_per_rank: int) -> None:
         """Reserve nothing yet. `plan` chooses the places; a rank without a GPU reserves `threads_per_rank` CPUs."""
-        self.places: Sequence[Place] = ()
-        """Places of the ranks; empty before `hold`."""
+        self.placement = Placement(ranks=())
+        """Places of ranks and engines; empty before `hold`."""
         self._plan = plan
         self._width = width
         self._threads_per_rank = threads_per_rank
         self._groups: list[PlacementGroup] = []
+        self._lock = asyncio.Lock()
+        """Held while places are reserved: ranks and engines that restart at once must not replace each other's."""
 
-    async def hold(self) -> Sequence[Place]:
-        """Reserve the places of all ranks and return them. Raise ResourceError if the cluster has no room.
+    async def hold(self) -> None:
+        """Reserve the places of all ranks. Raise ResourceError if the cluster has no room.
 
         Those of an earlier call are kept, unless one of their nodes has died, which Ray notices only after some
         seconds.
         """
         deadline = time.monotonic() + START_S
-        while True:
-            if self._groups and await self._are_ready(deadline):
-                return self.places
-            # First, because the new groups would wait for what these hold on nodes that live.
-            self.release()
-            self.places = places = self._plan(ray_nodes())
-            for first in range(0, len(places), self._width):
-                own = places[first : first + self._width]
-                # The label pins the group to the node that was planned for it.
-                on_node = [{_NODE_LABEL: place.node.node_id} for place in own]
-                bundles = [self._bundle(place) for place in own]
-                self._groups.append(placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=on_node))
+        async with self._lock:
+            while not (self._groups and await self._are_ready(deadline)):
+                # First, because the new groups would wait for what these hold on nodes that live.
+                self.release()
+                self.placement = self._plan(ray_nodes())
+                self._reserve(self.placement.ranks)
+
+    def _reserve(self, places: Sequence[Place]) -> None:
+        for first in range(0, len(places), self._width):
+            own = places[first : first + self._width]
+            # The label pins the group to the node that was planned for it.
+            on_node = [{_NODE_LABEL: place.node.node_id} for place in own]
+            bundles = [self._bundle(place) for place in own]
+            self._groups.append(placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=on_node))
 
     def bundle_of(self, rank: int) -> PlacementGroupSchedulingStrategy:
         """Return the strategy that puts an actor into a rank's bundle."""
         group, index = divmod(rank, self._width)
         return PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=index)
 
-    def beside(self, place: Place) -> PlacementGroupSchedulingStrategy:
-        """Return the strategy that puts an actor into the bundle of the rank that has this place."""
-        for rank, own in enumerate(self.places):
-            if own.node == place.node and set(place.gpus) <= set(own.gpus):
-                return self.bundle_of(rank)
-        raise AssertionError(f"no rank has {place}")
+    async def engine_options(self, index: int) -> dict[str, Any]:
+        """Return where Ray shall start an engine: on its rank's GPU if it shares one, else on its node or a free one.
+
+        The places must be held. If a node has died, an engine that shares a GPU moves with the ranks.
+        """
+        if not self.placement.engines:
+            return {}
+        if self._rank_beside(index) is not None:
+            await self.hold()
+        rank = self._rank_beside(index)  # again, because `hold` may have made a new plan
+        if rank is not None:
+            return {"scheduling_strategy": self.bundle_of(rank)}
+        # Soft: if the node has died, any other with enough free GPUs will do.
+        node_id = self.placement.engines[index].node.node_id
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
+
+    def _rank_beside(self, index: int) -> int | None:
+        """Return the rank whose GPU an engine shares; None if the engine has GPUs of its own."""
+        place = self.placement.engines[index]
+        for rank, own in enumerate(self.placement.ranks):
+            if own.node == place.node and set(place.gpus) & set(own.gpus):
+                return rank
+        return None
 
     def release(self) -> None:
         """Return all places to the cluster."""
@@ -74,7 +96,8 @@ class Reservation:
 
     async def _are_ready(self, deadline: float) -> bool:
         """Wait until all places are reserved; return False if a node of theirs has died."""
-        planned = {place.node.node_id for place in self.places}
+        ranks = self.placement.ranks
+        planned = {place.node.node_id for place in ranks}
         waiting = list(self._groups)
         while time.monotonic() < deadline:
             if not planned <= {node.node_id for node in ray_nodes()}:
@@ -86,11 +109,11 @@ class Reservation:
                 return True
         free = {name: number for name, number in ray.available_resources().items() if name in ("CPU", "GPU")}
         raise ResourceError(
-            f"the learner waited {START_S:g} s for {len(self.places)} x {self._bundle(self.places[0])} of the Ray "
-            f"cluster, which has {free} free: other work holds the rest"
+            f"the learner waited {START_S:g} s for {len(ranks)} x {self._bundle(ranks[0])} of the Ray cluster, which "
+            f"has {free} free: other work holds the rest"
         )
 
     def _bundle(self, place: Place) -> dict[str, float]:
         """Return the Ray resources of one rank: whole GPUs, or the CPUs of its threads."""
-        # Whole, even if the rank takes a share: engines beside it use the rest (see `beside`).
+        # Whole, even if the rank takes a share: engines beside it use the rest (see `engine_options`).
         return {"GPU": float(len(place.gpus))} if place.gpus else {"CPU": float(self._threads_per_rank)}

@@ -17,7 +17,6 @@ from klear_core.artifacts.home import fetch_results
 from klear_core.cluster.actors import LearnerActor, check_timeout_s
 from klear_core.cluster.calls import START_S, RemoteCall, Restarts, StoredWeights, rollout_name, within
 from klear_core.cluster.gang import Gang, RanksLost
-from klear_core.cluster.places import Place
 from klear_core.cluster.reservation import Plan
 from klear_core.generate.engine import WeightOffer, WeightSource
 from klear_core.hf_config import read_hf_config
@@ -51,7 +50,7 @@ class RayLearner:
     ) -> None:
         """Send weights to engines with `send_weights` if `is_direct`, else through the object store.
 
-        `plan` chooses the places of the ranks; see `Gang`. Objects of the store have about `part_bytes`.
+        `plan` chooses the places of ranks and engines; see `Gang`. Objects of the store have about `part_bytes`.
         """
         self.is_direct = is_direct
         """Whether weights go directly to the engines; `check_direct` may change it before the first weights."""
@@ -69,9 +68,9 @@ class RayLearner:
         """Reserve the GPUs of all ranks, which engines may share."""
         await self._gang.reserve()
 
-    def beside(self, engine: Place) -> dict[str, Any]:
-        """Return the options of an actor that shares a GPU with a learner rank, once that is reserved."""
-        return self._gang.beside(engine)
+    async def engine_options(self, index: int) -> dict[str, Any]:
+        """Return where Ray shall start an engine, once GPUs are reserved; see `Reservation.engine_options`."""
+        return await self._gang.engine_options(index)
 
     async def start(self) -> None:
         """Start all ranks with the initial model; start over if one dies meanwhile."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from klear_core.cluster.calls import Restarts
 from klear_core.cluster.judge_pool import build_cluster_judges
-from klear_core.cluster.nodes import ray_nodes
 from klear_core.cluster.placement import check_cpu_is_meant, is_direct, plan_gpus
-from klear_core.cluster.places import Node, Placement, place_rl
+from klear_core.cluster.places import place_rl
 from klear_core.cluster.rl_learner import RayLearner
 from klear_core.cluster.rollout_engines import RayRolloutEngines
 from klear_core.config.verify import VerifyConfig
@@ -42,20 +39,14 @@ class RayWorkers:
         check_cpu_is_meant(runtime, engine, gpus, read_hf_config(model_folder(setup.model)).num_params)
         restarts = Restarts(runtime.max_restarts)
 
-        def plan(nodes: Sequence[Node]) -> Placement:
-            return place_rl(runtime, engine, gpus, nodes)
-
-        placement = plan(ray_nodes())
         self._learner = learner = RayLearner(
             setup,
             restarts,
             gpus.learner,
             is_direct=is_direct(runtime, engine, gpus),
-            plan=lambda nodes: plan(nodes).ranks,
+            plan=partial(place_rl, runtime, engine, gpus),
         )
-        self._engines = RayRolloutEngines(
-            setup, restarts, gpus.rollout, learner, lambda index: _engine_options(placement, learner, index)
-        )
+        self._engines = RayRolloutEngines(setup, restarts, gpus.rollout, learner, learner.engine_options)
         await learner.reserve()  # before an engine is started that shares a GPU with a rank
         await asyncio.gather(self._learner.start(), self._engines.start())
         if self._learner.is_direct:
@@ -77,14 +68,3 @@ class RayWorkers:
             await self._engines.close()
         if self._learner is not None:
             self._learner.close()
-
-
-def _engine_options(placement: Placement, learner: RayLearner, index: int) -> dict[str, Any]:
-    """Return where Ray shall start an engine: on its rank's GPU if it shares one, else on its node or a free one."""
-    if not placement.engines:
-        return {}
-    place = placement.engines[index]
-    if any(place.node == rank.node and set(place.gpus) & set(rank.gpus) for rank in placement.ranks):
-        return learner.beside(place)
-    # Soft: if the node has died, any other with enough free GPUs will do.
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(place.node.node_id, soft=True)}

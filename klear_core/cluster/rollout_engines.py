@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -39,11 +39,11 @@ class RayRolloutEngines:
         restarts: Restarts,
         num_gpus: float,
         learner: RayLearner,
-        actor_options: Callable[[int], dict[str, Any]] | None = None,
+        actor_options: Callable[[int], Awaitable[dict[str, Any]]] | None = None,
     ) -> None:
         """`actor_options` returns the options of an actor by its index: where it is to run; None: anywhere."""
         self.version = 0
-        self._actor_options = actor_options or (lambda _index: {})
+        self._actor_options = actor_options
         self._setup = setup
         self._learner = learner
         # Reserve no CPUs, and do not let Ray restart the actor, because a new engine must first get the current
@@ -73,8 +73,9 @@ class RayRolloutEngines:
         """Check the direct transfer of weights to all actors; see `RayLearner.check_direct`."""
         await self._learner.check_direct({i: engine.actor for i, engine in enumerate(self.engines)})
 
-    def _create_actor(self, index: int) -> Any:
-        return self._actor_type.options(**self._actor_options(index)).remote()
+    async def _create_actor(self, index: int) -> Any:
+        options = await self._actor_options(index) if self._actor_options else {}
+        return self._actor_type.options(**options).remote()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Sample with the least busy actor; see `EnginePool.generate`."""

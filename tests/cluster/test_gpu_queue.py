@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,6 +42,9 @@ def start(*seconds: float, gpus: int = 1) -> tuple[list[float], Sequence[BaseExc
     """Start engines that get their GPUs after so many seconds; return the times at which they began to load."""
     times: list[float] = []
 
+    async def create(seconds: float) -> Actor:
+        return Actor(seconds)
+
     async def load(_actor: Any) -> None:
         times.append(asyncio.get_running_loop().time())
 
@@ -48,7 +52,7 @@ def start(*seconds: float, gpus: int = 1) -> tuple[list[float], Sequence[BaseExc
         engines: list[RayEngine] = []
         queue = GpuQueue(engines, 1, key="evaluate", nodes=lambda: [Node(name="a", num_cpus=1, num_gpus=gpus)])
         engines += [
-            RayEngine(f"engine {i}", lambda s=s: Actor(s), load, limit=1, wait_for_gpus=queue.wait)  # type: ignore[misc]
+            RayEngine(f"engine {i}", partial(create, s), load, limit=1, wait_for_gpus=queue.wait)
             for i, s in enumerate(seconds)
         ]
         return await asyncio.gather(*(engine.start() for engine in engines), return_exceptions=True)

@@ -64,10 +64,13 @@ class FakeActor:
 async def engine_over(actor: object) -> RayEngine:
     """An engine whose actor has started."""
 
+    async def create() -> object:
+        return actor
+
     async def load(_actor: object) -> None:
         pass
 
-    engine = RayEngine("rollout actor 0", lambda: actor, load, limit=8)
+    engine = RayEngine("rollout actor 0", create, load, limit=8)
     await engine.start()
     return engine
 
@@ -99,11 +102,14 @@ def test_the_requests_of_an_actor_that_answers_no_message_can_be_asked_elsewhere
     class FrozenActor:
         exchange = Method("exchange", [], lambda *_: asyncio.Event().wait())
 
+    async def create() -> FrozenActor:
+        return FrozenActor()
+
     async def load(_actor: object) -> None:
         pass
 
     async def drive() -> list[Completion]:
-        engine = RayEngine("engine 0", FrozenActor, load, limit=8, answer_s=0.01)
+        engine = RayEngine("engine 0", create, load, limit=8, answer_s=0.01)
         await engine.start()
         return await engine.generate([1], PARAMS)
 
