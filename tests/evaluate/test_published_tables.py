@@ -47,12 +47,10 @@ def test_the_runs_are_those_of_the_grid_each_once(file: Path) -> None:
     asked = {(cell.variant, cell.rate, cell.seed): getattr(run.config, cfg.compare) for cell, run in planned}
     assert sorted((r.variant, r.learning_rate, r.seed) for r in records) == sorted(asked)
     for r in records:
-        rl = asked[r.variant, r.learning_rate, r.seed]
-        assert (r.minibatches_per_step, r.steps, r.collapsed) == (
-            rl.minibatches_per_step,
-            rl.num_steps,
-            r.result.has_collapsed,
-        )
+        if cfg.compare != "sft":  # the number of SFT's updates follows from its data
+            rl = asked[r.variant, r.learning_rate, r.seed]
+            assert (r.minibatches_per_step, r.steps) == (rl.minibatches_per_step, rl.num_steps)
+        assert r.collapsed == r.result.has_collapsed
         assert r.result.commit
 
 
