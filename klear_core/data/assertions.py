@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from klear_core.code_tests import AssertTests, CodeReference
 from klear_core.errors import DataError
 
+_NO_PROGRAM = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""Errors of Python's parser: half a character and a NUL are ValueErrors, deep nesting causes the last two."""
+
 
 def asserts_reference(programs: object) -> CodeReference:
     """Return the reference of one test program or a list of them."""
@@ -23,7 +26,7 @@ def checked_programs(programs: object) -> tuple[str, ...]:
     for i, program in enumerate(listed):
         try:
             ast.parse(program)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        except _NO_PROGRAM as e:
             raise DataError(f"test program {i} is not Python: {e}") from e
     return tuple(listed)
 
@@ -46,7 +49,7 @@ def pytest_reference(program: object) -> CodeReference:
         raise DataError(f"tests.pytest must be a program, not {type(program).__name__}")
     try:
         tree = ast.parse(program)
-    except (SyntaxError, ValueError) as e:
+    except _NO_PROGRAM as e:
         raise DataError(f"tests.pytest is not Python: {e}") from e
     kept = [node for node in tree.body if not _imports_solution_or_pytest(node)]
     functions = [n for n in kept if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
@@ -62,7 +65,7 @@ def _definitions_besides(prompt: str, entry_point: str) -> str:
         prompt = prompt.rstrip() + "\n    pass\n"
     try:
         body = ast.parse(prompt).body
-    except SyntaxError:
+    except _NO_PROGRAM:
         return ""  # LeetCodeDataset's older prompts are prose
     # The entry point is left out: its stub would shadow the solution that the tests check.
     kept = [node for node in body if not _defines(node, entry_point) and not _imports_package(node)]

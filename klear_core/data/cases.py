@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import TypeGuard
 
@@ -53,3 +54,12 @@ def refuse_unknown(value: Mapping[str, object], known: set[str], where: str) -> 
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a value is a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def finite(value: float | str) -> float | None:
+    """Return a number, or one written as text, as a float; None if it is none, or too large for one."""
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):  # an integer may have hundreds of digits
+        return None
+    return number if math.isfinite(number) else None

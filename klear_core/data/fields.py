@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from klear_core.config.data import RowSchema
+from klear_core.data.cases import finite
 from klear_core.types import Domain, Reference, UnverifiableReference
 
 Fields = Mapping[str, object]
@@ -54,6 +55,15 @@ class RowError(Exception):
         self.reason = reason
         self.field = field
         self.detail = detail
+
+
+def has_surrogate(text: str) -> bool:
+    """Return whether a text has half a surrogate pair, which no file in UTF-8 can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 _ID_KEYS = ("id", "problem_id", "question_id", "uuid", "unique_id", "task_id", "hash", "uid")
@@ -138,11 +148,8 @@ def answers_at(fields: Fields, *path: str) -> tuple[str, ...]:
 def number_at(fields: Fields, *path: str) -> float:
     """Return the finite number under nested keys; it may be given as a string."""
     value = value_at(fields, *path)
-    try:
-        number = float(value) if isinstance(value, str | int | float) else None
-    except ValueError:
-        number = None
-    if number is None or not abs(number) < float("inf"):
+    number = finite(value) if isinstance(value, str | int | float) else None
+    if number is None:
         raise RowError("wrong_type", ".".join(path), f"expected a number, found {_shown(value)}")
     return number
 

@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping
 
 from klear_core.config.data import FieldMap
 from klear_core.data.code_schemas import reference_in, with_instructions
-from klear_core.data.fields import Fields, RowError, Schema, answers_at, grade_at, rating_at, text_at, user_message
+from klear_core.data.fields import (
+    Fields,
+    RowError,
+    Schema,
+    answers_at,
+    grade_at,
+    has_surrogate,
+    rating_at,
+    text_at,
+    user_message,
+)
 from klear_core.data.own_references import custom_reference
 from klear_core.errors import DataError
 from klear_core.types import CustomReference, Domain, MathReference, Reference
@@ -74,9 +84,11 @@ def _question(fields: Fields, places: FieldMap) -> str:
         question = user_message(held, _HELD) if is_chat else text_at(held, _HELD)
     except RowError as e:
         raise _named(places.question, e) from e
-    if not places.starter_code:
-        return question
-    return with_instructions(question, value_at_place(fields, places.starter_code))
+    if places.starter_code:
+        question = with_instructions(question, value_at_place(fields, places.starter_code))
+    if has_surrogate(question):
+        raise RowError("not_utf8", places.question, "a JSON text in it escapes one half of a surrogate pair")
+    return question
 
 
 def _is_chat(value: object) -> bool:

@@ -19,6 +19,7 @@ from klear_core.code_tests import AssertTests, CallTests, CodeReference, StdinTe
 from klear_core.config.verify import JUDGE_NAME_PATTERN
 from klear_core.data.assertions import checked_programs
 from klear_core.data.cases import call_case, is_number, refuse_unknown, stdin_case
+from klear_core.data.limits import megabytes_in, seconds_in
 from klear_core.errors import DataError
 from klear_core.types import CustomReference, Domain, MathReference, Reference, UnverifiableReference
 
@@ -87,16 +88,18 @@ def klear_code_reference(value: Mapping[str, object]) -> CodeReference:
     tests = value.get("tests")
     if not isinstance(tests, Mapping):
         raise DataError(f"reference.tests must be one object with a type, not {type(tests).__name__}: {tests!r:.200}")
-    if tests.get("type") not in _TEST_KEYS:
+    kind = str(tests.get("type"))
+    if kind not in _TEST_KEYS:
         raise DataError(f'reference.tests must have "type" stdin, call or asserts, not {tests!r:.200}')
-    kind = str(tests["type"])
     refuse_unknown(tests, _TEST_KEYS[kind], f"reference.tests of type {kind}")
     parsed = _klear_tests(kind, tests)
     time_limit, memory_limit = value.get("time_limit_s"), value.get("memory_limit_mb")
-    if time_limit is not None and not (is_number(time_limit) and time_limit > 0):
-        raise DataError(f"reference.time_limit_s must be a positive number, not {time_limit!r}")
-    if memory_limit is not None and not (_is_integer(memory_limit) and memory_limit > 0):
-        raise DataError(f"reference.memory_limit_mb must be a positive integer, not {memory_limit!r}")
+    if time_limit is not None and not (is_number(time_limit) and seconds_in(time_limit)):
+        raise DataError(f"reference.time_limit_s must be a positive number, a day at most, not {time_limit!r:.100}")
+    if memory_limit is not None and not (_is_integer(memory_limit) and megabytes_in(memory_limit)):
+        raise DataError(
+            f"reference.memory_limit_mb must be a positive integer, a terabyte at most, not {memory_limit!r:.100}"
+        )
     is_order_free, checker = value.get("is_order_free", False), value.get("checker", "")
     if not isinstance(is_order_free, bool) or not isinstance(checker, str):
         raise DataError("reference.is_order_free must be true or false, reference.checker a string")

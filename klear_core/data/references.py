@@ -19,7 +19,9 @@ from typing import Any
 
 from klear_core.code_tests import AssertTests, CallCase, CallTests, CodeReference, StdinCase, StdinTests
 from klear_core.data.assertions import asserts_reference, entry_point_reference, pytest_reference
-from klear_core.data.cases import call_case, is_number, lcb_call, refuse_unknown, stdin_case
+from klear_core.data.cases import call_case, finite, is_number, lcb_call, refuse_unknown, stdin_case
+from klear_core.data.fields import has_surrogate
+from klear_core.data.limits import megabytes_in, seconds_in
 from klear_core.data.own_references import klear_code_reference
 from klear_core.data.packed_tests import inflate, is_packed, unpack, unpack_or_none
 from klear_core.errors import DataError
@@ -101,12 +103,7 @@ def has_no_tests(value: object) -> bool:
 
 def has_half_character(reference: Reference) -> bool:
     """Return whether a text of a reference has a lone surrogate, which JSON text inside of a row's text can escape."""
-    try:
-        for text in _texts_of(reference):
-            text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+    return any(map(has_surrogate, _texts_of(reference)))
 
 
 def _texts_of(reference: Reference) -> Iterator[str]:
@@ -134,7 +131,7 @@ def _inputs_outputs(tests: Mapping[Any, Any], fn_name: str) -> CodeReference:
     if not inputs:
         raise DataError("the test list is empty")
     timeout = tests.get("timeout")
-    limit = float(timeout) if is_number(timeout) else None
+    limit = seconds_in(timeout) if is_number(timeout) else None
     name = tests.get("fn_name") or fn_name
     if not name:
         stdin: list[StdinCase] = []
@@ -213,15 +210,22 @@ def _code_contests(row: Mapping[str, object]) -> CodeReference:
                 raise DataError(f"{column} must hold lists input and output of one length, not {tests!r:.200}")
     if not cases:
         raise DataError("the test list is empty")
-    seconds: Any = row.get("time_limit")
-    if isinstance(seconds, Mapping):  # protobuf's Duration
-        seconds = seconds.get("seconds", 0) + seconds.get("nanos", 0) / 1e9
     num_bytes = row.get("memory_limit_bytes")
-    time_limit_s = float(seconds) if is_number(seconds) and seconds > 0 else None
-    memory_limit_mb = num_bytes >> 20 if isinstance(num_bytes, int) and num_bytes >= 1 << 20 else None
+    memory_limit_mb = megabytes_in(num_bytes >> 20) if isinstance(num_bytes, int) else None
     return CodeReference(
-        tests=StdinTests(cases=tuple(cases)), time_limit_s=time_limit_s, memory_limit_mb=memory_limit_mb
+        tests=StdinTests(cases=tuple(cases)),
+        time_limit_s=_seconds_of(row.get("time_limit")),
+        memory_limit_mb=memory_limit_mb,
     )
+
+
+def _seconds_of(limit: object) -> float | None:
+    """Return a time limit that is a number, or protobuf's Duration; a part of it that is null counts zero."""
+    if isinstance(limit, Mapping):
+        parts = [limit.get(key) for key in ("seconds", "nanos")]
+        seconds, nanos = (finite(part) or 0.0 if is_number(part) else 0.0 for part in parts)
+        limit = seconds + nanos / 1e9
+    return seconds_in(limit) if is_number(limit) else None
 
 
 def _mbpp(row: Mapping[str, object]) -> CodeReference:

@@ -25,6 +25,10 @@ BY_CALL = (
 )
 
 
+HUGE = 10**400
+"""A whole number that is too large for a float."""
+
+
 def talk(prompt, user="user"):
     return [{"from": user, "value": prompt}, {"from": "assistant", "value": TRACE}]
 
@@ -355,6 +359,8 @@ def test_a_prompt_that_cannot_be_judged_is_kept_with_the_reason(name, tmp_path):
         ({"time_limit": None, "memory_limit": None}, (None, None)),
         ({"time_limit": 0.0, "memory_limit": 0.5}, (None, None)),
         ({"time_limit": "fast", "memory_limit": float("inf")}, (None, None)),
+        ({"time_limit": HUGE, "memory_limit": HUGE}, (None, None)),
+        ({"time_limit": 1e6, "memory_limit": 1e9}, (None, None)),
     ],
 )
 def test_the_limits_of_a_codeforces_problem_are_those_of_its_tests(stated, limits, tmp_path):
@@ -462,6 +468,16 @@ def test_messages_in_a_mapped_place_may_be_json_text(tmp_path):
     assert mapped(row, tmp_path).question == "[1, 2, 3]"
 
 
+@pytest.mark.parametrize("place", ["chat", "text.q"])
+def test_half_a_character_in_a_mapped_question_costs_that_row_alone(place, tmp_path):
+    half = "\ud800 Why?"
+    row = {"chat": json.dumps([{"role": "user", "content": half}]), "text": json.dumps({"q": half}), "a": "7"}
+    for question, is_whole in ((half, False), ("\ud83d\ude00 Why?", True)):
+        kept = {key: text.replace(json.dumps(half)[1:-1], json.dumps(question)[1:-1]) for key, text in row.items()}
+        found = mapped(kept, tmp_path, question=place, answer="a", rating="")
+        assert isinstance(found, Candidate) if is_whole else found.reason == "not_utf8"
+
+
 def test_messages_of_a_table_that_has_both_layouts_are_read(tmp_path):
     empty = {"role": None, "content": None}
     chat = [message | empty for message in talk("Why?", "human")]
@@ -517,13 +533,20 @@ def test_a_mapping_and_its_format_belong_together(settings):
         FileSource(path="x", **settings)
 
 
-ODD_VALUES = (None, True, 7, 1e400, "", "text", "[", [], [None], [{}], {}, {"a": []}, [["x"]])
+ODD_VALUES = (None, True, 7, -1, HUGE, 1e400, "", "text", "[", "9" * 5000, [], [None], [{}], {}, {"a": []}, [["x"]])
 
 
 @pytest.mark.parametrize("row", [*MATH.values(), *CODE.values(), *(row for row, _, _ in TRACES.values())])
 def test_odd_values_in_published_rows_lead_to_a_drop_or_a_problem_never_to_a_crash(row, tmp_path):
     path = tmp_path / "rows.jsonl"
     changed = [row | {key: odd} for key in row for odd in ODD_VALUES]
+    changed += [
+        row | {key: value | {inner: odd}}
+        for key, value in row.items()
+        if isinstance(value, dict)
+        for inner in value
+        for odd in ODD_VALUES
+    ]
     path.write_text("".join(json.dumps(r) + "\n" for r in (row, *changed)))
     name = schema_for(FileSource(path="x"), row, where="x").name
     found = list(read_source(FileSource(path=str(path), row_schema=name), seed=0))

@@ -17,6 +17,8 @@ from klear_core.types import CustomReference, Domain, MathReference, domain_of
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 ONE_STDIN = StdinTests(cases=(StdinCase(input="1 2\n", output="3\n"),))
+DEEP = "-" * 100_000 + "1"
+"""A program that is nested more deeply than Python's parser can read."""
 ONE_CALL = CallTests(fn_name="add", cases=(CallCase(args_json="[1, 2]", expected_json="3"),))
 
 
@@ -93,6 +95,32 @@ def test_limits_of_the_problem_are_kept() -> None:
     assert (reference.time_limit_s, reference.memory_limit_mb) == (2.5, 256)
 
 
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ({"seconds": None, "nanos": None}, None),
+        ({"seconds": None, "nanos": 500_000_000}, 0.5),
+        ({"seconds": 10**400, "nanos": 0}, None),
+        ({"seconds": "2", "nanos": {}}, None),
+        pytest.param(10**400, None, id="huge"),
+        (float("inf"), None),
+        (-1, None),
+    ],
+)
+def test_a_limit_that_no_program_could_have_is_none(limit: object, seconds: float | None) -> None:
+    tests = {"input": ["1"], "output": ["1"]}
+    row = {"public_tests": tests, "time_limit": limit, "memory_limit_bytes": 10**400}
+    reference = code_reference_from_row(row)
+    assert (reference.time_limit_s, reference.memory_limit_mb) == (seconds, None)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), pytest.param(10**400, id="huge"), True, "fast"])
+def test_a_timeout_that_no_program_could_have_is_none(timeout: object) -> None:
+    tests = {"inputs": ["1"], "outputs": ["1"]}
+    assert code_reference_from_tests(tests | {"timeout": 4}).time_limit_s == 4.0
+    assert code_reference_from_tests(tests | {"timeout": timeout}).time_limit_s is None
+
+
 def test_humaneval_keeps_the_prompts_helpers_and_not_the_function_under_test() -> None:
     prompt = 'import math\n\ndef poly(x):\n    return x + 1\n\ndef root(y):\n    """Where poly is y."""\n'
     row = {
@@ -105,6 +133,13 @@ def test_humaneval_keeps_the_prompts_helpers_and_not_the_function_under_test() -
     assert "def poly" in tests.programs[0]
     assert "def root" not in tests.programs[0]
     assert tests.programs[0].endswith("check(root)")
+
+
+@pytest.mark.parametrize("prompt", [DEEP, "x = '" + chr(0xD800) + "'", "x = '" + chr(0) + "'"])
+def test_a_prompt_that_is_no_program_gives_no_helpers(prompt: str) -> None:
+    row = {"prompt": prompt, "entry_point": "root", "test": "def check(f):\n    assert f"}
+    tests = code_reference_from_row(row).tests
+    assert tests == AssertTests(programs=("\ndef check(f):\n    assert f\ncheck(root)",))
 
 
 def test_plain_pytest_functions_are_called() -> None:
@@ -134,6 +169,8 @@ def test_plain_pytest_functions_are_called() -> None:
         ({"functional": []}, "assertions"),
         ({"functional": "assert ("}, "not Python"),
         ({"pytest": "def test_x(tmp_path):\n    assert 1"}, "fixtures"),
+        ({"functional": DEEP}, "not Python"),
+        ({"pytest": f"def test_x():\n    assert {DEEP}"}, "not Python"),
         ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "list"),
     ],
 )
@@ -178,12 +215,15 @@ def test_references_in_klears_form() -> None:
         {"kind": "math", "answers": ["7"], "more": 1},
         {"kind": "code"},
         {"kind": "code", "tests": {"type": "magic"}},
+        {"kind": "code", "tests": {"type": ["stdin"]}},
         {"kind": "code", "tests": {"type": "stdin", "cases": []}},
         {"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1"}]}},
         {"kind": "code", "tests": {"type": "stdin", "cases": [{"input": "1", "output": "1"}], "more": 1}},
         {"kind": "code", "tests": {"type": "call", "fn_name": "a b", "cases": [{"args": [], "expected": 1}]}},
         {"kind": "code", "tests": {"type": "asserts", "code": "assert 1"}, "time_limit_s": -1},
+        {"kind": "code", "tests": {"type": "asserts", "code": "assert 1"}, "time_limit_s": 10**400},
         {"kind": "code", "tests": {"type": "asserts", "code": "assert 1"}, "memory_limit_mb": 1.5},
+        {"kind": "code", "tests": {"type": "asserts", "code": "assert 1"}, "memory_limit_mb": 10**400},
         {"kind": "code", "tests": {"type": "asserts", "code": "assert 1"}, "checker": 1},
         {"kind": "code", "tests": {"type": "asserts", "code": "assert 1"}, "surprise": 1},
     ],

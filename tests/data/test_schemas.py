@@ -283,7 +283,23 @@ def test_row_errors_say_where():
     assert str(RowError("r", "a.b", "missing")) == "a.b: missing"
 
 
-ODD_VALUES = (None, True, 7, float("inf"), "", "text", [], [None], [{}], {}, {"a": []}, [["x"]])
+ODD_VALUES = (
+    None,
+    True,
+    7,
+    -1,
+    10**400,
+    float("inf"),
+    "",
+    "text",
+    "9" * 5000,
+    [],
+    [None],
+    [{}],
+    {},
+    {"a": []},
+    [["x"]],
+)
 
 
 @pytest.mark.parametrize("row", [*MATH_ROWS.values(), *CODE_ROWS.values(), *ASSERT_ROWS.values()])
