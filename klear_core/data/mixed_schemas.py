@@ -15,7 +15,7 @@ from klear_core.data.fields import (
     user_message,
     value_at,
 )
-from klear_core.data.own_references import reference_from_json
+from klear_core.data.own_references import reference_from_cell
 from klear_core.errors import DataError
 from klear_core.types import MathReference, Reference
 
@@ -60,7 +60,7 @@ def _rl_rating(fields: Fields) -> float | None:
 
 def _klear_reference(fields: Fields) -> Reference:
     try:
-        return reference_from_json(value_at(fields, "reference"))
+        return reference_from_cell(value_at(fields, "reference"))
     except DataError as e:
         raise RowError("bad_reference", "reference", str(e)) from e
 

@@ -20,6 +20,7 @@ from klear_core.config.verify import JUDGE_NAME_PATTERN
 from klear_core.data.assertions import checked_programs
 from klear_core.data.cases import call_case, is_number, refuse_unknown, stdin_case
 from klear_core.data.limits import megabytes_in, seconds_in
+from klear_core.data.packed_tests import parse_json
 from klear_core.errors import DataError
 from klear_core.types import CustomReference, Domain, MathReference, Reference, UnverifiableReference
 
@@ -50,23 +51,61 @@ def reference_from_json(value: object) -> Reference:
 
 
 def reference_from_cell(value: object) -> Reference:
-    """Parse Klear's own format as a cell of a file holds it: an object, its JSON text, or a struct of a Parquet file.
+    """Parse Klear's own format as a cell of a file holds it: an object, its JSON text, a struct of a Parquet file, or
+    the JSON text that Klear itself writes (`kept.parquet` of `klear curate`).
 
     A struct has the keys of all rows; a key that a row lacks is null.
     """
     if not isinstance(value, str):
         return reference_from_json(_without_nulls(value))
     try:
-        parsed = json.loads(value)
+        parsed = _with_kind(parse_json(value))
+    except DataError:  # which is a ValueError, too
+        raise
     except (ValueError, RecursionError) as e:
         raise DataError(f"reference is not JSON: {e}") from e
     return reference_from_json(parsed)
 
 
 def _without_nulls(value: object) -> object:
+    """Return a struct without the keys that its row lacks. Nulls in the value for a judge of one's own are its own."""
     if not isinstance(value, Mapping):
         return value
-    return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+    is_custom = value.get("kind") == "custom"
+    kept = {key: _without_nulls(held) for key, held in value.items() if held is not None}
+    return kept | {"value": value["value"]} if is_custom and "value" in value else kept
+
+
+def _with_kind(value: object) -> object:
+    """Return a reference that Klear has written, a record's fields without a kind, in the format of rows."""
+    match value:
+        case {"kind": _}:
+            return value
+        case {"answers": _}:
+            return {"kind": "math", **value}
+        case {"why": _}:
+            return {"kind": "unverifiable", **value}
+        case {"judge": judge, "domain": domain, "value_json": str(text)}:
+            return {"kind": "custom", "judge": judge, "domain": domain, "value": parse_json(text)}
+        case {"tests": {"offset": _}}:
+            raise DataError("the tests are in another file, beside this one: read kept.parquet of `klear curate`")
+        case {"tests": {"programs": programs}}:
+            return {"kind": "code", **value, "tests": {"type": "asserts", "code": programs}}
+        case {"tests": {"fn_name": name, "cases": [*cases]}}:
+            tests = {"type": "call", "fn_name": name, "cases": [_call(case) for case in cases]}
+            return {"kind": "code", **value, "tests": tests}
+        case {"tests": {"cases": cases}}:
+            return {"kind": "code", **value, "tests": {"type": "stdin", "cases": cases}}
+        case _:
+            return value
+
+
+def _call(case: object) -> object:
+    match case:
+        case {"args_json": str(args), "expected_json": str(expected)}:
+            return {"args": parse_json(args), "expected": parse_json(expected)}
+        case _:
+            return case
 
 
 def custom_reference(judge: str, value: object, *, domain: object) -> CustomReference:

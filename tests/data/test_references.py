@@ -7,11 +7,16 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from klear_core.code_tests import AssertTests, CallCase, CallTests, CodeReference, StdinCase, StdinTests
-from klear_core.data.own_references import reference_from_json
+from klear_core.config.data import FileSource
+from klear_core.data.candidates import Candidate
+from klear_core.data.own_references import reference_from_cell, reference_from_json
 from klear_core.data.references import code_reference_from_row, code_reference_from_tests
+from klear_core.data.sources import read_source
 from klear_core.errors import DataError
 from klear_core.types import CustomReference, Domain, MathReference, domain_of
 
@@ -242,6 +247,35 @@ def test_published_files_are_read_whole(name: str) -> None:
         pytest.skip(f"{path} is not here")
     for row in json.loads(path.read_text()):
         code_reference_from_row(row)
+
+
+def test_rows_of_klears_form_are_read_from_a_table_which_has_the_keys_of_all_rows(tmp_path: Path) -> None:
+    references = [
+        {"kind": "math", "answers": ["7"]},
+        {"kind": "code", "tests": {"type": "call", "fn_name": "f", "cases": [{"args": [1], "expected": 2}]}},
+        {"kind": "custom", "judge": "puzzle", "value": {"target": 24, "hint": None}},
+    ]
+    rows = [{"question": f"Problem {i}?", "reference": one} for i, one in enumerate(references)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    texts = [row | {"reference": json.dumps(row["reference"])} for row in rows]
+    pq.write_table(pa.Table.from_pylist(texts), tmp_path / "texts.parquet")
+    for name in ("rows.parquet", "texts.parquet"):
+        found = list(read_source(FileSource(path=str(tmp_path / name)), seed=0))
+        assert [one.reference for one in found if isinstance(one, Candidate)] == list(
+            map(reference_from_json, references)
+        )
+
+
+def test_tests_that_are_stored_elsewhere_are_refused_with_the_file_to_read() -> None:
+    stored = {"path": "a.tests", "offset": 0, "num_bytes": 9, "kind": "stdin", "num_tests": 1, "num_chars": 9}
+    with pytest.raises(DataError, match=r"read kept\.parquet of `klear curate`"):
+        reference_from_cell(json.dumps({"tests": stored, "time_limit_s": None}))
+
+
+@pytest.mark.parametrize("text", ['{"judge": "a", "domain": "math", "value_json": "{"}', "[1]", "{", '{"tests": []}'])
+def test_json_text_that_is_no_reference_is_refused(text: str) -> None:
+    with pytest.raises(DataError):
+        reference_from_cell(text)
 
 
 def test_tests_given_as_a_list_are_refused_as_a_list() -> None:

@@ -119,6 +119,31 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(klear, files,
     assert not (files[0].parent / "out" / "kept.parquet").exists()
 
 
+def test_kept_problems_of_every_kind_can_be_curated_again(klear, tmp_path: Path):
+    code = {"time_limit_s": 2, "memory_limit_mb": 64, "is_order_free": True, "checker": "def check(): ..."}
+    tests = [
+        {"type": "stdin", "cases": [{"input": "1 " * 9000, "output": "1"}]},
+        {"type": "call", "fn_name": "f", "cases": [{"args": [[1, None]], "expected": None}]},
+        {"type": "asserts", "code": ["assert f(1) == 2", "assert f(2) == 3"]},
+    ]
+    references = [
+        {"kind": "math", "answers": ["1", "one"]},
+        {"kind": "unverifiable", "domain": "code", "why": "no tests"},
+        {"kind": "custom", "judge": "puzzle", "domain": "code", "value": {"target": 24, "hint": None}},
+        *({"kind": "code", "tests": one, **code} for one in tests),
+    ]
+    rows = [{"question": f"Problem {i}, how?", "reference": reference} for i, reference in enumerate(references)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert klear("curate", tmp_path / "rows.jsonl", "--out", tmp_path / "once").status == 0
+    said = klear("curate", tmp_path / "once" / "kept.parquet", "--out", tmp_path / "twice")
+    assert said.status == 0, said.err
+    once, twice = (pq.read_table(tmp_path / name / "kept.parquet").to_pylist() for name in ("once", "twice"))
+    assert len(twice) == len(rows)
+    assert [(row["problem_id"], json.loads(row["reference"])) for row in once] == [
+        (row["problem_id"], json.loads(row["reference"])) for row in twice
+    ]
+
+
 def test_kept_problems_hold_all_of_their_tests_however_large(klear, tmp_path: Path):
     cases = [{"input": f"{i} " * 9000, "output": str(i)} for i in range(3)]
     tests = [{"type": "stdin", "cases": cases[: i + 1]} for i in range(3)]
