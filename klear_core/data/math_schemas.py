@@ -30,6 +30,8 @@ _TOP_OF_AOPS_SCALE = 10
 _GSM8K_ANSWER = re.compile(r"####\s*(\S.*)$", re.MULTILINE)
 _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}\b)")
 
+_NUMINA_MARKS = ("problem_is_valid", "solution_is_valid")
+
 
 def _one_answer(fields: Fields, *path: str) -> MathReference:
     return MathReference(answers=(answer_at(fields, *path),))
@@ -106,18 +108,19 @@ def boxed_reference(fields: Fields, key: str) -> Reference:
 def _numina_reference(fields: Fields) -> Reference:
     """Return the answer of a NuminaMath 1.5 row; proofs and answers marked as not found or wrong are unverifiable.
 
-    OpenR1 has the same columns without the two marks.
+    OpenR1 has the same columns without the two marks; in a table of both they are null.
     """
-    if fields.get("problem_is_valid", "Yes") != "Yes":
-        raise RowError("marked_invalid", "problem_is_valid", f"the source says {fields['problem_is_valid']!r}")
+    is_valid, is_solved = ("Yes" if fields.get(key) is None else fields[key] for key in _NUMINA_MARKS)
+    if is_valid != "Yes":
+        raise RowError("marked_invalid", "problem_is_valid", f"the source says {is_valid!r}")
     why = ""
     answer = fields.get("answer")
     if answer is None or str(answer).strip().lower() in ("", "proof", "notfound"):
         why = f"the source gives the answer {answer!r}"
     elif fields.get("question_type") == "proof":
         why = "it asks for a proof"
-    elif fields.get("solution_is_valid", "Yes") != "Yes":
-        why = f"the source says of its solution {fields['solution_is_valid']!r}"
+    elif is_solved != "Yes":
+        why = f"the source says of its solution {is_solved!r}"
     return UnverifiableReference(domain=Domain.MATH, why=why) if why else _one_answer(fields, "answer")
 
 

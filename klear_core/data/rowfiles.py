@@ -119,12 +119,12 @@ def damage_as_data_error(label: str) -> Iterator[ReadProgress]:
 
 def check_file(path: Path) -> None:
     """Raise ConfigError if `path` is not an existing file of a supported kind."""
-    if not path.name.endswith(SUFFIXES):
-        raise ConfigError(f"{path}: unknown kind of file; allowed: {', '.join('*' + s for s in SUFFIXES)}")
     if not path.is_file():
         raise ConfigError(
             f"{path}: no such file; relative paths are taken from the working directory, which is {Path.cwd()}"
         )
+    if not path.name.endswith(SUFFIXES):
+        raise ConfigError(f"{path}: unknown kind of file; allowed: {', '.join('*' + s for s in SUFFIXES)}")
 
 
 def check_ends(path: Path, *, label: str) -> None:

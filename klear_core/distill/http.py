@@ -173,7 +173,9 @@ def check_endpoints(cfg: HttpTeacherConfig, keys: BlockKeys = NO_KEYS) -> None:
 def _check_endpoint(endpoint: TeacherEndpoint, keys: BlockKeys) -> None:
     url = endpoint.base_url.rstrip("/") + "/models"
     try:
-        status = httpx.get(url, headers=request_headers(endpoint, keys), timeout=_CHECK_TIMEOUT_S).status_code
+        # The body, which may be anything and have no end, is not read.
+        with httpx.stream("GET", url, headers=request_headers(endpoint, keys), timeout=_CHECK_TIMEOUT_S) as response:
+            status = response.status_code
     except (httpx.TransportError, httpx.InvalidURL) as e:
         raise TeacherError(
             f"no server answers at distill.teacher.base_url = {endpoint.base_url!r}: "

@@ -246,5 +246,5 @@ def _retry_after_s(response: httpx.Response) -> float:
         return float(value)
     try:
         return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):  # a year of 20 digits
         return 0.0

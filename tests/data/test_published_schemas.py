@@ -180,6 +180,7 @@ MATH = {
     },
     "numinamath": NUMINA,
     "numinamath OpenR1": OPENR1,
+    "numinamath in a table with OpenR1": NUMINA | {"problem_is_valid": None, "solution_is_valid": None},
     "numinamath_cot": NUMINA_COT,
     "open_thoughts_metadata": METADATA,
     "verl Skywork-OR1": verl("train-math-x", "math", "What is 1+1?", '["2"]', index=1, model_difficulty={"x": 3}),

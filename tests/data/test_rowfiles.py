@@ -48,6 +48,8 @@ def test_a_broken_line_is_reported_with_its_number_and_the_others_are_read(tmp_p
 def test_a_missing_file_and_an_unknown_kind_are_config_errors_that_name_them(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.jsonl: no such file"):
         list(read_rows(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(ConfigError, match=r"/nowhere: no such file"):
+        list(read_rows(tmp_path / "nowhere"))  # a folder that is misspelt, not a kind of file
     (tmp_path / "a.csv").write_text("q\n1\n")
     with pytest.raises(ConfigError, match=r"a\.csv: unknown kind of file; allowed: \*\.jsonl"):
         list(read_rows(tmp_path / "a.csv"))

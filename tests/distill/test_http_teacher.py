@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from distill_fakes import make_problem
 from scripted_server import DONE, STREAM, Answer, ScriptedServer, streamed
 
 from klear_core.config.distill import HttpTeacherConfig
-from klear_core.distill.http import HttpTeacher
+from klear_core.distill.http import HttpTeacher, check_endpoints
 from klear_core.distill.teacher import TeacherFailure, TeacherRejectsError, TeacherResult, TeacherSample, Usage
 from klear_core.errors import TeacherError
 from klear_core.types import TeacherReply
@@ -127,6 +128,38 @@ def test_retry_after_is_honoured_in_all_its_forms(server: ScriptedServer, value:
     server.script = [Answer(status=429, headers={"Retry-After": after}), Answer()]
     assert list(ask(make_config(server.base_url))) == [REPLY]
     assert server.times[1] - server.times[0] >= 0.9
+
+
+@pytest.mark.parametrize("value", ["-5", "soon", "", "1e9", f"Wed, 21 Oct {'9' * 20} 07:28:00 GMT"])
+def test_a_retry_after_that_is_no_time_asks_for_no_wait(server: ScriptedServer, value: str) -> None:
+    server.script = [Answer(status=429, headers={"Retry-After": value}), Answer()]
+    assert list(ask(make_config(server.base_url))) == [REPLY]
+
+
+@pytest.mark.parametrize("fields", [b"Content-Encoding: gzip\r\nContent-Length: 600\r\n", b""])
+def test_the_check_before_a_run_reads_no_body(fields: bytes) -> None:
+    """Neither one that is not packed as it says, nor one without an end."""
+    cut_off_after: list[int] = []
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\n" + fields + b"\r\n")
+            for sent in range(600):
+                try:
+                    connection.sendall(b"x")
+                except OSError:
+                    cut_off_after.append(sent)
+                    return
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=[listener])
+        thread.start()
+        check_endpoints(make_config(f"http://127.0.0.1:{listener.getsockname()[1]}/v1"))
+        thread.join()
+    assert cut_off_after
 
 
 def test_a_server_that_stays_busy_fails_that_sample_alone_and_counts_its_tries(server: ScriptedServer) -> None:
