@@ -34,6 +34,10 @@ class DataFile:
     """Name in messages and ledgers, the same on every machine that the source can be read on."""
 
 
+class NoSuchSplitError(ConfigError):
+    """A source has data files, but none of the split or subset that its settings name."""
+
+
 def data_files(source: FileSource | HubSource) -> list[DataFile]:
     """Return the files of a source, sorted by name; those of a Hub source are downloaded unless they are there.
 
@@ -126,7 +130,7 @@ def chosen_names(names: Iterable[str], source: FileSource | HubSource) -> list[s
     if source.split:
         chosen = [name for name in chosen if source.split.lower() in _words(name)]
     if not chosen:
-        raise ConfigError(_nothing_left(there, source))
+        raise (NoSuchSplitError if there else ConfigError)(_nothing_left(there, source))
     if not _pattern(source):
         _check_one_split(chosen, source)
         _check_one_folder(chosen, source)
@@ -148,6 +152,7 @@ def _local_files(source: FileSource) -> list[DataFile]:
     path = Path(source.path)
     if not is_pattern(source.path) and not path.is_dir():
         check_file(path)
+        _check_split_of(path.name, source)
         return _existing({source.path: path}, may_be_empty=True)
     found: Iterable[Path] = path.rglob("*")
     root = path
@@ -215,6 +220,13 @@ def _check_one_split(names: Sequence[str], source: FileSource | HubSource) -> No
     splits = sorted({word for name in names for word in _words(name) & _SPLITS})
     if len(splits) > 1 and not source.split:
         raise ConfigError(f"{origin(source)}: holds the splits {', '.join(splits)}; set `split` to one of them")
+
+
+def _check_split_of(name: str, source: FileSource) -> None:
+    """Raise NoSuchSplitError if the name of the source's only file says that it holds another split."""
+    words = _words(name)
+    if source.split and words & _SPLITS and source.split.lower() not in words:
+        raise NoSuchSplitError(_nothing_left([name], source))
 
 
 def _check_one_folder(names: Sequence[str], source: FileSource | HubSource) -> None:

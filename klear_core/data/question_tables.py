@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from klear_core.config.data import FileSource, QuestionSet
 from klear_core.data.code_schemas import CODE_SCHEMAS
-from klear_core.data.datafiles import data_files
+from klear_core.data.datafiles import DataFile, NoSuchSplitError, data_files
 from klear_core.data.fields import Fields, RowError, Schema, text_at, value_at
 from klear_core.data.rowfiles import BrokenRow, read_rows
 
@@ -19,6 +19,8 @@ _FORMATS = {"taco": "apps", "apps": "apps", "code_contests": "code_contests", "o
 """Row formats of the data sets."""
 _COLUMNS = frozenset(["question", "starter_code", "description", "input_format", "output_format", "examples", "note"])
 """Columns from which the questions of these formats are made. Columns of tests, which take gigabytes, are not read."""
+_MOST_DIGITS = 18
+"""Digits of the number of a row, at most."""
 _STAND_IN = "a question that is looked up later"
 
 
@@ -31,6 +33,8 @@ class QuestionTables:
     def __init__(self, paths: Mapping[QuestionSet, str]) -> None:
         self._paths = dict[str, str](paths.items())
         self._questions: dict[tuple[str, str], list[str]] = {}
+        self._missing: dict[tuple[str, str], str] = {}
+        """Splits that the data sets lack, and why they are not found."""
 
     def completed(self, fields: Fields) -> Fields:
         """Return the row with its question, if `lookup` has its data set. Raise RowError if the question is missing."""
@@ -42,7 +46,7 @@ class QuestionTables:
         key = self._key_to_fill(fields)
         if not key:
             return fields
-        data_files(self._source(*_place(fields)))
+        self._files_of(*_place(fields))
         return {**fields, key: _STAND_IN}
 
     def _key_to_fill(self, fields: Fields) -> str:
@@ -66,13 +70,20 @@ class QuestionTables:
         """Return the questions by row, from 0; empty where a row has none or cannot be read."""
         schema = next(schema for schema in CODE_SCHEMAS if schema.name == _FORMATS[name])
         questions: list[str] = []
-        for file in data_files(self._source(name, split)):
+        for file in self._files_of(name, split):
             for row in read_rows(file.path, label=file.label, columns=_COLUMNS):
                 questions.append("" if isinstance(row, BrokenRow) else _question_in(row.fields, schema))
         return questions
 
-    def _source(self, name: str, split: str) -> FileSource:
-        return FileSource(path=self._paths[name], split=split)
+    def _files_of(self, name: str, split: str) -> list[DataFile]:
+        """Return the files of a split. Raise RowError if the data set has none."""
+        place = name, split
+        if place not in self._missing:
+            try:
+                return data_files(FileSource(path=self._paths[name], split=split))
+            except NoSuchSplitError as e:
+                self._missing[place] = str(e)
+        raise RowError("question_not_found", "split", self._missing[place])
 
 
 def _place(fields: Fields) -> tuple[str, str]:
@@ -82,7 +93,7 @@ def _place(fields: Fields) -> tuple[str, str]:
 def _index(fields: Fields) -> int:
     """Return the number of the row in its split, from 0; it is published as text."""
     index = str(value_at(fields, "index"))
-    if not index.isdecimal():
+    if not index.isdecimal() or len(index) > _MOST_DIGITS:
         raise RowError("wrong_type", "index", f"expected the number of a row, found {index[:60]!r}")
     return int(index)
 

@@ -77,6 +77,8 @@ def test_a_folder_of_several_splits_needs_to_be_told_which(tmp_path):
     assert len(data_files(FileSource(path=str(tmp_path), split="train"))) == 3
     with pytest.raises(ConfigError, match="no data file of split 'dev'; there are data/test-0000"):
         data_files(FileSource(path=str(tmp_path), split="dev"))
+    with pytest.raises(ConfigError, match="no data file of split 'dev'"):
+        data_files(FileSource(path=str(tmp_path / "data" / "test-00000-of-00001.parquet"), split="dev"))
 
 
 def test_a_folder_of_several_subsets_needs_to_be_told_which(tmp_path):

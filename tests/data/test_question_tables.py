@@ -121,18 +121,36 @@ MISSES = {
     ("taco", "train", "3"): ("question_not_found", "has no question"),
     ("apps", "test", "0"): ("question_not_found", "has no question"),
     ("taco", "train", "-1"): ("wrong_type", "'-1'"),
+    ("taco", "train", "9" * 5000): ("wrong_type", "'9999"),
     ("leetcode", "train", "0"): ("question_elsewhere", "of leetcode"),
 }
 
 
-@pytest.mark.parametrize("place", MISSES)
+@pytest.mark.parametrize("place", MISSES, ids=lambda place: "-".join(place)[:30])
 def test_a_row_without_a_match_is_dropped_by_reason_with_its_id(sets, tmp_path, place):
     (found,) = read_source(source_of(tmp_path, [first_release(*place)], lookup=sets), seed=0)
     reason, detail = MISSES[place]
     assert isinstance(found, Dropped)
     assert found.reason == reason
     assert detail in found.detail
-    assert f"(id {'-'.join(place)})" in found.detail
+    assert f"(id {'-'.join(place)[:80]})" in found.detail
+
+
+def test_a_split_that_is_not_there_costs_its_rows_alone(sets, tmp_path):
+    rows = [first_release("taco", split, "0") for split in ("train", "valid", "valid", "test")]
+    source = source_of(tmp_path, rows, lookup=sets)
+    check_source(source)
+    found = list(read_source(source, seed=0))
+    assert [isinstance(one, Candidate) for one in found] == [True, False, False, True]
+    assert {(one.reason, "of split 'valid'" in one.detail) for one in found[1:3]} == {("question_not_found", True)}
+
+
+def test_a_file_of_one_split_holds_no_questions_of_another(sets, tmp_path):
+    rows = [first_release("apps", split, "0") for split in ("train", "test")]
+    source = source_of(tmp_path, rows, lookup={"apps": f"{sets['apps']}/train.jsonl"})
+    first, other = read_source(source, seed=0)
+    assert first.question.startswith("Reverse.")
+    assert (other.reason, "of split 'test'" in other.detail) == ("question_not_found", True)
 
 
 def test_without_lookup_the_drop_says_what_to_set(tmp_path):
