@@ -47,7 +47,8 @@ def reopen_poor_shards(
 ) -> None:
     """Reopen finished shards below a floor if all finished ones together are below it.
 
-    The teacher may have been repaired since. Shards that lack samples because the budget was spent are always reopened.
+    The teacher may have been repaired since, so their incomplete replies are requested again. Shards that lack samples
+    because the budget was spent are always reopened, and keep all that was paid for.
     """
     total = TraceCounts()
     for earlier in finished.values():
@@ -66,4 +67,4 @@ def reopen_poor_shards(
     if reopened:
         log.info("distill: %d finished shards of an earlier run lack traces, which are requested again", len(reopened))
     for shard in reopened:
-        ShardFiles(shard).reopen()
+        ShardFiles(shard).reopen(keeps_incomplete=finished[shard.path].is_over_budget)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from klear_core.artifacts.records import read_shard, write_shard
@@ -71,12 +71,14 @@ class ShardFiles:
         """Delete the journal of a finished shard, which a killed run may have left."""
         self.journal.unlink(missing_ok=True)
 
-    def reopen(self) -> None:
-        """Make a finished shard unfinished. Whole replies are kept; those that are missing are requested again."""
+    def reopen(self, *, keeps_incomplete: bool) -> None:
+        """Make a finished shard unfinished. Replies are kept, incomplete ones if `keeps_incomplete`; those that are
+        then missing are requested again."""
         records = self.read()
         if records.usage.attempts:
             unused = read_shard(self._unused, UnusedReply) if self._unused.exists() else []
-            write_journal(self.journal, _whole_replies(records.traces, unused), records.usage)
+            kept = [reply for reply in unused if keeps_incomplete or reply.step != "complete"]
+            write_journal(self.journal, _replies_of([*records.traces, *kept]), records.usage)
         self._traces.unlink()
 
 
@@ -88,12 +90,8 @@ def is_over_budget(dropped: Sequence[Dropped]) -> bool:
     return any(drop.reason == OVER_BUDGET for drop in dropped)
 
 
-def _whole_replies(
-    traces: Sequence[TeacherTrace], unused: Sequence[UnusedReply]
-) -> Iterator[tuple[SampleId, TeacherReply]]:
-    kept: list[TeacherTrace | UnusedReply] = list(traces)
-    kept += [reply for reply in unused if reply.step != "complete"]
-    for one in kept:
+def _replies_of(records: Iterable[TeacherTrace | UnusedReply]) -> Iterator[tuple[SampleId, TeacherReply]]:
+    for one in records:
         reply = TeacherReply(
             reasoning=one.reasoning,
             answer=one.answer,

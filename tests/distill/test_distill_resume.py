@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from distill_fakes import FAILED, FakeTeacher, collect, make_problem, make_reply
-from scripted_server import STREAM, ScriptedServer, streamed
+from scripted_server import STREAM, ScriptedServer, event, streamed
 
 from klear_core.artifacts.ledger import StageSummary
 from klear_core.artifacts.records import read_shards
@@ -186,6 +186,17 @@ def test_what_a_budget_paid_for_is_published_if_that_is_enough(tmp_path: Path, s
     summary = run(with_budget(server, max_tokens=1000), tmp_path)
     assert len(server.requests) == 10
     assert (summary.counts["traces"], summary.ledger[0].dropped) == (10, {})
+
+
+@pytest.mark.slow
+def test_a_larger_budget_pays_again_for_no_reply_that_is_no_trace(tmp_path: Path, server: ScriptedServer) -> None:
+    whole, cut = streamed(*STREAM), streamed(*STREAM[:4], event(finish_reason="length"), *STREAM[5:])
+    server.script = [*[whole] * 6, cut, whole]  # the budget ends in the shard of the seventh problem
+    run(with_budget(server, max_tokens=150, publish_from=0.6), tmp_path)
+    summary = run(with_budget(server, max_tokens=1000), tmp_path)
+    assert len(server.requests) == 10
+    assert (summary.counts["traces"], summary.counts["paid_tokens"]) == (9, 140)
+    assert summary.ledger[1].dropped == {"truncated": 1}
 
 
 @pytest.mark.slow
