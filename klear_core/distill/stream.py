@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 from klear_core.distill.teacher import split_tags
 from klear_core.types import TeacherFinish, TeacherReply
@@ -13,6 +13,8 @@ _CHARS_A_TOKEN = 4
 """Characters of an average token, to estimate tokens where the server counts none (OpenAI's rule of thumb)."""
 _MOST_CHARS_A_TOKEN = 20
 """Most characters a token, on average, in any reply. Above it the server has ignored `max_tokens`."""
+_MOST_TOKENS = 2**31
+"""A larger count is a server's mistake, such as -1 as an unsigned number; no file of ours could hold it."""
 _FINISH: dict[str, TeacherFinish] = {
     "stop": "stop",
     "eos": "stop",
@@ -204,10 +206,14 @@ class ReplyReader:
         if not isinstance(usage, dict):
             return
         output, given = usage.get("completion_tokens"), usage.get("prompt_tokens")
-        if isinstance(output, int) and output >= 0:
+        if _is_count(output):
             self._output_tokens, self.has_usage = output, True
-        if isinstance(given, int) and given >= 0:
+        if _is_count(given):
             self.input_tokens = given
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value <= _MOST_TOKENS
 
 
 def estimate_tokens(num_chars: int) -> int:

@@ -152,6 +152,16 @@ def test_tokens_are_estimated_where_the_server_counts_none() -> None:
     assert reader.finish().num_tokens == 100  # four characters a token
 
 
+@pytest.mark.parametrize("count", [-1, 2**64 - 1, pytest.param(10**400, id="huge"), "9", 9.5, None])
+def test_a_count_that_is_no_number_of_tokens_is_estimated(count: object) -> None:
+    usage = {"prompt_tokens": count, "completion_tokens": count}
+    body = b"".join(STREAM[:5]) + b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n" + DONE
+    reader = ReplyReader(max_tokens=100)
+    reader.feed(body)
+    assert reader.finish().num_tokens == 3
+    assert (reader.has_usage, reader.input_tokens) == (False, None)
+
+
 def test_refusals_are_replies_with_their_reason() -> None:
     assert read_reply(payload({"content": ""}, "content_filter")).finish_reason == "content_filter"
     refused = read_reply(payload({"content": None, "refusal": "I cannot"}))
