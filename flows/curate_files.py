@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -22,6 +23,7 @@ from klear_core.data.datafiles import default_name
 from klear_core.data.leak_table import LEAKS_PAGE
 from klear_core.errors import ConfigError, KlearError
 from klear_core.report.curation import write_curation_page
+from klear_core.report.text import visible
 
 KEPT, DROPPED, PAGE, LEAKS = "kept.parquet", "dropped.parquet", "report.html", LEAKS_PAGE
 
@@ -52,8 +54,9 @@ def curate_files(sources: Sequence[str], benchmarks: Sequence[str], overrides: S
     shutil.rmtree(workdir)
     console.print(_drops(summary))
     for note in summary.notes:
-        console.print(f"[yellow]note[/] {note}", markup=True)
-    console.print(f"\n{summary.counts['problems']:,} problems in {out / KEPT}\nreport   {out / PAGE}")
+        console.print(f"[yellow]note[/] {escape(visible(note))}")
+    kept, page = (escape(str(out / name)) for name in (KEPT, PAGE))
+    console.print(f"\n{summary.counts['problems']:,} problems in {kept}\nreport   {page}")
 
 
 def config_of(sources: Sequence[str], benchmarks: Sequence[str], overrides: Sequence[str]) -> PipelineConfig:
@@ -94,7 +97,7 @@ def _drops(summary: StageSummary) -> Table:
     table = Table("step", "in", "out", "dropped", box=None)
     for step in summary.ledger:
         dropped = ", ".join(f"{reason.replace('_', ' ')} {n:,}" for reason, n in step.dropped.items())
-        table.add_row(step.step, f"{step.num_in:,}", f"{step.num_out:,}", dropped)
+        table.add_row(step.step, f"{step.num_in:,}", f"{step.num_out:,}", escape(dropped))
     return table
 
 

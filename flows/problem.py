@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ def show_problem(which: str, *, root: Path) -> None:
     """
     found = list(rows_about(which, root))
     ids = sorted({str(row[_KEY]) for part in found for row in part.rows})
+    if which in ids:  # the place of a row that could not be read begins others: rows.jsonl:1, rows.jsonl:12
+        ids, found = [which], list(_only(which, found))
     if not ids:
         raise ArtifactError(
             f"no problem {which!r} in the newest artifacts under {root}; `klear show curate` shows some"
@@ -44,7 +46,7 @@ def show_problem(which: str, *, root: Path) -> None:
     if len(ids) > 1:
         raise ArtifactError(f"{which!r} begins the ids of {len(ids)} problems: {', '.join(ids[:5])}")
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]problem {ids[0]}[/]")
+    console.print(f"[bold]problem {escape(visible(ids[0]))}[/]")
     questions = [row["question"] for part in found for row in part.rows if row.get("question")]
     if questions:
         console.print(escape(visible(str(questions[0]))))
@@ -72,6 +74,13 @@ def rows_about(which: str, root: Path) -> Iterator[Found]:
         for name, rows in by_table.items():
             if rows:
                 yield Found(manifest=manifest, table=name, rows=tuple(rows))
+
+
+def _only(problem_id: str, found: Sequence[Found]) -> Iterator[Found]:
+    for part in found:
+        rows = tuple(row for row in part.rows if row[_KEY] == problem_id)
+        if rows:
+            yield replace(part, rows=rows)
 
 
 def _newest_artifacts(root: Path) -> list[tuple[Path, Manifest]]:

@@ -31,12 +31,15 @@ def show_artifact(which: str, *, root: Path, num_records: int) -> None:
 
 
 def ledger_table(ledger: tuple[LedgerStep, ...]) -> Table:
-    """Return a table with one row per step: counts in and out, and counts dropped and noted by reason."""
+    """Return a table with one row per step: counts in and out, and counts dropped and noted by reason.
+
+    Reasons have the names of sources and benchmarks in them, which may look like Rich's markup.
+    """
     table = Table("step", "unit", "in", "out", "dropped", "noted", box=None)
     for step in ledger:
         dropped = ", ".join(f"{reason} {n}" for reason, n in step.dropped.items())
         noted = ", ".join(f"{reason} {n}" for reason, n in step.noted.items())
-        table.add_row(step.step, step.unit, str(step.num_in), str(step.num_out), dropped, noted)
+        table.add_row(step.step, step.unit, str(step.num_in), str(step.num_out), escape(dropped), escape(noted))
     return table
 
 

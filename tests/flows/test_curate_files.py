@@ -92,6 +92,21 @@ def test_files_of_one_name_are_called_by_their_folders_too(klear, files, tmp_pat
     assert {row["reason"] for row in dropped if row["step"] == "decontaminate"} == {f"in_{tmp_path.name}/aime"}
 
 
+def test_square_brackets_in_rows_and_names_are_shown_as_they_are(klear, tmp_path: Path):
+    ratings = [3] * 9 + ["[/INST]"]
+    train, benchmark = tmp_path / "[b]train.jsonl", tmp_path / "[i]aime.jsonl"
+    rows = [{"problem": f"{LEAKED[:-1]} {i}?", "answer": "1", "difficulty": r} for i, r in enumerate(ratings)]
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    benchmark.write_text(json.dumps({"problem": rows[0]["problem"], "answer": "1"}) + "\n")
+    rules = ["--set", 'curate.decontaminate.rules=["near"]', "--set", "curate.decontaminate.near_share=1"]
+    said = klear("curate", train, "--benchmark", benchmark, "--out", tmp_path / "[u]out", *rules)
+    assert said.status == 0, said.err
+    assert "str '[/INST]'" in said.out
+    assert "[b]train" in said.out
+    assert "in [i]aime 1" in said.out
+    assert "[u]out/kept.parquet" in said.out
+
+
 def test_it_can_be_repeated_and_gives_the_same_bytes(klear, files, tmp_path: Path):
     def made() -> list[bytes]:
         assert klear("curate", files[0], "--out", tmp_path / "out").status == 0

@@ -8,9 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 from manifests import manifest
 
+from klear_core.artifacts.ledger import LedgerStep
 from klear_core.artifacts.store import LocalStore
 
 SUM, PRODUCT, LEAK = "5a0c11d2e3f40516", "5a77b0c1d2e3f405", "9e01aa55cc33dd77"
+
+ODD = "[/b]rows.jsonl"
+"""Rows that could not be read have no id but their place."""
 
 
 def table(file: Path, rows: list[dict[str, object]]) -> None:
@@ -30,14 +34,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with store.create(kind, fingerprint) as slot:
             for name, rows in tables.items():
                 table(slot.workdir / name, rows)
-            slot.publish(
-                manifest(kind, fingerprint, stage=stage or kind, created_at=datetime(2026, 1, day, tzinfo=UTC))
-            )
+            noted = {f"rows_of_{ODD}": 3}
+            read = LedgerStep(step="read", unit="row", num_in=3, num_out=1, dropped={f"in_{ODD}": 2}, noted=noted)
+            created_at = datetime(2026, 1, day, tzinfo=UTC)
+            slot.publish(manifest(kind, fingerprint, stage=stage or kind, created_at=created_at, ledger=(read,)))
 
     kept = [{"problem_id": p, "question": f"question {p[:4]}", "source": "gsm8k"} for p in (SUM, PRODUCT)]
     dropped = [{"problem_id": LEAK, "reason": "in_aime24", "detail": "shares 12 with aime24 7: 'a b [c]'"}]
+    unread = [{"problem_id": f"{ODD}:{line}", "reason": "not_json", "detail": "x"} for line in (1, 12)]
     made("curate", "c0", 1, {"problems/00000-of-00001.parquet": [{"problem_id": SUM, "source": "of an older run"}]})
-    made("curate", "c1", 2, {"problems/00000-of-00001.parquet": kept, "dropped/00000-of-00001.parquet": dropped})
+    made(
+        "curate",
+        "c1",
+        2,
+        {"problems/00000-of-00001.parquet": kept, "dropped/00000-of-00001.parquet": [*dropped, *unread]},
+    )
     traces = [{"problem_id": SUM, "sample_idx": i, "reasoning": "1+1" + " and so on" * i * 40} for i in (0, 1)]
     made("distill", "d1", 3, {"traces/00000-of-00002.parquet": [], "traces/00001-of-00002.parquet": traces})
     scores = [{"problem_id": SUM, "question": f"question {SUM[:4]}", "response": "\x1b[31m2"}]
@@ -64,6 +75,20 @@ def test_long_texts_are_cut_and_control_characters_spelled_out(klear, runs):
 def test_a_dropped_problem_says_why(klear, runs):
     said = klear("show", "problem", LEAK[:3], "--root", runs).out
     assert "reason in_aime24  detail shares 12 with aime24 7: 'a b [c]'" in said
+
+
+def test_a_row_that_was_not_read_is_found_by_its_place_also_if_other_places_begin_so(klear, runs):
+    said = klear("show", "problem", f"{ODD}:1", "--root", runs)
+    assert said.status == 0, said.err
+    assert f"problem {ODD}:1\n" in said.out
+    assert said.out.count("reason not_json") == 1
+
+
+def test_square_brackets_in_the_names_of_sources_are_shown_as_they_are(klear, runs):
+    said = klear("show", "curate", "--root", runs)
+    assert said.status == 0, said.err
+    assert f"in_{ODD} 2" in said.out
+    assert f"rows_of_{ODD} 3" in said.out
 
 
 @pytest.mark.parametrize(
