@@ -19,7 +19,7 @@ from klear_core.config.data import FileSource
 from klear_core.config.load import apply_override, validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.curate import curate
-from klear_core.data.datafiles import default_name
+from klear_core.data.datafiles import check_name, default_name
 from klear_core.data.leak_table import LEAKS_PAGE
 from klear_core.errors import ConfigError, KlearError
 from klear_core.report.curation import write_curation_page
@@ -81,6 +81,8 @@ def _named(paths: Sequence[str]) -> list[dict[str, str]]:
     """
     if "" in paths:
         raise ConfigError("'' is no path: name files, folders or globs")
+    for path in paths:
+        check_name(path)
     names = {path: default_name(FileSource(path=path)) for path in paths}
     folders = {path: Path(path).absolute().parent.parts[1:] for path in paths}
     for depth in range(1, max(map(len, folders.values()), default=0) + 1):

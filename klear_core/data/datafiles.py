@@ -13,6 +13,7 @@ from typing import assert_never
 from klear_core.artifacts.files import fixed_part, is_pattern
 from klear_core.artifacts.hub import HubFiles, cached_names, fetch, published_files
 from klear_core.config.data import FileSource, HubSource
+from klear_core.data.fields import has_surrogate
 from klear_core.data.rowfiles import SUFFIXES, check_ends, check_file, stem_of
 from klear_core.errors import ConfigError, DataError
 
@@ -162,6 +163,12 @@ def _local_files(source: FileSource) -> list[DataFile]:
     return _existing({str(root / name): root / name for name in names})
 
 
+def check_name(label: str) -> None:
+    """Raise ConfigError for a name that is not UTF-8, because it could be written in no table and no message."""
+    if has_surrogate(label):
+        raise ConfigError(f"{ascii(label)}: the name of this file is not UTF-8: rename it")
+
+
 def _files_among(found: Iterable[Path], root: Path) -> Iterator[Path]:
     """Yield the files among files and folders. Raise DataError for a data file that is a link to nothing, as in a copy
     of the Hub's cache that lacks the files themselves.
@@ -175,6 +182,7 @@ def _files_among(found: Iterable[Path], root: Path) -> Iterator[Path]:
 
 def _existing(files: dict[str, Path], *, may_be_empty: bool = False) -> list[DataFile]:
     for label, path in files.items():
+        check_name(label)
         if not may_be_empty and path.stat().st_size == 0:
             raise DataError(f"{label}: is empty (0 bytes): fetch it again")
     return [DataFile(path=path, label=label) for label, path in files.items()]

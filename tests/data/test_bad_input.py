@@ -82,6 +82,13 @@ def test_a_link_to_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path):
             check_source(FileSource(path=str(path)))
 
 
+def test_a_file_whose_name_is_not_utf8_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "caf\udce9.jsonl").write_text('{"problem": "p", "answer": "1"}\n')
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(ConfigError, match=r"caf\\udce9\.jsonl'?: .* rename it"):
+            check_source(FileSource(path=str(path)))
+
+
 def test_undecodable_text_in_json_costs_its_row_alone(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"problem": "\xff", "answer": "1"}\n' + LINES)
     assert reasons(tmp_path / "a.jsonl") == ["not_utf8", *[""] * 20]

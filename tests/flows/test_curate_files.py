@@ -120,6 +120,7 @@ def test_it_can_be_repeated_and_gives_the_same_bytes(klear, files, tmp_path: Pat
     [
         (["no-such.jsonl", "--out", "out"], "no-such.jsonl: no such file"),
         (["", "--out", "out"], "'' is no path"),
+        (["caf\udce9.jsonl", "--out", "out"], "'caf\\udce9.jsonl': "),
         (["train.jsonl", "--out", "."], "has other files (aime.jsonl, train.jsonl)"),
         (["train.jsonl", "--out", "out", "--set", "rl.num_steps=3"], "only curate.* settings and the seed"),
         (["train.jsonl", "--out", "out", "--set", "curate.dedup.neer=1"], "neer"),
