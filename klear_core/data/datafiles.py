@@ -166,7 +166,7 @@ def _local_files(source: FileSource) -> list[DataFile]:
 def check_name(label: str) -> None:
     """Raise ConfigError for a name that is not UTF-8, because it could be written in no table and no message."""
     if has_surrogate(label):
-        raise ConfigError(f"{ascii(label)}: the name of this file is not UTF-8: rename it")
+        raise ConfigError(f"{label!a}: the name of this file is not UTF-8: rename it")
 
 
 def _files_among(found: Iterable[Path], root: Path) -> Iterator[Path]:
