@@ -78,9 +78,9 @@ def _without_nulls(value: object) -> object:
 
 def _with_kind(value: object) -> object:
     """Return a reference that Klear has written, a record's fields without a kind, in the format of rows."""
+    if not isinstance(value, Mapping) or "kind" in value:
+        return value
     match value:
-        case {"kind": _}:
-            return value
         case {"answers": _}:
             return {"kind": "math", **value}
         case {"why": _}:
