@@ -86,7 +86,7 @@ class CurateJob(Job):
     """Make the training problems."""
 
     kind = "curate"
-    code_version = 8
+    code_version = 9
 
     seed: int
     curate: CurateConfig
