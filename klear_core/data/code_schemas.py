@@ -175,11 +175,11 @@ def _with_limits(reference: Reference, fields: Fields) -> Reference:
     if not isinstance(reference, CodeReference):
         return reference
     seconds, megabytes = seconds_in(fields.get("time_limit")), megabytes_in(fields.get("memory_limit"))
-    return replace(
-        reference,
-        time_limit_s=reference.time_limit_s if seconds is None else seconds,
-        memory_limit_mb=reference.memory_limit_mb if megabytes is None else megabytes,
-    )
+    if seconds is not None:
+        reference = replace(reference, time_limit_s=seconds)
+    if megabytes is not None:
+        reference = replace(reference, memory_limit_mb=megabytes)
+    return reference
 
 
 def _rllm_question(fields: Fields) -> str:

@@ -37,7 +37,7 @@ class GramIndex:
         """Tokens of an n-gram."""
         # Tokens are numbered instead of hashed, so that two n-grams are only the same by a collision of 64 bits.
         self._number_of = {token: i for i, token in enumerate(dict.fromkeys(chain.from_iterable(questions)))}
-        numbers = [[self._number_of[token] for token in tokens] for tokens in questions]
+        numbers = [list(map(self._number_of.__getitem__, tokens)) for tokens in questions]
         hashes = full_runs(ragged(numbers, np.uint64), length)
         question = np.repeat(np.arange(len(questions)), hashes.lengths())
         order_E = np.argsort(hashes.values, kind="stable")  # stable: ascending questions for one n-gram

@@ -105,12 +105,17 @@ def boxed_reference(fields: Fields, key: str) -> Reference:
     return UnverifiableReference(domain=Domain.MATH, why=f"{key} has {len(boxes) or 'no'} different boxed answers")
 
 
+def _numina_mark(fields: Fields, key: str) -> object:
+    mark = fields.get(key)
+    return "Yes" if mark is None else mark
+
+
 def _numina_reference(fields: Fields) -> Reference:
     """Return the answer of a NuminaMath 1.5 row; proofs and answers marked as not found or wrong are unverifiable.
 
     OpenR1 has the same columns without the two marks; in a table of both they are null.
     """
-    is_valid, is_solved = ("Yes" if fields.get(key) is None else fields[key] for key in _NUMINA_MARKS)
+    is_valid, is_solved = (_numina_mark(fields, key) for key in _NUMINA_MARKS)
     if is_valid != "Yes":
         raise RowError("marked_invalid", "problem_is_valid", f"the source says {is_valid!r}")
     why = ""

@@ -222,10 +222,13 @@ def _code_contests(row: Mapping[str, object]) -> CodeReference:
 def _seconds_of(limit: object) -> float | None:
     """Return a time limit that is a number, or protobuf's Duration; a part of it that is null counts zero."""
     if isinstance(limit, Mapping):
-        parts = [limit.get(key) for key in ("seconds", "nanos")]
-        seconds, nanos = (finite(part) or 0.0 if is_number(part) else 0.0 for part in parts)
-        limit = seconds + nanos / 1e9
+        limit = _part(limit.get("seconds")) + _part(limit.get("nanos")) / 1e9
     return seconds_in(limit) if is_number(limit) else None
+
+
+def _part(value: object) -> float:
+    number = finite(value) if is_number(value) else None
+    return number or 0.0
 
 
 def _mbpp(row: Mapping[str, object]) -> CodeReference:

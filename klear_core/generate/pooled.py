@@ -48,8 +48,9 @@ async def start_members(
         await pool.close()
         raise
     # An endpoint's own limit grows with what it can serve; requests above it wait in the pool.
-    limit = sum(engine.limit for engine in engines) + sum(cfg.runtime.max_concurrency for cfg in endpoints)
-    return Sampler(engine=pool, limit=limit, num_engines=len(members))
+    limit_here = sum(engine.limit for engine in engines)
+    limit_there = sum(cfg.runtime.max_concurrency for cfg in endpoints)
+    return Sampler(engine=pool, limit=limit_here + limit_there, num_engines=len(members))
 
 
 def _members(endpoints: Sequence[HttpEngineConfig]) -> list[PooledEngine]:

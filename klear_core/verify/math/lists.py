@@ -29,7 +29,10 @@ def signs_apart(text: str) -> str:
     for part in parts:
         signs = list(_PLUS_MINUS.finditer(part))
         is_one_inside = len(signs) == 1 and bracket_depths(part)[signs[0].start()] > 0 and "," not in part
-        values += [_PLUS_MINUS.sub(sign, part) for sign in "+-"] if is_one_inside else [part]
+        if is_one_inside:
+            values += [_PLUS_MINUS.sub("+", part), _PLUS_MINUS.sub("-", part)]
+        else:
+            values.append(part)
     if len(values) == len(parts):
         return text
     joined = ", ".join(values)
