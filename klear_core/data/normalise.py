@@ -67,8 +67,8 @@ _LONE_LETTERS = r"\s(?<=[^\W\d_]\s)(?<![^\W\d_][^\W\d_]\s)\s*(?=[^\W\d_](?![^\W\
 """White space between single letters, which are joined: some sources write the triangle ABC as `A B C`."""
 _PRIME = r"(?<=[\W_][^\W\d_])'(?![^\W\d_])|(?<=[)'])'(?![^\W\d_])"
 _TOKEN = (
-    r"[^\W\d_]+|\d+(?:\.\d+)?|[-+*/=<>!^|()\[\]&%\u0304\u0305\u2190-\u22ff\u27c0-\u27ff\u2a00-\u2aff¬\ue000\ue001]|\\[{}]|"
-    + _PRIME
+    r"[^\W\d_]+|\d+(?:\.\d+)?|"
+    r"[-+*/=<>!^|()\[\]&%\u0304\u0305\u2190-\u22ff\u27c0-\u27ff\u2a00-\u2aff¬\ue000\ue001]|\\[{}]|" + _PRIME
 )
 """Numbers, runs of letters, signs with a meaning in mathematics (also primes, set braces, and the two group marks)."""
 

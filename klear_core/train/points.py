@@ -120,9 +120,10 @@ class PointWriter:
         def write(folder: Path) -> None:
             export_model(weights, self._source, folder, max_position_embeddings=self._window)
 
+        # A full disk or a lost store, each with its own errors, must not end training.
         try:
             self._points.add(step, write)
-        except Exception as e:  # noqa: BLE001  # a full disk or a lost store, each with its own errors, must not end training
+        except Exception as e:  # noqa: BLE001  # logged, and counted in the stage's notes
             self._lost.append(step)
             log.warning("the model after step %d is not scored: it could not be written: %s", step, e)
 
