@@ -10,15 +10,15 @@ say    = @printf '\n=== %s: %s (%ss)\n' '$@' '$(1)' "$$(($$(date +%s) - $(START)
 # threads that wait for one another spin meanwhile, on a core that another part needs
 export OMP_NUM_THREADS := 1
 
-.PHONY: all vllm setup slow-flows product slow-rl slow-others fast lint
-all: slow-flows slow-others vllm fast slow-rl product lint
+.PHONY: all vllm setup slow-flows product desk slow-rl slow-others fast lint
+all: slow-flows slow-others vllm fast slow-rl product desk lint
 
 # alone: two installations at a time would both write the metadata of this checkout
 setup:
 	$(MAKE) setup
 	$(call say,installed)
 
-vllm slow-flows product slow-rl slow-others fast lint: setup
+vllm slow-flows product desk slow-rl slow-others fast lint: setup
 
 vllm:
 	$(MAKE) test-vllm
@@ -49,6 +49,10 @@ product:
 	grep -q "all stages reused" runs/second.txt
 	env -u MAKEFLAGS -u MAKELEVEL .venv/bin/python tests/readme_commands.py
 	$(call say,the smoke pipeline makes a better model; again with every stage reused; the commands of the README)
+
+desk:
+	$(MAKE) desk-ci
+	$(call say,math RL and then code RL are seen to learn)
 
 fast:
 	$(MAKE) test

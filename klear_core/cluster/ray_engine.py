@@ -97,10 +97,10 @@ class RayEngine:
     async def start(self) -> None:
         """Start an actor with an engine, in place of an earlier one; see `PooledEngine.start`."""
         async with self.lock:
-            if self._link is not None:
-                ray.kill(self._link.actor, no_restart=True)  # it may still run, with old and new weights mixed
             if self._serving is not None:
                 self._serving.cancel()
+            if self._link is not None:
+                await _end(self._link)  # it may still run, with old and new weights mixed, or hold its GPUs
             link = self._link = _Link(actor=await self._create())
             try:
                 if self._wait_for_gpus is not None:
@@ -151,17 +151,8 @@ class RayEngine:
         if self._serving is not None:
             self._serving.cancel()
         link, self._link = self._link, None
-        if link is None:
-            return
-        if not link.is_queued:  # else there is no process yet
-            # Close the engine first, because killing the actor would leave the engine's child processes running.
-            closing = asyncio.wrap_future(link.actor.close.remote().future())
-            await asyncio.wait([closing], timeout=_CLOSE_S)
-            if not closing.done():
-                closing.cancel()
-            elif not closing.cancelled():
-                closing.exception()  # an actor that is dead already has no more to close
-        ray.kill(link.actor, no_restart=True)
+        if link is not None:
+            await _end(link)
 
     async def _serve(self, link: _Link) -> None:
         """Send requests to the actor and deliver the replies, until it dies or this is cancelled."""
@@ -188,6 +179,19 @@ class RayEngine:
             # While answers are due it stays set: the next exchange, perhaps with no request, asks for them.
             if not link.waiting and not link.cancelled:
                 link.has_work.clear()
+
+
+async def _end(link: _Link) -> None:
+    """Stop an actor with what its engine started."""
+    if not link.is_queued:  # else there is no process yet
+        # Close the engine first, because killing the actor would leave the engine's child processes running.
+        closing = asyncio.wrap_future(link.actor.close.remote().future())
+        await asyncio.wait([closing], timeout=_CLOSE_S)
+        if not closing.done():
+            closing.cancel()
+        elif not closing.cancelled():
+            closing.exception()  # an actor that is dead already has no more to close
+    ray.kill(link.actor, no_restart=True)
 
 
 def _fail(link: _Link, failure: BaseException, error: BaseException) -> None:

@@ -21,7 +21,7 @@ import psutil
 from klear_core.config.engine import VllmEngineConfig
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import SamplingParams, WeightOffer, WeightSource, dump_offer
-from klear_core.generate.requests import OpenRequests
+from klear_core.generate.requests import SILENCE_S, OpenRequests
 from klear_core.generate.text import FolderTokenizer
 from klear_core.generate.vllm_arguments import engine_arguments, for_cpu
 from klear_core.generate.weights import Shapes, check_shapes, tensor_shapes, wanted_shapes
@@ -53,13 +53,14 @@ class VllmEngine:
         seed: int,
         version: int = 0,
         window: int | None = None,
+        silence_s: float = SILENCE_S,
     ) -> VllmEngine:
         """Load the model in a new process.
 
         Raise ResourceError without vllm or if the process does not start, ConfigError if `max_model_len` is too large.
 
         `num_threads` is per tensor-parallel rank and counts on CPU only; `window` raises the positions of the folder's
-        config.
+        config; requests of a process that hangs fail after `silence_s`.
         """
         for name, value in _LOGGING.items():  # read when vllm is imported
             os.environ.setdefault(name, value)
@@ -89,24 +90,33 @@ class VllmEngine:
                         f"printed above is the cause ({error})"
                     ) from error
             # from here on the engine owns the folder of sockets; after an error above it is deleted
-            engine = cls(llm, tokenizer, wanted_shapes(model_folder), version=version, held=held.pop_all())
+            shapes = wanted_shapes(model_folder)
+            engine = cls(llm, tokenizer, shapes, version=version, held=held.pop_all(), silence_s=silence_s)
         await llm.update_weight_version(str(version))
         return engine
 
     def __init__(
-        self, llm: AsyncLLM, tokenizer: FolderTokenizer, shapes: Shapes, *, version: int, held: contextlib.ExitStack
+        self,
+        llm: AsyncLLM,
+        tokenizer: FolderTokenizer,
+        shapes: Shapes,
+        *,
+        version: int,
+        held: contextlib.ExitStack,
+        silence_s: float,
     ) -> None:
         """Wrap a running `AsyncLLM`. `held` is closed with the engine."""
         self.version = version
         self._held = held
         self._llm, self._tokenizer, self._shapes = llm, tokenizer, shapes
         self._max_len: int = llm.model_config.max_model_len
-        self._open = OpenRequests("vLLM engine")
+        # vLLM reports a process that died, and not one that hangs, as in a collective call of GPUs
+        self._open = OpenRequests("vLLM engine", ping=self._ping, silence_s=silence_s)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.num_samples` completions, in sample order, each with its own seed.
 
-        Raise ResourceError if the engine process dies.
+        Raise ResourceError if the engine process dies or hangs.
         """
         if not 0 < len(prompt_ids) < self._max_len:
             raise ValueError(f"prompt of {len(prompt_ids)} tokens: 1 to {self._max_len - 1} leave room for an answer")
@@ -161,6 +171,13 @@ class VllmEngine:
             self._llm.output_handler.cancel()  # or it reports the end of the process as a crash
         self._held.close()  # first, in case shutdown is cut short; open sockets stay connected
         await asyncio.to_thread(self._llm.shutdown)
+
+    async def _ping(self) -> None:
+        """Return once the engine process answers, or is known to be dead: then vLLM fails the requests itself."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        with contextlib.suppress(EngineDeadError):
+            await self._llm.is_sleeping()  # any question that the process answers between two steps
 
     async def _samples(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
         tasks = [asyncio.create_task(self._sample(prompt_ids, params, sample_idx=i)) for i in range(params.num_samples)]

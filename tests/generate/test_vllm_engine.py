@@ -178,6 +178,25 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes(running: Ru
 
 
 @needs_vllm
+def test_requests_of_an_engine_process_that_hangs_fail_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", model_of(0, is_tied=True))
+    before = set(psutil.Process().children(recursive=True))
+
+    async def main() -> None:
+        cfg = VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME)
+        engine = await VllmEngine.start(cfg, folder, num_threads=1, seed=0, silence_s=5)
+        await engine.generate(SHORT, params())
+        for process in set(psutil.Process().children(recursive=True)) - before:
+            process.suspend()
+        with pytest.raises(ResourceError, match=r"^the vLLM engine gave no sign of life for 5 s$"):
+            await engine.generate(SHORT, params())
+        await engine.close()
+
+    asyncio.run(main())
+    assert set(psutil.Process().children(recursive=True)) == before
+
+
+@needs_vllm
 def test_a_trained_model_starts_as_it_was_exported_and_takes_what_its_learner_offers(tmp_path: Path) -> None:
     """Tied and in bfloat16, as the stage before RL leaves it: nobody asks for the head that neither side has."""
     source = write_folder(tmp_path / "source", model_of(0, is_tied=True))
