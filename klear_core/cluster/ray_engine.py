@@ -21,7 +21,8 @@ from klear_core.types import Completion
 
 log = logging.getLogger(__name__)
 
-_CLOSE_S = 5.0
+_CLOSE_S = 20.0
+"""Longest wait for an engine to end what it started. vLLM gives a process that hangs 5 s to end before it kills it."""
 _ANSWER_S = 600.0
 """Longest wait for the answer to a message. An actor that works answers within a second, if only that nothing is done
 yet; one that is frozen, or whose node cannot be reached, never does."""

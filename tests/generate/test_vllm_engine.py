@@ -180,20 +180,23 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes(running: Ru
 @needs_vllm
 def test_requests_of_an_engine_process_that_hangs_fail_and_nothing_of_it_stays(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", model_of(0, is_tied=True))
-    before = set(psutil.Process().children(recursive=True))
 
-    async def main() -> None:
+    async def main() -> list[psutil.Process]:
         cfg = VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME)
-        engine = await VllmEngine.start(cfg, folder, num_threads=1, seed=0, silence_s=5)
+        engine = await VllmEngine.start(cfg, folder, num_threads=1, seed=0, silence_s=20)
         await engine.generate(SHORT, params())
-        for process in set(psutil.Process().children(recursive=True)) - before:
+        processes = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM")]
+        for process in processes:
             process.suspend()
-        with pytest.raises(ResourceError, match=r"^the vLLM engine gave no sign of life for 5 s$"):
+        with pytest.raises(ResourceError, match=r"^the vLLM engine gave no sign of life for 20 s$"):
             await engine.generate(SHORT, params())
         await engine.close()
+        return processes
 
-    asyncio.run(main())
-    assert set(psutil.Process().children(recursive=True)) == before
+    processes = asyncio.run(main())
+    assert processes
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive
 
 
 @needs_vllm
