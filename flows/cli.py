@@ -162,18 +162,18 @@ def doctor(
     """Check Python, torch, C compiler, Ray, vLLM, firejail, GPU, memory and disk, and say how to fix what is wrong."""
     from flows.doctor import check_machine, check_store, show_checks
 
+    checks = [] if with_gpu else check_machine()
+    if store:
+        checks.append(check_store(store))
+    if checks:
+        show_checks(checks)
+    if any(check.is_fatal for check in checks):
+        raise typer.Exit(1)
     if with_gpu:
         from flows.doctor_gpu import check_paths, show_paths
 
         if not show_paths(check_paths()):
             raise typer.Exit(1)
-        return
-    checks = check_machine()
-    if store:
-        checks.append(check_store(store))
-    show_checks(checks)
-    if any(check.is_fatal for check in checks):
-        raise typer.Exit(1)
 
 
 @app.command()

@@ -6,6 +6,7 @@ import importlib.metadata
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,6 +88,30 @@ def show_checks(checks: list[Check]) -> None:
     Console().print(table)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a program printed, and why it failed; `failure` is empty if it succeeded."""
+
+    output: str
+    failure: str
+
+
+def ask_program(command: Sequence[str], *, timeout_s: float) -> Answer:
+    """Run a program that may fail, crash or hang, as nvidia-smi does with some broken drivers. Never raises for these."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return Answer(output="", failure=f"no answer within {timeout_s:g} s")
+    output = result.stdout.strip()
+    if result.returncode == 0:
+        return Answer(output=output, failure="")
+    if result.returncode < 0:  # it printed nothing about its end, so its last line would mislead
+        return Answer(output=output, failure=f"killed by signal {-result.returncode}")
+    # A traceback's last line is the error; nvidia-smi prints its errors to standard output.
+    lines = (result.stderr.strip() or output).splitlines()
+    return Answer(output=output, failure=lines[-1] if lines else f"exit status {result.returncode}")
+
+
 def _python() -> Check:
     is_good = sys.version_info >= (3, 11)
     return Check(
@@ -110,19 +135,16 @@ def _torch() -> Check:
     if not installed.is_good:
         return installed
     # in a process of its own: an import that crashes must not end the report
-    result = subprocess.run(
-        [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=120, check=False
-    )
-    if result.returncode:
-        last = result.stderr.strip().splitlines()[-1]
+    answer = ask_program([sys.executable, "-c", _TORCH_PROBE], timeout_s=120)
+    if answer.failure:
         return Check(
             name="torch",
-            found=f"does not import: {last}",
+            found=f"does not import: {answer.failure}",
             is_good=False,
             is_fatal=True,
             fix="reinstall torch for this machine",
         )
-    return Check(name="torch", found=result.stdout.strip(), is_good=True)
+    return Check(name="torch", found=answer.output, is_good=True)
 
 
 def _compiler() -> Check:
@@ -175,17 +197,12 @@ def _gpu() -> Check:
     if shutil.which("nvidia-smi") is None:
         return Check(name="GPU", found="none", is_good=False, fix="none needed for configs/laptop and configs/smoke")
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    if result.returncode:
-        return Check(
-            name="GPU",
-            found=result.stdout.strip() or "nvidia-smi failed",
-            is_good=False,
-            fix="repair the NVIDIA driver",
-        )
+    answer = ask_program(query, timeout_s=30)
+    if answer.failure:
+        return Check(name="GPU", found=f"nvidia-smi: {answer.failure}", is_good=False, fix="repair the NVIDIA driver")
     is_cuda = find_spec("torch") is not None and "+cpu" not in importlib.metadata.version("torch")
     fix = "" if is_cuda else "this torch is a CPU build: install a CUDA build"
-    return Check(name="GPU", found="; ".join(result.stdout.strip().splitlines()), is_good=is_cuda, fix=fix)
+    return Check(name="GPU", found="; ".join(answer.output.splitlines()), is_good=is_cuda, fix=fix)
 
 
 def _memory() -> Check:
