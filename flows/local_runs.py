@@ -61,7 +61,9 @@ def close_killed_runs() -> None:
 
 def killed_runs(folder: Path) -> list[tuple[UUID, Path]]:
     """Return the runs whose process is gone, each with its record."""
-    records = sorted(folder.iterdir()) if folder.is_dir() else []
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    # NFS keeps a file that was removed while it was open under another name: .nfs and a number.
+    records = [file for file in files if not file.name.startswith(".")]
     return [(UUID(record.name), record) for record in records if not _is_held(record)]
 
 

@@ -57,5 +57,10 @@ def test_a_record_that_is_just_being_made_is_no_killed_run(tmp_path: Path):
     assert killed_runs(tmp_path) == []
 
 
+def test_what_nfs_leaves_of_a_removed_record_is_no_killed_run(tmp_path: Path):
+    (tmp_path / ".nfs000000000001").write_text("process 1")
+    assert killed_runs(tmp_path) == []
+
+
 def test_where_nothing_has_run_nothing_was_killed(tmp_path: Path):
     assert killed_runs(tmp_path / "klear-runs") == []
