@@ -11,6 +11,7 @@ from rich.table import Table
 from flows.find import find_artifact
 from klear_core.artifacts.ledger import LedgerStep
 from klear_core.artifacts.manifest import OUTSIDE_KINDS, InputRecord, Manifest, read_manifest
+from klear_core.report.text import number
 
 _MAX_CELL_CHARS = 400
 
@@ -20,7 +21,7 @@ def show_artifact(which: str, *, root: Path, num_records: int) -> None:
     folder = find_artifact(which, root)
     manifest = read_manifest(folder)
     console = Console(highlight=False)
-    console.print(f"[bold]{manifest.kind}[/] {manifest.fingerprint}\n{folder}")
+    console.print(f"[bold]{manifest.kind}[/] {manifest.fingerprint}\n{escape(str(folder))}", soft_wrap=True)
     console.print(_facts(manifest))
     if manifest.ledger:
         console.print(ledger_table(manifest.ledger))
@@ -47,7 +48,7 @@ def _facts(manifest: Manifest) -> Table:
     facts = Table.grid(padding=(0, 2))
     commit = manifest.git_commit or "not a git checkout"
     inputs = ", ".join(map(_input, manifest.inputs)) or "none"
-    counts = ", ".join(f"{name} {value:g}" for name, value in manifest.counts.items())
+    counts = ", ".join(f"{name} {number(value)}" for name, value in manifest.counts.items())
     seeds = ", ".join(f"{name} {seed}" for name, seed in manifest.seeds.items())
     given = manifest.given
     if given is not None:

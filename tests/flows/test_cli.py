@@ -140,6 +140,20 @@ def test_an_artifact_is_shown_by_kind_by_stage_by_fingerprint_or_by_folder(klear
     assert "1+1=?" not in shown.out
 
 
+def test_the_counts_of_a_large_artifact_are_shown_in_full(klear, tmp_path):
+    with LocalStore(tmp_path / "artifacts").create("sft", "aa11") as slot:
+        slot.publish(manifest("sft", "aa11", counts={"tokens": 12_345_678, "train_loss": 0.07462}))
+    assert "tokens 12,345,678, train_loss 0.07462" in klear("show", "sft", "--root", tmp_path).out
+
+
+def test_a_folder_with_brackets_in_its_name_is_shown_as_it_is(klear, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")  # a path is not broken either, so that it can be copied
+    root = tmp_path / "runs [test]"
+    with LocalStore(root / "artifacts").create("sft", "aa11") as slot:
+        slot.publish(manifest("sft", "aa11"))
+    assert str(root / "artifacts" / "sft" / "aa11") in klear("show", "sft", "--root", root).out
+
+
 def test_an_artifact_goes_by_the_name_of_the_stage_that_made_it_the_newest_of_several(klear, tmp_path):
     for number, stage in enumerate(("evaluate_base", "evaluate_sft", "evaluate_sft", "evaluate_rl")):
         with LocalStore(tmp_path / "artifacts").create("evaluate", f"{number}aaaaaaa") as slot:
