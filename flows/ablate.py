@@ -72,7 +72,7 @@ def ablate_grid(options: GridOptions) -> None:
 
         def run_cell(cell: Cell) -> RunResult:
             is_made = cell in made
-            watcher.console.print(f"[bold]{cell}[/]{': reused' if is_made else ''}")
+            watcher.console.print(f"[bold]{escape(str(cell))}[/]{': reused' if is_made else ''}")
             try:
                 refs = made[cell] if is_made else run_in_pipeline(runs[cell])
                 return result_of(runs[cell], refs, cfg.scored_on)
@@ -101,7 +101,7 @@ def run_grid(
     for cell in cells:
         try:
             runs[cell.variant][cell.rate][cell.seed] = run(cell)
-        except KlearError as e:
+        except KlearError as e:  # a grid takes days: one run that diverges must not end the others
             failures[str(cell)] = str(e)
     rows = rows_of(runs, cfg.reference, cfg.references)
     references = {variant: cfg.references.get(variant, cfg.reference) for variant in cfg.variants}
@@ -170,7 +170,10 @@ def _record_of(cell: Cell, result: RunResult, runs: Runs) -> CellRecord:
 
 
 def record_choice(table: AblationTable, runs: Runs, name: str, command: str) -> None:
-    """Record under `name` the models with the best scores of the grid, which are marked wherever they are shown."""
+    """Record under `name` the models with the best scores of the grid, which are marked wherever they are shown.
+
+    The best of several scores is biased upwards.
+    """
     best = best_runs(table.rows)
     if not best:
         return

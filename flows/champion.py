@@ -32,8 +32,10 @@ def show_champion(name: str, *, root: Path) -> None:
     console.print(f"[bold]{name}, version {champion.number}[/]  {short_name(promotion.model)}", highlight=False)
     if champion.rollback is not None:
         console.print("[yellow]a rollback of this version was begun and not finished: repeat `klear rollback`[/]")
-    console.print(f"model    {folder_of(promotion.model_uri)}\nscores   {folder_of(promotion.evaluation_uri)}")
-    console.print(f"decided  {champion.promoted_at} in run {promotion.run}, {folder_of(promotion.decision_uri)}")
+    model, scores = folder_of(promotion.model_uri), folder_of(promotion.evaluation_uri)
+    console.print(f"model    {model}\nscores   {scores}", markup=False)
+    decision = folder_of(promotion.decision_uri)
+    console.print(f"decided  {champion.promoted_at} in run {promotion.run}, {decision}", markup=False)
     for line in _evidence(folder_of(promotion.decision_uri)):
         console.print(line)
     console.print()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,7 +57,7 @@ def show_plan(
         plans = plan_stages(config, chosen, again=again, checked_by=checked_by)
     except ConfigError as e:
         if not missing:
-            raise
+            raise  # else the reason is one of those shown below
         console.print(f"[yellow]which stages would run cannot be told yet:[/] {escape(str(e))}")
         plans = []
     if plans:
@@ -95,8 +96,8 @@ def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int
         console.print("\nall stages reused: nothing has changed since the last run")
     console.print()
     if result.report is not None:
-        console.print(f"report   {_short(result.report)}")
-    root = config.workspace.root
+        console.print(f"report   {escape(str(_short(result.report)))}")
+    root = escape(shlex.quote(config.workspace.root))  # in commands to copy
     api_url = os.environ.get("PREFECT_API_URL", "")
     if not api_url or is_temporary_server(api_url):  # the user's own server shows the run already
         console.print(
@@ -109,7 +110,7 @@ def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int
     if product is not None:
         stage = product.stage.name
         which = name_of(result.refs[stage].path, stage, product.root)
-        console.print(f"model    {product.folder}")
+        console.print(f"model    {escape(str(product.folder))}")
         console.print(f"ask it   {escape(product.command(which))}")
 
 
@@ -168,6 +169,7 @@ def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool
         check_file_place("--out", out)
     settings: dict[str, object] = {}
     for override in overrides:
+        # Any other setting would be valid, too, because the whole config is validated, and would change nothing.
         if not override.startswith("verify."):
             raise ConfigError(f"--set {override!r}: this command takes only verify.* settings")
         settings = apply_override(settings, override)

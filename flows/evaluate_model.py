@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ def evaluate_model(asked: Asked) -> None:
     given = _given(asked.model, asked.root, console)
     config = evaluation_config(asked, given)
     carry_out(config, [stage.name for stage in stages_of(config)])
-    console.print(f"answers  klear answers evaluate_model --root {config.workspace.root}")
+    console.print(f"answers  klear answers evaluate_model --root {shlex.quote(config.workspace.root)}", markup=False)
 
 
 def evaluation_config(asked: Asked, given: Mapping[str, Any]) -> PipelineConfig:
@@ -67,6 +68,7 @@ def evaluation_config(asked: Asked, given: Mapping[str, Any]) -> PipelineConfig:
         tree |= {key: profile[key] for key in _SECTIONS if key in profile}
     tree["benchmarks"] = _benchmarks(asked, tree.get("benchmarks", []))
     tree["workspace"] = {"root": str(asked.root)}
+    # A profile has chosen its engine; "auto" looks at the model only where there is none.
     engine = _engine(asked.engine, given) if asked.profile is None or asked.engine != "auto" else None
     if engine is not None:
         tree = apply_override(tree, f"evaluate.engine.kind={engine}")
@@ -141,8 +143,10 @@ def _as_name(path: Path) -> str:
 
 def _given(model: str, root: Path, console: Console) -> dict[str, Any]:
     """Return the settings that name the model: a folder, a repository of the Hub, or a model of the workspace."""
+    # An artifact's folder holds its model in a folder below; the last line finds it.
     if Path(model).is_dir() and not (Path(model) / MANIFEST).is_file():
         return {"kind": "folder", "path": str(Path(model).resolve())}
+    # `artifacts/sft` could be a folder as well as a name on the Hub.
     published = None if Path(model).is_dir() else on_hub(model, console)
     if published is not None:
         return {"kind": "hub", "repo": published.repo, "revision": published.revision}
@@ -150,9 +154,9 @@ def _given(model: str, root: Path, console: Console) -> dict[str, Any]:
 
 
 def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) -> str:
-    """Return the engine to use: the one asked for, else torch for Qwen3 models and vLLM for others."""
+    """Return the engine to use: the one asked for, else torch for folders of Qwen3 models and vLLM for others."""
     if engine != "auto":
         return engine
     if given["kind"] == "hub":
-        return "vllm"
+        return "vllm"  # its family is not known before it is downloaded
     return "torch" if can_sample_in_torch(Path(given["path"])) else "vllm"
