@@ -98,6 +98,7 @@ def _busy_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[s
     is_any = False
     for stage in stages:
         training = stage.job.training()
+        # Ranks of one context-parallel group share their rows, so only several groups can wait for one another.
         if training is not None and training.runtime.num_workers > training.runtime.context_parallel:
             is_any = True
             yield f"{stage.section}.runtime: {_busy_line(estimate_busy(training, size))}"
@@ -171,6 +172,7 @@ def _measurements(config: PipelineConfig, stages: Collection[Stage]) -> Iterator
         if found is None:
             yield f"exact {stage.name}: only bfloat16 with AdamW on the device is measured"
             continue
+        # Less than 10 MB would be shown as 0.00.
         parts = sorted(found.measured.by_kind.items(), key=lambda part: -part[1])
         shown = ", ".join(f"{kind} {num_bytes / 1e9:.2f}" for kind, num_bytes in parts if num_bytes > 1e7)
         measured_gb = found.measured.num_bytes / 1e9

@@ -132,7 +132,7 @@ def _require_own_folder(out: Path) -> None:
 
 
 def _publish(summary: StageSummary, workdir: Path, out: Path, *, title: str) -> None:
-    """Write the result's files beside their places, and then rename them."""
+    """Write the result's files in the work folder, then rename them: a killed command leaves no half-written file."""
     _join(workdir, ("problems", "rows"), workdir / KEPT)
     _join(workdir, ("dropped",), workdir / DROPPED)
     write_curation_page(summary, workdir / PAGE, title=title)
@@ -155,6 +155,7 @@ def _join(workdir: Path, tables: Sequence[str], file: Path) -> None:
             joined = part
             for columns in others:
                 for name in columns.column_names:
+                    # Columns of the same name, such as the id, have the same values.
                     if name not in joined.column_names:
                         joined = joined.append_column(name, columns[name].slice(start, part.num_rows))
             start += part.num_rows

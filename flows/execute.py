@@ -78,6 +78,7 @@ class PipelineRun:
 
     def inputs_of(self, stage: Stage) -> dict[str, ArtifactRef]:
         """Return a stage's inputs by role. Raise ArtifactError if one is neither made by this run nor in the store."""
+        # Sorted, so that of several missing inputs the error always names the same one.
         for name in sorted({*stage.inputs.values()} - self.artifacts.keys()):
             self.artifacts[name] = self._existing(name, needed_by=stage.name)
         return {role: self.artifacts[name] for role, name in stage.inputs.items()}
@@ -90,6 +91,7 @@ class PipelineRun:
         """
         info = self.info.model_copy(update={"stage": stage.name, "position": self.stages.index(stage)})
         configured = in_workspace(task, info.workspace)
+        # Only the state says whether the reference came from Prefect's cache.
         state = configured(info, stage.job, inputs, return_state=True)
         ref = state.result()
         if state.name != "Cached":
@@ -115,6 +117,7 @@ class PipelineRun:
         )
 
     def _existing(self, name: str, *, needed_by: str) -> ArtifactRef:
+        # Fingerprints of other stages may be unknown, because files that they read are missing.
         own = fingerprints_of(with_inputs(self.stages, [name]), self.config.workspace)[name]
         store = open_store(self.config.workspace)
         ref = store.find(own.kind, own.fingerprint)
@@ -153,11 +156,12 @@ def _run_with_server(
     run = _this_flow_run()
     watch = CancelWatch(lambda: is_cancelling(run.id))
     try:
+        # A run without a deployment has no worker that could miss the request.
         with watch.running() if run.deployment_id else nullcontext(), server_awaited():
             return _run_selected(config, run_stages, choice)
     except TerminationSignal:
         if not watch.has_fired:
-            raise
+            raise  # the process that sent the signal, such as the worker, sets the final state
         # If a flow returns a state, Prefect uses it as the final state of the run.
         return cast("PipelineResult", Cancelled(message="cancelled; the run stopped when it saw the request"))
 
@@ -168,6 +172,7 @@ def _run_selected(
     stages = stages_of(config)
     chosen = select_stages(stages, only=choice.only, from_=choice.from_, until=choice.until, needed_by=choice.needed_by)
     again = stages_again(stages, choice.rerun_from, chosen)
+    # Everything that can be refused is refused before the first artifact is moved and before anything is tracked.
     keys = read_keys(stage.job for stage in stages if stage.name in chosen)
     require_ready(config, chosen, again=again, keys=keys)
     set_moved_aside(config, chosen)
@@ -217,6 +222,7 @@ def _set_aside_once(workspace: WorkspaceConfig, ids: Sequence[ArtifactId], *, ru
         kept = store.set_aside(own.kind, own.fingerprint, why="rerun")
         if kept is not None:
             log.info("%s %s will be made again; the old one was moved to %s", own.kind, own.fingerprint, kept)
+    # Last: a run that is killed before moves the rest when it is retried, and has made nothing yet that could be moved.
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
 

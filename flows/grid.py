@@ -123,6 +123,7 @@ def _plan_run(
     if replaced := [override for override in of_grid if _key(override) in taken]:
         raise ConfigError(f"{variant}: {replaced[0]!r} has no effect: seeds and learning_rates of the grid replace it")
     own = [*of_grid, *own]
+    # The user's overrides come last and win, so the check below finds one that replaces the cell's seed or rate.
     config = resolve(cfg.profile, [*own, *overrides], None)
     run = CellRun(config=config, compared=Compared.of(config, cfg.compare))
     cell = Cell(variant=variant, rate=run.rate, seed=config.seed)
@@ -187,5 +188,6 @@ def _artifacts_to_make(runs: Runs) -> Counter[str]:
     for run in runs.values():
         store = open_store(run.config.workspace)
         for own in run.fingerprints().values():
+            # Runs share stages, such as one SFT before many RL runs: each artifact counts once.
             needed[own.kind, own.fingerprint] = store.exists(own.kind, own.fingerprint)
     return Counter(kind for (kind, _), is_there in needed.items() if not is_there)

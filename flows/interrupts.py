@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _AGAIN_AFTER_S = 0.05
+"""Seconds before an interrupt that was lost is sent again."""
 
 
 @contextmanager
@@ -30,10 +31,12 @@ def lost_interrupts_sent_again() -> Iterator[None]:
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:
         if issubclass(lost.exc_type, KeyboardInterrupt):
+            # Later, when the code that discards exceptions has returned. To the main thread: the signal also has to end
+            # a system call that it blocks in.
             timer = threading.Timer(
                 _AGAIN_AFTER_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM)
             )
-            timer.daemon = True
+            timer.daemon = True  # a process that ends meanwhile does not wait for it
             timer.start()
         else:
             before(lost)

@@ -29,7 +29,7 @@ def record_run(run_id: UUID) -> None:
     held.enter_context(
         file_lock(record, on_wait=lambda who: log.info("waiting for %s, which runs the same flow run", who))
     )
-    held.callback(record.unlink, missing_ok=True)
+    held.callback(record.unlink, missing_ok=True)  # first in, last out: the record goes while it is still locked
     atexit.register(held.close)  # at exit, because Prefect gets the run's final state only after the run
 
 
@@ -55,6 +55,7 @@ def close_killed_runs() -> None:
         for run in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(of_killed | unfinished)):
             client.set_flow_run_state(run.id, state, force=True)
             log.info("run %s was killed: Crashed in Prefect's database too", run.name)
+    # Last: if this command is killed before, the next one finds the records and does it all again.
     for _, record in killed:
         record.unlink(missing_ok=True)
 

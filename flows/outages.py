@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 5.0
+"""Seconds between two requests to the server."""
 CANCEL_GRACE_S = 60.0
 """Longer than Prefect's own cancellation, which takes about 45 s: up to 10 s to notice, then a kill after 30 s."""
 PATIENCE_S = 3600.0
+"""Most seconds that a run which has ended waits for a server that does not answer."""
 _TIMEOUT_S = 5.0
 
 
@@ -50,7 +52,7 @@ class CancelWatch:
         since_s: float | None = None
         while not self._is_over.wait(self._every_s):
             if not self._is_cancelling():
-                since_s = None
+                since_s = None  # also during an outage: the worker gets its full time after it
             elif since_s is None:
                 since_s = time.monotonic()
             elif time.monotonic() - since_s >= self._grace_s:
@@ -87,6 +89,7 @@ def server_awaited() -> Iterator[None]:
 
 def _catch_up() -> None:
     await_server(ask_health)
+    # Summaries that a stage could not send during the outage.
     deliver_summaries()
 
 

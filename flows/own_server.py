@@ -26,6 +26,7 @@ _STOP_S = 5.0
 _LOOK_FOR_CALLER_S = 0.5
 _TEMPORARY = {
     "PREFECT_SERVER_UI_ENABLED": "false",
+    # As for Prefect's own temporary server: without most background services, and as the only app of its process.
     "PREFECT__SERVER_EPHEMERAL": "1",
     "PREFECT__SERVER_FINAL": "1",
     "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",

@@ -66,7 +66,7 @@ def run_pipeline(
     """Run the pipeline in this process and raise the error of a stage that fails."""
     with no_orphans():
         return pipeline(
-            profile=None,
+            profile=None,  # its default is a profile, over which the settings would be merged
             settings=config,
             only=only,
             from_=from_,

@@ -22,7 +22,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 def publish(which: str, to: str, *, root: Path, licence: str, is_private: bool) -> None:
     """Write the model that `which` names to a folder; upload it if `to` is a name on the Hub."""
-    repo = _hub_id(to)  # first: it reads nothing
+    repo = _hub_id(to)  # first, like the checks of token and folder: nothing has been read or written yet
     if repo:
         require_token(repo)
     else:

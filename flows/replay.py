@@ -44,6 +44,7 @@ def replay_step(step: int, which: str, given: Sequence[str], *, root: Path, num_
     job = _job_of(folder, manifest)
     cfg = job.rl
     if num_workers is not None:
+        # Validated, which a copy is not: the number must fit the other settings, such as context_parallel.
         runtime = cfg.runtime.model_dump() | {"num_workers": num_workers}
         cfg = _validated(cfg.model_dump() | {"runtime": runtime}, origin=f"--workers {num_workers}")
     losses = {text: parse_loss(text) for text in given} or _other_losses(cfg.loss)

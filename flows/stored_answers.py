@@ -58,6 +58,7 @@ def find_answers(which: str, root: Path, layout: Layout | None = None) -> Answer
         return evaluation_answers(path)
     if layout is not None or path.is_file() or path.name.endswith(SUFFIXES):
         return foreign_answers(path, layout=layout)
+    # Names of stages come before folders of the working directory, which may be called `rl` as well.
     try:
         folder = find_artifact(which, root)
     except ArtifactError:

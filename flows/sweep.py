@@ -164,6 +164,7 @@ def _runs_of(client: SyncPrefectClient, pool: str) -> list[SeenRun]:
 
 
 def _read(client: SyncPrefectClient, pool: str, wanted: dict[str, object]) -> list[FlowRun]:
+    # A flow inside another flow is run again by that one, and no worker can restart a run without a deployment.
     own = {"parent_task_run_id": {"is_null_": True}, "deployment_id": {"is_null_": False}}
     return client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate(wanted | own),
@@ -176,6 +177,7 @@ def _seen(client: SyncPrefectClient, run: FlowRun) -> SeenRun:
     assert run.state is not None, "the filter asks for states"
     heartbeat: UUID | None = None
     history: tuple[Change, ...] = ()
+    # Each is a request per run and sweep, and only one of the two decides (see `verdict_on`).
     if run.state.is_crashed():
         history = _history(client, run.id)
     else:

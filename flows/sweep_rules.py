@@ -72,7 +72,7 @@ class Watch:
         if self._last_s is not None:
             self._heard_s += min(now_s - self._last_s, _MAX_STEP_S)
         self._last_s = now_s
-        before, self._unchanged = self._unchanged, {}
+        before, self._unchanged = self._unchanged, {}  # runs that are not seen any more are dropped
         for run in runs:
             mark = (run.state_id, run.heartbeat)
             old_mark, since_s = before.get(run.run_id, (mark, self._heard_s))
@@ -94,7 +94,7 @@ def verdict_on(run: SeenRun, *, quiet_s: float) -> Verdict | None:
         case "RUNNING":
             why = f"no heartbeat for {patience_s:.0f} s"
             return Verdict(state="CRASHED", why=why) if quiet_s > patience_s else None
-        case "CANCELLING":
+        case "CANCELLING":  # SILENT_S even before the first heartbeat: cancelling needs no imports
             return Verdict(state="CANCELLED", why=f"no heartbeat for {SILENT_S:.0f} s") if quiet_s > SILENT_S else None
         case "CRASHED":
             is_due = quiet_s >= SETTLE_S and run.state_age_s < RECENT_S
@@ -136,6 +136,7 @@ def _crashes_in_a_row(attempts: Sequence[Sequence[Change]]) -> int:
     num = 0
     for attempt in reversed(attempts):
         ended_s = next((c.at_s for c in attempt if c.state == "CRASHED"), None)
+        # An attempt that never ran lasted 0 s.
         started_s = next((c.at_s for c in attempt if c.state == "RUNNING"), ended_s)
         if ended_s is None or started_s is None or ended_s - started_s > LONG_S:
             break

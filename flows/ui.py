@@ -171,6 +171,7 @@ def _wait_for(server: _Server, process: subprocess.Popen[bytes], log: Path) -> N
 
 def _refuse_taken_port(server: _Server) -> None:
     with socket.socket() as probe:
+        # As the servers do: closed connections of a server that was just stopped do not count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", server.port))
