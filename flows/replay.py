@@ -16,8 +16,8 @@ from rich.table import Table
 from flows.find import find_artifact
 from klear_core.artifacts.manifest import Manifest, read_manifest
 from klear_core.artifacts.opened import store_of
+from klear_core.config.explain import explained
 from klear_core.config.jobs import RlJob
-from klear_core.config.load import explained
 from klear_core.config.losses import GPPO_PRESETS, LOSS_KINDS, GppoConfig, LossConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.toml import toml_value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from klear_core.config.explain import explained
 from klear_core.config.losses import GPPO_PRESETS
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.toml import as_option, toml_value
+from klear_core.config.toml import toml_value
 from klear_core.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -53,7 +53,7 @@ def _extended(folder: Path, chain: tuple[Path, ...]) -> Tree:
     if extended in chain:
         circle = " extends ".join(path.name for path in (*chain, extended))
         raise ConfigError(f"{folder}: profiles extend each other in a circle: {circle}")
-    return overlay(_extended(extended, (*chain, extended)), settings)
+    return overlay(_extended(extended, (*chain, extended)), settings, kinds=_default_kinds())
 
 
 def extended_by(folder: Path) -> tuple[str, ...]:
@@ -69,13 +69,15 @@ def extended_by(folder: Path) -> tuple[str, ...]:
 def _own_settings(folder: Path) -> Tree:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such profile folder; profiles here: {_profiles_near(folder)}")
-    files = sorted(folder.glob("*.toml"))
+    files = _toml_files(folder)
     if not files:
         raise ConfigError(f"{folder}: no *.toml file in this folder, so it is not a profile")
     settings: Tree = {}
     for file in files:
         try:
             tables = tomllib.loads(file.read_text())
+        except OSError as e:
+            raise ConfigError(f"{file}: cannot be read ({e.strerror})") from e
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
             raise ConfigError(f"{file}: not valid TOML: {e}") from e
         if _is_grid(tables):
@@ -89,11 +91,17 @@ def _own_settings(folder: Path) -> Tree:
     return settings
 
 
+def _toml_files(folder: Path) -> list[Path]:
+    """Return the files of a profile in the order of their names."""
+    # Editors keep hidden files beside a file that is being changed: Emacs `.#rl.toml`, a link to nothing.
+    return sorted(file for file in folder.glob("*.toml") if not file.name.startswith("."))
+
+
 def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
     """Return a copy of `settings` with one `key.path=value` set; a value that is not valid TOML is taken as a string.
 
-    Setting `X.kind` to another kind removes the other settings of X, which belong to the old kind. Setting a preset
-    removes the betas that it defines.
+    Setting `X.kind` to another kind removes the other settings of X, which belong to the old kind: the one that X names
+    or, without it, the default. Setting a preset removes the betas that it defines.
     """
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
@@ -109,8 +117,9 @@ def apply_override(settings: Mapping[str, Any], override: str) -> Tree:
             )
         table = nested
     value = toml_value(text.strip())
-    if keys[-1] == "kind" and table.get("kind") != value:
+    if keys[-1] == "kind" and table.get("kind", _default_kind(keys[:-1])) != value:
         table.clear()
+    # A preset and other values of its betas contradict each other, and the later of the two was meant.
     if keys[-1] == "preset":
         for beta in GPPO_PRESETS.get(str(value), {}):
             table.pop(beta, None)
@@ -126,18 +135,28 @@ def validate(settings: Mapping[str, Any], *, origin: str) -> PipelineConfig:
         raise ConfigError(f"{origin}: {explained(e, PipelineConfig)}") from e
 
 
-def explained(invalid: ValidationError, model: type[BaseModel]) -> str:
-    """Describe all errors in settings of `model`: each key with its value and what is allowed or may be meant."""
-    return "; ".join(dict.fromkeys(_explain(error, model) for error in invalid.errors()))
-
-
 def with_defaults(settings: Mapping[str, Any]) -> Tree:
     """Add the default `kind` of every tagged union to partial settings, so that their tables need not name it."""
+    # An optional section that is left out stays out: with a kind in it, its stage would run.
+    absent = [key for key in _optional_sections() if not isinstance(settings.get(key), Mapping)]
+    kinds = {key: value for key, value in _default_kinds().items() if key not in absent}
+    return overlay(kinds, settings)
+
+
+def _default_kinds() -> Tree:
+    """Return the default `kind` of every tagged union, those of optional sections included."""
     kinds = _kinds_of(PipelineConfig())
     for key, section in _optional_sections().items():
-        if isinstance(settings.get(key), Mapping):
-            kinds[key] = _kinds_of(section())
-    return overlay(kinds, settings)
+        kinds[key] = _kinds_of(section())
+    return kinds
+
+
+def _default_kind(keys: Sequence[str]) -> object:
+    """Return the kind of the table at these keys if it names none; None if it has no default."""
+    table: object = _default_kinds()
+    for key in keys:
+        table = table.get(key) if isinstance(table, dict) else None
+    return table.get("kind") if isinstance(table, dict) else None
 
 
 def _optional_sections() -> dict[str, type[BaseModel]]:
@@ -161,14 +180,21 @@ def _kinds_of(cfg: BaseModel) -> Tree:
     return kinds
 
 
-def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Merge `over` into `base` recursively; a table of another `kind` replaces the base table instead."""
-    if "kind" in over and over["kind"] != base.get("kind"):
+def overlay(base: Mapping[str, Any], over: Mapping[str, Any], kinds: Mapping[str, Any] | None = None) -> Tree:
+    """Merge `over` into `base` recursively; a table of another `kind` replaces the base table instead.
+
+    `kinds` has the kinds of the tables of `base` that name none.
+    """
+    kinds = kinds or {}
+    if "kind" in over and over["kind"] != base.get("kind", kinds.get("kind")):
         return _copy(over)
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        merged[key] = overlay(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+        if isinstance(below, dict) and isinstance(value, Mapping):
+            merged[key] = overlay(below, value, kinds.get(key))
+        else:
+            merged[key] = value
     return merged
 
 
@@ -185,11 +211,11 @@ def profiles_in(folder: Path) -> list[str]:
 
 
 def _may_be_profile(folder: Path) -> bool:
-    files = list(folder.glob("*.toml"))
+    files = _toml_files(folder)
     try:
         return bool(files) and not any(_is_grid(tomllib.loads(file.read_text())) for file in files)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        return True  # a profile with a syntax error, which `read_profile` reports
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return True  # a profile with a broken file, which `read_profile` reports
 
 
 def _is_grid(tables: Mapping[str, Any]) -> bool:
@@ -201,85 +227,3 @@ def _profiles_near(folder: Path) -> str:
     if not parent.is_dir():
         return "none"
     return ", ".join(str(parent / name) for name in profiles_in(parent)) or "none"
-
-
-def _explain(error: Any, model: type[BaseModel]) -> str:
-    """Format one validation error as `key = value: problem`, with a suggestion for a misspelt key."""
-    loc = [str(part) for part in error["loc"]]
-    key = ".".join(_without_tags(loc, model))
-    if error["type"] == "extra_forbidden":
-        known = _known_keys(loc[:-1], model)
-        close = difflib.get_close_matches(loc[-1], known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
-        return f"{key}: unknown key; {hint}"
-    if error["type"] == "missing":
-        return f"{key}: missing, and it has no default"
-    if error["type"] == "value_error":  # from our validators, whose messages name the values
-        return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
-    problem = f"{error['msg'][:1].lower()}{error['msg'][1:]}"
-    if _may_hold_a_key(loc, str(error["input"])):
-        return f"{key}: {problem}; its value is not shown, because it may hold a key"
-    return f"{key} = {error['input']!r}: {problem}{_typed(key, error)}"
-
-
-def _typed(key: str, error: Any) -> str:
-    """Return how to type a list or table if there is text in its place: a shell takes quotes away, or there were none.
-
-    Empty for other errors, and for places inside lists, which `--set` does not reach.
-    """
-    text = error["input"]
-    if not isinstance(text, str) or any(part.isdigit() for part in key.split(".")):
-        return ""
-    if error["type"] == "tuple_type":
-        words = [word.strip(" \"'") for word in text.strip("[] ").split(",")]
-        return f"; a list is typed as {as_option(key, [{'key': 'text'}] if '{' in text else words)}"
-    if error["type"] in ("dict_type", "model_type"):
-        return f"; a table is typed as {as_option(key, {'key': 'text'})}"
-    return ""
-
-
-def _may_hold_a_key(loc: Sequence[str], value: str) -> bool:
-    """Return whether the value may be an API key that was put into this setting by mistake."""
-    setting = loc[-1] if loc else ""
-    return setting in ("api_key_env", "api_key_block") or (setting == "base_url" and not {"@", "?"}.isdisjoint(value))
-
-
-def _without_tags(loc: Sequence[str], model: Any) -> list[str]:
-    """Return the key path as a user writes it, without the tags that pydantic inserts for tagged unions."""
-    keys: list[str] = []
-    for part in loc:
-        options = _models_in(model)
-        tagged = [o for o in options if _tag_of(o) == part]
-        fields = [o.model_fields[part] for o in options if part in o.model_fields]
-        if tagged and not fields:
-            model = tagged[0]
-            continue
-        keys.append(part)
-        if fields:
-            model = fields[0].annotation
-    return keys
-
-
-def _known_keys(loc: Sequence[str], model: Any) -> list[str]:
-    """Return the keys that are allowed at a place in the settings, in alphabetical order."""
-    for part in loc:
-        options = _models_in(model)
-        tagged = [o for o in options if _tag_of(o) == part]
-        fields = [o.model_fields[part] for o in options if part in o.model_fields]
-        if tagged:
-            model = tagged[0]
-        elif fields:
-            model = fields[0].annotation
-    return sorted({name for option in _models_in(model) for name in option.model_fields})
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the settings classes in an annotation: the class itself, a union's members, a tuple's items."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for arg in get_args(annotation) for model in _models_in(arg)]
-
-
-def _tag_of(model: type[BaseModel]) -> str | None:
-    kind = model.model_fields.get("kind")
-    return str(kind.default) if kind is not None else None

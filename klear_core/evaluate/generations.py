@@ -14,7 +14,7 @@ from klear_core.artifacts.manifest import MANIFEST, Manifest, read_manifest
 from klear_core.artifacts.opened import store_of
 from klear_core.artifacts.records import read_shards
 from klear_core.config.data_jobs import BenchmarksJob
-from klear_core.config.load import explained
+from klear_core.config.explain import explained
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.evaluate.suite import SAMPLES_FOLDER, TEMPLATES_FOLDER

@@ -10,8 +10,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from klear_core.config.explain import explained
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
-from klear_core.config.load import explained
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError
 from klear_core.scores import EvalReport

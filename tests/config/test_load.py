@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from klear_core.config.data import FileSource
-from klear_core.config.load import apply_override, load_profile, validate
+from klear_core.config.load import apply_override, load_profile, profiles_in, validate
 from klear_core.config.losses import ClipConfig, GppoConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import config_digest
@@ -37,6 +37,33 @@ def test_override_wins_over_the_file(profile):
 
 def test_changing_the_kind_forgets_the_settings_of_the_old_kind(profile):
     assert load_profile(profile, ["rl.loss.kind=clip"]).rl.loss == ClipConfig()
+
+
+@pytest.mark.parametrize("overrides", [["rl.loss.kind=gppo"], ["rl.loss.beta_low=0.5", "rl.loss.kind=gppo"]])
+def test_naming_the_kind_that_a_table_has_by_default_keeps_its_settings(profile, overrides):
+    assert load_profile(profile, overrides).rl.loss == GppoConfig(beta_low=0.5)
+
+
+def test_a_profile_that_names_the_default_kind_keeps_what_the_extended_one_sets(profile, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "run.toml").write_text('extends = ".."\n[rl.loss]\nkind = "gppo"\neps_high = 0.3\n')
+    assert load_profile(other).rl.loss == GppoConfig(beta_low=0.5, eps_high=0.3)
+    (other / "run.toml").write_text('extends = ".."\n[rl.loss]\nkind = "clip"\n')
+    assert load_profile(other).rl.loss == ClipConfig()
+
+
+def test_a_lock_file_of_an_editor_is_no_part_of_a_profile(profile):
+    (profile / ".#rl.toml").symlink_to("someone@machine.4711")  # Emacs's, while there are unsaved changes
+    assert load_profile(profile).rl.num_steps == 7
+    assert profile.name in profiles_in(profile.parent)
+
+
+def test_a_file_of_a_profile_that_cannot_be_read_is_an_error_that_names_it(profile):
+    (profile / "gone.toml").symlink_to("nowhere.toml")
+    with pytest.raises(ConfigError, match=r"gone\.toml: cannot be read \(No such file or directory\)"):
+        load_profile(profile)
+    assert profile.name in profiles_in(profile.parent)
 
 
 def test_optional_stage_takes_defaults_for_what_it_does_not_say(profile):
