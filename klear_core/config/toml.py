@@ -9,6 +9,8 @@ import tomllib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 if TYPE_CHECKING:
     from klear_core.config.pipeline import PipelineConfig
 
@@ -34,15 +36,26 @@ def profile_toml(config: PipelineConfig) -> str:
     """Return a profile's file with the settings of a run, without workspace and machine. Other versions' defaults
     cannot change it.
 
-    A setting of None is left out, because TOML has no null. That is safe: None is the default wherever it is allowed.
+    A setting of None is left out, because TOML has no null; where None is not the default, it is written as "none".
     """
     tree = config.model_dump(mode="json", exclude_none=True, exclude={"workspace", "hardware"})
+    _name_nones(config, tree)
     top = [f"{_key(name)} = {_value(value)}" for name, value in tree.items() if not isinstance(value, dict)]
     tables = []
     for name, value in tree.items():
         if isinstance(value, dict):
             tables += ["", f"[{_key(name)}]", *(f"{key} = {_value(leaf)}" for key, leaf in _leaves(value, ""))]
     return "\n".join([*top, *tables]) + "\n"
+
+
+def _name_nones(cfg: BaseModel, tree: dict[str, Any]) -> None:
+    """Add to the tree the settings that are None and not so by default: left out, they would take the default."""
+    for name, field in type(cfg).model_fields.items():
+        value = getattr(cfg, name)
+        if value is None and field.default is not None:
+            tree[name] = "none"
+        elif isinstance(value, BaseModel) and name in tree:
+            _name_nones(value, tree[name])
 
 
 def _leaves(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, published_repor
 
 from klear_core.artifacts.hub import upload
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.load import load_profile
+from klear_core.config.load import load_profile, validate
 from klear_core.config.settings import config_digest
 from klear_core.config.toml import profile_toml
 from klear_core.config.train import TinyModelConfig
@@ -113,6 +113,14 @@ def test_a_config_comes_back_from_its_toml(profile: str, tmp_path: Path) -> None
     assert config_digest(load_profile(tmp_path).model_copy(update={"hardware": config.hardware})) == config_digest(
         config
     )
+
+
+def test_a_reward_that_was_switched_off_stays_off_in_the_toml(tmp_path: Path) -> None:
+    """None is not its default, and TOML has no null."""
+    config = validate({"rl": {"reward": {"missing_close": "none"}}, "rl_code": {}}, origin="here")
+    (tmp_path / "config.toml").write_text(profile_toml(config))
+    assert load_profile(tmp_path).rl == config.rl
+    assert load_profile(tmp_path).rl_code == config.rl_code
 
 
 def test_a_folder_is_uploaded_to_a_repository_that_is_made_for_it(
