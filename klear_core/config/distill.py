@@ -99,7 +99,7 @@ class HttpTeacherRuntime(Settings):
     """Most concurrent requests to an endpoint. Below it the limit is found by measurement: vLLM runs 256 to 1,024
     sequences a server by default, and hosted services answer 429 earlier."""
     probe_s: float = Field(default=10.0, gt=0)
-    """Seconds for which a concurrency is measured before a higher one is tried."""
+    """Seconds for which a concurrency is measured before a higher one is tried. Ours."""
     connect_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds to wait for a connection."""
     first_token_timeout_s: float = Field(default=900.0, gt=0)

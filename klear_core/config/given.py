@@ -105,6 +105,7 @@ class GivenDataset(HubSource, GivenFacts):
 
 def _as_several(value: object) -> object:
     """Return a list of sources, named `given_1`, `given_2` and so on if there are several without names."""
+    # A tuple if a validated config is validated again.
     several = list(value) if isinstance(value, list | tuple) else [value]
     found: list[object] = []
     for number, one in enumerate(several, 1):
@@ -126,8 +127,8 @@ class GivenConfig(Settings):
     """Results that take the place of the stage of that name; stages that nothing else needs are left out."""
 
     curate: GivenRows | None = None
-    """Problems of distillation and, without `curate_rl`, of RL, taken as they are: not deduplicated or selected, but
-    kept apart from the benchmarks."""
+    """Problems of distillation and, without `curate_rl`, of RL, taken as they are: not selected, but kept apart
+    from the benchmarks; of the same question letter for letter only the first stays."""
     curate_rl: GivenRows | None = None
     """The same for the problems of RL alone."""
     distill: GivenRows | None = None
@@ -151,5 +152,6 @@ class GivenConfig(Settings):
 
     def models(self) -> dict[str, GivenFolder | GivenRepo]:
         """Return the given models by the name of the stage that they replace, in the pipeline's order."""
+        # A model that is only scored replaces no stage; its own is called `model`, and so its evaluation `evaluate_model`.
         named = {"sft": self.sft, "rl": self.rl, "rl_code": self.rl_code, "model": self.evaluate}
         return {name: model for name, model in named.items() if model is not None}

@@ -22,7 +22,7 @@ from klear_core.config.train import HubModelConfig, PublishedModel
 
 Rows = tuple[GivenFiles | GivenDataset, ...]
 
-_ANY_LENGTH = 10**9
+_ANY_LENGTH = 10**9  # characters; a limit that no question reaches
 _PLACE = {"kind", "path", "repo", "revision", "runtime", *GivenFacts.model_fields}
 """Settings that say where rows are and what is known about them; the others determine which rows are read, and how."""
 
@@ -90,7 +90,10 @@ class GivenTracesJob(GivenRowsJob):
 
 
 class GivenProblemsJob(GivenRowsJob):
-    """Take problems in place of a curation: neither deduplicated nor selected, but kept apart from the benchmarks."""
+    """Take problems in place of a curation: not selected, but kept apart from the benchmarks.
+
+    Of the same question letter for letter only the first stays.
+    """
 
     kind = "given_problems"
     code_version = 1
@@ -115,6 +118,7 @@ class GivenProblemsJob(GivenRowsJob):
 
     def curation(self) -> CurateConfig:
         """Return the settings of a curation that only reads, keeps apart from benchmarks and tags."""
+        # Exact repeats cannot stay: a problem's id is a hash of its question.
         return CurateConfig(
             sources=tuple(source.as_source() for source in self.runtime.sources),
             dedup=DedupConfig(normalise=False, near=NearConfig(enabled=False)),
@@ -133,6 +137,7 @@ def origin_of(source: GivenFiles | GivenDataset) -> str:
 
 
 def _formats(sources: Sequence[GivenFiles | GivenDataset]) -> tuple[dict[str, Any], ...]:
+    # `lookup` names further files: as for the rows, their content is in the fingerprint by `files`, and not their place.
     return tuple(source.model_dump(mode="json", exclude=_PLACE | {"lookup"}) for source in sources)
 
 

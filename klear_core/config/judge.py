@@ -31,6 +31,7 @@ def _partial(model: type[Settings], *, without: tuple[str, ...] = ()) -> type[Se
             below = _partial(kind)
             fields[name] = (below, below())
             continue
+        # The bounds belong to the value alone: on `kind | None` they would be compared with None, too.
         bounded = Annotated[(kind, *field.metadata)] if field.metadata else kind
         fields[name] = (bounded | types.NoneType, Field(default=None, description=field.description))
     name = model.__name__.removesuffix("Config") + "Overrides"
@@ -39,7 +40,7 @@ def _partial(model: type[Settings], *, without: tuple[str, ...] = ()) -> type[Se
 
 
 if TYPE_CHECKING:
-    JudgeOverrides = VerifyConfig
+    JudgeOverrides = VerifyConfig  # type checkers cannot see the fields of a class that is made when the module loads
 else:
     JudgeOverrides = _partial(VerifyConfig, without=COMMON)
 
@@ -65,6 +66,7 @@ def judge_of(stage: JudgedStage, common: VerifyConfig, judges: StageJudges) -> V
     """Return the complete judge settings of a stage: its own over its defaults over the common ones."""
     own: Settings = getattr(judges, stage)
     settings = common.model_dump()
+    # Over the common settings: those are chosen for training, and benchmarks have rules of their own.
     if stage == "evaluate":
         settings = _over(settings, _BENCHMARK_DEFAULTS)
     return VerifyConfig.model_validate(_over(settings, own.model_dump(exclude_none=True)))

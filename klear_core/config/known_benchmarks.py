@@ -277,6 +277,7 @@ def _source_of(known: KnownBenchmark, source: object) -> object:
             )
         for key in ("files", "subset", "split"):
             filled.setdefault(key, getattr(known, key))
+    # `fields` means a copy with columns of its own, which the format of the published one does not fit.
     if filled.get("kind") in ("hub", "file") and "fields" not in filled:
         filled.setdefault("row_schema", known.row_schema)
     return filled

@@ -59,7 +59,7 @@ def _extended(folder: Path, chain: tuple[Path, ...]) -> Tree:
 def extended_by(folder: Path) -> tuple[str, ...]:
     """Return the names of the profiles that a profile extends, the nearest first."""
     names: list[str] = []
-    read_profile(folder)  # refuses a circle
+    read_profile(folder)  # refuses a circle, in which the loop below would not end
     while base := _own_settings(folder).get("extends"):
         folder = (folder / base).resolve()
         names.append(folder.name)

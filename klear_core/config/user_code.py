@@ -87,7 +87,7 @@ def source_files(module: str) -> tuple[str, ...]:
         seen.add(name)
         found = _find(name)
         if found is None:
-            continue
+            continue  # the name of a function or class, see `_imports`
         if parent:
             waiting.append(parent)  # importing a module also runs the packages around it
         if found.file is not None:
@@ -101,6 +101,7 @@ def source_digest(module: str) -> str:
     digest = hashlib.sha256()
     for path in source_files(module):
         content = Path(path).read_bytes()
+        # With its length, so that text which moves from one file to the next changes the hash.
         digest.update(f"{path}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
@@ -123,6 +124,7 @@ def _find(module: str) -> _Found | None:
 
 
 def _find_top(name: str) -> _Found | None:
+    # The working directory first, as when the function is imported.
     here = _within([Path.cwd()], name)
     if here is not None and here.file is not None:
         return here
