@@ -50,6 +50,7 @@ class JudgeClient:
         Raise OSError if the process cannot be started.
         """
         future: Future[Verdict | Fault] = Future()
+        future.set_running_or_notify_cancel()  # cannot be cancelled, so that the reader thread can always set its result
         with self._lock:
             link = self._link = self._link or self._start()
             task_id = next(self._ids)

@@ -219,6 +219,8 @@ class JudgePool:
         if isinstance(prepared, Verdict):
             return _done(prepared)
         verdict: Future[Verdict] = Future()
+        # From now on it cannot be cancelled: a cancelled caller stops waiting, and the verdict still comes.
+        verdict.set_running_or_notify_cancel()
         self._run(prepared, verdict, tries_left=1)
         return verdict
 

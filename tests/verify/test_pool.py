@@ -60,6 +60,21 @@ def test_missing_code_is_no_answer(code_pool: JudgePool) -> None:
     assert code_pool.judge(problem(ADD_STDIN), "</think>print(3)").outcome is Outcome.NO_ANSWER
 
 
+def test_a_caller_that_is_cancelled_leaves_no_error_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """RL cancels the answers of a group that it needs no more, some of which are being judged."""
+
+    async def cancel_one_and_ask_again(pool: JudgePool) -> Verdict:
+        first = asyncio.create_task(pool.judge_async(math_problem(r"\sqrt{2}+x"), boxed(r"x+\sqrt{2}")))
+        await asyncio.sleep(0)  # it submits the answer and waits
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        return await pool.judge_async(math_problem(r"\sqrt{3}+x"), boxed(r"x+\sqrt{3}"))
+
+    with build_judge_pool(ONE_WORKER) as pool:
+        assert asyncio.run(cancel_one_and_ask_again(pool)).score == 1.0
+    assert [record.getMessage() for record in caplog.records] == []
+
+
 def test_easy_verdicts_start_no_process() -> None:
     with build_judge_pool(ONE_WORKER) as pool:
         assert [pool.judge(math_problem("7"), boxed(a)).score for a in ("7", "8", "07")] == [1.0, 0.0, 1.0]
@@ -134,6 +149,14 @@ def test_closing_with_an_answer_pending_judges_it_no_more() -> None:
     verdict = pending.result(timeout=PATIENCE_S)
     assert (verdict.outcome, verdict.detail) == (Outcome.JUDGE_FAILED, "the judges were closed")
     assert pool._client._link is None
+
+
+def test_a_task_that_was_sent_cannot_be_cancelled_else_its_verdict_would_end_the_reader() -> None:
+    client = JudgeClient(VerifyConfig(sandbox="rlimits-only", limits=SandboxConfig(python="/nowhere/python")))
+    given_up, waited_for = client.submit(CheckSandbox()), client.submit(CheckSandbox())
+    assert not given_up.cancel()
+    assert waited_for.result(timeout=PATIENCE_S).kind == "no_sandbox"
+    client.close()
 
 
 def test_the_judging_process_reads_on_while_its_answers_are_not_read() -> None:
