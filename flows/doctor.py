@@ -97,7 +97,7 @@ class Answer:
 
 
 def ask_program(command: Sequence[str], *, timeout_s: float) -> Answer:
-    """Run a program that may fail, crash or hang, as nvidia-smi does with some broken drivers; raises for none of it."""
+    """Run a program that may fail, crash or hang, as nvidia-smi does with some broken drivers; raises nothing then."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:

@@ -152,6 +152,6 @@ class GivenConfig(Settings):
 
     def models(self) -> dict[str, GivenFolder | GivenRepo]:
         """Return the given models by the name of the stage that they replace, in the pipeline's order."""
-        # A model that is only scored replaces no stage; its own is called `model`, and so its evaluation `evaluate_model`.
+        # A model that is only scored replaces no stage: its stage is `model`, and the evaluation `evaluate_model`.
         named = {"sft": self.sft, "rl": self.rl, "rl_code": self.rl_code, "model": self.evaluate}
         return {name: model for name, model in named.items() if model is not None}

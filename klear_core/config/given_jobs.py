@@ -137,7 +137,7 @@ def origin_of(source: GivenFiles | GivenDataset) -> str:
 
 
 def _formats(sources: Sequence[GivenFiles | GivenDataset]) -> tuple[dict[str, Any], ...]:
-    # `lookup` names further files: as for the rows, their content is in the fingerprint by `files`, and not their place.
+    # `lookup` names further files: like the rows' own, they enter the fingerprint by their content (see `files`).
     return tuple(source.model_dump(mode="json", exclude=_PLACE | {"lookup"}) for source in sources)
 
 

@@ -239,8 +239,8 @@ class EvaluateJob(Job):
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
         """Return the job with the settings of a pipeline config that determine the scores of a model."""
-        # A changed check or window would otherwise give other fingerprints to scores of the same problems; problems that
-        # did change come with another fingerprint of the input `benchmarks`.
+        # These say which problems there are, or check them: the input `benchmarks` has another fingerprint if the
+        # problems change, and if they do not, neither do the scores.
         without = {"expected_rows": None, "known": "", "window": None, "published": None}
         benchmarks = tuple(b.model_copy(update=without) for b in config.benchmarks)
         return cls(
