@@ -50,7 +50,7 @@ class JudgeClient:
         Raise OSError if the process cannot be started.
         """
         future: Future[Verdict | Fault] = Future()
-        future.set_running_or_notify_cancel()  # cannot be cancelled, so that the reader thread can always set its result
+        future.set_running_or_notify_cancel()  # cannot be cancelled: the reader thread must be able to set its result
         with self._lock:
             link = self._link = self._link or self._start()
             task_id = next(self._ids)
@@ -72,6 +72,7 @@ class JudgeClient:
     def _start(self) -> _Link:
         our_end, server_end = socket.socketpair()
         fd = server_end.fileno()
+        # One thread for each worker: there is a worker for every core.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "klear_core.verify.server", str(fd)]
         process = subprocess.Popen(

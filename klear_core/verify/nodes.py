@@ -86,7 +86,7 @@ class JudgeNodes:
 
     def _least_busy(self) -> _Slot | None:
         present = [slot for slot in self._slots if not slot.is_lost]
-        # `min` returns the first of equally busy nodes.
+        # This task counts, too, so that of idle nodes the largest comes first; `min` returns the first of equals.
         return min(present, key=lambda slot: (slot.num_open + 1) / slot.node.num_workers, default=None)
 
     def _on_result(self, slot: _Slot, job: _Job, done: Future[Verdict | Fault]) -> None:

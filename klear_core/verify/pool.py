@@ -119,6 +119,7 @@ class JudgePool:
     async def judge_async(self, problem: Problem, response: str) -> Verdict:
         """Return the verdict as `judge` does, without blocking the event loop."""
         future = self.submit(problem, response)
+        # Many math answers are decided by text, at once: they need no turn of the event loop.
         verdict = future.result() if future.done() else await asyncio.wrap_future(future)
         self.health.record(verdict)
         return verdict
@@ -177,6 +178,7 @@ class JudgePool:
         return MathTask(golds=golds, comparison=decision, unboxed="", answer=shown, cfg=cfg)
 
     def _prepare_code(self, problem_id: str, reference: CodeReference, program: str | NoAnswer) -> Verdict | CodeTask:
+        # Before the program is looked at: a reference that cannot be used is no fault of a model without a program.
         defect = reference_fault(reference, self.cfg.code)
         if defect is not None:
             detail = f"problem {problem_id}: {defect}"
@@ -186,6 +188,7 @@ class JudgePool:
         tests = reference.tests
         if not isinstance(tests, StoredTests):  # a worker reads stored tests, and chooses among them in the same way
             reference = dataclasses.replace(reference, tests=chosen_tests(tests, problem_id, self.cfg.code))
+        # surrogatepass: a model can write half of a surrogate pair, which UTF-8 refuses.
         return CodeTask(
             problem_id=problem_id,
             program=program.encode("utf-8", "surrogatepass"),
@@ -221,6 +224,7 @@ class JudgePool:
         verdict: Future[Verdict] = Future()
         # From now on it cannot be cancelled: a cancelled caller stops waiting, and the verdict still comes.
         verdict.set_running_or_notify_cancel()
+        # A task over which two processes die is taken for the cause, and would end every further one.
         self._run(prepared, verdict, tries_left=1)
         return verdict
 
@@ -258,6 +262,7 @@ def _done(verdict: Verdict) -> Future[Verdict]:
 
 
 def _no_answer_verdict(missing: NoAnswer, cfg: VerifyConfig, *, is_code: bool = False) -> Verdict:
+    # The score of a program that passes no test.
     score = -1.0 if is_code and cfg.code.score == "plus_minus" else 0.0
     return Verdict(outcome=Outcome.NO_ANSWER, score=score, detail=missing.reason)
 

@@ -49,6 +49,7 @@ class JailSlot:
         """Return the jail with the program loaded, reloaded if the jail was replaced."""
         jail = self.jail()
         if self._must_load:
+            # It has compiled once already, so a failure now is the jail's.
             if jail.load(program, limits).status is not Status.OK:
                 raise JailBrokenError("a program compiled in one jail and not in the next")
             self._must_load = False

@@ -81,6 +81,7 @@ class CodeJudge:
 
     def _judge(self, task: CodeTask) -> Verdict:
         limits = limits_for(task.reference, self._cfg)
+        # Compiled once for all tests; a jail that replaces this one compiles it again (`jail_for`).
         jail = self._programs.next_program()
         loaded = jail.load(task.program, limits)
         num_tests = task.num_tests

@@ -24,6 +24,7 @@ def choice_verdict(gold: str, answer: str) -> bool | None:
     """Return whether the answer names the reference's option; None if the reference is not the letter of an option."""
     letter = _unwrap(gold).strip("() .,[]")
     if _WITH_TEXT.match(_unwrap(gold)):
+        # An answer that names no option may state the option's text or value, which other rules compare.
         chosen = _chosen(_unwrap(answer))
         return None if chosen is None else chosen == _chosen(_unwrap(gold))
     if len(letter) != 1 or letter not in _LETTERS:

@@ -89,6 +89,7 @@ def _parsed_alternatives(task: MathTask) -> list[list[tuple[Parsed, Parsed]]]:
     return alternatives
 
 
+# All samples of a problem are compared with the same references.
 @lru_cache(maxsize=4096)
 def _parse_boxed(text: str) -> Parsed:
     return tuple(parse(rf"\boxed{{{text}}}", _BOXED_EXTRACTION, parsing_timeout=None))

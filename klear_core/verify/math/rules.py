@@ -173,9 +173,11 @@ def _word_verdict(gold: str, answer: str) -> bool | None:
         given = _CLOCK.fullmatch(_clock_text(answer))
         if given is None:
             return False
+        # `4:30` may be either half of the day.
         same_half = not (clock[3] and given[4]) or clock[3] == given[4].lower()
         return clock[:3] == (int(given[1]), int(given[2] or 0), int(given[3] or 0)) and same_half
     words = _unwrap(gold)
+    # Up to three letters without a wrapper may be a product of variables, `xyz`.
     is_words = (_WORD_LIST if ONE_WRAPPER.fullmatch(gold) else _WORDS).fullmatch(words) is not None
     if is_words and (_WRAPPED.search(gold) or len(words) >= 4 or words.lower() in _SHORT_WORDS):
         return _letters(words) == _letters(_unwrap(answer))

@@ -131,6 +131,7 @@ def normalise(text: str, *, commas_separate: bool = False) -> str:
         text = boxes[0]
     text = _SIZING.sub("", text)
     text = _FRACTION.sub(r"\\frac", text)
+    # Before spaces become plain ones: `1\,000` is one number, `1 000` is none.
     text = join_thousands(text, in_lists=not commas_separate)
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
     for pattern, command in _SYNONYMS:
@@ -140,7 +141,7 @@ def normalise(text: str, *, commas_separate: bool = False) -> str:
     text = brace_short_fractions(text)
     text = _SPACES.sub(" ", text).strip().rstrip(".").strip()
     text = re.sub(" +", " ", text)
-    return read_mixed_numbers(text)
+    return read_mixed_numbers(text)  # last: it expects fractions with braces, and single spaces
 
 
 def _raise(match: re.Match[str]) -> str:

@@ -118,7 +118,7 @@ class _Parser:
             is_first = not self._dimensions and not self._noun
             self._scale *= SCALES.get(lower) or SCALES[lower.removesuffix("s")]
             return is_first
-        if lower in POWERS_BEFORE and self._power == 1 and lower != "square":
+        if lower in POWERS_BEFORE and self._power == 1:
             self._power = POWERS_BEFORE[lower]
             return True
         if lower in POWERS_AFTER:
@@ -132,9 +132,6 @@ class _Parser:
             self._multiply(size, dimensions, self._sign * self._power)
             self._last = (size, dimensions, self._sign * self._power)
             self._sign = self._power = 1
-            return True
-        if lower == "square" and self._power == 1:
-            self._power = 2
             return True
         return self._take_counted(lower)
 
@@ -247,6 +244,7 @@ def _split_tail(text: str) -> tuple[str, Unit]:
             starts.append((match.start(), match["bare"] is not None))
         elif not match["glue"]:
             starts.clear()  # the unit can only begin after this token
+    # In order of position, so that the longest unit is tried first.
     for start, is_bare in starts[-_MAX_UNIT_TOKENS:]:
         value = text[:start].strip()
         is_value = value != "" and value[-1] not in _OPERATORS and (not is_bare or _takes_bare_unit(value))

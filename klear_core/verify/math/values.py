@@ -103,6 +103,7 @@ def _scaled(value: str, factor: Fraction) -> str:
     if factor == 1:
         return value
     number = plain_number(value)
+    # A rounded number stays as it is written: a fraction in its place would count as exact.
     if number is not None and not number.is_rounded:
         return as_text(number.value * factor)
     return rf"({value}) \cdot {as_text(factor)}"

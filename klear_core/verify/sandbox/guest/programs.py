@@ -164,7 +164,7 @@ def behave_like_an_interpreter(recursion_limit):
         own_frames, frame = own_frames + 1, frame.f_back
     sys.setrecursionlimit(own_frames + recursion_limit)
     if hasattr(sys, "set_int_max_str_digits"):
-        sys.set_int_max_str_digits(0)
+        sys.set_int_max_str_digits(0)  # solutions print integers of more than 4,300 digits, the default limit
 
 
 def leave(status):

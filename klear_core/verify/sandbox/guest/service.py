@@ -11,6 +11,7 @@ class ProgramSide:
         self.names = names
         self.defined = defined
         self.wire = Wire(self._find, keeps_objects=True)
+        # A program that defines ListNode itself may rely on the attributes and methods of its own class.
         self.wire.node = lambda name: self.names.get(name) or Wire.node(self.wire, name)
 
     def _find(self, tag, value):

@@ -67,6 +67,7 @@ def run_test(tracker, program, test):
         reason = wait_for(tracker, pid, (), test, started + test["wall_s"])
         status, usage = tracker.sweep(pid)
         wall_s = time.monotonic() - started
+        # A write that would exceed the limit only fails, and the program may go on: a full file means that it did.
         output = contents(written, test["output_bytes"])
         if len(output) >= test["output_bytes"]:
             reason = reason or OUTPUT_LIMIT
@@ -121,6 +122,7 @@ def describe(status, usage, reason, wall_s, errors, test):
     cpu_s = usage.ru_utime + usage.ru_stime
     code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else os.WTERMSIG(status)
     if reason is None:
+        # The kernel counts whole seconds: it lets a limit of 1.5 s become 2.
         if cpu_s > test["cpu_s"] or (os.WIFSIGNALED(status) and code == signal.SIGXCPU):
             reason = CPU_LIMIT
         elif os.WIFSIGNALED(status):
