@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from flows.named_model import can_sample_in_torch, on_hub
 from klear_core.artifacts.model_files import check_model, download
 from klear_core.config.engine import LocalEngineConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.cpus import usable_cpus
 from klear_core.errors import ArtifactError, ConfigError, DataError
 from klear_core.generate.chat import ChatModel, ChatParams, open_chat
 from klear_core.pipeline.graph import stages_of
@@ -46,10 +46,9 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
     folder, window = _find_model(which, root, Console(stderr=True))
     if engine == "auto":
         engine = "torch" if can_sample_in_torch(folder) else "vllm"
-    num_threads = os.cpu_count() or 1
     with asyncio.Runner() as runner:
         model = runner.run(
-            open_chat(folder, _ENGINES[engine], num_threads=num_threads, seed=params.seed, window=window)
+            open_chat(folder, _ENGINES[engine], num_threads=usable_cpus(), seed=params.seed, window=window)
         )
         try:
             if question is not None:
