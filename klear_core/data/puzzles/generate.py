@@ -74,7 +74,7 @@ def _shares(cfg: PuzzleSource) -> dict[int, Share]:
     ):
         raise ConfigError(
             f"source {cfg.name!r}: levels = {cfg.levels!r}; it must list different levels of {cfg.family!r}, "
-            "each at least 1"
+            "each at least 1 and, for 'residues', at most 12"
         )
     return {level: _share(cfg, level, n) for level, n in problems_by_level(cfg.levels, cfg.num_problems).items()}
 
