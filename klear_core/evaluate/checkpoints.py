@@ -81,8 +81,12 @@ class CheckpointExam:
                 planned.append(
                     PlannedAnswer(benchmark=self.job.source.name, problem=problem, decoding="sampled", sample_idx=i)
                 )
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._answer(engine, answer)) for answer in planned]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._answer(engine, answer)) for answer in planned]
+        except ExceptionGroup as errors:
+            # The first ended the others. Callers retry and report by an error's type and message, which a group hides.
+            raise errors.exceptions[0] from None
         counts = tally([task.result() for task in tasks], self.problems)["sampled"]
         return curve_metrics(counts, confidence=self.job.confidence)
 

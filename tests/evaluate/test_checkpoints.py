@@ -1,0 +1,28 @@
+"""A point of the curve, by engines and judges that are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from evaluate_fakes import FakeEngine, FakeJudge, make_problem, render
+from toy_curves import toy_curve
+
+from klear_core.errors import DataError, KlearError, ResourceError
+from klear_core.evaluate.checkpoints import CheckpointExam
+
+
+@pytest.mark.parametrize("error", [ResourceError("the engine died"), DataError("the prompt is too long")])
+def test_the_error_of_an_answer_is_raised_as_it_is(tmp_path: Path, error: KlearError) -> None:
+    """In a group of errors its kind, which decides on another attempt, and its message would be hidden."""
+    exam = CheckpointExam(
+        job=toy_curve(tmp_path),
+        problems=[make_problem(i) for i in range(4)],
+        render=render,
+        judge=FakeJudge().judge_async,
+        opening="",
+        seed=0,
+    )
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(exam.score(FakeEngine({1: error, 2: error})))
