@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from klear_core.artifacts.manifest import MANIFEST, InputRecord, read_manifest
+from klear_core.artifacts.opened import store_of
 from klear_core.artifacts.records import read_shards
 from klear_core.code_tests import CodeReference, StoredTests
 from klear_core.config.data_jobs import BenchmarksJob
@@ -16,7 +17,8 @@ from klear_core.types import Problem, Reference
 def num_other_references(new: Path, old: Path, benchmark: str) -> int:
     """Return how many problems of a benchmark have different references in two evaluations' artifact folders.
 
-    A problem's id tells its question alone. 0, too, if the problems of an evaluation are gone.
+    A problem's id tells its question alone. 0, too, if the problems of an evaluation are gone. With a shared store, they
+    are fetched to this node.
     """
     records = [_benchmarks_of(folder) for folder in (new, old)]
     if records[0] is None or records[1] is None or records[0].fingerprint == records[1].fingerprint:
@@ -34,9 +36,10 @@ def _benchmarks_of(evaluation: Path) -> InputRecord | None:
 
 def _references(evaluation: Path, benchmarks: InputRecord, name: str) -> dict[str, bytes]:
     """Return a digest of each problem's reference; empty if the problems are gone."""
-    folder = evaluation.parents[1] / benchmarks.kind / benchmarks.fingerprint / name
-    if not folder.is_dir():
+    found = store_of(evaluation).find(benchmarks.kind, benchmarks.fingerprint)
+    if found is None or not (found.path / name).is_dir():
         return {}
+    folder = found.path / name
     return {problem.problem_id: _digest(problem.reference) for problem in read_shards(folder, Problem)}
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from stored_evaluations import RIGHT, evaluation, problem, sample
 
-from klear_core.artifacts.manifest import ArtifactRef
+from klear_core.artifacts.manifest import ArtifactRef, read_manifest
+from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.records import write_shard
 from klear_core.code_tests import CodeReference, StdinCase, StdinTests
 from klear_core.evaluate.asked_problems import num_other_references
@@ -45,3 +46,17 @@ def test_problems_that_are_gone_are_not_called_others(tmp_path: Path) -> None:
     assert num_other_references(new.path, old.path, "toy") == 1
     shutil.rmtree(tmp_path / "old" / "artifacts" / "benchmarks")
     assert num_other_references(new.path, old.path, "toy") == 0
+
+
+def test_problems_that_another_node_has_are_fetched_from_the_shared_store(tmp_path: Path) -> None:
+    """A scheduled retraining may decide on a node that has fetched the champion's scores alone."""
+    url = (tmp_path / "shared").as_uri()
+    old = evaluation(tmp_path / "old", [sample(1, 0, "", RIGHT)], seed=1)
+    first = ObjectStore(tmp_path / "old" / "artifacts", url)
+    for own in (*read_manifest(old.path).inputs, old):
+        first.find_intact(own.kind, own.fingerprint)  # seals it
+    fetched = ObjectStore(tmp_path / "another" / "artifacts", url).find(old.kind, old.fingerprint)
+    assert fetched is not None
+    assert not (tmp_path / "another" / "artifacts" / "benchmarks").exists()
+    new = evaluation(tmp_path / "new", [sample(1, 0, "", RIGHT)], seed=1, corrected={1: "7"})
+    assert num_other_references(new.path, fetched.path, "toy") == 1
