@@ -10,13 +10,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from klear_core.artifacts.hub import HubFiles
-from klear_core.artifacts.manifest import OUTSIDE_KINDS, Manifest, manifest_folder, read_manifest
+from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, Manifest, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import licence_in
 from klear_core.config.data import HubRuntime
 from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.jobs import BaseJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ArtifactError
+from klear_core.train.base import pointed_folder
 
 NOT_STATED = "not stated"
 
@@ -57,6 +58,18 @@ def ancestors(model: Path) -> list[Ancestor]:
 
     visit(model.absolute())
     return list(found.values())
+
+
+def pointed_artifact(artifact: Path) -> Path | None:
+    """Return the artifact of a run of ours that holds a given model's files; None if the files are from elsewhere.
+
+    `artifact` may be of any kind. Its own manifest names no inputs if its model was given, so its lineage goes on in
+    the returned artifact.
+    """
+    pointed = pointed_folder(artifact)
+    if pointed is None or not (pointed.parent / MANIFEST).is_file():
+        return None
+    return pointed.parent
 
 
 def data_sources(lineage: Sequence[Ancestor]) -> list[DataSource]:

@@ -12,15 +12,13 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from klear_core.artifacts.manifest import MANIFEST
 from klear_core.config.given import GivenModelFacts
 from klear_core.config.given_jobs import GivenModelJob
 from klear_core.config.settings import Settings
 from klear_core.errors import ArtifactError
-from klear_core.report.ancestry import ancestors
+from klear_core.report.ancestry import ancestors, pointed_artifact
 from klear_core.report.contamination import stages_behind
 from klear_core.report.facts import Facts, ModelFacts
-from klear_core.train.base import pointed_folder
 
 _FOLDER = "choices"
 """Folder of the records, in the workspace."""
@@ -67,9 +65,9 @@ def chosen_on(model: Path) -> dict[str, str]:
         if manifest.kind == GivenModelJob.kind:
             declared: Any = manifest.config.get("runtime", {})
             reasons |= dict.fromkeys(declared.get("chosen_on", ()), _DECLARED)
-        pointed = pointed_folder(ancestor.folder)
-        if pointed is not None and (pointed.parent / MANIFEST).is_file():  # a given model that a run of ours made
-            reasons |= chosen_on(pointed.parent)
+        pointed = pointed_artifact(ancestor.folder)
+        if pointed is not None:
+            reasons |= chosen_on(pointed)
     return reasons
 
 

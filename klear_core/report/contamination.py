@@ -1,13 +1,15 @@
-"""Count the benchmark problems that overlap with a model's training data, as the curation of its run found them."""
+"""Count the benchmark problems that overlap with a model's training data, as the curations behind it found them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from klear_core.report.ancestry import ancestors
+from klear_core.artifacts.manifest import OUTSIDE_KINDS
+from klear_core.artifacts.opened import store_of
+from klear_core.report.ancestry import Ancestor, ancestors, pointed_artifact
 from klear_core.report.facts import Facts, ModelFacts, StageFacts
 
 _LEAKS = "leaks"
@@ -26,6 +28,9 @@ def num_contaminated(facts: Facts, model: ModelFacts, benchmark: str) -> int | N
     questions: set[str] = set()
     for stage in stages_behind(facts, model.maker.name):
         questions |= kept_leaks(stage.folder).get(benchmark, frozenset())
+        # The run has no stages behind a given model; if an earlier run made it, that run's curation counts.
+        for leaks in _leaks_behind_given(stage.folder):
+            questions |= leaks.get(benchmark, frozenset())
     return len(questions)
 
 
@@ -60,11 +65,60 @@ def stages_behind(facts: Facts, maker: str) -> list[StageFacts]:
     return list(found.values())
 
 
-def num_overlapping(model: Path, benchmarks: Iterable[str]) -> dict[str, int]:
-    """Return the number of each benchmark's problems that overlap with a model's training data by any rule."""
-    questions: dict[str, set[str]] = {benchmark: set() for benchmark in benchmarks}
-    for ancestor in ancestors(model):
-        leaks = kept_leaks(ancestor.folder)
-        for benchmark in questions:
-            questions[benchmark] |= leaks.get(benchmark, frozenset())
-    return {benchmark: len(ids) for benchmark, ids in questions.items()}
+def num_overlapping(model: Path, benchmarks: Iterable[str]) -> dict[str, int | None]:
+    """Return the number of each benchmark's problems that overlap with a model's training data by any rule.
+
+    None if some of the data behind the model, or its list of matches, is gone.
+    """
+    found: dict[str, int | None] = {}
+    for benchmark in benchmarks:
+        questions = _questions_behind(model, benchmark)
+        found[benchmark] = None if questions is None else len(questions)
+    return found
+
+
+def _questions_behind(model: Path, benchmark: str) -> frozenset[str] | None:
+    """Return the ids of a benchmark's questions with a kept match in any data behind a model; None if not known."""
+    questions: set[str] = set()
+    for leaks in _leaks_behind(model):
+        if leaks is None:
+            return None
+        questions |= leaks.get(benchmark, frozenset())
+    return frozenset(questions)
+
+
+def _leaks_behind(model: Path) -> Iterator[Mapping[str, frozenset[str]] | None]:
+    """Yield the kept matches of each artifact that a model is made from, those of earlier runs included.
+
+    None stands for an artifact of which they are not known.
+    """
+    lineage = ancestors(model)
+    found = {(ancestor.manifest.kind, ancestor.manifest.fingerprint) for ancestor in lineage}
+    for ancestor in lineage:
+        # `ancestors` leaves out artifacts without a manifest here: nothing is known of the data behind them.
+        inputs = [record for record in ancestor.manifest.inputs if record.kind not in OUTSIDE_KINDS]
+        if any((record.kind, record.fingerprint) not in found for record in inputs):
+            yield None
+        yield _leaks_of(ancestor, model)
+        yield from _leaks_behind_given(ancestor.folder)
+
+
+def _leaks_behind_given(artifact: Path) -> Iterator[Mapping[str, frozenset[str]]]:
+    """Yield the kept matches behind a given model, as far as they are known; nothing for any other artifact.
+
+    Whether its data was compared at all is no matter of these: the user may declare it (`exposures`).
+    """
+    pointed = pointed_artifact(artifact)
+    for leaks in _leaks_behind(pointed) if pointed else ():
+        if leaks is not None:
+            yield leaks
+
+
+def _leaks_of(ancestor: Ancestor, model: Path) -> Mapping[str, frozenset[str]] | None:
+    """Return the kept matches of one artifact of the model's store; None if it has some that are gone."""
+    own = ancestor.manifest
+    if (ancestor.folder / _LEAKS).is_dir() or not any(file.path.startswith(f"{_LEAKS}/") for file in own.files):
+        return kept_leaks(ancestor.folder)
+    # With a shared store, this node may have the manifest alone: no folder does not mean no matches.
+    fetched = store_of(model).find(own.kind, own.fingerprint)
+    return None if fetched is None else kept_leaks(fetched.path)
