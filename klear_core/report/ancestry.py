@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from klear_core.artifacts.hub import HubFiles
+from klear_core.artifacts.ledger import GivenRecord
 from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, Manifest, manifest_folder, read_manifest
 from klear_core.artifacts.model_files import licence_in
 from klear_core.config.data import HubRuntime
 from klear_core.config.data_jobs import BenchmarksJob
+from klear_core.config.given_jobs import GivenProblemsJob, GivenTracesJob
 from klear_core.config.jobs import BaseJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ArtifactError
@@ -36,9 +38,11 @@ class DataSource:
     """A data set, model or teacher from outside Klear that a model was made from."""
 
     what: str
-    """Its role: `base model`, `problems`, `benchmark questions, kept out`, `teacher`."""
+    """Its role: `base model`, `problems`, `traces`, `benchmark questions, kept out`, `teacher`."""
     name: str
     licence: str
+    datasets: tuple[str, ...] = ()
+    """Data sets of the Hub that were trained on, `owner/name`; empty for models, and for questions kept out."""
 
 
 def ancestors(model: Path) -> list[Ancestor]:
@@ -117,21 +121,40 @@ def run_config(model: Path) -> PipelineConfig | None:
 
 def _sources_of(manifest: Manifest) -> Iterator[DataSource]:
     config: Mapping[str, Any] = manifest.config
-    what = {"base": "base model", "distill": "traces", "benchmarks": "benchmark questions, kept out"}
     given = manifest.given
     if given is not None:
-        yield DataSource(what=what.get(manifest.kind, manifest.stage), name=given.origin, licence=given.licence)
+        yield _given_source(manifest, given)
     elif manifest.kind == BaseJob.kind:
         yield DataSource(what="base model", name="random weights, made by Klear", licence="none needed")
     for source in config.get("curate", {}).get("sources", ()):
         yield _described("problems", source)
     if manifest.kind == BenchmarksJob.kind:
         for source in config.get("sources", {}).values():
-            yield _described("benchmark questions, kept out", source)
+            # not among the data sets that a card names as trained on
+            yield replace(_described("benchmark questions, kept out", source), datasets=())
     teacher = config.get("distill", {}).get("teacher", {})
     if teacher and teacher.get("kind") != "local":  # a local one is a model of the lineage
         name = teacher.get("model") or f"{teacher.get('kind')}, a program of Klear's"
         yield DataSource(what="teacher", name=str(name), licence=NOT_STATED if teacher.get("model") else "none needed")
+
+
+def _given_source(manifest: Manifest, given: GivenRecord) -> DataSource:
+    """Return the source of a given result: its repositories, or the names of its files or folder without their place."""
+    # A model that was given for a stage is called by that stage, as it may be a tagger or a teacher.
+    roles = {BaseJob.kind: "base model", GivenTracesJob.kind: "traces", GivenProblemsJob.kind: "problems"}
+    what = roles.get(manifest.kind, manifest.stage)
+    config: Mapping[str, Any] = manifest.config
+    rows = config.get("runtime", {}).get("sources", ())
+    if not rows:
+        model = config.get("model") or config.get("runtime", {})
+        is_folder = "path" in model
+        # two parts, because many a model's folder is called `model`
+        name = "/".join(PurePath(given.origin).parts[-2:]) if is_folder else given.origin
+        return DataSource(what=what, name=name, licence=given.licence)
+    described = [_described(what, source) for source in rows]
+    datasets = dict.fromkeys(repo for source in described for repo in source.datasets)
+    name = ", ".join(dict.fromkeys(source.name for source in described))
+    return DataSource(what=what, name=name, licence=given.licence, datasets=tuple(datasets))
 
 
 def _described(what: str, source: Mapping[str, Any]) -> DataSource:
@@ -139,7 +162,8 @@ def _described(what: str, source: Mapping[str, Any]) -> DataSource:
         runtime = TypeAdapter(HubRuntime).validate_python(source.get("runtime", {}))
         repo = HubFiles(type="dataset", repo=source["repo"], revision=source["revision"], runtime=runtime)
         name = f"{source['repo']}@{source['revision'][:7]} (Hub)"
-        return DataSource(what=what, name=name, licence=licence_in(repo.folder) or NOT_STATED)
+        licence = licence_in(repo.folder) or NOT_STATED
+        return DataSource(what=what, name=name, licence=licence, datasets=(source["repo"],))
     if "path" in source:
         path = PurePath(source["path"])  # a published card must not show the folders of this machine
         return DataSource(what=what, name=path.name, licence=licence_in(Path(path.parent)) or NOT_STATED)

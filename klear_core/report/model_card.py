@@ -67,7 +67,8 @@ def _header(facts: CardFacts) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["reasoning", "klear"],
     }
-    datasets = sorted({s.name.partition("@")[0] for s in facts.sources if s.name.endswith("(Hub)")})
+    # The Hub reads these as the data that the model was trained on, so benchmarks are not among them.
+    datasets = sorted({repo for source in facts.sources for repo in source.datasets})
     if datasets:
         header["datasets"] = datasets
     results = _results(facts)
