@@ -51,12 +51,14 @@ def rows_of(
         for rate, runs_by_seed in runs_by_rate.items():
             by_rate.setdefault(rate, {})[variant] = runs_by_seed
     own = {variant: at_own_rate(runs_by_rate) for variant, runs_by_rate in runs.items()}
+    # With one rate each, rows at own rates would only repeat the others.
     if any(len(runs_by_rate) > 1 for runs_by_rate in runs.values()):
         by_rate[None] = own
     rows: list[TableRow] = []
     for learning_rate, runs_by_variant in by_rate.items():
         for variant, runs_by_seed in runs_by_variant.items():
             compared_with = (references or {}).get(variant, reference)
+            # Without runs of the reference at this rate nothing can be paired; its own rate stands in, and is named.
             is_elsewhere = compared_with not in runs_by_variant
             source = own if is_elsewhere else runs_by_variant
             row = _row(variant, learning_rate, runs_by_seed, compared_with, source.get(compared_with, {}))
@@ -89,11 +91,13 @@ def best_runs(rows: Sequence[TableRow]) -> list[tuple[TableRow, int]]:
 
     These are the runs of the row with the best mean, and the best run of each seed. Empty if there is only one row.
     """
+    # A row at own rates holds runs of the other rows, and would offer each of them twice.
     rows = [row for row in rows if row.learning_rate is not None]
     if len(rows) < 2:
         return []
     best_row = max(rows, key=lambda row: row.score.mean)
     found = [(best_row, seed) for seed in best_row.runs]
+    # Who has one seed only would take its best run, so those runs are marked as well.
     for seed in sorted({seed for row in rows for seed in row.runs}):
         best = max((row for row in rows if seed in row.runs), key=lambda row: row.runs[seed].after)
         if best is not best_row:
@@ -112,6 +116,7 @@ def _row(variant: str, rate: float | None, runs: Runs, reference_name: str, refe
     difference = None
     if variant != reference_name:
         differences = [runs[seed].after - reference[seed].after for seed in shared]
+        # A collapse of either side is in the difference.
         has_collapsed = own_collapsed or any(reference[seed].has_collapsed for seed in shared)
         difference = seed_spread(differences, has_collapsed=has_collapsed, bounds=(-1, 1))
     return TableRow(

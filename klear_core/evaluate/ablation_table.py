@@ -42,6 +42,7 @@ def as_markdown(table: AblationTable) -> str:
     for row in table.rows:
         if row.learning_rate is not None:  # a row without a rate repeats runs of other rows
             lines += _lines_of_missing_metrics(row)
+    # Once for each variant, which has a row at each of its rates.
     lines += dict.fromkeys(f"- {row.variant} is compared with {row.reference}" for row in others)
     lines += _lines_of_other_rates(table)
     lines += _lines_of_choice(table)

@@ -59,6 +59,7 @@ class AnswerWorker:
         self.gate = gate
         self.seed = seed
         self.telemetry = telemetry
+        # Templates are sampled n times each, like the plain question; greedy answers are to the plain question alone.
         per_problem = {b.name: b.num_samples * (1 + len(cfg.templates)) + cfg.greedy for b in suite}
         self.num_asked = {b.name: len(b.problems) * per_problem[b.name] for b in suite}
         self.unscored: dict[str, Counter[Outcome]] = {b.name: Counter() for b in suite}
@@ -71,6 +72,7 @@ class AnswerWorker:
         earlier = read_shard(shard.path, EvalSample)
         _require_planned(shard, earlier)
         samples = await asyncio.gather(*(self._judge_again(s, problems[s.problem_id]) for s in earlier))
+        # A shard in which nothing was judged again stays as it is.
         if samples != earlier:
             write_shard(shard.path, samples)
         for sample in samples:
@@ -90,6 +92,7 @@ class AnswerWorker:
         question = asked(problem.question, self.cfg, planned.template)
         try:
             async with self.gate.slot(key):
+                # The slot covers sampling alone: an answer that waits for its judge keeps no room in the engine.
                 (sampled,) = await self.setup.engine.generate(self.setup.render(question), params)
             completion = completed(sampled, self.setup.opening)
         except KlearError:  # DataError and ConfigError are ValueErrors too; their messages already name the cause
@@ -126,6 +129,7 @@ class AnswerWorker:
             return
         unscored, num_asked = self.unscored[sample.benchmark], self.num_asked[sample.benchmark]
         unscored[sample.verdict.outcome] += 1
+        # A share of all planned answers and not of those so far: the run stops only when it is certain to fail.
         if unscored.total() > self.cfg.max_unscored_rate * num_asked:
             by_outcome = ", ".join(f"{n} {outcome}" for outcome, n in unscored.most_common())
             raise JudgeError(

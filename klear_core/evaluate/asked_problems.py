@@ -21,9 +21,11 @@ def num_other_references(new: Path, old: Path, benchmark: str) -> int:
     are fetched to this node.
     """
     records = [_benchmarks_of(folder) for folder in (new, old)]
+    # The same artifact has the same references, so neither is read.
     if records[0] is None or records[1] is None or records[0].fingerprint == records[1].fingerprint:
         return 0
     ours, theirs = _references(new, records[0], benchmark), _references(old, records[1], benchmark)
+    # Problems of only one of the two are no matter here: `promotion` reports them as other problems.
     return sum(ours[problem_id] != theirs[problem_id] for problem_id in ours.keys() & theirs.keys())
 
 

@@ -65,6 +65,7 @@ def beside_paper(paper: PaperRows, rows: Sequence[TableRow], references: Mapping
     """
     ours: dict[str, TableRow] = {}
     for row in rows:
+        # The row at own rates comes last and replaces the first of the others.
         if row.learning_rate is None or row.variant not in ours:
             ours[row.variant] = row
     found = [_beside(paper, variant, references[variant], ours.get(variant)) for variant in paper.scores]
@@ -79,6 +80,7 @@ def beside_paper(paper: PaperRows, rows: Sequence[TableRow], references: Mapping
 
 def _p_value(row: BesideRow, ours: Mapping[str, TableRow]) -> float | None:
     """Return the p-value of our difference; None if there is none, or a run collapsed."""
+    # Without an interval a run collapsed, and then a t test over so few seeds is as misleading.
     if row.our_difference is None or row.our_difference.interval is None:
         return None
     runs, reference = ours[row.variant].runs, ours[row.reference].runs

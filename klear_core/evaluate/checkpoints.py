@@ -38,7 +38,7 @@ def fixed_set(job: CurveJob, *, seed: int) -> tuple[Problem, ...]:
 def open_exam(
     job: CurveJob, judges: Callable[[VerifyConfig], JudgePool], folder: Path, *, seed: int
 ) -> Iterator[CheckpointExam]:
-    """Yield the exam for models with this folder's tokenizer; it has judges of its own.
+    """Yield the exam for models with the tokenizer in `folder`. Its judges are its own, and end with the context.
 
     Raise DataError or SandboxError, before training begins, if the problems cannot be read or judged.
     """
@@ -109,7 +109,7 @@ class CheckpointExam:
 
 
 async def score_with(exam: CheckpointExam, start_sampler: StartSampler, spec: EngineSpec) -> dict[str, float]:
-    """Return a point of the curve for the model of an engine that is started for it."""
+    """Start an engine as `spec` says, score its model, and stop the engine; return the point of the curve."""
     sampler = await start_sampler(spec)
     try:
         return await exam.score(sampler.engine)

@@ -88,6 +88,7 @@ class AnswerCounts:
         if verdict is None:
             self.num_without_verdict += 1
             return
+        # The judge failed and not the model: neither right nor wrong.
         if not verdict.outcome.counts_for_model:
             self.unscored[verdict.outcome] += 1
             return
@@ -112,6 +113,7 @@ class AnswerCounts:
                 rerun=rerun_interval(estimates, confidence=confidence) if _have_several(scored) else None,
                 num_problems=len(scored),
             )
+        # If a file says it of some answers alone, the others count as not cut off.
         is_known = self.num_ends_unknown < self.num_answers
         return Shares(
             num_answers=self.num_answers,

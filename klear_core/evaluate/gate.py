@@ -54,6 +54,7 @@ class Comparison(Settings):
     @property
     def is_clear(self) -> bool:
         """Whether the corrected test says that the models differ."""
+        # Not p < 1 - confidence: 1 - 0.95 is rounded to slightly more than 0.05.
         return self.p_corrected + self.confidence < 1
 
     @property
@@ -78,6 +79,7 @@ class Evaluation:
     def problem_ids(self, benchmark: str) -> frozenset[str]:
         """Return the ids of all problems of a benchmark that were asked, scored or not."""
         scored = self.counts.get((benchmark, "sampled"), {})
+        # The counts lack problems without a judged answer, and the report lists these alone.
         return frozenset([*scored, *self.reports[benchmark].unscored_problems])
 
 
@@ -94,6 +96,7 @@ def compare_pairs(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Comparison, 
     DataError if the benchmarks of a pair differ or one has no scored problem in common.
     """
     folders = dict.fromkeys(folder for pair in pairs for folder in pair)
+    # An evaluation is in several pairs; its answers are read once.
     evaluations = {folder: read_evaluation(folder) for folder in folders}
     compared = [_compare(evaluations[before], evaluations[after]) for before, after in pairs]
     corrected = iter(holm([c.p for comparisons in compared for c in comparisons]))
@@ -132,6 +135,7 @@ def _compare(before: Evaluation, after: Evaluation) -> list[Comparison]:
 
 def _compare_one(before: Evaluation, after: Evaluation, *, benchmark: str, decoding: Decoding) -> Comparison:
     counts_before, counts_after = before.counts[benchmark, decoding], after.counts[benchmark, decoding]
+    # Sorted, because sums of floats must not depend on the order of a set.
     shared = sorted(counts_before.keys() & counts_after.keys())
     if not shared:
         raise DataError(f"benchmark {benchmark!r}: the two evaluations have no scored problem in common")

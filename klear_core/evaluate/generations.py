@@ -123,6 +123,7 @@ def evaluation_answers(folder: Path, *, name: str = "") -> AnswerSource:
     manifest = read_manifest(folder)
     if not is_evaluation(folder):
         raise ArtifactError(f"{folder}: a {manifest.kind} artifact holds no judged answers; name an evaluation")
+    # A folder is read shard by shard, so that a lost shard would go unnoticed.
     gone = [file.path for file in manifest.files if not (folder / file.path).is_file()]
     if gone:
         raise ArtifactError(f"{folder}: {gone[0]} is missing, so that fewer answers are here than were scored")

@@ -40,6 +40,7 @@ def verdicts_in_order(submitted: Iterable[Submitted[T]], health: JudgeHealth) ->
         waiting.append(item)
         chars_in_flight += item.num_chars
         # Take from the front only, so that the order is kept.
+        # Limits make the loop wait for the oldest answer; one that is judged already is passed on without a wait.
         while waiting and (
             len(waiting) >= _IN_FLIGHT or chars_in_flight > _IN_FLIGHT_CHARS or waiting[0].verdict.done()
         ):

@@ -118,6 +118,7 @@ def rerun_interval(estimates: Estimates, *, confidence: float) -> Range:
     unit = math.sqrt(float(np.mean(estimates.step**2)))  # with n samples of each of P problems: 1/n
     if variance <= 0:
         # every problem is solved always or never: the noise of those that almost are was not seen
+        # As far as Wilson's interval of all answers together reaches from 0: about z^2 over their number.
         half = z * z * unit / num_problems
         return _within(estimates.mean, 0.0, half, bounds=(0.0, 1.0))
     skewness = math.fsum(noise * (1 - 2 * value) * estimates.step) / variance
@@ -135,12 +136,15 @@ def new_problems_interval(estimates: Estimates, *, confidence: float) -> Range:
     worst for 30 problems that are solved always or never.
     """
     num = len(estimates.value)
+    # One problem says nothing of others: Student's t has no degree of freedom left.
     if num == 1:
         return Range(low=0.0, high=1.0)
     t = _t_quantile(confidence, num - 1)
     mean = estimates.mean
+    # The half problem that is always solved adds 0.5 to the sum and to the sum of squares, the other half nothing.
     padded_mean = (math.fsum(estimates.value) + 0.5) / (num + 1)
     spread = (math.fsum(estimates.value**2) + 0.5) / (num + 1) - padded_mean**2
+    # (num + 1) / num makes the variance of num + 1 values unbiased.
     ratio = spread * (num + 1) / num / (padded_mean * (1 - padded_mean))
     # never below the noise of sampling alone, never above problems that are solved always or never
     design_effect = min(max(ratio, float(np.mean(estimates.step))), 1.0)
@@ -190,6 +194,7 @@ def paired_new_problems_interval(before: Estimates, after: Estimates, *, confide
     squares = math.fsum(centred**2)
     half = t * math.sqrt(squares / (num - 1) / num)
     floor = least_half_width(num, confidence=confidence)
+    # Johnson's term: the third central moment over the variance. Equal differences have no skewness.
     skew = math.fsum(centred**3) / squares if squares > 0 else 0.0
     shift = skew * (1 + 2 * t * t) / (6 * num)
     half = max(half, floor)
@@ -249,6 +254,7 @@ def _pooled(estimates: Estimates, chosen: npt.NDArray[np.bool_]) -> float:
 
 def _within(value: float, shift: float, half: float, *, bounds: tuple[float, float]) -> Range:
     """Return value + shift -+ half, cut to the bounds and never without the value."""
+    # A shift by more than half the width would leave the value outside.
     low, high = value + shift - half, value + shift + half
     return Range(low=min(max(low, bounds[0]), value), high=max(min(high, bounds[1]), value))
 

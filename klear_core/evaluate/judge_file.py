@@ -91,6 +91,7 @@ def judge_file(
         raise DataError(f"{path}: {'a folder' if path.is_dir() else 'no such file'}; `klear judge` takes one file")
     user_code.check_judges(cfg.judges)
     reader = _Reader(path, {judge.name for judge in cfg.judges})
+    # Verdicts alone are kept until the end; responses and tests are dropped when they are judged.
     verdicts: list[tuple[str, Verdict]] = []
     with build_judge_pool(cfg) as pool:
         submitted = (_submitted(pool, answer, bare_code=bare_code) for answer in reader.answers())
@@ -148,7 +149,7 @@ def _parsed(row: FileRow | BrokenRow, *, judges: Set[str]) -> _AnswerRow:
         raise DataError(_wrong_keys(set(row.fields)))
     answer_id, response = row.fields["id"], row.fields["response"]
     if not isinstance(answer_id, str | int) or isinstance(answer_id, bool):
-        raise DataError(f"id must be text or a number, not {answer_id!r:.80}")
+        raise DataError(f"id must be text or an integer, not {answer_id!r:.80}")
     if not isinstance(response, str):
         raise DataError(f"response of {answer_id} must be text, not {type(response).__name__}")
     try:
@@ -179,6 +180,7 @@ def _write(out: Path, verdicts: list[tuple[str, Verdict]]) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        # Without a schema a column of nulls alone, such as the scores of failed judgements, would have no type.
         schema = pa.schema(
             [("id", pa.string()), ("outcome", pa.string()), ("score", pa.float64()), ("detail", pa.string())]
         )

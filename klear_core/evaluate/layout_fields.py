@@ -20,9 +20,11 @@ def math_reference(value: object, where: str) -> MathReference:
         answers = [math_reference(v, where).answers[0] for v in value]
         return MathReference(answers=tuple(dict.fromkeys(answers)))
     text = answer_at({where: value}, where)
+    # GSM8K's solutions end in `#### 1,234`.
     after_hashes = _AFTER_HASHES.findall(text)
     if after_hashes:
         return MathReference(answers=(without_thousands_commas(after_hashes[-1].strip()),))
+    # The last box: a worked solution may box results on its way.
     boxes = [box for box in boxed_texts(text) if box]
     return MathReference(answers=(bare_answer(boxes[-1] if boxes else text),))
 

@@ -146,6 +146,7 @@ def _lighteval_row(fields: Fields, question: str, gold: object, texts: tuple[str
         reference=math_reference(gold, "gold"),
         answers=tuple(answers),
         problem=question,
+        # The layout has no ids. By a constant name a second row with the same question is refused as a repetition.
         row="this question",
     )
 
@@ -163,6 +164,7 @@ def _matharena(fields: Fields) -> AnswerRow:
     row = row_name("problem", problem)
     conversations = fields.get("messages")
     if isinstance(conversations, list):
+        # Fewer answers than were asked for would be scored as if they were all.
         num_asked = count_in(fields.get("N"))
         if num_asked is not None and num_asked > len(conversations):
             raise RowError("too_few", "messages", f"hold {len(conversations)} of the N = {num_asked} answers")
@@ -229,6 +231,7 @@ def _plain_rows(fields: Fields) -> AnswerRow:
     )
 
 
+# The first layout that fits is taken, so that `gold_answer` tells MathArena's `messages` from those of `klear`.
 SIGNATURES: dict[Layout, tuple[frozenset[str], ...]] = {
     "rows": (frozenset({"id", "response", "reference"}),),
     "lm-eval": (frozenset({"doc", "target", "resps"}),),

@@ -92,6 +92,7 @@ def process_scorer(job: CurveJob, folder: Path, *, seed: int, hides_gpus: bool =
 
     Judges are on this machine, in the scorer's processes.
     """
+    # Opened and closed again only to raise now what every scoring process would raise after training has begun.
     with open_exam(job, build_judge_pool, folder, seed=seed):
         pass
     yield ProcessScorer(job, seed=seed, hides_gpus=hides_gpus)

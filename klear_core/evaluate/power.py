@@ -27,7 +27,7 @@ class Detectable:
 
 
 def detectable(num_problems: int, num_samples: int, *, confidence: float) -> Detectable:
-    """Return what can be detected if all difficulties are equally frequent, which is close to real benchmarks.
+    """Return the smallest differences that an evaluation shows if all difficulties are equally frequent.
 
     With paired problems only the noise of sampling and the spread of the gain over problems remain. The power is that
     of Student's t test, which the exact sign-flip test has, too (docs/statistics.md), with a correction for few
@@ -50,6 +50,7 @@ def detectable(num_problems: int, num_samples: int, *, confidence: float) -> Det
         middle = (low + high) / 2
         after = 1 / (1 + np.exp(-(logits + middle + spread)))
         change = after - difficulty[:, None]
+        # Over drawn problems the difference varies by the spread of the gain and by the sampling noise of both models.
         variance = float(np.var(change)) + noise + float(np.mean(after * (1 - after))) / num_samples
         needed = quantiles * math.sqrt(variance / num_problems) + continuity
         is_seen = float(np.mean(change)) >= needed

@@ -112,6 +112,7 @@ def _write(decision: Decision, new: Evaluation, old: Evaluation | None, workdir:
     ids: dict[str, list[str]] = {}
     for shared in decision.shared:
         assert old is not None, "problems are shared with another evaluation"
+        # A set of texts has another order in every process, and the same decision must write the same file.
         ids[shared.benchmark] = sorted(new.problem_ids(shared.benchmark) & old.problem_ids(shared.benchmark))
     (workdir / PROBLEMS_FILE).write_text(json.dumps(ids, indent=1) + "\n")
     (workdir / DECISION_FILE).write_text(decision.model_dump_json(indent=2) + "\n")

@@ -19,7 +19,7 @@ from klear_core.scores import EvalReport
 SIZES = {name: known.rows for name, known in KNOWN_BENCHMARKS.items()}
 """Problems of the published benchmarks; another number under the same name is another benchmark."""
 _ROUNDING = 0.0005
-"""Published scores are rounded to a tenth of a percent."""
+"""Half of a tenth of a percent, to which published scores are rounded."""
 
 
 class PublishedModel(Settings):

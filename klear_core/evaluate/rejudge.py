@@ -177,6 +177,7 @@ class _Writer:
             self.changes.write(change.model_dump_json() + "\n")
             if len(self.first_changes) < _MAX_TOLD:
                 self.first_changes.append(change)
+        # A problem may have thousands of answers: its question and tests are stored once, with the first of them.
         if (row.benchmark, row.problem_id) not in self._seen:
             self._seen.add((row.benchmark, row.problem_id))
             self._problems.append(_problem(row))

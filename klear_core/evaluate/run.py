@@ -135,6 +135,7 @@ async def answer_benchmarks(
     gate = LongestFirst(setup.max_sampling, num_requests=num_requests)
     expect(setup.engine, num_requests)
     run = AnswerWorker(cfg, suite, setup, gate, seed=seed, telemetry=telemetry)
+    # Before anything is sampled: answers that failed in an earlier run count for `max_unscored_rate` as well.
     for shard in shards:
         if shard.is_done:
             await run.count_finished(shard)

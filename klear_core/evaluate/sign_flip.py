@@ -100,6 +100,7 @@ def _by_convolution(differences: Sequence[int]) -> float:
     chance = np.zeros(total + 1)  # by sum of the sizes that got a plus
     chance[0] = 1.0
     reached = 0
+    # Smallest first, so that few sums are reached, and little is added, for most of the way.
     for size in sorted(map(abs, differences)):
         chance[size : reached + size + 1] += chance[: reached + 1].copy()
         reached += size
@@ -119,6 +120,7 @@ def _by_enumeration(sizes: npt.NDArray[np.float64], seen: float) -> float:
     sums = np.zeros(1)
     for size in sizes:
         sums = np.concatenate((sums + size, sums - size))
+    # The tolerance counts sums that equal the one seen but for rounding.
     return float(np.mean(np.abs(sums) >= seen * (1 - 1e-9)))
 
 

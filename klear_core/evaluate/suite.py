@@ -53,6 +53,7 @@ def read_benchmark(folder: Path, cfg: BenchmarkConfig) -> Benchmark:
 
 def plan_answers(cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path) -> list[Shard[PlannedAnswer]]:
     """Return all answers to sample for a benchmark's plain questions, problem by problem, cut into shards."""
+    # The order must be the same in every run: a finished shard is known by its place in it.
     answers: list[PlannedAnswer] = []
     for problem in benchmark.problems:
         answers += _samples(benchmark, problem)

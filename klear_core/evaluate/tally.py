@@ -102,6 +102,7 @@ class Tally:
         if not problems:
             return None
         values = [g_pass_at_k(p.num_scored, p.num_correct, k, threshold=threshold) for p in problems]
+        # The problem with the fewest answers has the largest step; a smaller one could make the interval too narrow.
         fewest = min(p.num_scored for p in problems)
         estimates = estimates_without_noise(values, step=k / fewest)
         score = _score(estimates, problems, confidence=confidence, has_rerun=False)
@@ -109,6 +110,7 @@ class Tally:
 
     def majority(self, *, confidence: float) -> Score | None:
         """Return maj@n over the problems whose answers can be counted as votes; None if there is none."""
+        # With one vote the most common answer is the only one, and maj@1 would repeat avg@1.
         problems = [p for p in self.scored if len(p.votes) > 1]
         if not problems:
             return None

@@ -97,6 +97,6 @@ class ReportInputs:
     differences: tuple[PairedDifference, ...] = ()
     """Differences between consecutive evaluated models and from first to last, per benchmark and decoding."""
     score_warnings: tuple[ScoreWarning, ...] = ()
+    """Warnings about scores, from the lineage of the models."""
     published: tuple[PublishedModel, ...] = ()
     """Published scores to put beside those of the run."""
-    """Reservations about scores, from the lineage of the models."""
