@@ -55,6 +55,7 @@ def ancestors(model: Path) -> list[Ancestor]:
             return
         manifest = read_manifest(folder)
         for record in manifest.inputs:
+            # A missing artifact is left out: the rest of the lineage is still worth showing.
             source = None if record.kind in OUTSIDE_KINDS else manifest_folder(store, record)
             if source is not None:
                 visit(source)
@@ -111,6 +112,7 @@ def run_config(model: Path) -> PipelineConfig | None:
             continue  # damaged: the next run reports it and moves it aside
         if any(i.fingerprint == own.fingerprint and i.kind == own.kind for i in manifest.inputs):
             reports.append((manifest.created_at, manifest.config.get("config")))
+    # Newest first: a model may be in the reports of several runs, such as one that only evaluated it.
     for _, config in sorted(reports, key=lambda report: report[0], reverse=True):
         try:
             return PipelineConfig.model_validate(config)

@@ -33,12 +33,17 @@ ALL_TEMPLATES = "*"
 """Value of `template` in the page's address that shows the answers to the questions in all wordings."""
 
 _CHUNK_CHARS = 400_000
+"""Characters of texts after which a chunk ends with the answers to the same request; a browser loads whole chunks."""
 _TITLE_CHARS = 90
+"""Characters of a question in the list of problems."""
 _CONFIDENCE = 0.95
 _COMMIT_EVERY = 2_000
+"""Answers per transaction, whose pages are in memory until it ends."""
 _COLUMNS = ("mark", "cut", "template", "source", "decoding", "sample", "tokens")
 _LETTERS = {"right": "R", "wrong": "W", "no answer": "N", "not judged": "J", "no verdict": "-"}
+"""One character for each mark, so that the marks of all answers are one text."""
 _ENDS = {"length": "1", "stop": "0", "abort": "0", None: "?"}
+"""1 for an answer that was cut off, 0 for one that was not, ? if the file does not say."""
 
 _TABLES = """
 CREATE TABLE answers (problem INTEGER, template INTEGER, decoding TEXT, sample INTEGER, source INTEGER,
@@ -81,6 +86,7 @@ def write_viewer(
     together; memory grows with the number of problems and by a few bytes per answer. Raise DataError if there is none.
     """
     data, temporary = folder / DATA_FOLDER, folder / (DATA_FOLDER + ".tmp")
+    # An earlier viewer is replaced; any other folder of this name is somebody's own.
     if data.exists() and not (data / "index.js").is_file():
         raise ConfigError(f"{data}: exists and was not written by `klear answers`; name another folder")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -107,6 +113,7 @@ def write_viewer(
 
 def _store(sources: Sequence[AnswerSource], db: sqlite3.Connection) -> _Stored:
     """Put all answers into the database, and count them."""
+    # No journal and no syncing: the database is deleted when the page is written, so a crash loses nothing.
     db.executescript("PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF;" + _TABLES)
     stored = _Stored()
     for number, source in enumerate(sources):
@@ -195,6 +202,7 @@ def _write_chunks(db: sqlite3.Connection, folder: Path) -> dict[str, object]:
         for name, column in columns.items():
             column.append(getattr(row, name))
     chunk.write(folder, len(chunk_starts) - 1)
+    # These columns have one character per answer, so that a text of them is the smallest JSON.
     packed: dict[str, object] = {name: "".join(map(str, columns[name])) for name in ("mark", "cut", "decoding")}
     return packed | {
         "source": columns["source"],

@@ -121,7 +121,12 @@ def stylesheet() -> str:
 def page_template(name: str) -> Template:
     """Return a template of this folder with our filters."""
     environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        # StrictUndefined: a misspelt name in a template fails, where it would leave an empty place on the page.
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {
         "percent": percent,

@@ -87,6 +87,7 @@ def line_chart(
     y_of = _axis(y_marks[0], y_marks[-1], HEIGHT - BOTTOM, TOP)
     y_labels = _tick_labels(y_marks)
     y_labels[-1] += suffix
+    # Steps are whole numbers, so ticks at halves would stand for nothing.
     x_marks = [m for m in nice_ticks(x_low, x_high) if x_low <= m <= x_high and float(m).is_integer()]
 
     def place(value: float) -> float:
@@ -146,6 +147,7 @@ def _line(
     show: Callable[[float], str],
 ) -> Line:
     binned = _binned(series)
+    # A smooth line needs no second one over it.
     smooth = _path(_rolling_mean(binned), x_of, y_of) if _is_noisy(binned.finite) else ""
     return Line(
         label=label,

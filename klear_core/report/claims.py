@@ -32,6 +32,7 @@ class Headline:
 
 def standing_of(difference: PairedDifference) -> Standing:
     """Return better or worse only if the corrected p-value is below 1 minus the confidence; never by an interval."""
+    # Not p >= 1 - confidence: 1 - 0.95 is rounded to slightly more than 0.05.
     if difference.p_corrected + difference.confidence >= 1:
         return "not_shown"
     return "better" if difference.value > 0 else "worse"
@@ -127,6 +128,7 @@ def _test(difference: PairedDifference, facts: Facts) -> str:
 
 def _overall(differences: list[PairedDifference]) -> Standing:
     standings = {standing_of(d) for d in differences}
+    # One benchmark that got worse decides the tone, because a headline must not hide it.
     if "worse" in standings:
         return "worse"
     return "better" if "better" in standings else "not_shown"

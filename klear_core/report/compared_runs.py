@@ -59,6 +59,7 @@ class ScoredModel:
         """Counts of all its answers, which are read one by one and only once."""
         found: dict[tuple[str, Decoding], AnswerCounts] = defaultdict(AnswerCounts)
         for sample in read_shards(self.evaluation / SAMPLES_FOLDER, EvalSample):
+            # Only counts are kept: all answers of all runs would not fit into memory.
             found[sample.benchmark, sample.decoding].add(sample.problem_id, sample.finish_reason, sample.verdict)
         return dict(found)
 
@@ -163,6 +164,7 @@ def _named_as_in(first: ComparedRun, run: ComparedRun) -> list[ScoredModel]:
     for i, model in enumerate(models):
         if first.model(model.maker):
             continue
+        # A run must not get two models of one name.
         taken = [other.maker for other in models]
         same = (other.maker for other in first.models if other.maker not in taken and _is_same(model, other))
         maker = next(same, model.maker)
@@ -212,6 +214,7 @@ def different_settings(configs: Sequence[Mapping[str, JsonValue]], *, absent: st
     """Return every single setting that differs between the configs, by dotted key; workspaces are left out."""
     flat = []
     for config in configs:
+        # Where artifacts are kept changes no result.
         others = {key: value for key, value in config.items() if key != "workspace"}
         flat.append(dict(_leaves(others, "")))
     keys = dict.fromkeys(key for leaves in flat for key in leaves)

@@ -81,6 +81,7 @@ def cost_rows(runs: Sequence[ComparedRun]) -> list[CostRow]:
 def _cost(stage: RunStage | None, first: RunStage | None, *, is_first: bool) -> str:
     if stage is None:
         return NONE
+    # Shared artifacts were made once; their time stands in the first run's column.
     is_shared = not is_first and first is not None and first.manifest.fingerprint == stage.manifest.fingerprint
     if is_shared:
         return "the same artifact"

@@ -153,6 +153,7 @@ def _last_common(runs: Sequence[ComparedRun]) -> str:
 
 def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
     """Return a row for each benchmark, model and decoding that at least one run has, last model first."""
+    # The last model comes first, because it is what runs are compared for.
     makers = dict.fromkeys(model.maker for run in runs for model in reversed(run.models))
     keys: dict[tuple[str, str, Decoding], None] = {}
     for maker in makers:
@@ -177,6 +178,7 @@ def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
             if each is None:
                 scores.append(None)
                 continue
+            # Templates are sampled only: there are no greedy answers to them.
             templates = _templates(run, maker, benchmark) if decoding == "sampled" else ""
             scores.append(_cell(each.shares(confidence=CONFIDENCE), templates, _chosen(run, maker, benchmark)))
         row = ScoreRow(
@@ -264,6 +266,7 @@ def _unpaired(run: int) -> DifferenceCell:
 
 
 def _difference(run: int, found: Difference, p_corrected: float) -> DifferenceCell:
+    # The test alone decides, never an interval. The sum avoids 1 - 0.95, which is rounded up.
     standing = "not_shown"
     if p_corrected + CONFIDENCE < 1:
         standing = "better" if found.value > 0 else "worse"

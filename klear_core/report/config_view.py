@@ -30,6 +30,7 @@ def changed_settings(cfg: BaseModel) -> list[Setting]:
 def _changes(cfg: BaseModel, default: BaseModel | None, prefix: str) -> Iterator[Setting]:
     for name, info in type(cfg).model_fields.items():
         value = getattr(cfg, name)
+        # A class with required settings has no default object, but its other fields have defaults.
         default_value = getattr(default, name) if default is not None else info.default
         yield from _value_changes(value, default_value, f"{prefix}{name}", info.description or "")
 

@@ -57,6 +57,7 @@ def stages_behind(facts: Facts, maker: str) -> list[StageFacts]:
     by_fingerprint = {stage.manifest.fingerprint: stage for stage in facts.stages}
     ahead = [stage for stage in facts.stages if stage.name == maker]
     found: dict[str, StageFacts] = {}
+    # By fingerprint and not by stage name: only stages whose result the model was made from count.
     while ahead:
         stage = ahead.pop()
         found[stage.name] = stage

@@ -97,6 +97,7 @@ def pick_examples(facts: Facts) -> Examples | None:
 def _compared(facts: Facts, decoding: Literal["sampled", "greedy"]) -> Examples:
     answers = [_first_answers(m, decoding) for m in facts.models]
     *earlier, last = answers
+    # Every model must have an answer to the problem, because all are shown side by side.
     common = list(last)
     for of_model in earlier:
         common = [key for key in common if key in of_model]

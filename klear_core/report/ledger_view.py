@@ -80,6 +80,7 @@ def _row(step: LedgerStep) -> LedgerRow:
     drops = sorted(step.dropped.items(), key=lambda item: (-item[1], item[0]))
     drops = [(reason, count) for reason, count in drops if count]
     named = [("", step.num_out), *drops]
+    # All parts at once: rounded one by one, they would not add up to 100 %.
     printed = shares([count for _, count in named])
     parts = []
     for i, ((reason, count), share) in enumerate(zip(named, printed, strict=True)):

@@ -80,6 +80,7 @@ def _header(facts: CardFacts) -> str:
 
 def _licences(licence: str) -> str | list[str]:
     """Return the licence as the Hub reads it: several are a list, an unknown one is `other`."""
+    # `licence_in` joins the licences of a card in this way.
     several = licence.split(", ")
     return several if len(several) > 1 else licence or "other"
 
@@ -144,6 +145,7 @@ def _ends(ends: Range) -> str:
 
 
 def _score_name(counts: AnswerCounts) -> str:
+    # Not whole if problems have different numbers of answers.
     num_samples = counts.num_answers / len(counts.problems)
     return f"avg@{num_samples:g}"
 

@@ -56,6 +56,7 @@ def _lacking(facts: Facts) -> list[Notice]:
         steps_without: set[int] = set()
         for series in stage.metrics:
             without = [t for t, v in zip(series.steps, series.values, strict=True) if v is None]
+            # A step counts once, however many of its metrics are missing.
             steps_without |= {*without}
             if without:
                 names.append(series.name)

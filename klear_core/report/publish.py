@@ -60,6 +60,7 @@ def write_model(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     for file in check_folder(model):
+        # Both are written anew below: those in the folder know nothing of this model's scores.
         if file not in (CARD, GENERATION_CONFIG):
             shutil.copy2(model / file, temporary / file)
     if (artifact / ADAPTER).is_dir():
@@ -78,6 +79,7 @@ def write_model(
         has_profile=has_profile,
     )
     (temporary / CARD).write_text(model_card(facts), encoding="utf-8")
+    # The written folder is checked, because that is what others load.
     check_published(temporary)
     shutil.rmtree(folder, ignore_errors=True)  # at most an empty folder, as checked above
     temporary.rename(folder)
@@ -122,6 +124,7 @@ def _write_generation_config(model: Path, folder: Path, decoding: dict[str, Deco
     config.eos_token_id = list(dict.fromkeys([tokenizer.eos_token_id, *known]))
     config.pad_token_id = tokenizer.pad_token_id
     if decoding:
+        # All benchmarks of an evaluation are sampled with the same settings.
         sampling = next(iter(decoding.values())).sampling
         config.max_new_tokens = sampling.max_new_tokens
         config.do_sample = sampling.temperature > 0

@@ -72,6 +72,7 @@ def read_series(path: Path) -> tuple[Series, ...]:
         step = row.pop("step")
         assert step is not None, path
         for name, value in row.items():
+            # A step may have several rows: scores of the curve are added after its own row.
             columns.setdefault(name, {})[int(step)] = value
     found = []
     for name, by_step in columns.items():

@@ -115,6 +115,7 @@ class BenchmarkView:
     def step_to(self, model: str) -> DifferenceRow | None:
         """Return the change of avg@n to this model from the one evaluated before it, if there is one."""
         names = [row.model for row in self.rows]
+        # The first model has none before it; index -1 would take the last.
         before = names[names.index(model) - 1] if names.index(model) else ""
         return next(
             (d for d in self.differences if (d.before, d.after) == (before, model) and d.score != "greedy"), None
@@ -149,6 +150,7 @@ def _view(facts: Facts, name: str) -> BenchmarkView:
     differences = [d for d in facts.differences if d.benchmark == name]
     axis = axis_of(differences)
     decodings = dict.fromkeys(decoding_text(report.decoding) for _, report in scored)
+    # A model whose judge failed often may lack the largest k; its cell is then empty.
     k = max(report.pass_at[-1].k for _, report in scored)
     rows = [_row(facts, m, report, k=k) for m, report in scored]
     difference_rows = [difference_row(facts, d, axis, num_samples=last.num_samples) for d in differences]

@@ -47,6 +47,7 @@ def p_value(p: float) -> str:
 
 def number(value: float) -> str:
     """Format counts in full with separators, other numbers with four significant digits."""
+    # 1e15 is the largest power of ten below 2^53, up to which a float is an exact integer.
     if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
         return f"{int(value):,}".replace("-", MINUS)
     if not math.isfinite(value):
@@ -85,6 +86,7 @@ def shares(counts: Sequence[int]) -> list[str]:
 def _apportioned(counts: Sequence[int], total: int, units: int) -> list[int]:
     """Distribute `units` in proportion to the counts: integer parts first, then one each to the largest remainders."""
     parts = [count * units // total for count in counts]
+    # A tie goes to the earlier count, so that the same counts are always printed alike.
     by_remainder = sorted(range(len(counts)), key=lambda i: (-(counts[i] * units % total), i))
     for i in by_remainder[: units - sum(parts)]:
         parts[i] += 1
