@@ -17,8 +17,8 @@ from klear_core.types import Problem, Reference
 def num_other_references(new: Path, old: Path, benchmark: str) -> int:
     """Return how many problems of a benchmark have different references in two evaluations' artifact folders.
 
-    A problem's id tells its question alone. 0, too, if the problems of an evaluation are gone. With a shared store, they
-    are fetched to this node.
+    A problem's id tells its question alone. With a shared store, problems are fetched to this node. 0, too, if those of
+    an evaluation are gone.
     """
     records = [_benchmarks_of(folder) for folder in (new, old)]
     # The same artifact has the same references, so neither is read.

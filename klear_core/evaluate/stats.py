@@ -101,9 +101,9 @@ def t_test_p(values: Sequence[float]) -> float:
 
 
 def largest_rate(num_events: int, num_runs: int) -> float:
-    """Return the largest rate of an event that its count in so many runs leaves possible: 0 events in 5 runs leave 45 %.
+    """Return the largest rate of an event that its count in so many runs leaves possible.
 
-    It is the one-sided upper bound of Clopper and Pearson at 95 %.
+    None in 5 runs leave 45 %. It is the one-sided upper bound of Clopper and Pearson at 95 %.
     """
     from scipy.special import betaincinv
 

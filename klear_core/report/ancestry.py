@@ -141,7 +141,7 @@ def _sources_of(manifest: Manifest) -> Iterator[DataSource]:
 
 
 def _given_source(manifest: Manifest, given: GivenRecord) -> DataSource:
-    """Return the source of a given result: its repositories, or the names of its files or folder without their place."""
+    """Return the source of a given result: its repositories, or its files or folder without their place."""
     # A model that was given for a stage is called by that stage, as it may be a tagger or a teacher.
     roles = {BaseJob.kind: "base model", GivenTracesJob.kind: "traces", GivenProblemsJob.kind: "problems"}
     what = roles.get(manifest.kind, manifest.stage)
