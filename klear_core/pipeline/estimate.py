@@ -106,11 +106,18 @@ def num_curve_models(config: PipelineConfig, stage: Stage) -> int | None:
 
 def _sft_steps(config: PipelineConfig) -> int | None:
     """Return the most steps that SFT takes; None if nothing bounds them."""
-    traces, sft = _num_traces(config), config.sft
+    rows, sft = _sft_rows(config), config.sft
     bounds = [sft.max_steps] if sft.max_steps else []
-    if traces:
-        bounds.append(math.ceil(traces * sft.num_epochs / sft.rows_per_step))
+    if rows:
+        bounds.append(math.ceil(rows / sft.rows_per_step))
     return min(bounds, default=None)
+
+
+def _sft_rows(config: PipelineConfig) -> int | None:
+    """Return the most rows in all epochs of SFT, as if every source were repeated as often as the most repeated one."""
+    traces, sft = _num_traces(config), config.sft
+    most_often = max([1.0, *sft.source_weights.values()])
+    return None if traces is None else math.ceil(traces * most_often) * sft.num_epochs
 
 
 def count_rows(source: Source) -> int | None:
@@ -140,16 +147,18 @@ def _rows_in(path: Path) -> int | None:
     return None
 
 
-def _num_problems(config: PipelineConfig) -> int | None:
-    """Return the largest number of problems that curation may keep; None if it is not known."""
+def _num_problems(config: PipelineConfig, *, of: str = "curate") -> int | None:
+    """Return the largest number of problems that a curation, `curate` or `curate_rl`, may keep; None if unknown."""
     from klear_core.data.selection import sources_to_read
     from klear_core.data.sources import source_name
 
-    if config.given.curate:
-        return _num_rows(config.given.curate)
-    select = config.curate.select
+    given = config.given.rows().get(of)
+    if given:
+        return _num_rows(given)
+    curate = config.curate_rl if of == "curate_rl" and config.curate_rl else config.curate
+    select = curate.select
     total = 0
-    for source in sources_to_read(config.curate):
+    for source in sources_to_read(curate):
         count, cap = count_rows(source), select.caps.get(source_name(source))
         if count is None and cap is None:
             return select.num_problems
@@ -173,7 +182,9 @@ def _num_traces(config: PipelineConfig) -> int | None:
 
 
 def _tag(stage: Stage, tag: TagConfig, config: PipelineConfig) -> StageEstimate:
-    problems = _num_problems(config)
+    # `tag_rl` may tag what `tag` has tagged: the problems of `curate`.
+    is_of_rl = stage.inputs["problems"] == "curate_rl"
+    problems = _num_problems(config, of="curate_rl" if is_of_rl else "curate")
     answers = None if problems is None else problems * tag.samples_per_problem
     note = f"{answers or 'unknown number of'} answers of the tagger"
     return _answers_here(stage, config, answers, most_tokens=tag.sampling.max_new_tokens, note=note)
@@ -211,10 +222,8 @@ def _distill(stage: Stage, config: PipelineConfig) -> StageEstimate:
 
 
 def _sft(stage: Stage, config: PipelineConfig, size: ModelSize | None) -> StageEstimate:
-    traces, sft = _num_traces(config), config.sft
-    rows = []
-    if traces:
-        rows.append(traces * sft.num_epochs)
+    sft, all_rows = config.sft, _sft_rows(config)
+    rows = [all_rows] if all_rows else []
     if sft.max_steps:
         rows.append(sft.max_steps * sft.rows_per_step)
     tokens = min(rows) * sft.max_tokens if rows else None

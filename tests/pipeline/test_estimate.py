@@ -1,12 +1,15 @@
 from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import CurateConfig
 from klear_core.config.curve import CurveConfig
 from klear_core.config.data import ProceduralSource
+from klear_core.config.distill import DistillConfig
 from klear_core.config.engine import SamplingConfig
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig, RlRuntime
 from klear_core.config.rollout import RolloutConfig
 from klear_core.config.sft import SftConfig, SftRuntime
+from klear_core.config.tag import TagConfig
 from klear_core.pipeline.estimate import estimate
 
 
@@ -47,3 +50,29 @@ def test_a_curve_of_each_training_is_counted_in_tokens() -> None:
     assert rows["rl curve"].max_tokens == 3 * 8 * 2 * 7
     assert rows["rl curve"].note == "3 models, 16 answers each by the engines that sample"
     assert [row.stage for row in estimate(PipelineConfig(benchmarks=(benchmark,)), ["sft", "rl"])] == ["sft", "rl"]
+
+
+def test_a_tagger_of_rls_own_problems_answers_those() -> None:
+    """5 answers of up to 7 tokens to each problem: 100 for distillation, 8 for RL, or the 100 where RL has no own."""
+    tag = TagConfig(samples_per_problem=5, sampling=EvaluateSamplingConfig(max_new_tokens=7))
+    distilled, own = (CurateConfig(sources=(ProceduralSource(num_problems=n),)) for n in (100, 8))
+    rows = estimate(PipelineConfig(curate=distilled, curate_rl=own, tag=tag, tag_rl=tag), ["tag", "tag_rl"])
+    assert [row.max_tokens for row in rows] == [100 * 5 * 7, 8 * 5 * 7]
+    (shared,) = estimate(PipelineConfig(curate=distilled, tag_rl=tag), ["tag_rl"])
+    assert shared.max_tokens == 100 * 5 * 7
+
+
+def test_sft_trains_at_most_on_rows_that_are_repeated_by_weight() -> None:
+    """10 problems, a trace each, 2.5 times in each of 2 epochs: 50 rows, which are 7 steps of 8 rows."""
+    curate = CurateConfig(sources=(ProceduralSource(name="mod10", num_problems=10),))
+    curve = CurveConfig(benchmark="heldout", num_problems=8, num_samples=1, every_steps=1)
+    sft = SftConfig(
+        num_epochs=2, rows_per_step=8, max_tokens=16, source_weights={"mod10": 2.5}, runtime=SftRuntime(curve=curve)
+    )
+    benchmark = BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout", num_problems=8))
+    config = PipelineConfig(
+        curate=curate, distill=DistillConfig(samples_per_problem=1), sft=sft, benchmarks=(benchmark,)
+    )
+    trained, scored = estimate(config, ["sft"])
+    assert trained.max_tokens == 50 * 16
+    assert scored.note.startswith("8 models, ")
