@@ -15,7 +15,7 @@ from klear_core.config.given_jobs import GivenTracesJob, origin_of
 from klear_core.config.jobs import RlJob, SftJob, TagJob
 from klear_core.errors import ArtifactError, KlearError
 from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.complaints import complaints, is_path_there, is_there, sources_of
+from klear_core.pipeline.complaints import complaints, is_path_there, is_there, sources_of, sources_of_problems
 
 
 def file_problems(work: PendingWork) -> Iterator[str]:
@@ -68,12 +68,9 @@ def unjudged_rl_problems(work: PendingWork) -> Iterator[str]:
     """Find RL that would have no problem to learn from, because no source of its problems has references."""
     from klear_core.data.sources import is_without_references
 
-    sources_by_stage = {}
-    for stage in work.stages:
-        sources_by_stage[stage.name] = [use.source for use in stage.sources()]
-    for stage in work.stages:
-        sources = sources_by_stage.get(stage.inputs.get("problems", ""))
-        if not isinstance(stage.job, RlJob) or not sources:
+    for stage, _ in work.pending(RlJob):
+        sources = sources_of_problems(work.needed, stage)
+        if not sources:
             continue
         try:
             can_judge = not all(map(is_without_references, sources))

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from klear_core.config.data import Source
 from klear_core.config.data_jobs import BenchmarksJob
-from klear_core.config.jobs import DistillJob, EvaluateJob, RlJob, TagJob
+from klear_core.config.jobs import DistillJob, EvaluateJob, RlJob, SftJob, TagJob
 from klear_core.config.toml import as_option
 from klear_core.config.user_code import UserFunction
 from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.complaints import complaints, is_there, or_nothing, sources_of
+from klear_core.pipeline.complaints import complaints, is_there, or_nothing, sources_of, sources_of_problems
 from klear_core.types import Domain
 
 _JUDGING = (BenchmarksJob, TagJob, DistillJob, RlJob, EvaluateJob)
-"""Jobs of stages that judge answers; benchmarks are judged to check their references."""
+"""Jobs of stages that always judge answers; benchmarks are judged to check their references."""
 
 
 def reward_problems(work: PendingWork) -> Iterator[str]:
@@ -32,7 +32,7 @@ def judge_problems(work: PendingWork) -> Iterator[str]:
     """Find judges of the user's own that cannot be called, and references whose judge is none of them."""
     from klear_core.data.sources import judges_of
 
-    if not any(isinstance(stage.job, _JUDGING) for stage in work.stages):
+    if not any(isinstance(stage.job, _JUDGING) or stage.job.scorer() for stage in work.stages):
         return
     judges = work.config.verify.judges
     for judge in judges:
@@ -71,13 +71,15 @@ def _function_problems(key: str, cfg: UserFunction) -> Iterator[str]:
 
 
 def _sections_that_judge_code(work: PendingWork) -> Iterator[str]:
-    has_code_prompts = any(map(_has_code, work.config.curate.sources))
+    # Once for all evaluations: looking for code reads the first rows of every benchmark.
     has_code_benchmarks = any(_has_code(benchmark.source) for benchmark in work.config.benchmarks)
     for stage in work.stages:
         match stage.job:
-            case DistillJob() | TagJob() if has_code_prompts:
+            case DistillJob() | TagJob() if any(map(_has_code, sources_of_problems(work.needed, stage))):
                 yield stage.section
             case RlJob(rl=rl) if rl.domain == "code":
+                yield stage.section
+            case SftJob() | RlJob() as job if job.runtime.curve and _has_code(job.runtime.curve.source.source):
                 yield stage.section
             case EvaluateJob() if has_code_benchmarks:
                 yield stage.section

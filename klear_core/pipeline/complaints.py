@@ -36,6 +36,15 @@ def sources_of(stages: Sequence[Stage]) -> Iterator[SourceUse]:
         yield from stage.sources()
 
 
+def sources_of_problems(stages: Sequence[Stage], stage: Stage) -> list[Source]:
+    """Return the sources of the problems that a stage takes; `stages` has the stage and all that it depends on."""
+    by_name = {one.name: one for one in stages}
+    # Stages that tag read no source: they hand on the problems of the stage before them.
+    while "problems" in stage.inputs:
+        stage = by_name[stage.inputs["problems"]]
+    return [use.source for use in stage.sources()]
+
+
 def is_there(source: Source) -> bool:
     """Return whether a source can be read; `file_problems` reports a missing file, so no other check should."""
     if not isinstance(source, FileSource):

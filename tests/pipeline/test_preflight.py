@@ -176,6 +176,8 @@ def test_rl_on_prompts_that_cannot_be_judged_is_found_before_it_starts(tmp_path:
     config = profile(tmp_path, f'curate.sources=["{path}"]')
     found = [problem for problem in problems_with(config) if "no answer could be judged" in problem]
     assert [problem.split(":")[0] for problem in found] == ["rl"]
+    tagged = profile(tmp_path, f'curate.sources=["{path}"]', "tag={}", "tag_rl={}")
+    assert any(problem.startswith("rl: ") and "no answer could be judged" in problem for problem in problems_with(tagged))
     judged = profile(tmp_path, f'curate.sources=["{path}", {{kind="procedural"}}]')
     assert not [problem for problem in problems_with(judged) if "no answer could be judged" in problem]
 
@@ -331,6 +333,38 @@ def test_code_is_judged_in_a_sandbox_that_must_prove_itself_where_there_is_code(
     assert stages(f'curate.sources=["{tmp_path}/code.jsonl"]') == ["verify.sandbox, for the code problems of distill"]
     in_code_rl = ("rl_code.domain=code", "rl_code.rollout.sampling.max_new_tokens=56")
     assert stages(*in_code_rl) == ["verify.sandbox, for the code problems of rl_code"]
+
+
+def test_code_is_looked_for_in_the_problems_that_a_stage_takes(tmp_path: Path) -> None:
+    for name, row in (("code", CODE_ROW), ("math", MATH_ROW)):
+        (tmp_path / f"{name}.jsonl").write_text(row + "\n")
+
+    def stages(*overrides: str) -> list[str]:
+        found = problems_with(profile(tmp_path, 'verify.limits.python="/no/such/python"', *overrides))
+        return [p.split(":")[0] for p in found if p.startswith("verify.sandbox")]
+
+    code, math = (f'["{tmp_path / name}.jsonl"]' for name in ("code", "math"))
+    given = f"given.curate.path={tmp_path / 'code.jsonl'}"
+    assert stages(given) == ["verify.sandbox, for the code problems of distill"]
+    assert stages(f"curate.sources={code}", f"given.curate.path={tmp_path / 'math.jsonl'}") == []
+    own = (f"curate.sources={math}", f"curate_rl.sources={code}", "tag={}", "tag_rl={}")
+    assert stages(*own) == ["verify.sandbox, for the code problems of tag_rl"]
+
+
+def test_sft_judges_where_it_has_a_curve(tmp_path: Path) -> None:
+    (tmp_path / "code.jsonl").write_text(CODE_ROW + "\n")
+    settings = [
+        'verify.limits.python="/no/such/python"',
+        'verify.judges=[{name = "off", function = "nowhere:off"}]',
+        f"benchmarks=[{{name='a', source='{tmp_path / 'code.jsonl'}'}}]",
+    ]
+
+    def keys(*overrides: str) -> list[str]:
+        found = problems_with(profile(tmp_path, *settings, *overrides), ["sft"])
+        return [p.split(",")[0] for p in found if p.startswith("verify.")]
+
+    assert keys() == []
+    assert keys("sft.runtime.curve.benchmark=a") == ["verify.judges", "verify.sandbox"]
 
 
 # ---- the teacher
