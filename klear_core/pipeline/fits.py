@@ -105,8 +105,10 @@ def _parts(peak: LearnerPeak) -> str:
 def _remedy(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> str:
     """Return the settings that fit with the fewest GPUs, as in a TOML file; empty if none does."""
     now = training.runtime
-    workers = [n for n in _powers(_MOST_WORKERS) if n >= now.num_workers] or [now.num_workers]
-    contexts = [c for c in _powers(size.num_heads) if size.num_heads % c == 0 and c >= now.context_parallel]
+    # The present numbers first, which need be no powers of two: more GPUs are advised only where these are not enough.
+    workers = [now.num_workers, *(n for n in _powers(_MOST_WORKERS) if n > now.num_workers)]
+    wider = [c for c in _powers(size.num_heads) if size.num_heads % c == 0 and c > now.context_parallel]
+    contexts = [now.context_parallel, *wider]
     # Fewest GPUs first, then the smallest context: sharing rows costs communication.
     for num_workers, context, checkpointing in product(workers, contexts, (now.activation_checkpointing, True)):
         if num_workers % context:

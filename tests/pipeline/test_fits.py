@@ -32,6 +32,16 @@ def test_too_small_gpus_are_refused_with_settings_that_fit() -> None:
     assert not any(p.startswith("sft.") for p in _problems("hardware.gpu_memory_gb=24", *advised))
 
 
+def test_more_gpus_are_advised_only_where_those_there_are_not_enough() -> None:
+    """3 ranks of SFT need 98 GB, and 58 with activation checkpointing."""
+    three = ("hardware.gpu_memory_gb=80", "sft.max_tokens=8192", "sft.runtime.num_workers=3")
+    alone = ("sft.runtime.context_parallel=1", "sft.runtime.tokens_per_microbatch=8192")
+    advised, off = (f"sft.runtime.activation_checkpointing={value}" for value in ("true", "false"))
+    problem = _problems(*three, *alone, off)[0]
+    assert "set activation_checkpointing = true in sft.runtime" in problem
+    assert not any(p.startswith("sft.") for p in _problems(*three, *alone, advised))
+
+
 def test_without_known_gpus_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # no nvidia-smi
     assert _problems() == []
