@@ -31,6 +31,8 @@ _BEING_CREATED = ".being-created"
 _LOCAL = ("file", "local")
 """Protocols of folders, in fsspec."""
 _EXTRAS = {"s3": "pip install 'klear[s3]'", "s3a": "pip install 'klear[s3]'"}
+_REFUSED_CONDITIONS = ("PreconditionFailed", "ConditionalRequestConflict", "412")
+"""Codes of a refused conditional write; the second is S3's while another writer creates the object."""
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
 _NO_CONNECTION = ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError", "ProxyConnectionError")
 
@@ -314,4 +316,6 @@ def _code(e: Exception) -> str:
 
 def _is_precondition(e: OSError) -> bool:
     """Return whether the server refused a conditional write because the object exists."""
-    return "PreconditionFailed" in str(e) or "412" in str(e) or "ConditionalRequestConflict" in str(e)
+    # s3fs raises FileExistsError if the server's answer repeats the condition. Some servers leave that out, and then
+    # only the code tells: the message is in words of the server's.
+    return _code(e) in _REFUSED_CONDITIONS

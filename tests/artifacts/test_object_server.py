@@ -133,6 +133,42 @@ def test_a_server_that_fails_for_a_while_is_waited_for_once_it_has_answered(
         s3fs.S3FileSystem.clear_instance_cache()
 
 
+class Holding(BaseHTTPRequestHandler):
+    """A server that has every object, and whose refusal does not repeat the condition (MinIO's and Versity's do not)."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_args: object) -> None: ...
+
+    def refuse(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        told = b"At least one of the pre-conditions you specified did not hold"
+        content = b"<Error><Code>PreconditionFailed</Code><Message>" + told + b"</Message></Error>"
+        self.send_response(412)
+        self.send_header("content-type", "application/xml")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_PUT = refuse  # the name is that of http.server
+
+
+def test_a_server_need_not_say_which_condition_a_write_failed(monkeypatch: pytest.MonkeyPatch):
+    s3fs = pytest.importorskip("s3fs", reason="needs s3fs, of the extra `s3`")
+    holding = ThreadingHTTPServer(("127.0.0.1", 0), Holding)
+    threading.Thread(target=holding.serve_forever, daemon=True).start()
+    settings = {"ENDPOINT_URL": f"http://127.0.0.1:{holding.server_address[1]}", "DEFAULT_REGION": "us-east-1"}
+    for name, value in (settings | {"ACCESS_KEY_ID": "klear", "SECRET_ACCESS_KEY": SECRET}).items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        assert not Bucket("s3://klear/held").create("first", b"second writer")
+    finally:
+        holding.shutdown()
+        holding.server_close()
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
 BUILDER = """
 import os, signal, sys
 from pathlib import Path
