@@ -15,6 +15,7 @@ from klear_core.config.promote_job import PromoteJob
 from klear_core.errors import ResourceError
 from klear_core.metrics import Telemetry
 from klear_core.pipeline.exposure import exposures
+from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.workspace import open_store
 from tasks.evaluate import evaluate
 from tasks.registry import Registry, artifact_name, folder_of, open_registry, promotion_of
@@ -97,7 +98,7 @@ def _decide(info: RunInfo, job: PromoteJob, inputs: Inputs) -> ArtifactRef:
         candidate = Candidate(
             contender=contender,
             evaluation=inputs["evaluation"].path,
-            contaminated=_contaminated(job, inputs["model"]),
+            contaminated=contaminated(job, inputs["model"]),
             withdrawn=job.withdrawn,
             chosen_on=job.chosen_on,
         )
@@ -166,13 +167,15 @@ def _rival(info: RunInfo, job: PromoteJob, inputs: Inputs, scores: ArtifactRef |
     return Rival(contender=contender, is_="first model of the run", evaluation=first.path)
 
 
-def _contaminated(job: PromoteJob, model: ArtifactRef) -> dict[str, int | None]:
+def contaminated(job: PromoteJob, model: ArtifactRef) -> dict[str, int | None]:
     """Return the number of each benchmark's problems that overlap with the model's training data; None if unknown."""
     from klear_core.report.contamination import num_overlapping
 
     config = job.runtime.config
     found: dict[str, int | None] = dict(num_overlapping(model.path, [b.name for b in config.benchmarks]))
+    own_scores = next(stage.inputs["evaluation"] for stage in stages_of(config) if stage.kind == job.kind)
     for exposure in exposures(config):
-        # every model that comes after a given one is scored by one of these stages
-        found |= dict.fromkeys((*exposure.missed, *exposure.unknown))
+        # A run may score other given models, too. What is not known of their data says nothing about this model.
+        if own_scores in exposure.scored_by:
+            found |= dict.fromkeys((*exposure.missed, *exposure.unknown))
     return found
