@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -117,7 +118,7 @@ class Undelivered:
         temporary = self._file(record).with_suffix(f".{time.time_ns()}.tmp")
         temporary.write_text(record.model_dump_json())
         temporary.replace(self._file(record))
-        files = sorted(self.folder.glob("*.json"), key=lambda f: f.stat().st_mtime)
+        files = sorted(self.folder.glob("*.json"), key=_changed_at)
         for file in files[: -self._max_records]:
             file.unlink(missing_ok=True)
             log.warning(
@@ -140,7 +141,8 @@ class Undelivered:
                 continue  # another process has just delivered it
             except ValidationError as e:
                 log.warning("%s: not a record of this version of Klear, set aside: %s", file, str(e).splitlines()[0])
-                file.rename(file.with_suffix(".unreadable"))
+                with suppress(FileNotFoundError):  # another process has just done so
+                    file.rename(file.with_suffix(".unreadable"))
                 continue
             if record.server == server:
                 found.append(record)
@@ -149,6 +151,14 @@ class Undelivered:
     def _file(self, record: TrackedRun) -> Path:
         name = f"{record.run_id}-{record.stage}" if record.stage else record.run_id
         return self.folder / f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.json"
+
+
+def _changed_at(file: Path) -> float:
+    """Return a file's time of change; 0 if another process has delivered the record since the folder was listed."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def server_name(uri: str) -> str:

@@ -250,6 +250,13 @@ def test_records_on_disk_are_bounded_and_the_oldest_go_first(tmp_path):
     assert [r.run_id for r in undelivered.records("s")] == ["r2", "r3", "r4"]
 
 
+def test_a_record_that_another_process_delivers_meanwhile_stops_no_stage(tmp_path):
+    undelivered = Undelivered(tmp_path)
+    (tmp_path / "listed.json").symlink_to(tmp_path / "gone")  # a name in the folder, and no file any more
+    undelivered.save(TrackedRun(server="s", run_id="r", run_name="n", stage="sft"))
+    assert [r.run_id for r in undelivered.records("s")] == ["r"]
+
+
 def test_records_of_another_server_and_unreadable_ones_stay_where_they_are(tmp_path):
     undelivered = Undelivered(tmp_path)
     undelivered.save(TrackedRun(server="one:1", run_id="r", run_name="n", stage="sft"))
