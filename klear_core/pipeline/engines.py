@@ -8,7 +8,8 @@ from klear_core.config.engine import VllmEngineConfig
 from klear_core.config.hardware import HardwareConfig
 from klear_core.pipeline.model_size import ModelSize
 
-_VALUE_BYTES = {"bfloat16": 2, "float32": 4}
+VALUE_BYTES = {"bfloat16": 2, "float32": 4}
+"""Bytes of a weight, or of a number in the KV cache, by the engine's dtype."""
 _WORKSPACE_GB = 3.0
 """Memory per GPU for activations of the largest batch, CUDA graphs and NCCL. Ours; not measured on a GPU."""
 
@@ -38,7 +39,7 @@ def engine_fit(size: ModelSize, engine: VllmEngineConfig, hardware: HardwareConf
     The answers are on average half as long as the longest. `hardware.gpu_memory_gb` must be known.
     """
     assert hardware.gpu_memory_gb is not None
-    ranks, value_bytes = engine.runtime.tensor_parallel, _VALUE_BYTES[engine.dtype]
+    ranks, value_bytes = engine.runtime.tensor_parallel, VALUE_BYTES[engine.dtype]
     weights = size.num_params * value_bytes
     token_bytes = _token_bytes(size, engine)
     usable = engine.runtime.gpu_memory_utilization * hardware.gpu_memory_gb * 1e9 * ranks
@@ -46,6 +47,7 @@ def engine_fit(size: ModelSize, engine: VllmEngineConfig, hardware: HardwareConf
     if engine.runtime.kv_cache_mb is not None:
         free = min(free, engine.runtime.kv_cache_mb * 1e6 * ranks)
     cache_tokens = max(0, int(free / token_bytes))
+    # Twice as many answers as of full length, for on average they are half as long.
     batch = min(engine.runtime.max_num_seqs, 2 * cache_tokens // longest)
     speed = 0.0
     if batch:
@@ -59,7 +61,7 @@ def step_seconds(
     """Return the seconds of one decoding step: a token for each of `batch` answers, with so many tokens cached."""
     ranks = engine.runtime.tensor_parallel
     bandwidth = hardware.memory_tb_per_s * 1e12 * hardware.decoding_efficiency * ranks
-    weights = size.num_params * _VALUE_BYTES[engine.dtype]
+    weights = size.num_params * VALUE_BYTES[engine.dtype]
     reading_s = (weights + cached_tokens * _token_bytes(size, engine)) / bandwidth
     # A large batch is bound by arithmetic: two operations per weight and token.
     computing_s = 2 * size.num_params * batch / (hardware.peak_tflops * 1e12 * hardware.mfu * ranks)
@@ -69,4 +71,5 @@ def step_seconds(
 def _token_bytes(size: ModelSize, engine: VllmEngineConfig) -> int:
     # Key heads are split over the ranks, or copied where there are more ranks than heads.
     copies = max(1, engine.runtime.tensor_parallel // size.num_kv_heads)
-    return 2 * size.num_layers * size.kv_size * copies * _VALUE_BYTES[engine.dtype]
+    # 2: a key and a value for each layer and key head.
+    return 2 * size.num_layers * size.kv_size * copies * VALUE_BYTES[engine.dtype]

@@ -10,6 +10,7 @@ from pathlib import Path
 from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.data import FileSource, HubSource, ProceduralSource, PuzzleSource, Source
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
+from klear_core.config.engine import HttpEngineConfig
 from klear_core.config.jobs import DistillJob, RlJob, SftJob, TagJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
@@ -18,6 +19,7 @@ from klear_core.config.stage import EngineUse, Stage
 from klear_core.config.tag import TagConfig
 from klear_core.config.train import ModelConfig
 from klear_core.pipeline.cost import gpu_hours, sampling_hours
+from klear_core.pipeline.engines import VALUE_BYTES
 from klear_core.pipeline.graph import stages_of
 from klear_core.pipeline.known_models import planned_size
 from klear_core.pipeline.memory import LearnerPeak, learner_load, learner_peak, reference_bytes, state_bytes
@@ -78,6 +80,7 @@ def estimate_curve(config: PipelineConfig, stage: Stage, size: ModelSize | None)
     own = stage.job.scorer()
     if num_models is None:
         return StageEstimate(stage=name, max_tokens=None, memory_gb=None, note="unknown number of models")
+    # A benchmark with fewer problems than the curve asks for gives all that it has.
     num_problems = min(job.curve.num_problems, _benchmark_rows(job.source) or job.curve.num_problems)
     answers = num_problems * job.curve.num_samples
     tokens = num_models * answers * job.sampling.max_new_tokens
@@ -137,6 +140,7 @@ def count_rows(source: Source) -> int | None:
 
 
 def _rows_in(path: Path) -> int | None:
+    """Return the rows of a file where counting is cheap; None for other formats, which would have to be parsed."""
     if path.suffix == ".parquet" and path.is_file():
         import pyarrow.parquet as pq
 
@@ -161,18 +165,21 @@ def _num_problems(config: PipelineConfig, *, of: str = "curate") -> int | None:
     for source in sources_to_read(curate):
         count, cap = count_rows(source), select.caps.get(source_name(source))
         if count is None and cap is None:
+            # One source of unknown size makes the sum unknown: only the limit for all of them is left.
             return select.num_problems
         total += min(known for known in (count, cap) if known is not None)
     return min(total, select.num_problems or total)
 
 
 def _num_rows(sources: Sequence[Source]) -> int | None:
+    """Return the rows of all sources together; None if the number of one is not known."""
     counts = [count_rows(source) for source in sources]
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
 
 def _num_traces(config: PipelineConfig) -> int | None:
+    """Return the most traces that there may be for SFT, as if all were kept; None if it is not known."""
     if config.given.distill:
         return _num_rows(config.given.distill)
     problems = _num_problems(config)
@@ -217,6 +224,7 @@ def _distill(stage: Stage, config: PipelineConfig) -> StageEstimate:
     note = f"{teacher.model}: {traces or 'unknown number of'} traces"
     prices = [endpoint.output_price for endpoint in teacher.runtime.endpoints]
     if tokens is not None and any(prices):
+        # At the highest price, because the requests of a fleet may all go to one endpoint.
         note += f", at most {tokens * max(prices) / 1e6:,.0f} for output tokens at {max(prices):g} a million"
     return StageEstimate(stage=stage.name, max_tokens=tokens, memory_gb=None, note=note)
 
@@ -285,7 +293,8 @@ def _evaluate(config: PipelineConfig, size: ModelSize | None, stages: Collection
 
 
 def _weights_gb(size: ModelSize, use: EngineUse) -> float:
-    return size.num_params * (2 if use.engine.kind == "vllm" else 4) / 1e9
+    assert not isinstance(use.engine, HttpEngineConfig), "evaluation has engines of its own"
+    return size.num_params * VALUE_BYTES[use.engine.dtype] / 1e9
 
 
 def _benchmark_rows(benchmark: BenchmarkConfig) -> int | None:

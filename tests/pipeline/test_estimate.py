@@ -1,15 +1,18 @@
+import pytest
+
 from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import CurateConfig
 from klear_core.config.curve import CurveConfig
 from klear_core.config.data import ProceduralSource
 from klear_core.config.distill import DistillConfig
-from klear_core.config.engine import SamplingConfig
+from klear_core.config.engine import SamplingConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig, RlRuntime
 from klear_core.config.rollout import RolloutConfig
 from klear_core.config.sft import SftConfig, SftRuntime
 from klear_core.config.tag import TagConfig
+from klear_core.config.train import TinyModelConfig
 from klear_core.pipeline.estimate import estimate
 
 
@@ -76,3 +79,16 @@ def test_sft_trains_at_most_on_rows_that_are_repeated_by_weight() -> None:
     trained, scored = estimate(config, ["sft"])
     assert trained.max_tokens == 50 * 16
     assert scored.note.startswith("8 models, ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "num_bytes"), [("torch", "bfloat16", 2), ("torch", "float32", 4), ("vllm", "float32", 4)]
+)
+def test_an_engine_holds_its_weights_in_its_dtype(kind: str, dtype: str, num_bytes: int) -> None:
+    """A tiny model of 16 channels, by hand: 320 rows of the tied embedding, and in its layer 16 * (4 * 16 + 3 * 8)."""
+    model = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, intermediate_size=8)
+    engine = TorchEngineConfig(dtype=dtype) if kind == "torch" else VllmEngineConfig(dtype=dtype)
+    benchmark = BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout", num_problems=8))
+    config = PipelineConfig(model=model, benchmarks=(benchmark,), evaluate=EvaluateConfig(engine=engine))
+    (scored,) = estimate(config, ["evaluate_rl"])
+    assert scored.memory_gb == pytest.approx((320 * 16 + 16 * (4 * 16 + 3 * 8)) * num_bytes / 1e9)
