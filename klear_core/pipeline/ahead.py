@@ -30,7 +30,8 @@ class PendingWork:
     stages: tuple[Stage, ...]
     """Stages that would run, in order."""
     needed: tuple[Stage, ...]
-    """Stages whose input files must exist, in order: those chosen, and all that they depend on."""
+    """Stages whose input files must exist, in order: those chosen, and all that they depend on. Also those to build
+    again and not chosen, because their artifacts are set aside by fingerprint, which depends on their files."""
     benchmarks: Path | None = None
     """The folder of the benchmarks artifact that would be reused."""
     begun_gb: float = 0.0
@@ -52,6 +53,7 @@ class PendingWork:
             ids = fingerprints_of(needed, config.workspace)
         except (ConfigError, OSError):  # a missing file or unusable workspace; preflight reports it with its key
             return cls(config=config, stages=wanted, needed=needed)
+        # By size: this check takes seconds. The run itself compares as `workspace.check_artifacts` says.
         store = open_store(config.workspace, checked_by="size")
         made = _made(store, ids, again)
         pending = tuple(s for s in wanted if s.name not in made)
@@ -82,6 +84,7 @@ class PendingWork:
 
     def engines(self) -> list[EngineUse]:
         """Return the engines that would sample, each once: all models are evaluated by one."""
+        # By key, because the stages that evaluate share one section of settings, also with the curve of SFT.
         by_key: dict[str, EngineUse] = {}
         for stage in self.stages:
             engines = [use for use in (stage.job.scorer(), stage.engine()) if use is not None]

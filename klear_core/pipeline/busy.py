@@ -18,7 +18,9 @@ MEDIAN_SHARE, SIGMA = 9000 / 32768, 0.8
 """Assumed lengths: log-normal with this median, as a share of the longest row, cut there. Ours, after long chains of
 thought of about 9,000 tokens at a budget of 32,768."""
 _DRAWS = 8
-_TRIED = 64  # contexts up to this size
+"""Simulated updates over which a share is averaged."""
+_TRIED = 64
+"""Largest context-parallel size that is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ def _longest_row(training: SftConfig | RlConfig) -> int:
 def _wider_contexts(runtime: TrainRuntime, size: ModelSize) -> list[TrainRuntime]:
     """Return the settings with larger contexts, with as many tokens per process as now."""
     wider = []
+    # Ranks form whole groups, and each rank of a group takes as many heads as the others.
     for context in range(runtime.context_parallel + 1, min(runtime.num_workers, _TRIED) + 1):
         if runtime.num_workers % context == 0 and size.num_heads % context == 0:
             tokens = runtime.tokens_per_microbatch * context // runtime.context_parallel
@@ -104,6 +107,7 @@ def _busy(training: SftConfig | RlConfig, size: ModelSize, runtime: TrainRuntime
     num_ranks, capacity = runtime.num_workers // runtime.context_parallel, runtime.tokens_per_microbatch
     work = lockstep = least = 0.0
     for draw in range(_DRAWS):
+        # Fixed seeds: a plan says the same each time, and contexts are compared on the same rows.
         rng = random.Random(draw)  # noqa: S311
         lengths = draw_lengths(rng, _rows_of_update(training), longest=_longest_row(training))
         items = [Item(num_tokens=n, work=work_of_row(n)) for n in lengths]
@@ -112,4 +116,5 @@ def _busy(training: SftConfig | RlConfig, size: ModelSize, runtime: TrainRuntime
         work += mean
         lockstep += lockstep_work(plan, items)
         least += mean / busy_bound(items, capacity=capacity, num_ranks=num_ranks)
+    # Sums over the draws, and not a mean of shares: a longer update weighs more, as in a run.
     return work / lockstep, work / least

@@ -167,7 +167,7 @@ def _written_by(work: PendingWork, stage: Stage) -> tuple[list[DiskPart], list[D
     what = f"{count} checkpoints of {stage.name} at {checkpoint_gb:.1f}"
     passing = [DiskPart(what=what, gb=count * checkpoint_gb, is_checkpoint=True)]
     if stage.job.scorer() is not None:
-        # Each model waits on the disk for its score, at worst all of them.
+        # Each model waits on the disk for its score, at worst all of them; one, where their number is not known.
         num_models = num_curve_models(work.config, stage) or 1
         model_gb = size.num_params * bytes_per_param / 1e9
         passing.append(DiskPart(what=f"{num_models} models of the curve of {stage.name}", gb=num_models * model_gb))

@@ -20,6 +20,7 @@ from klear_core.pipeline.complaints import complaints, is_path_there, is_there, 
 
 def file_problems(work: PendingWork) -> Iterator[str]:
     """Find files of sources that do not exist."""
+    # Also those of stages that are reused: a fingerprint depends on the content of the files.
     for use in sources_of(work.needed):
         if isinstance(use.source, FileSource) and not is_there(use.source):
             yield f"{use.key}: {use.source.path}: no such file"
@@ -126,6 +127,7 @@ def weight_problems(work: PendingWork) -> Iterator[str]:
 
 def prompt_filter_problems(work: PendingWork) -> Iterator[str]:
     """Find filters by pass rates that no stage measures."""
+    # Among all that is needed: a tag stage that is reused has measured them as well.
     tagged = {stage.name for stage, _ in work.needs(TagJob)}
     for stage, job in work.pending(RlJob):
         if job.rl.prompts.needs_pass_rates and stage.inputs["problems"] not in tagged:

@@ -34,6 +34,7 @@ def judge_problems(work: PendingWork) -> Iterator[str]:
 
     if not any(isinstance(stage.job, _JUDGING) or stage.job.scorer() for stage in work.stages):
         return
+    # The judges by name are the same in all stages: no stage can override them.
     judges = work.config.verify.judges
     for judge in judges:
         yield from _function_problems(judge.key, judge)

@@ -26,6 +26,7 @@ _LONG_ANSWER = 8192
 
 def model_problems(work: PendingWork) -> Iterator[str]:
     """Find models that are not there or not whole."""
+    # Also the model of a base stage that is reused: its artifact only points to the folder.
     for _, job in work.needs(BaseJob):
         if isinstance(job.model, HfModelConfig):
             yield from complaints(f"model.path = {job.model.path!r}", check_model, job.model)

@@ -53,5 +53,5 @@ def is_there(source: Source) -> bool:
 
 
 def is_path_there(path: str) -> bool:
-    """Return whether a file or folder exists, or a pattern matches one."""
+    """Return whether a file or folder exists, or a pattern matches a file."""
     return Path(path).exists() or bool(matching_files(path))

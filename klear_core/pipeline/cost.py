@@ -59,6 +59,7 @@ def _rl_gpu_hours(rl: RlConfig, use: EngineUse | None, *, learning: float, sampl
     engines = rl.runtime.num_rollout_actors * use.engine.runtime.tensor_parallel
     if rl.runtime.learner_gpus is not None and rl.runtime.learner_gpus < 1:
         return learning + sampling  # they share the GPUs, and take turns
+    # The two sides run one after the other in this bound, and all GPUs are held for both.
     return (learning / learners + sampling / engines) * (learners + engines)
 
 
@@ -100,6 +101,7 @@ def _flops(size: ModelSize, num_tokens: int, row_tokens: int, *, operations: int
     weights = size.num_layers * size.layer_params + size.vocab_size * size.hidden_size
     # Attention is causal, so a token attends to half of its row; it has two products, scores and weighted values.
     attention = 2 * size.num_layers * size.query_size * row_tokens / 2
+    # The embedding is a look-up, so of embedding and head only the head counts, also where they are not tied.
     return operations * num_tokens * (weights + attention)
 
 

@@ -91,6 +91,7 @@ def _by_lineage(
     cache = workspace_root(config.workspace) / "file_hashes.json"
     missed = []
     for benchmark in benchmarks:
+        # By every data set behind the model: one that was not compared is enough to have seen the questions.
         if not all(_protects(manifest, benchmark, cache) for manifest in protected):
             missed.append(benchmark.name)
     return tuple(missed), ()
@@ -101,6 +102,7 @@ def _protected_by(model: Path) -> list[Manifest] | None:
 
     None if the model is not in a store of artifacts, or its lineage cannot be followed to its beginning.
     """
+    # A stage writes its model to the folder `model` of its artifact, `<store>/<kind>/<fingerprint>/model`.
     artifact = model.parent
     if not (artifact / MANIFEST).is_file():
         return None
@@ -117,7 +119,8 @@ def _protected_by(model: Path) -> list[Manifest] | None:
                 continue
             folder = manifest_folder(store, record)
             if folder is None:
-                return None
+                return None  # its manifest is not here, so what it was made from is not known
+            # Every stage that takes data in has the benchmarks as an input, and compares the data with them.
             if record.role == BenchmarksJob.kind:
                 found.append(folder)
             elif folder not in seen:
@@ -143,6 +146,7 @@ def _protects(manifest: Manifest, benchmark: BenchmarkConfig, cache: Path) -> bo
         own = file_ref(source.path, cache=cache).fingerprint
     except ConfigError:
         return False
+    # A file is known by its content: its path may be another one on the machine of the earlier run.
     candidates = [other for other in sources.values() if content.get(other.get("path", "")) == own]
     return any({**_rows_of(other), "path": ""} == {**rows, "path": ""} for other in candidates)
 

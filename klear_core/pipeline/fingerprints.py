@@ -15,7 +15,8 @@ from klear_core.pipeline.workspace import open_store, workspace_root
 def fingerprints_of(stages: Sequence[Stage], workspace: WorkspaceConfig) -> dict[str, ArtifactId]:
     """Return the name of each stage's artifact, by stage name, before anything has run.
 
-    Of a stage that asks the registry it is the newest artifact that was made from these inputs.
+    `stages` must be in order and complete: each comes after all of its inputs. The artifact of a stage that asks the
+    registry is the newest one that was made from these inputs. ConfigError if a local file is missing.
     """
     ids: dict[str, ArtifactId] = {}
     for stage in stages:
@@ -29,6 +30,7 @@ def fingerprints_of(stages: Sequence[Stage], workspace: WorkspaceConfig) -> dict
 def _newest_made_from(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> ArtifactId | None:
     """Return the newest artifact with the job's settings and these inputs, whatever the registry added to them."""
     wanted = {(role, own.kind, own.fingerprint) for role, own in inputs.items()}
+    # Settings that are filled in from the registry when the stage runs are empty here, and not compared.
     settings = {key: value for key, value in result_settings(job).items() if value}
     found = []
     for folder in open_store(workspace).folders(job.kind):
@@ -38,6 +40,7 @@ def _newest_made_from(job: Job, inputs: Mapping[str, ArtifactId], workspace: Wor
             continue  # damaged: a run makes it again
         made_from = {(record.role, record.kind, record.fingerprint) for record in manifest.inputs}
         is_same = all(manifest.result_config.get(key) == value for key, value in settings.items())
+        # A subset, and not equality: the run may have added the champion's scores to the inputs.
         if is_same and wanted <= made_from and manifest.code_version == job.code_version:
             found.append((manifest.created_at, manifest.fingerprint))
     return ArtifactId(kind=job.kind, fingerprint=max(found)[1]) if found else None
@@ -53,6 +56,7 @@ def input_records(job: Job, inputs: Mapping[str, ArtifactId], workspace: Workspa
     """Return all inputs by role: the artifacts, sorted by role, then the local files and Hub repositories that the job
     names."""
     cache = workspace_root(workspace) / "file_hashes.json"
+    # The order of inputs is part of a fingerprint, and their roles are not: sorted, it follows from the roles alone.
     artifacts = [InputRecord(kind=i.kind, fingerprint=i.fingerprint, role=role) for role, i in sorted(inputs.items())]
     files = [InputRecord(role=path, **file_ref(path, cache=cache).model_dump()) for path in job.files()]
     repos = [InputRecord(kind="hub", fingerprint=use.revision, role=use.repo) for use in job.repos()]

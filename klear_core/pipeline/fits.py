@@ -27,6 +27,7 @@ MARGIN_SHARE, MARGIN_GB = 0.06, 1.5
 """Margin on top of what torch allocates: 6 % of the peak for fragmentation of its allocator, and 1.5 GB for the CUDA
 context and the buffers of cuBLAS and NCCL. Ours; not measured on a GPU."""
 _MOST_WORKERS = 64
+"""Most GPUs that are advised."""
 _MOST_OF_A_GPU = 0.9
 """Largest gpu_memory_utilization that is advised; vLLM's default."""
 _OFFLOADED: dict[str, int] = {"cpu_offload": True, "activation_checkpointing": True}
@@ -73,6 +74,7 @@ def gpu_memory_here() -> float | None:
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        # nvidia-smi counts in MiB, all settings in gigabytes of 1e9 bytes.
         return min(float(line) for line in listed.stdout.splitlines()) * (1 << 20) / 1e9
     except (OSError, ValueError, subprocess.SubprocessError):
         return None  # no GPU, or none that tells
@@ -117,6 +119,7 @@ def _remedy(training: SftConfig | RlConfig, size: ModelSize, gpu_gb: float) -> s
             "activation_checkpointing": checkpointing,
             "context_parallel": context,
             "num_workers": num_workers,
+            # Less would save nothing: a longer row is a micro-batch of its own.
             "tokens_per_microbatch": min(now.tokens_per_microbatch, _longest_row(training)),
         }
         runtime = now.model_copy(update=changes)
@@ -166,7 +169,9 @@ def _engine_problems(use: EngineUse, size: ModelSize, hardware: HardwareConfig) 
 def _engine_remedy(engine: VllmEngineConfig, size: ModelSize, hardware: HardwareConfig, *, longest: int) -> str:
     """Return a setting of the engine with which one answer fits, as in a TOML file; empty if there is none."""
     cache_mb = engine.runtime.kv_cache_mb
+    # What costs least comes first: a larger cache, then a larger share of the GPU, then more GPUs.
     if cache_mb is not None:
+        # The tokens that 1 GB holds tell how much a single answer needs.
         of_1_gb = engine_fit(size, _with(engine, kv_cache_mb=1000), hardware, longest=longest).cache_tokens
         cache_mb = math.ceil(1000 * longest / max(of_1_gb, 1))
         if _holds_an_answer(_with(engine, kv_cache_mb=cache_mb), size, hardware, longest):
@@ -221,7 +226,7 @@ def _shared_problems(stage: Stage, rl: RlConfig, size: ModelSize, hardware: Hard
 
 
 def _resident_gb(rl: RlConfig, size: ModelSize) -> float:
-    # While the engine samples there are no gradients: weights and both moments of Adam, 12 bytes per weight.
+    """Return what the learner keeps on the GPU while the engine samples: weights and moments, but no gradients."""
     return with_margin_gb(resident_bytes(size, learner_load(rl)))
 
 
@@ -235,6 +240,7 @@ def _room_for_both(rl: RlConfig, size: ModelSize, hardware: HardwareConfig, *, s
     """Return settings of the learner that leave room for the engine: the fewest ranks, and offloading."""
     now, engine = rl.runtime, rl.rollout.engine
     assert isinstance(engine, VllmEngineConfig), engine
+    # More ranks hold smaller shards of the weights and moments; offloading keeps none of them on the GPU.
     share = engine.runtime.gpu_memory_utilization
     more_ranks = [{"num_workers": n} for n in _powers(_MOST_WORKERS) if n > now.num_workers]
     found = []

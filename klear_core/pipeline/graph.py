@@ -40,6 +40,7 @@ def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
         stages.append(_stage(f"evaluate_{model}", EvaluateJob.of(config), inputs, section="evaluate"))
     if config.promote:
         stages.append(_stage("promote", PromoteJob.of(config), _promote_inputs(models)))
+    # The report takes every stage as an input, so that its fingerprint changes with any of them.
     everything = {stage.name: stage.name for stage in stages}
     return (*stages, _stage("report", ReportJob.of(config), everything))
 
@@ -107,6 +108,7 @@ def _scored_models(config: PipelineConfig, stages: Sequence[Stage]) -> list[str]
 def _makers(config: PipelineConfig) -> list[Stage]:
     """Return the stages that make problems, traces and models, as if nothing were given. A new stage is added here."""
     problems = "tag" if config.tag else "curate"
+    # Given problems of RL alone also need this stage here: `_with_given` then puts them in its place.
     own_problems = config.curate_rl or (config.curate if config.given.curate_rl else None)
     problems_of_rl = "curate_rl" if own_problems else problems
     base = _stage("base", BaseJob.of(config), {}, label="Base")
@@ -185,6 +187,7 @@ def select_stages(
         raise ConfigError("only runs a single stage, and cannot be combined with from or until")
     names = [s.name for s in stages]
     chosen = _indices(stages, only) if only else list(range(len(names)))
+    # A kind stands for several stages: from the first of them, and until the last.
     first = min(_indices(stages, from_)) if from_ else 0
     last = max(_indices(stages, until)) if until else len(names) - 1
     if first > last:
@@ -209,6 +212,7 @@ def with_inputs(stages: Sequence[Stage], names: Collection[str]) -> tuple[Stage,
 def downstream_of(stages: Sequence[Stage], which: str) -> tuple[str, ...]:
     """Return the names of a stage (or all of a kind) and of everything made from it, in order."""
     found = {stages[i].name for i in _indices(stages, which)}
+    # Stages come after their inputs, so one pass finds what is made from what was found.
     for stage in stages:
         if found & set(stage.inputs.values()):
             found.add(stage.name)
@@ -231,8 +235,10 @@ def stages_again(stages: Sequence[Stage], rerun_from: str | None, chosen: Collec
 
 
 def _indices(stages: Sequence[Stage], which: str) -> list[int]:
+    """Return the places of the stage of this name, or of all stages of this kind. ConfigError if there is neither."""
     names = [stage.name for stage in stages]
     kinds = [stage.kind for stage in stages]
+    # A name has priority over a kind: `rl` means math RL, although `rl_code` is of the kind `rl`, too.
     if which in names:
         return [names.index(which)]
     if which not in kinds:

@@ -11,7 +11,8 @@ from klear_core.errors import ConfigError
 from klear_core.hf_config import HfConfig, read_hf_config
 
 _BYTE_VOCAB = 320
-"""Vocabulary of the tiny model's byte-level tokenizer, padded."""
+"""Vocabulary of the tiny model's tokenizer: 256 bytes and 5 special tokens, padded to a multiple of 64
+(`prompts.padded_vocab_size`; building the tokenizer here would load transformers)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

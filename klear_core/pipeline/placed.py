@@ -96,10 +96,11 @@ def place_training(training: SftConfig | RlConfig, size: ModelSize | None, nodes
     num_gpus = sum(node.num_gpus for node in nodes)
     if isinstance(training, SftConfig):
         runs_on_gpus = training.runtime.device == "cuda" or (training.runtime.device == "auto" and num_gpus > 0)
+        # The last argument is the GPUs of a rank: a whole one, or none.
         return Placement(ranks=tuple(place_ranks(Room.of(nodes), training.runtime, float(runs_on_gpus))))
     runtime, engine = training.runtime, training.rollout.engine
     gpus = plan_gpus(runtime, engine, num_gpus)
-    is_direct(runtime, engine, gpus)
+    is_direct(runtime, engine, gpus)  # for the error that it raises
     if size is not None:
         check_tensor_parallel(engine, size.num_heads)
     return place_rl(runtime, engine, gpus, nodes)

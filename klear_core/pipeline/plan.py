@@ -49,7 +49,8 @@ def plan_stages(
     """Return which of the chosen stages (None: all) a run would reuse, which it would run, and why. Runs nothing.
 
     `again` names stages that the user asked to build again. Artifacts are compared with their manifests by name and
-    size, or byte by byte if `checked_by` says so.
+    size, so that a plan takes seconds, or byte by byte if `checked_by` says so; a run does as
+    `workspace.check_artifacts` says.
     """
     stages = stages_of(config)
     names = [stage.name for stage in stages if chosen is None or stage.name in chosen]
@@ -83,6 +84,7 @@ def _plan_one(
         why = "goes on from an unfinished attempt"
     else:
         records = input_records(stage.job, {role: ids[name] for role, name in stage.inputs.items()}, workspace)
+        # Of this stage, and not of all of its kind: `evaluate_sft` differs from every `evaluate_rl` by its model.
         why = _why(stage, records, [m for m in _manifests(store, stage.kind) if m.stage == stage.name])
     return StagePlan(stage=stage.name, kind=own.kind, fingerprint=own.fingerprint, action=action, why=why)
 

@@ -70,6 +70,7 @@ def problems_with(
     teachers' API keys by Prefect block; None leaves those unchecked.
     """
     work = replace(PendingWork.of(config, chosen, again), keys=keys)
+    # Several stages may lack the same thing, such as the base model: it is said once.
     return list(dict.fromkeys(problem for check in _CHECKS for problem in check(work)))
 
 
@@ -109,6 +110,7 @@ def _teacher_problems(work: PendingWork) -> Iterator[str]:
         unmade = [name for name in blocks if work.keys is not None and name not in work.keys]
         for name in unmade:
             yield f"{key}.api_key_block = {name!r}: Prefect has no such block; {MAKE_BLOCK}"
+        # A request to an endpoint needs its key.
         if missing or unmade or (blocks and work.keys is None):
             continue
         from klear_core.distill.http import check_endpoints
@@ -119,6 +121,7 @@ def _teacher_problems(work: PendingWork) -> Iterator[str]:
 def _workspace_problems(work: PendingWork) -> Iterator[str]:
     where = work.config.workspace.root
     root = Path(where).expanduser().absolute()
+    # The workspace is made by the run: until then the nearest folder above it tells disk and permissions.
     existing = next(p for p in (root, *root.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         yield f"workspace.root = {where!r}: {existing} is not a folder that can be written to"
@@ -129,6 +132,7 @@ def _workspace_problems(work: PendingWork) -> Iterator[str]:
         yield problem
 
 
+# In the order of the messages: inputs and data first, then models and settings, then this machine.
 _CHECKS = (
     _input_problems,
     file_problems,

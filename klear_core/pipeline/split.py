@@ -17,6 +17,7 @@ from klear_core.pipeline.memory import learner_load, learner_peak
 from klear_core.pipeline.model_size import ModelSize
 
 _DRAWS = 4000
+"""Simulated answers from which mean lengths are taken."""
 _CACHE_USED = 0.9
 """Share of the cache that requests fill on average: when long answers come together, it overflows. From
 `klear bench rollout_scale`, where more are preempted."""
@@ -57,6 +58,7 @@ def estimate_split(rl: RlConfig, size: ModelSize, hardware: HardwareConfig) -> S
     if not isinstance(engine, VllmEngineConfig) or rl.dtype != "bfloat16" or shared or known.gpu_memory_gb is None:
         return None
     longest = rl.rollout.sampling.max_new_tokens
+    # A fixed seed, so that a plan says the same each time.
     lengths = draw_lengths(random.Random(0), _DRAWS, longest=longest)  # noqa: S311
     mean = sum(lengths) / _DRAWS
     # Long answers are more often in flight than short ones, and half done on average.
@@ -98,6 +100,7 @@ def _splits(rl: RlConfig, engine: VllmEngineConfig, size: ModelSize, gpu_gb: flo
     """Yield engines and learner ranks for as many GPUs as now, as far as the learner fits."""
     runtime, tensor_parallel = rl.runtime, engine.runtime.tensor_parallel
     num_gpus = runtime.num_workers + runtime.num_rollout_actors * tensor_parallel
+    # Learner ranks form whole context-parallel groups; what is left must hold at least one engine.
     for num_workers in range(runtime.context_parallel, num_gpus, runtime.context_parallel):
         num_engines = (num_gpus - num_workers) // tensor_parallel
         changed = rl.model_copy(update={"runtime": runtime.model_copy(update={"num_workers": num_workers})})
