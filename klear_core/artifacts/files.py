@@ -49,6 +49,7 @@ def content_digest(path: Path, *, cache: Path | None = None) -> str:
     hashes by path, size, inode and both time stamps, as git's index does: a 16 GB model is read once, not at every
     plan. ConfigError if there is nothing at `path`.
     """
+    # Names count relative to the folder, and that of a single file not at all: content that is moved stays the same.
     if path.is_file():
         text = _cached_hashes([path], cache)[0]
     elif path.is_dir():
@@ -103,6 +104,7 @@ def file_lock(path: Path, *, on_wait: Callable[[str], None], notify_after_s: flo
     `on_wait` is called once, after `notify_after_s` of waiting, with the holder's note (process, machine, since when).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Without O_TRUNC: the file has the note of its present holder, which a process that waits shows.
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     _held_locks.add(fd)
     try:
@@ -130,6 +132,7 @@ class DiskErrors:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Translate an error caused by a full disk; let any other through."""
+        # A block within this one may have translated it already.
         if error is None or isinstance(error, ResourceError) or not _says_disk_full(error):
             return
         usage = shutil.disk_usage(next(p for p in (self.path, *self.path.parents) if p.exists()))
@@ -178,6 +181,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _is_hidden(relative: Path) -> bool:
+    # Tools leave hidden files beside the content, such as `.cache` of `hf download --local-dir`.
     return any(part.startswith(".") for part in relative.parts)
 
 
@@ -207,5 +211,6 @@ def _cached_hashes(files: Sequence[Path], cache: Path | None) -> list[str]:
 
 
 def _stat_key(path: Path) -> str:
+    """Return a key that changes whenever the file may have been written or replaced."""
     s = path.stat()
     return f"{path.resolve()}|{s.st_size}|{s.st_ino}|{s.st_mtime_ns}|{s.st_ctime_ns}"

@@ -56,6 +56,7 @@ class Home:
 
     def _own_workdir(self, relative: Path) -> Path:
         root = self._root_here()
+        # Code on this node that is only given the folder finds the store by this file, as on the driver's.
         if shared_url(root) != self.url:
             write_shared(root, self.url)
         workdir = root / relative
@@ -91,7 +92,7 @@ def send_results(home: Home | None, workdir: Path, names: Sequence[str]) -> tupl
     for file in files:
         size, name = file.stat().st_size, file.relative_to(workdir).as_posix()
         records.append(FileRecord(path=name, size=size, sha256=sha256_of(file)))
-        made_progress(f"checksum of {name}")
+        made_progress(f"checksum of {name}")  # else the driver may take the rank for stuck
     home.store_here().upload(records, workdir)
     return tuple(records)
 
@@ -107,6 +108,7 @@ def fetch_results(home: Home | None, files: Sequence[FileRecord], workdir: Path)
     shutil.rmtree(incoming, ignore_errors=True)
     cache = ObjectStore(home.root, home.url).cache
     for name, records in by_name.items():
+        # A process that shares the driver's disk has written it right here.
         if not (workdir / name).exists():
             cache.fetch(records, incoming)
             (incoming / name).rename(workdir / name)

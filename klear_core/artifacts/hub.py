@@ -114,6 +114,7 @@ def fetch(repo: HubFiles, names: Sequence[str], progress: Progress | None = None
             revision=repo.revision,
             cache_dir=repo.runtime.cache_dir or None,
             endpoint=repo.runtime.endpoint or None,
+            # These are patterns for huggingface_hub, and a name may have a `[` in it.
             allow_patterns=[glob.escape(name) for name in names],
             tqdm_class=_bar_for(progress),
         )

@@ -68,6 +68,7 @@ def _take(bucket: Bucket, key: str, times: LeaseTimes, node: str, on_wait: Calla
         content = bucket.read(terms[-1]) if terms else _RELEASED
         if content is None:
             continue  # deleted by its successor between the two requests
+        # Every heartbeat changes the content, because it has a random part.
         if content != seen:
             seen, seen_at = content, time.monotonic()
         is_over = seen == _RELEASED or _note(seen).get("node") == node
@@ -85,7 +86,7 @@ def _take(bucket: Bucket, key: str, times: LeaseTimes, node: str, on_wait: Calla
 def _next_term(bucket: Bucket, key: str, terms: list[str], node: str) -> str:
     """Create the term after the last one; returns its key, empty if another node was faster."""
     number = int(terms[-1].rpartition("/")[2]) + 1 if terms else 1
-    term = f"{key}/{number:09d}"
+    term = f"{key}/{number:09d}"  # with zeros, so that keys sort as their numbers do
     if not bucket.create(term, _beat(node)):
         return ""
     for old in terms[:-1]:  # the last one stays until the next takeover: a slow watcher may still compare with it

@@ -25,6 +25,7 @@ from klear_core.errors import ArtifactError
 
 MANIFEST = "manifest.json"
 MANIFEST_SUM = "manifest.json.sha256"
+"""File with the checksum of the manifest; the manifest has those of all other files."""
 POINTER = "model.json"
 """File of a model's artifact that only points to a folder of this machine."""
 
@@ -99,6 +100,7 @@ def fingerprint(kind: str, version: int, settings: Settings, inputs: Sequence[Ar
 
     `runtime` settings do not count; the order of inputs does.
     """
+    # The roles of inputs are left out: that of a file is its path, and the same content may be elsewhere.
     recipe = {
         "kind": kind,
         "version": version,

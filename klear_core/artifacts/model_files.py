@@ -93,6 +93,7 @@ def model_files(names: Collection[str], *, at: str) -> list[str]:
         others = sorted(name for name in names if name.endswith((".bin", ".pth", ".pt", ".gguf", ".safetensors")))
         there = f"there are {', '.join(others[:4])}; convert them with transformers" if others else "there are none"
         raise ConfigError(f"{at}: no {WEIGHTS} and no shards model-*.safetensors there; weights: {there}")
+    # Loaders find the shard of a weight by the index.
     if weights != [WEIGHTS]:
         if WEIGHTS_INDEX not in names:
             raise ConfigError(f"{at}: has {len(weights)} shards of weights and no {WEIGHTS_INDEX}")
@@ -117,7 +118,7 @@ def check_model(model: PublishedModel) -> None:
     """
     if isinstance(model, HubModelConfig) and not is_here(model):
         repo = repo_of(model)
-        _published(repo)
+        _published(repo)  # for its errors: no such repository, or files missing in it
         fetch_small(repo)
         check_architecture(repo.folder)
         check_model_type(repo.folder)

@@ -69,7 +69,7 @@ class ObjectCache:
             os.utime(marker)
             if marker not in _in_use:
                 fd = os.open(marker, os.O_RDWR)
-                fcntl.flock(fd, fcntl.LOCK_SH)
+                fcntl.flock(fd, fcntl.LOCK_SH)  # shared by all that use it; an eviction takes it alone
                 _in_use[marker] = fd
         except FileNotFoundError:
             return  # built here: never evicted; or evicted by another process just now
@@ -98,6 +98,7 @@ class ObjectCache:
             # a cached file may have been altered through one of its links
             if not cached.exists() or cached.stat().st_size != file.size or sha256_of(cached) != file.sha256:
                 self._download(file, cached)
+            # Within the lock: an object without other links may be evicted at any time.
             os.link(cached, target)
 
     def _download(self, file: FileRecord, cached: Path) -> None:
@@ -134,6 +135,8 @@ class ObjectCache:
         except BlockingIOError:
             return False
         else:
+            # The marker is deleted under its lock: a process that waits for it in `mark_used` then finds the folder
+            # gone, and fetches the artifact again.
             kind, _, fingerprint = marker.name.rpartition("-")
             shutil.rmtree(self.root / kind / fingerprint, ignore_errors=True)
             marker.unlink(missing_ok=True)
@@ -155,6 +158,7 @@ class ObjectCache:
         return sum(_size(path) for path in (self.root / ".objects").glob("*/*")) / 1e9
 
     def _object_lock(self, sha256: str) -> AbstractContextManager[None]:
+        # One lock for many objects: lock files are never deleted, so there must not be one for each.
         return file_lock(self.root / ".locks" / f"object-{sha256[:2]}", on_wait=_log_wait)
 
     def _marker(self, folder: Path) -> Path:

@@ -164,10 +164,12 @@ class ObjectStore(LocalStore):
                     yield slot
                     return
                 work = self._work(kind, fingerprint)
+                # The work of another node is continued, and so is its count of attempts.
                 slot.attempt = work.restore(slot.attempt)
                 (slot.workdir.parent / ATTEMPTS).write_text(str(slot.attempt))
                 with work.kept(self._share_work_s):
                     yield slot
+                # Without an artifact, the copy stays for the next attempt, on this node or another.
                 if slot.ref is not None:
                     work.clear()
 
@@ -184,6 +186,7 @@ class ObjectStore(LocalStore):
             self._upload(manifest, folder)
             self.bucket.write(pointer_key(ref.kind, ref.fingerprint), seal)
             return ref
+        # The seal comes last, so what it names is complete. If another node was first, its artifact is used here too.
         self._upload(manifest, folder)
         self.bucket.create(seal_key(ref.kind, ref.fingerprint), seal)
         sealed = self.find(ref.kind, ref.fingerprint)
@@ -195,6 +198,7 @@ class ObjectStore(LocalStore):
         key = seal_key(kind, fingerprint)
         seal = self.bucket.read(key)
         if seal is not None:
+            # In this order: a process that is killed in between leaves the artifact as it was.
             self.bucket.write(f"{aside_keys(kind, fingerprint)}{why}-{time.time_ns()}", seal)
             self.bucket.delete(key)
         self._work(kind, fingerprint).clear()
@@ -216,6 +220,7 @@ class ObjectStore(LocalStore):
 
     def fetch_given(self, own: ArtifactId) -> Path:
         """Return a folder of this node with a model that is given on another; ArtifactError if the store lacks it."""
+        # Not in the artifact's own folder: there a pointer counts as a model of this machine (`_is_pointer`).
         folder = self.root / ".given" / own.kind / own.fingerprint
         found = manifest_in_store(self.bucket, own)
         if found is None or found[0].given is None:
@@ -284,6 +289,7 @@ class ObjectStore(LocalStore):
         manifest, content = sealed_manifest(self.bucket, kind, fingerprint, seal, place)
         fetch_lineage(self.bucket, self.root, manifest, set())
         started = time.monotonic()
+        # Each process fetches into a folder of its own; the first to finish renames it to the artifact's place.
         partial = self.root / ".fetching" / f"{kind}-{fingerprint}-{time.time_ns()}"
         partial.mkdir(parents=True)
         try:

@@ -37,6 +37,7 @@ def shared_url(root: Path) -> str:
 def write_shared(root: Path, url: str) -> None:
     """Remember the URL of the shared store for code that is only given a folder."""
     root.mkdir(parents=True, exist_ok=True)
+    # By a rename, because other processes may read the file at any time.
     temporary = root / f"{SHARED}.{os.getpid()}"
     temporary.write_text(url)
     temporary.replace(root / SHARED)

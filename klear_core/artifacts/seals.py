@@ -41,7 +41,10 @@ def aside_keys(kind: str, fingerprint: str) -> str:
 
 
 def has_seal(folder: Path, seal: bytes) -> bool:
-    """Return whether the artifact in this folder is the one that was sealed."""
+    """Return whether the artifact in this folder is the one that was sealed.
+
+    The seal is a copy of the manifest's checksum file; its first word is the checksum.
+    """
     try:
         return (folder / MANIFEST_SUM).read_bytes().split()[:1] == seal.split()[:1]
     except FileNotFoundError:
@@ -67,6 +70,7 @@ def sealed_manifest(bucket: Bucket, kind: str, fingerprint: str, seal: bytes, pl
 
 def manifest_in_store(bucket: Bucket, record: ArtifactId) -> tuple[Manifest, bytes, bytes] | None:
     """Return the manifest of an artifact or of a pointer to a model, parsed and as it is, and its seal."""
+    # A model that is given by its folder has no seal, only the pointer of the node that has the folder.
     for key in (seal_key(record.kind, record.fingerprint), pointer_key(record.kind, record.fingerprint)):
         seal = bucket.read(key)
         if seal is not None:
@@ -88,6 +92,7 @@ def fetch_lineage(bucket: Bucket, root: Path, manifest: Manifest, seen: set[Path
         try:
             found = manifest_in_store(bucket, record)
         except ArtifactError as e:
+            # The artifact itself is whole. Whoever follows the lineage finds this ancestor missing.
             log.warning("%s %s, from which an artifact was made, is damaged: %s", record.kind, record.fingerprint, e)
             continue
         if found is None:

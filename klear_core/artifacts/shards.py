@@ -39,6 +39,7 @@ def plan_shards(
     earlier = [*folder.glob(f"{prefix}?????-of-?????.parquet")]
     if begun is not None:
         earlier += begun.glob("?????-of-?????.*")
+    # The names of shards tell their number.
     count = int(earlier[0].stem.rpartition("-of-")[2]) if earlier else -(-len(items) // items_per_shard)
     return [
         Shard(

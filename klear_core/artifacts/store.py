@@ -62,7 +62,7 @@ class LocalSlot:
         target.parent.mkdir(parents=True, exist_ok=True)
         self.workdir.rename(target)
         sync_path(target.parent)
-        shutil.rmtree(self.workdir.parent)
+        shutil.rmtree(self.workdir.parent)  # the number of attempts, which the manifest has now
         self.ref = self.store.seal(_ref_of(manifest, target))
         return self.ref
 
@@ -132,6 +132,7 @@ class LocalStore:
 
     def folders(self, kind: str = "*") -> list[Path]:
         """Return the folders of all finished artifacts, or of one kind."""
+        # `*` also matches `.aside`, whose folders have manifests as well.
         return sorted(
             f.parent for f in self.root.glob(f"{kind}/*/{MANIFEST}") if not f.parent.parent.name.startswith(".")
         )
@@ -215,6 +216,7 @@ def _begin_attempt(building: Path) -> int:
     """Count this attempt, and create the working folder if it is missing."""
     (building / "work").mkdir(parents=True, exist_ok=True)
     counter = building / ATTEMPTS
+    # Empty if the process that wrote it was killed.
     attempt = int(counter.read_text() or 0) + 1 if counter.exists() else 1
     counter.write_text(str(attempt))
     return attempt

@@ -61,6 +61,7 @@ class StoredTestsWriter:
             return reference
         tests = reference.tests
         if isinstance(tests, StoredTests):
+            # Copied as they are: the digest is that of the packed bytes.
             handle = dataclasses.replace(tests, path=self._name, offset=self._append(_packed(tests)))
             return dataclasses.replace(reference, tests=handle)
         content = _KINDS[reference.test_kind].dump_json(tests)
@@ -124,6 +125,7 @@ def located(reference: object, folder: Path) -> object:
     """Return a reference's JSON with the full path of its stored tests, which are in `folder`."""
     match reference:
         case {"tests": {"path": str(name), **handle}, **rest}:
+            # An artifact may come from elsewhere; no record of it may make a judge read files of this machine.
             if Path(name).name != name:
                 raise ArtifactError(f"{folder}: a record names a tests file outside of its folder: {name!r}")
             return {"tests": {"path": str(folder.absolute() / name), **handle}, **rest}

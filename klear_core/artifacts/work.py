@@ -27,7 +27,8 @@ _INDEX = "index"
 _MARKER = "shared"
 """File beside a working folder; it exists once an index of the folder was written or fetched."""
 _BEGAN = "began"
-"""File beside a working folder, touched when a pass begins: older files are complete."""
+"""File beside a working folder, touched when a pass begins: older files are complete. It gives the time by the clock
+of the file system, which also stamps the other files; that of this machine may be another."""
 _SENT_SCRATCH = "shown"
 """The only scratch folder that is sent: answers of earlier RL steps, which no input or checkpoint can restore."""
 _NOT_SENT = ("model", "adapter", "optimizer", "state", "unfinished")
@@ -67,6 +68,7 @@ class WorkCopy:
                 self._empty()
             return attempt
         index = json.loads(content)
+        # No other node has worked on it since this one sent its work, so the folder here is at least as new.
         if index["node"] == self._node and self._marker.exists():
             return attempt
         self._empty()
@@ -122,6 +124,7 @@ class WorkCopy:
         index = {"node": self._node, "attempt": self._attempt, "files": files}
         self._bucket.write(f"{self._keys}/{_INDEX}", json.dumps(index).encode())
         self._marker.touch()
+        # Only now: until the new index is there, the former one needs the old files.
         needed = {seen.sha256 for seen in found.values()}
         for sha256 in {seen.sha256 for seen in self._seen.values()} - needed:
             self._bucket.delete(self._file_key(sha256))
