@@ -177,7 +177,9 @@ def test_rl_on_prompts_that_cannot_be_judged_is_found_before_it_starts(tmp_path:
     found = [problem for problem in problems_with(config) if "no answer could be judged" in problem]
     assert [problem.split(":")[0] for problem in found] == ["rl"]
     tagged = profile(tmp_path, f'curate.sources=["{path}"]', "tag={}", "tag_rl={}")
-    assert any(problem.startswith("rl: ") and "no answer could be judged" in problem for problem in problems_with(tagged))
+    assert any(
+        problem.startswith("rl: ") and "no answer could be judged" in problem for problem in problems_with(tagged)
+    )
     judged = profile(tmp_path, f'curate.sources=["{path}", {{kind="procedural"}}]')
     assert not [problem for problem in problems_with(judged) if "no answer could be judged" in problem]
 
