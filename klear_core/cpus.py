@@ -15,6 +15,7 @@ def usable_cpus() -> int:
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     quota = cgroup_quota()
+    # Rounded down: threads beyond the quota would all be stopped for a part of the time.
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 

@@ -48,6 +48,7 @@ class MetricsFile:
         """Delete rows at or after `step`: a stage resumes from a checkpoint older than its last log line."""
         if not self.path.exists():
             return
+        # A half-written line, whose step is -1, goes as well: the next row would continue it.
         kept = [line for line in self.path.read_text().splitlines() if -1 < _step_of(line) < step]
         beside = self.path.with_suffix(".tmp")
         beside.write_text("".join(f"{line}\n" for line in kept))

@@ -53,6 +53,7 @@ def render_prompt(tokenizer: Tokenizer, question: str) -> tuple[int, ...]:
 
     No system prompt, nothing added (the paper's protocol, section 4.1).
     """
+    # The template writes the special tokens itself; a tokenizer that adds a BOS would put a second one there.
     return tuple(tokenizer.encode(prompt_text(tokenizer, question), add_special_tokens=False))
 
 
@@ -135,6 +136,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         turn_end = _turn_end(tokenizer)
     except ConfigError as e:
         raise ConfigError(f"{folder}: {e}") from e
+    # Padding takes the declared eos before that is replaced, so that it is not the token that ends a turn.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or turn_end
     tokenizer.eos_token = turn_end

@@ -90,6 +90,7 @@ class Connection:
                 self.mark_unreachable(str(e))
                 return
             except Refused as e:
+                # It is dropped below, because it would be refused each time.
                 log.warning("MLflow rejected the record of %s: %s", record.stage or record.run_name, e)
             self.undelivered.forget(record)
 
@@ -144,12 +145,13 @@ class StageRun:
         )
 
     def start(self) -> None:
-        """Try once to open the run, then start the sending thread."""
+        """Try once to open the run, so that a refusal is known on return; then start the sending thread."""
         self.flush()
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Queue the metrics of one step; the thread sends the queue about every second."""
+        # The file has every row, so that the queue can be dropped and read again from there.
         if len(self._points) >= self._limits.max_points:
             self._points.clear()
             self._must_reread_file = True
@@ -158,6 +160,7 @@ class StageRun:
 
     def flush(self) -> None:
         """Try once to send the queue; do nothing shortly after a failure."""
+        # The thread may be in a request that MLflow does not answer; the stage does not wait for it without end.
         if self._sending.acquire(timeout=self._limits.close_timeout_s):
             try:
                 self._send()
@@ -269,7 +272,7 @@ def _catch_up(backend: Backend, run: OpenRun, metrics_file: Path) -> None:
         metrics_of_steps.append(metrics)
     # Rows of other metrics are sent in an order of their own: a point of a curve comes some steps late.
     sent = {name: backend.last_step(run.run_id, name) for name in _covering_names(metrics_of_steps)}
-    at_ms = now_ms()
+    at_ms = now_ms()  # the file has steps and no times
     points: list[MetricPoint] = []
     for step, metrics in zip(steps, metrics_of_steps, strict=True):
         last = next((sent[name] for name in sent if name in metrics), None)

@@ -43,6 +43,7 @@ def open_compute(engine: LocalEngineConfig, runtime: EnginesRuntime, model: Path
             start = partial(start_with_endpoints, runtime=runtime, key=section, num_here=plan.num_engines)
             yield Compute(section=section, start_sampler=start)
             return
+    # `auto` is as many as the GPUs hold, which is known once Ray runs; it must have CPUs for one engine at least.
     num_engines = 1 if runtime.num_engines == "auto" else runtime.num_engines
     with ray_session(Needs(num_cpus=max(1, num_engines * runtime.num_threads), object_store_bytes=_STORE_BYTES)):
         from klear_core.cluster.engine_pool import start_pool
@@ -82,6 +83,7 @@ def scorer_beside(
     assert job.scorer is not None
     num_params = read_hf_config(folder).num_params
     plan = plan_scorer(job.scorer.engine, runtime, ray_nodes(), num_params, key="sft")
+    # On the CPU. Its `device = "auto"` must not find the GPUs, which belong to the ranks.
     if plan.gpus_per_engine == 0:
         return process_scorer(job, folder, seed=seed, hides_gpus=True)
     from klear_core.cluster.model_scorer import ray_scorer

@@ -19,7 +19,7 @@ class Latest(Generic[T]):
     def __init__(self, deliver: Callable[[T], None], *, every_s: float) -> None:
         """Deliver at most every `every_s`, in the caller's context; log an error and retry with the newest value."""
         self._deliver, self._every_s = deliver, every_s
-        self._waiting: list[T] = []
+        self._waiting: list[T] = []  # one value at most; not `T | None`, because None may be a value
         self._is_closed = False
         self._changed = threading.Condition()
         context = contextvars.copy_context()  # Prefect's settings are context variables

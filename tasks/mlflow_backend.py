@@ -33,6 +33,7 @@ REQUEST_TIMEOUT_S = 10
 TRACKING_VARIABLE = "MLFLOW_TRACKING_URI"
 """Environment variable with the address of the user's server."""
 _PARAMS_A_REQUEST = 100
+"""MLflow's limit of params in a request."""
 _DIGEST_CHARS = 36
 """MLflow's limit of a data set's digest, in characters; its source has the complete fingerprint."""
 _ENDED: tuple[RunStatus, ...] = ("FINISHED", "FAILED", "KILLED")
@@ -80,6 +81,7 @@ class MlflowBackend:
 
     def open(self, record: TrackedRun) -> OpenRun:
         """Open the stage's run and its parent, or reopen existing ones, and log parameters and inputs."""
+        # Under a lock, because MLflow has no "create unless it exists": two processes would each make the parent run.
         with translated(), file_lock(self._lock, on_wait=lambda who: log.info("waiting for MLflow: %s", who)):
             experiment_id = self._experiment()
             parent, parent_ended = self._parent(record, experiment_id)
@@ -112,6 +114,7 @@ class MlflowBackend:
         """Record the result: counts on both runs, scores on the parent, the model's URI or the report file."""
         ref = record.ref
         assert ref is not None, "a stage that has not finished has no artifact"
+        # On the parent as well, whose row in the list of runs then shows what all stages made.
         counts = [
             MetricPoint(f"{record.stage}/counts/{name}", value, record.ended_ms, 0)
             for name, value in ref.counts.items()
@@ -168,6 +171,7 @@ class MlflowBackend:
         )
         if not hits:
             return self._client.create_run(experiment_id, run_name=name, tags={**tags, **more}), None
+        # An earlier attempt, or the same run before a retry, may have ended it.
         self._client.update_run(hits[0].info.run_id, status="RUNNING")
         return hits[0], next((status for status in _ENDED if status == hits[0].info.status), None)
 

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from tasks.task import Attempt
 
 FIRST_AFTER_S = 2.0
+"""Seconds of a stage without a progress artifact, so that short stages have none."""
 EVERY_S = 5.0
+"""Seconds between two updates of the artifact."""
 TIMEOUT_S = 2.0
+"""Seconds to wait for the answer to an update."""
 CLOSE_S = 5.0
 """Seconds to wait at a stage's end for the last state to reach the server."""
 

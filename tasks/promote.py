@@ -76,6 +76,7 @@ def withdrawn_elsewhere(model: Path, versions: Sequence[Version]) -> str:
     """Return why the same model was rolled back as another artifact, such as the one of its training; empty if it was
     not."""
     own = read_manifest(model)
+    # From the newest version: the latest rollback counts.
     for version in reversed(versions):
         folder = folder_of(version.promotion.model_uri)
         is_here = (folder / MANIFEST).is_file()
@@ -125,6 +126,7 @@ def _champion_scores(info: RunInfo, job: PromoteJob, inputs: Inputs) -> Artifact
     # At position 0, so that MLflow's list of runs still shows the score of the run's own last model.
     own = info.model_copy(update={"stage": "evaluate_champion", "position": 0})
     scores = {"model": model, "benchmarks": inputs["benchmarks"]}
+    # `fn`: as a part of this task, and not as one more task of the flow run.
     return evaluate.fn(own, EvaluateJob.of(job.runtime.config), scores)
 
 

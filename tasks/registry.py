@@ -186,7 +186,7 @@ class Registry:
         with self._errors():
             turn.check()
             self._client.set_registered_model_alias(self._name, ALIAS, str(number))
-            turn.check()
+            turn.check()  # again: if the request took too long, another process may have moved the alias meanwhile
 
     def _tag(self, number: int, tags: Mapping[str, str]) -> None:
         with self._errors():

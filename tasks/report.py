@@ -27,6 +27,7 @@ def report(info: RunInfo, job: ReportJob, inputs: Inputs) -> ArtifactRef:
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:  # noqa: ARG001  there is nothing to measure
         from klear_core.report.build import build_report
 
+        # The report is written in the working folder; its links must hold where the artifact will be.
         own = artifact_id(job, inputs, info.workspace)
         home = open_store(info.workspace).folder(own.kind, own.fingerprint)
         return build_report(report_inputs(info, job, inputs), workdir / job.page, home=home)

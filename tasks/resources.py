@@ -64,6 +64,7 @@ def needs_of(cfg: RlConfig, model: Path) -> Needs:
     wanted = _STORE_FLOOR_BYTES + _COPIES_OF_WEIGHTS * weights
     return Needs(
         num_cpus=runtime.num_workers * runtime.num_threads + runtime.num_rollout_actors * runtime.rollout_threads,
+        # Ray takes this memory from the machine's, of which learner and engines need the rest.
         object_store_bytes=min(wanted, psutil.virtual_memory().total // 2),
     )
 

@@ -56,6 +56,7 @@ def run_stage(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: 
         try:
             ref = _build(info, job, inputs, body, slot)
         except BaseException as e:
+            # With an artifact the stage itself is done: what failed is telling MLflow or Prefect about it.
             if slot.ref is None:
                 console().stage_failed(info.stage, e, this_attempt(e))
             raise
@@ -88,6 +89,7 @@ class StageTelemetry:
                 "%s: step %d: these metrics are left out because they are not finite: %s", self.stage, step, left_out
             )
         with self._lock:
+            # None: the first row of this attempt, before which an earlier attempt may have logged later steps.
             if self._last_step is None or step <= self._last_step:
                 self._file.rewind(step)
             self._last_step = step
@@ -113,7 +115,7 @@ class StageTelemetry:
 def _build(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: StageBody, slot: LocalSlot) -> ArtifactRef:
     started = time.monotonic()
     records = input_records(job, inputs, info.workspace)
-    metrics_file = slot.workdir / METRICS_FILE
+    metrics_file = slot.workdir / METRICS_FILE  # part of the artifact, and of what a later attempt continues
     with tracking.stage_run(info, job, slot.fingerprint, records, metrics_file) as run:
         summary = _run_body(body, slot.workdir, StageTelemetry(info.stage, metrics_file, run))
         run.flush()  # before the manifest, so that its note names only what MLflow still lacks

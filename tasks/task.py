@@ -24,6 +24,7 @@ Inputs = Mapping[str, ArtifactRef]
 StageTask = Task[[RunInfo, Any, Inputs], ArtifactRef]
 
 _FIRST_DELAY_S = 5.0
+"""Seconds before the first retry; each later delay is twice the one before it."""
 _OURS_OR_THE_USERS = (ValidationError, TypeError, AttributeError, NameError, AssertionError, ImportError)
 """Errors that a retry would repeat: wrong settings, or bugs."""
 

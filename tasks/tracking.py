@@ -70,6 +70,7 @@ def stage_run(
     )
     run = StageRun(_connection(info.workspace), record)
     run.start()
+    # Once a stage was accepted the credentials are right; a later refusal must not end a run that has cost hours.
     if run.refusal and (uri, info.run_id) not in _parents:
         raise ConfigError(f"MLflow at {server_name(uri)} refuses this run: {run.refusal}")
     try:
@@ -102,7 +103,7 @@ def end_pipeline(info: RunInfo, status: RunStatus) -> None:
         return
     undelivered.save(record)
     connection = _connection(info.workspace)
-    connection.allow_try()
+    connection.allow_try()  # the last chance of this run, however recent a failure is
     connection.deliver_waiting(
         current_run=info.run_id, except_stage=None
     )  # the stages' records, and then the run's own
