@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -48,7 +49,7 @@ class MetricsFile:
         """Delete rows at or after `step`: a stage resumes from a checkpoint older than its last log line."""
         if not self.path.exists():
             return
-        # A half-written line, whose step is -1, goes as well: the next row would continue it.
+        # A half-written line, whose step is -1, goes as well.
         kept = [line for line in self.path.read_text().splitlines() if -1 < _step_of(line) < step]
         beside = self.path.with_suffix(".tmp")
         beside.write_text("".join(f"{line}\n" for line in kept))
@@ -57,8 +58,13 @@ class MetricsFile:
     def append(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Append one row, without numbers that are not finite: JSON cannot express them."""
         row = {"step": step} | finite(metrics)
-        with self.path.open("a") as f:
-            f.write(json.dumps(row, allow_nan=False) + "\n")
+        with self.path.open("a+b") as f:  # reads anywhere, and writes at the end
+            if f.seek(0, os.SEEK_END) > 0:
+                f.seek(-1, os.SEEK_END)
+                # A full disk or a kill may have left a line without its end, which this row must not continue.
+                if f.read(1) != b"\n":
+                    f.write(b"\n")
+            f.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
 
 
 def skipped_note(num_skipped: int) -> str:

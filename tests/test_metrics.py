@@ -28,6 +28,16 @@ def test_a_half_written_last_line_is_skipped(tmp_path):
     assert f.path.read_text().count("\n") == 1
 
 
+def test_a_row_after_a_half_written_line_is_not_lost_with_it(tmp_path):
+    """A full disk may end in the middle of a line; a resumed stage may add to an old step before it logs a new one."""
+    f = MetricsFile(tmp_path / "m.jsonl")
+    f.append({"a/b/c": 1}, step=1)
+    with f.path.open("a") as out:
+        out.write('{"step": 2, "a/b')
+    f.append({"a/b/d": 3}, step=1)
+    assert read_metrics(f.path) == [{"step": 1, "a/b/c": 1}, {"step": 1, "a/b/d": 3}]
+
+
 def test_numbers_that_are_not_finite_are_left_out(tmp_path):
     f = MetricsFile(tmp_path / "m.jsonl")
     f.append({"a/b/c": math.nan, "a/b/d": 1.0, "a/b/e": -math.inf}, step=1)
