@@ -107,9 +107,11 @@ def check_architecture(folder: Path) -> None:
     depend on the batch.
     """
     path, config = folder / "config.json", read_hf_config(folder)
+    # A config without `architectures` is accepted: transformers chooses the class by `model_type`.
     classes = config.architectures or ()
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
         raise ConfigError(f"{path}: architectures = {list(classes)}; Klear trains causal language models, …ForCausalLM")
+    # A value that changes nothing is accepted: some configs state a scale of 1.
     neutral = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
     for key, value in neutral.items():
         found = getattr(config, key)
@@ -137,6 +139,7 @@ def check_model_type(folder: Path) -> None:
     assert found is not None, "transformers is a dependency"
     assert found.origin is not None, found
     models = Path(found.origin).parent / "models"
+    # Its folders are Python packages, whose names have no hyphens.
     if (models / model_type.replace("-", "_")).is_dir():
         return
     # some types are defined in the folder of another, such as gemma3_text in gemma3

@@ -30,7 +30,7 @@ def distill(info: RunInfo, job: DistillJob, inputs: Inputs) -> ArtifactRef:
         teacher = inputs.get("teacher")
         with _open_compute(job, inputs) as compute:
             access = TeacherAccess(
-                keys=read_keys([job]),
+                keys=read_keys([job]),  # here and not in the job, whose settings are recorded in the manifest
                 model=teacher.path if teacher else None,
                 model_name=job.runtime.name,
                 compute=compute,

@@ -40,6 +40,7 @@ def show_in_prefect(info: RunInfo, manifest: Manifest, ref: ArtifactRef) -> None
         "data": summary_markdown(manifest, ref),
         "description": f"{info.stage} of {info.run_name}",
     }
+    # Made here, with the ids of this task run: sent later from elsewhere, they still are on its page.
     _undelivered.append(ArtifactCreate.model_validate({"key": key} | summary | run))
     if manifest.ledger:
         ledger = {"type": "table", "data": json.dumps(ledger_rows(manifest)), "description": "where everything went"}
@@ -60,7 +61,7 @@ def deliver_summaries() -> None:
                 _undelivered.pop(0)
     except httpx.HTTPError as e:
         if isinstance(e, httpx.HTTPStatusError) and e.response.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
-            refused = _undelivered.pop(0)
+            refused = _undelivered.pop(0)  # else it would hold up all that come after it
             log.warning("Prefect refuses the summary %s: %s", refused.key, e)
         else:
             log.info(

@@ -41,6 +41,7 @@ def code_commit() -> Commit | None:
         return None
     try:
         sha = _git("rev-parse", "HEAD")
+        # Untracked files do not count: runs and notes are among them.
         return Commit(sha=sha.strip(), is_dirty=bool(_git("status", "--porcelain", "--untracked-files=no").strip()))
     except (OSError, subprocess.SubprocessError):
         return None  # no git on this machine, or a checkout without commits

@@ -80,6 +80,7 @@ def _draw(client: MlflowClient, name: str, holder: str) -> int:
 
 
 def _wait(turn: Turn, *, holder: str, turn_s: float) -> None:
+    # Each ticket before this one may take `turn_s`, counted from when it is first seen to have the turn.
     watched, since = 0, time.monotonic()
     while True:
         first = _first(turn.client, turn.name)

@@ -47,6 +47,7 @@ def report_inputs(
         of.StageFolder(
             stage=stage,
             folder=inputs[stage.name].path,
+            # By time, because a retry of the flow run reuses what the same run has made, which is not older.
             was_reused=manifests[stage.name].created_at < info.started_at,
         )
         for stage in stages

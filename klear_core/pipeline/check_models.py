@@ -52,6 +52,7 @@ def _too_long_answers(use: EngineUse, model: ModelConfig) -> Iterator[str]:
     room = _window(model)
     if room is None:
         return
+    # From the window of the model to that of the engine; the message names the limit that applies in the end.
     of_what = f"{'its ' if use.model else 'model.'}max_position_embeddings = {room}"
     if isinstance(engine, VllmEngineConfig) and engine.yarn_factor is not None:
         if engine.yarn_original_window is not None:

@@ -51,6 +51,7 @@ def learner_case(size: ModelSize, training: SftConfig | RlConfig) -> LearnerCase
         model=hf_config_of(size),
         num_ranks=load.num_ranks,
         cp_size=training.runtime.context_parallel,
+        # The load counts the tokens of one rank, the case those of the whole context-parallel group.
         num_tokens=load.num_tokens * training.runtime.context_parallel,
         activation_checkpointing=load.has_checkpointing,
         joins_tokens=isinstance(training, RlConfig) and joins_tokens(training.loss),
@@ -71,5 +72,5 @@ def hf_config_of(size: ModelSize) -> dict[str, Any]:
         "head_dim": size.head_dim,
         "intermediate_size": size.mlp_size,
         "tie_word_embeddings": size.is_tied,
-        "max_position_embeddings": 1 << 17,
+        "max_position_embeddings": 1 << 17,  # more than any row
     }

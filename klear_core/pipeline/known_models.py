@@ -56,6 +56,7 @@ _SIZES = {
 def known_size(path: str) -> ModelSize | None:
     """Return the size of a model by the last part of its path or repository (`Qwen/Qwen3-8B-Base`); None if unknown."""
     name = path.rstrip("/").rsplit("/", 1)[-1].lower()
+    # Training on chats changes no size.
     for suffix in ("-base", "-instruct"):
         name = name.removesuffix(suffix)
     return _SIZES.get(name)
