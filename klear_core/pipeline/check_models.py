@@ -38,7 +38,7 @@ def model_problems(work: PendingWork) -> Iterator[str]:
 
 def length_problems(work: PendingWork) -> Iterator[str]:
     """Check lengths against the model's window: the configured one, or the folder's if it is wider."""
-    window = _window(work.config.start_model)
+    window = window_of(work.config.start_model)
     for stage, job in work.pending(SftJob):
         max_tokens = job.sft.max_tokens
         if window is not None and max_tokens > window:
@@ -49,7 +49,7 @@ def length_problems(work: PendingWork) -> Iterator[str]:
 
 def _too_long_answers(use: EngineUse, model: ModelConfig) -> Iterator[str]:
     key, engine, sampling = use.key, use.engine, use.sampling
-    room = _window(model)
+    room = window_of(model)
     if room is None:
         return
     # From the window of the model to that of the engine; the message names the limit that applies in the end.
@@ -123,7 +123,8 @@ def _hf_config(model: ModelConfig) -> HfConfig | None:
         return None
 
 
-def _window(model: ModelConfig) -> int | None:
+def window_of(model: ModelConfig) -> int | None:
+    """Return the positions of a model, those of its folder or of its settings; None if neither says."""
     hf = _hf_config(model)
     return hf.window(model.max_position_embeddings) if hf else model.max_position_embeddings
 

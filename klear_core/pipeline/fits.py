@@ -15,8 +15,9 @@ from klear_core.config.jobs import RlJob
 from klear_core.config.rl import RlConfig
 from klear_core.config.sft import SftConfig
 from klear_core.config.stage import EngineUse, Stage
-from klear_core.config.train import TrainRuntime
+from klear_core.config.train import ModelConfig, TrainRuntime
 from klear_core.pipeline.ahead import PendingWork
+from klear_core.pipeline.check_models import window_of
 from klear_core.pipeline.cost import longest_sequence
 from klear_core.pipeline.engines import engine_fit
 from klear_core.pipeline.known_models import planned_size
@@ -46,12 +47,14 @@ def memory_problems(work: PendingWork) -> Iterator[str]:
         training, use = stage.job.training(), stage.engine()
         if training is not None and size is not None and _is_on_gpu(training):
             yield from _learner_problems(stage, training, size, hardware.gpu_memory_gb)
-        engine_size = size if use is None or use.model is None else planned_size(use.model)
+        model = work.config.start_model if use is None or use.model is None else use.model
+        engine_size = planned_size(model)
         if isinstance(stage.job, RlJob) and _share_a_gpu(stage.job.rl):
             if size is not None:
-                yield from _shared_problems(stage, stage.job.rl, size, hardware)
+                longest = _longest_held(stage.job.engine_in(stage.section), model)
+                yield from _shared_problems(stage, stage.job.rl, size, hardware, longest=longest)
         elif use is not None and engine_size is not None:
-            yield from _engine_problems(use, engine_size, hardware)
+            yield from _engine_problems(use, engine_size, hardware, longest=_longest_held(use, model))
 
 
 def with_margin_gb(num_bytes: float) -> float:
@@ -60,7 +63,7 @@ def with_margin_gb(num_bytes: float) -> float:
 
 
 def known_hardware(hardware: HardwareConfig) -> HardwareConfig:
-    """Return the settings, with the memory of the first GPU here if they do not say it."""
+    """Return the settings, with the memory of the smallest GPU here if they do not say it."""
     if hardware.gpu_memory_gb is not None:
         return hardware
     return hardware.model_copy(update={"gpu_memory_gb": gpu_memory_here()})
@@ -152,18 +155,37 @@ def _differences(now: TrainRuntime, changes: dict[str, int]) -> str:
     return ", ".join(parts)
 
 
-def _engine_problems(use: EngineUse, size: ModelSize, hardware: HardwareConfig) -> Iterator[str]:
+def _longest_held(use: EngineUse, model: ModelConfig) -> int:
+    """Return the tokens of the longest sequence that an engine must have room for.
+
+    vLLM does not start unless its cache holds one sequence of `max_model_len`, which is the model's window if it is
+    not set, however short the answers are.
+    """
+    window = window_of(model)
+    if not isinstance(use.engine, VllmEngineConfig) or use.engine.max_model_len is not None or window is None:
+        return longest_sequence(use)
+    return use.engine.stretched(window)
+
+
+def _engine_problems(use: EngineUse, size: ModelSize, hardware: HardwareConfig, *, longest: int) -> Iterator[str]:
     engine = use.engine
     if not isinstance(engine, VllmEngineConfig):
         return
-    fit = engine_fit(size, engine, hardware, longest=longest_sequence(use))
+    fit = engine_fit(size, engine, hardware, longest=longest)
     if fit.sequences >= 1:
         return
     held = f"{fit.weights_gb:.1f} GB of weights on each of {engine.runtime.tensor_parallel} GPUs"
     lack = f"{fit.cache_tokens} tokens of cache beside {held}: not one answer of {fit.longest} fits"
     remedy = _engine_remedy(engine, size, hardware, longest=fit.longest)
     advice = f"set {remedy}" if remedy else "no number of GPUs that divides its heads is enough"
-    yield f"{use.key}.engine.runtime: {lack}; {advice}"
+    yield f"{use.key}.engine.runtime: {lack}; {advice}{_shorter(use, longest)}"
+
+
+def _shorter(use: EngineUse, longest: int) -> str:
+    """Return the advice to limit an engine's sequences, if they may be longer than its answers; else nothing."""
+    if longest <= longest_sequence(use):
+        return ""
+    return f", or {use.key}.engine.max_model_len, which is the model's {longest}, to that of a prompt and its answer"
 
 
 def _engine_remedy(engine: VllmEngineConfig, size: ModelSize, hardware: HardwareConfig, *, longest: int) -> str:
@@ -201,7 +223,9 @@ def _share_a_gpu(rl: RlConfig) -> bool:
     return shares and isinstance(rl.rollout.engine, VllmEngineConfig) and _is_on_gpu(rl)
 
 
-def _shared_problems(stage: Stage, rl: RlConfig, size: ModelSize, hardware: HardwareConfig) -> Iterator[str]:
+def _shared_problems(
+    stage: Stage, rl: RlConfig, size: ModelSize, hardware: HardwareConfig, *, longest: int
+) -> Iterator[str]:
     """Check that learner and engine fit on one GPU together: the learner's weights and optimizer stay there."""
     engine, gpu_gb = rl.rollout.engine, hardware.gpu_memory_gb
     assert isinstance(engine, VllmEngineConfig), engine
@@ -210,19 +234,20 @@ def _shared_problems(stage: Stage, rl: RlConfig, size: ModelSize, hardware: Hard
     if not engine.runtime.sleep_mode:
         yield f"{key}.sleep_mode = false: learner and engine share a GPU, so the engine must release it: set it to true"
     share, most = engine.runtime.gpu_memory_utilization, _share_left(rl, size, gpu_gb)
-    longest = _longest_row(rl)
     if share <= most and _holds_an_answer(engine, size, hardware, longest):
         return
     advised = min(most, _MOST_OF_A_GPU)
     if advised and _holds_an_answer(_with(engine, gpu_memory_utilization=advised), size, hardware, longest):
         advice = f"set {advised:g} at most"
     else:
-        ways = _room_for_both(rl, size, hardware, section=stage.section)
+        ways = _room_for_both(rl, size, hardware, section=stage.section, longest=longest)
         own = "set learner_gpus and rollout_gpus to whole numbers, so that each has GPUs of its own"
         advice = f"no share holds the engine: {'set ' + ', or '.join(ways) if ways else own}"
     resident_gb = _resident_gb(rl, size)
     kept = f"while the engine samples, the learner keeps {resident_gb:.1f} of {gpu_gb:.0f} GB"
-    yield f"{key}.gpu_memory_utilization = {share:g}: {kept}: {advice}"
+    use = stage.job.engine_in(stage.section)
+    assert use is not None, stage.name
+    yield f"{key}.gpu_memory_utilization = {share:g}: {kept}: {advice}{_shorter(use, longest)}"
 
 
 def _resident_gb(rl: RlConfig, size: ModelSize) -> float:
@@ -236,7 +261,7 @@ def _share_left(rl: RlConfig, size: ModelSize, gpu_gb: float) -> float:
     return int(100 * left_gb / gpu_gb) / 100
 
 
-def _room_for_both(rl: RlConfig, size: ModelSize, hardware: HardwareConfig, *, section: str) -> list[str]:
+def _room_for_both(rl: RlConfig, size: ModelSize, hardware: HardwareConfig, *, section: str, longest: int) -> list[str]:
     """Return settings of the learner that leave room for the engine: the fewest ranks, and offloading."""
     now, engine = rl.runtime, rl.rollout.engine
     assert isinstance(engine, VllmEngineConfig), engine
@@ -247,7 +272,7 @@ def _room_for_both(rl: RlConfig, size: ModelSize, hardware: HardwareConfig, *, s
     for kind in (more_ranks, [_OFFLOADED] if rl.optim.kind == "adamw" else []):
         for changes in kind:
             changed = rl.model_copy(update={"runtime": now.model_copy(update=changes)})
-            new_share = _share_beside(changed, size, hardware)
+            new_share = _share_beside(changed, size, hardware, longest=longest)
             if new_share is not None:
                 beside = "" if new_share == share else f" with gpu_memory_utilization = {new_share:g}"
                 found.append(f"{_differences(now, changes)} in {section}.runtime{beside}")
@@ -255,9 +280,9 @@ def _room_for_both(rl: RlConfig, size: ModelSize, hardware: HardwareConfig, *, s
     return found
 
 
-def _share_beside(rl: RlConfig, size: ModelSize, hardware: HardwareConfig) -> float | None:
+def _share_beside(rl: RlConfig, size: ModelSize, hardware: HardwareConfig, *, longest: int) -> float | None:
     """Return the share of a GPU that the engine can have beside this learner, its own if possible; None if no share."""
-    engine, gpu_gb, longest = rl.rollout.engine, hardware.gpu_memory_gb, _longest_row(rl)
+    engine, gpu_gb = rl.rollout.engine, hardware.gpu_memory_gb
     assert isinstance(engine, VllmEngineConfig), engine
     assert gpu_gb is not None
     if with_margin_gb(learner_peak(size, learner_load(rl)).num_bytes) > gpu_gb:

@@ -1,14 +1,28 @@
 """`klear plan` refuses what does not fit into the GPUs, and names settings that do."""
 
+import json
 from pathlib import Path
 
 import pytest
+from test_hf_config import write_config
 
 from klear_core.config.load import load_profile
 from klear_core.pipeline.ahead import PendingWork
 from klear_core.pipeline.fits import memory_problems
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 36_864,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def _problems(*overrides: str, profile: str = "klear_8b") -> list[str]:
@@ -78,6 +92,20 @@ def test_the_share_that_is_named_holds_the_engine_too() -> None:
 def test_where_nothing_makes_room_for_both_they_get_gpus_of_their_own() -> None:
     told = _advice_on_sharing(_problems("hardware.gpu_memory_gb=3", profile="single_gpu"))
     assert "set learner_gpus and rollout_gpus to whole numbers" in told
+
+
+def test_an_engine_must_hold_the_longest_sequence_that_it_takes_and_not_only_its_answers(tmp_path: Path) -> None:
+    """vLLM refuses to start otherwise. The profile's 36,864 positions of 147,456 bytes are 5.4 GB, 1,024 are 0.15."""
+    write_config(tmp_path, json.dumps(QWEN3_8B))
+    model = (f"model.path={tmp_path}", "rl.rollout.sampling.max_new_tokens=1024", "hardware.gpu_memory_gb=80")
+    engine = "rl.rollout.engine={kind='vllm', runtime={kv_cache_mb=1000}}"
+    (problem,) = _problems(*model, engine)
+    assert "not one answer of 36864 fits; set kv_cache_mb = " in problem
+    assert problem.endswith(
+        "or rl.rollout.engine.max_model_len, which is the model's 36864, to that of a prompt and its answer"
+    )
+    limited = "rl.rollout.engine={kind='vllm', max_model_len=5120, runtime={kv_cache_mb=1000}}"
+    assert _problems(*model, limited) == []
 
 
 def test_an_engine_that_is_given_too_little_memory_is_told_how_much_is_enough() -> None:
