@@ -65,8 +65,8 @@ class VllmRuntime(Settings):
     enforce_eager: bool = False
     """Do not capture CUDA graphs: faster start and less memory, but slower decoding. On CPU there are none."""
     kv_cache_mb: int | None = Field(default=None, ge=1)
-    """Fixed KV cache size of each rank in MB. None: what gpu_memory_utilization leaves, or on CPU a quarter of the free
-    memory."""
+    """Fixed KV cache size of each rank in MiB (2^20 bytes). None: what gpu_memory_utilization leaves, or on CPU a
+    quarter of the free memory."""
     sleep_mode: bool = False
     """Release the engine's GPU memory between rollouts, for a learner on the same GPU."""
 

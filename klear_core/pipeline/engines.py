@@ -45,7 +45,7 @@ def engine_fit(size: ModelSize, engine: VllmEngineConfig, hardware: HardwareConf
     usable = engine.runtime.gpu_memory_utilization * hardware.gpu_memory_gb * 1e9 * ranks
     free = usable - weights - _WORKSPACE_GB * 1e9 * ranks
     if engine.runtime.kv_cache_mb is not None:
-        free = min(free, engine.runtime.kv_cache_mb * 1e6 * ranks)
+        free = min(free, (engine.runtime.kv_cache_mb << 20) * ranks)
     cache_tokens = max(0, int(free / token_bytes))
     # Twice as many answers as of full length, for on average they are half as long.
     batch = min(engine.runtime.max_num_seqs, 2 * cache_tokens // longest)

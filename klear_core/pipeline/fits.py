@@ -193,9 +193,9 @@ def _engine_remedy(engine: VllmEngineConfig, size: ModelSize, hardware: Hardware
     cache_mb = engine.runtime.kv_cache_mb
     # What costs least comes first: a larger cache, then a larger share of the GPU, then more GPUs.
     if cache_mb is not None:
-        # The tokens that 1 GB holds tell how much a single answer needs.
-        of_1_gb = engine_fit(size, _with(engine, kv_cache_mb=1000), hardware, longest=longest).cache_tokens
-        cache_mb = math.ceil(1000 * longest / max(of_1_gb, 1))
+        # The tokens that 1,000 MiB hold tell how much a single answer needs.
+        held = engine_fit(size, _with(engine, kv_cache_mb=1000), hardware, longest=longest).cache_tokens
+        cache_mb = math.ceil(1000 * longest / max(held, 1))
         if _holds_an_answer(_with(engine, kv_cache_mb=cache_mb), size, hardware, longest):
             return f"kv_cache_mb = {cache_mb}"
     now = engine.runtime.gpu_memory_utilization
