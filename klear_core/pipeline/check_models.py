@@ -12,7 +12,8 @@ from klear_core.artifacts.model_files import check_model, folder_of
 from klear_core.cluster.nodes import joins_a_cluster
 from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig
 from klear_core.config.given_jobs import GivenModelJob
-from klear_core.config.jobs import BaseJob, SftJob
+from klear_core.config.jobs import BaseJob, RlJob, SftJob
+from klear_core.config.rollout import RolloutConfig
 from klear_core.config.stage import EngineUse
 from klear_core.config.train import HfModelConfig, HubModelConfig, ModelConfig, TinyModelConfig
 from klear_core.errors import ConfigError
@@ -45,6 +46,20 @@ def length_problems(work: PendingWork) -> Iterator[str]:
             yield f"{stage.section}.max_tokens = {max_tokens} is more than model.max_position_embeddings = {window}"
     for use in work.engines():
         yield from _too_long_answers(use, use.model or work.config.start_model)
+    for stage, rl_job in work.pending(RlJob):
+        yield from _too_long_prompts(f"{stage.section}.rollout", rl_job.rl.rollout)
+
+
+def _too_long_prompts(key: str, rollout: RolloutConfig) -> Iterator[str]:
+    """Yield a problem if RL may send a prompt that its engine refuses, which would end the run when it comes."""
+    engine = rollout.engine
+    if not isinstance(engine, VllmEngineConfig) or engine.max_model_len is None:
+        return
+    if rollout.max_prompt_tokens >= engine.max_model_len:
+        yield (
+            f"{key}.max_prompt_tokens = {rollout.max_prompt_tokens} leaves no room for an answer in "
+            f"{key}.engine.max_model_len = {engine.max_model_len}"
+        )
 
 
 def _too_long_answers(use: EngineUse, model: ModelConfig) -> Iterator[str]:

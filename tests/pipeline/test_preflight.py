@@ -253,6 +253,18 @@ def test_an_engine_wider_than_the_models_is_found_for_base_too(tmp_path: Path) -
     assert problem == "evaluate.sampling.max_new_tokens = 56 is more than evaluate.engine.max_model_len = 32"
 
 
+def test_prompts_of_rl_must_leave_room_for_an_answer(tmp_path: Path) -> None:
+    """The engine refuses a prompt that fills its window, and the run would end with the first such problem."""
+
+    def found(max_prompt_tokens: int) -> list[str]:
+        settings = f"rl.rollout={{max_prompt_tokens={max_prompt_tokens}, engine={{kind='vllm', max_model_len=64}}}}"
+        return [problem for problem in problems_with(profile(tmp_path, settings), ["rl"]) if "no room" in problem]
+
+    told = "rl.rollout.max_prompt_tokens = 64 leaves no room for an answer in rl.rollout.engine.max_model_len = 64"
+    assert found(64) == [told]
+    assert found(63) == []
+
+
 def test_the_64k_evaluation_of_klear_8b_fits_its_stretched_window(tmp_path: Path) -> None:
     assert length_problems(profile(tmp_path, of="klear_8b")) == []
     assert length_problems(profile(tmp_path, of="klear_8b_64k")) == []
