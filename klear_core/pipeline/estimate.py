@@ -275,8 +275,10 @@ def _evaluate(config: PipelineConfig, size: ModelSize | None, stages: Collection
     counts = [_benchmark_rows(b) for b in config.benchmarks]
     use = next(iter(stages)).engine()
     memory = None if size is None or use is None else _weights_gb(size, use)
-    if None in counts:
-        return StageEstimate(stage="evaluate", max_tokens=None, memory_gb=memory, note="a benchmark file is missing")
+    unknown = [b.name for b, count in zip(config.benchmarks, counts, strict=True) if count is None]
+    if unknown:
+        note = f"unknown number of problems in {', '.join(unknown)}"
+        return StageEstimate(stage="evaluate", max_tokens=None, memory_gb=memory, note=note)
     answers = 0
     num_wordings = 1 + len(config.evaluate.templates)
     for num_problems, benchmark in zip(counts, config.benchmarks, strict=True):

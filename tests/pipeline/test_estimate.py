@@ -1,9 +1,12 @@
+import gzip
+from pathlib import Path
+
 import pytest
 
 from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import CurateConfig
 from klear_core.config.curve import CurveConfig
-from klear_core.config.data import ProceduralSource
+from klear_core.config.data import FileSource, ProceduralSource
 from klear_core.config.distill import DistillConfig
 from klear_core.config.engine import SamplingConfig, TorchEngineConfig, VllmEngineConfig
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
@@ -92,3 +95,12 @@ def test_an_engine_holds_its_weights_in_its_dtype(kind: str, dtype: str, num_byt
     config = PipelineConfig(model=model, benchmarks=(benchmark,), evaluate=EvaluateConfig(engine=engine))
     (scored,) = estimate(config, ["evaluate_rl"])
     assert scored.memory_gb == pytest.approx((320 * 16 + 16 * (4 * 16 + 3 * 8)) * num_bytes / 1e9)
+
+
+def test_a_benchmark_whose_rows_cannot_be_counted_is_named(tmp_path: Path) -> None:
+    """It need not be missing: rows of a compressed file are counted by reading all of it, which a plan does not do."""
+    (tmp_path / "here.jsonl.gz").write_bytes(gzip.compress(b'{"question": "1 + 1?", "answer": "2"}'))
+    source = FileSource(path=str(tmp_path / "here.jsonl.gz"))
+    config = PipelineConfig(benchmarks=(BenchmarkConfig(name="here", source=source),))
+    (scored,) = estimate(config, ["evaluate_rl"])
+    assert (scored.max_tokens, scored.note) == (None, "unknown number of problems in here")
