@@ -186,6 +186,7 @@ def check_template(tokenizer: Tokenizer) -> None:
     """Check what SFT and sampling assume about a tokenizer; ConfigError says which part does not hold."""
     text = continuation(render_response("1+1=2", "\\boxed{2}"), opening_of(tokenizer))
     prompt_ids, response_ids = render_prompt(tokenizer, _QUESTION), encode_response(tokenizer, text)
+    # A judge reads what is decoded, and must find the tags and the answer that SFT taught.
     if decode_response(tokenizer, response_ids) != text:
         raise ConfigError(
             f"template: {text!r} comes back from the tokenizer as {decode_response(tokenizer, response_ids)!r}"
@@ -218,6 +219,7 @@ def _turn_end(tokenizer: Tokenizer) -> str:
     answer = "1+1=2"
     messages = [{"role": "user", "content": "1+1 = ?"}, {"role": "assistant", "content": answer}]
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    # What the template writes after the last message: the end of turn, and often a line break.
     end = text.rpartition(answer)[2].strip()
     if len(tokenizer.encode(end, add_special_tokens=False)) != 1:
         raise ConfigError(

@@ -39,6 +39,7 @@ def check_floor(share: Share, floor: Floor, *, key: str, remedy: str) -> tuple[s
     DataError if nothing is left, whatever the floor, or less than `floor.stop_below`.
     """
     frac = share.num_out / share.num_in if share.num_in else 0.0
+    # Also with `stop_below = 0`: nothing can be made from nothing.
     if share.num_out == 0:
         raise DataError(f"{share}. {remedy}")
     if frac < floor.stop_below:

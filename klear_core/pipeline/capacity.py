@@ -34,6 +34,7 @@ _TEXT_BYTES = 1.0
 """Bytes per token that may be written: four characters, compressed to a half, of answers that fill half of their
 budget."""
 _SHOWN_GB = 0.05
+"""Smaller parts are not named in the message: they would be shown as 0.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,7 @@ def disk_problem(work: PendingWork, *, free_gb: float) -> str | None:
 def disk_parts(work: PendingWork) -> list[DiskPart]:
     """Return what the disk holds when fullest: checkpoints are deleted when their stage ends, its result stays."""
     kept = [DiskPart(what="everything else", gb=MIN_FREE_GB)]
+    # A stage's checkpoints are on the disk together with the results of all stages before it.
     fullest = kept
     for stage in work.stages:
         made, passing = _written_by(work, stage)
