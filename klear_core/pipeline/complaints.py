@@ -10,6 +10,7 @@ from klear_core.artifacts.files import matching_files
 from klear_core.config.data import FileSource, Source
 from klear_core.config.stage import SourceUse, Stage
 from klear_core.errors import KlearError
+from klear_core.pipeline.graph import stage_of_problems
 
 T = TypeVar("T")
 
@@ -38,11 +39,7 @@ def sources_of(stages: Sequence[Stage]) -> Iterator[SourceUse]:
 
 def sources_of_problems(stages: Sequence[Stage], stage: Stage) -> list[Source]:
     """Return the sources of the problems that a stage takes; `stages` has the stage and all that it depends on."""
-    by_name = {one.name: one for one in stages}
-    # Stages that tag read no source: they hand on the problems of the stage before them.
-    while "problems" in stage.inputs:
-        stage = by_name[stage.inputs["problems"]]
-    return [use.source for use in stage.sources()]
+    return [use.source for use in stage_of_problems(stages, stage).sources()]
 
 
 def is_there(source: Source) -> bool:

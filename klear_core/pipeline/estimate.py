@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.curate import CurateConfig
 from klear_core.config.data import FileSource, HubSource, ProceduralSource, PuzzleSource, Source
+from klear_core.config.data_jobs import CurateJob
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
 from klear_core.config.engine import HttpEngineConfig
 from klear_core.config.jobs import DistillJob, RlJob, SftJob, TagJob
@@ -20,7 +22,7 @@ from klear_core.config.tag import TagConfig
 from klear_core.config.train import ModelConfig
 from klear_core.pipeline.cost import gpu_hours, sampling_hours
 from klear_core.pipeline.engines import VALUE_BYTES
-from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.graph import stage_of_problems, stages_of
 from klear_core.pipeline.known_models import planned_size
 from klear_core.pipeline.memory import LearnerPeak, learner_load, learner_peak, reference_bytes, state_bytes
 from klear_core.pipeline.model_size import ModelSize
@@ -151,15 +153,16 @@ def _rows_in(path: Path) -> int | None:
     return None
 
 
-def _num_problems(config: PipelineConfig, *, of: str = "curate") -> int | None:
-    """Return the largest number of problems that a curation, `curate` or `curate_rl`, may keep; None if unknown."""
+def _num_problems(config: PipelineConfig) -> int | None:
+    """Return the largest number of problems that distillation may get; None if it is not known."""
+    return _num_rows(config.given.curate) if config.given.curate else _num_curated(config.curate)
+
+
+def _num_curated(curate: CurateConfig) -> int | None:
+    """Return the largest number of problems that a curation may keep; None if it is not known."""
     from klear_core.data.selection import sources_to_read
     from klear_core.data.sources import source_name
 
-    given = config.given.rows().get(of)
-    if given:
-        return _num_rows(given)
-    curate = config.curate_rl if of == "curate_rl" and config.curate_rl else config.curate
     select = curate.select
     total = 0
     for source in sources_to_read(curate):
@@ -189,9 +192,10 @@ def _num_traces(config: PipelineConfig) -> int | None:
 
 
 def _tag(stage: Stage, tag: TagConfig, config: PipelineConfig) -> StageEstimate:
-    # `tag_rl` may tag what `tag` has tagged: the problems of `curate`.
-    is_of_rl = stage.inputs["problems"] == "curate_rl"
-    problems = _num_problems(config, of="curate_rl" if is_of_rl else "curate")
+    # The problems of RL may be others than those of distillation.
+    job = stage_of_problems(stages_of(config), stage).job
+    given = [use.source for use in job.sources_in(stage.section)]
+    problems = _num_curated(job.curate) if isinstance(job, CurateJob) else _num_rows(given)
     answers = None if problems is None else problems * tag.samples_per_problem
     note = f"{answers or 'unknown number of'} answers of the tagger"
     return _answers_here(stage, config, answers, most_tokens=tag.sampling.max_new_tokens, note=note)

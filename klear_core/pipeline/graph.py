@@ -209,6 +209,15 @@ def with_inputs(stages: Sequence[Stage], names: Collection[str]) -> tuple[Stage,
     return tuple(s for s in stages if s.name in needed)
 
 
+def stage_of_problems(stages: Sequence[Stage], stage: Stage) -> Stage:
+    """Return the stage that reads the problems which a stage takes; `stages` has all that it depends on."""
+    by_name = {one.name: one for one in stages}
+    # Stages that tag read no source: they hand on the problems of the stage before them.
+    while "problems" in stage.inputs:
+        stage = by_name[stage.inputs["problems"]]
+    return stage
+
+
 def downstream_of(stages: Sequence[Stage], which: str) -> tuple[str, ...]:
     """Return the names of a stage (or all of a kind) and of everything made from it, in order."""
     found = {stages[i].name for i in _indices(stages, which)}
