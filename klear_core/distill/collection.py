@@ -86,11 +86,11 @@ class Collection:
         self.progress.start(self.usage)
 
     def affordable(self, shards: Sequence[Shard[Problem]]) -> Iterator[Shard[Problem]]:
-        """Yield the shards in turn until the budget is spent."""
+        """Yield the shards in turn; once the budget is spent, only those with replies that earlier runs paid for."""
         for shard in shards:
-            if self.is_over_budget:
-                return
-            yield shard
+            # Their replies need no budget, and a shard that is not begun would be published without them.
+            if not self.is_over_budget or ShardFiles(shard).journal.exists():
+                yield shard
 
     async def work(self, shard: Shard[Problem], problem: Problem) -> _Solved:
         """Request the teacher's replies to one problem and judge them; raise if the failure rate is above its limit."""
@@ -179,19 +179,22 @@ class Collection:
 
         Raise BudgetError if the settings ask for a larger share of all samples.
         """
-        # A shard without results was not begun before the budget was spent.
+        # A shard without results was not begun before the budget was spent, in this run or an earlier one.
         results = {shard.path: self._unpaid.get(shard.path) or self._not_requested(shard) for shard in unfinished}
         drops = [drop for solved in results.values() for one in solved for drop in one.dropped]
         num_missing = sum(drop.reason == OVER_BUDGET for drop in drops)
         num_all = self.num_problems * self.cfg.samples_per_problem
+        num_requested = num_all - num_missing
         assert isinstance(self.cfg.teacher, HttpTeacherConfig), self.cfg.teacher.kind
         publish_from = self.cfg.teacher.runtime.budget.publish_from
-        if num_missing > (1 - publish_from) * num_all:
+        # A plain quotient, because `1 - publish_from` rounds: 9 of 10 samples would be fewer than 0.9 of them.
+        if num_requested / num_all < publish_from:
+            enough = num_requested * 1000 // num_all / 1000  # rounded down: 2 of 3 are not 0.667
             raise BudgetError(
                 f"distill: the budget is spent ({self.usage.tokens:,} tokens, cost {self.usage.cost:,.2f}): "
-                f"{num_all - num_missing:,} of {num_all:,} samples were requested. All replies are kept: raise "
+                f"{num_requested:,} of {num_all:,} samples were requested. All replies are kept: raise "
                 "distill.teacher.runtime.budget and run again, and nothing is paid twice; or set its publish_from, now "
-                f"{publish_from:g}, to at most {(num_all - num_missing) / num_all:.3f} to go on with what is there"
+                f"{publish_from:g}, to at most {enough:.3f} to go on with what is there"
             )
         for shard in unfinished:
             self._finish(shard, results[shard.path])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from random import Random
 
@@ -14,7 +15,7 @@ from klear_core.artifacts.records import read_shards
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, SelectConfig
 from klear_core.config.settings import Floor
 from klear_core.distill.shard_files import UnusedReply
-from klear_core.distill.teacher import BudgetError, Teacher, Usage
+from klear_core.distill.teacher import OVER_BUDGET, BudgetError, Teacher, TeacherFailure, Usage
 from klear_core.types import Dropped, TeacherTrace
 
 PROBLEMS = [make_problem(i) for i in range(10)]
@@ -197,6 +198,42 @@ def test_a_larger_budget_pays_again_for_no_reply_that_is_no_trace(tmp_path: Path
     assert len(server.requests) == 10
     assert (summary.counts["traces"], summary.counts["paid_tokens"]) == (9, 140)
     assert summary.ledger[1].dropped == {"truncated": 1}
+
+
+def spent(*missing: int) -> FakeTeacher:
+    """A paid teacher whose budget has no room for these problems."""
+    failure = TeacherFailure(reason=OVER_BUDGET, detail="spent")
+    return FakeTeacher({f"p{i:03d}": [failure] for i in missing}, is_costly=True)
+
+
+def publishing_from(share: float, *, max_in_flight: int = 10) -> DistillConfig:
+    runtime = {"budget": {"max_tokens": 100, "publish_from": share}}
+    settings = {"model": "r1", "base_url": "http://localhost/v1", "runtime": runtime}
+    return DistillConfig(
+        teacher=HttpTeacherConfig.model_validate(settings),
+        runtime=DistillRuntime(traces_per_shard=4, max_in_flight=max_in_flight),
+    )
+
+
+def test_a_budget_that_is_spent_at_once_loses_no_paid_reply_of_any_shard(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match="7 of 10 samples were requested"):
+        run(publishing_from(1.0), tmp_path, spent(2, 5, 9))  # one problem of each of the three shards
+    again = spent(2, 5, 9)
+    summary = run(publishing_from(0.7, max_in_flight=1), tmp_path, again)
+    assert (summary.counts["traces"], summary.counts["paid_tokens"]) == (7, 10 * 5 + 3 * 5)
+    assert set(again.asked) == {"p002", "p005", "p009"}
+
+
+@pytest.mark.parametrize("num_missing", [1, 3, 4])
+def test_the_share_that_the_message_names_is_enough(tmp_path: Path, num_missing: int) -> None:
+    teacher = spent(*range(num_missing))
+    problems = PROBLEMS[: 9 if num_missing == 3 else 10]
+    with pytest.raises(BudgetError) as caught:
+        collect(publishing_from(1.0), problems, tmp_path, teacher)
+    (share,) = re.findall(r"to at most ([0-9.]+) to go on", str(caught.value))
+    assert float(share) == pytest.approx(1 - num_missing / len(problems), abs=0.001)
+    summary = collect(publishing_from(float(share)), problems, tmp_path, teacher)
+    assert summary.counts["traces"] == len(problems) - num_missing
 
 
 @pytest.mark.slow
