@@ -36,7 +36,7 @@ _REFUSALS_TO_GIVE_UP = 3
 
 
 class OverBudgetError(Exception):
-    """Raised if the budget has no room for a request, even after all open requests have ended."""
+    """Raised if the budget has no room for a request at any endpoint, even after all open requests have ended."""
 
 
 class RefusedByAllError(Exception):
@@ -258,18 +258,20 @@ class Fleet:
         if waiter.refused_by and not any(e.may_accept and e not in waiter.refused_by for e in self.endpoints):
             waiter.future.set_exception(RefusedByAllError())
             return True
-        endpoint = self._choose(waiter, now)
-        if endpoint is None:
-            self._wake_when_resumed(now)
-            return False
-        most = self._most(endpoint, waiter.input_tokens)
-        if self.budget.will_never_fit(most):
+        # Prices differ: what is too little for one endpoint can be enough for another, always for one that is free.
+        most = {e: self._most(e, waiter.input_tokens) for e in self.working if e not in waiter.refused_by}
+        if most and all(map(self.budget.will_never_fit, most.values())):
             waiter.future.set_exception(OverBudgetError())
             return True
-        if not self.budget.fits(most):
-            return False  # wait for open requests, which release what they reserved and do not use
+        # Endpoints without room wait for open requests, which release what they reserved and do not use.
+        ready = [e for e in most if e.can_take(now) and self.budget.fits(most[e])]
+        if not ready:
+            self._wake_when_resumed(now)
+            return False
+        # The least loaded for its weight; the one to avoid only if no other is ready.
+        endpoint = min(ready, key=lambda e: (e is waiter.avoid, (e.in_flight + 1) / e.cfg.weight))
         endpoint.in_flight += 1
-        self.budget.reserve(most)
+        self.budget.reserve(most[endpoint])
         waiter.future.set_result(endpoint)
         return True
 
@@ -279,12 +281,6 @@ class Fleet:
             self._timer.cancel()
         for endpoint in self.endpoints:
             await endpoint.client.aclose()
-
-    def _choose(self, waiter: _Waiter, now: float) -> Endpoint | None:
-        ready = [e for e in self.endpoints if e.can_take(now) and e not in waiter.refused_by]
-        return min(
-            ready, key=lambda e: (e is waiter.avoid, (e.in_flight + 1) / e.cfg.weight), default=None
-        )  # the least loaded for its weight
 
     def _wake_when_resumed(self, now: float) -> None:
         """Dispatch again when the next paused endpoint may be used."""

@@ -362,3 +362,16 @@ def test_a_budget_is_never_exceeded_and_what_is_left_of_it_is_used(server: Scrip
     num_over = sum(reason(s.result) == "over_budget" for s in samples if not isinstance(s.result, TeacherReply))
     assert 0 < num_over == 100 - len(server.requests)
     assert 1000 - 400 < usage.tokens <= 1000
+
+
+def test_an_endpoint_that_costs_nothing_serves_on_when_the_money_is_spent(
+    server: ScriptedServer, other: ScriptedServer
+) -> None:
+    server.script = other.script = [WHOLE]
+    fleet = two_endpoints(server.base_url, other.base_url, output_price=1e6)
+    runtime = {"budget": {"max_cost": 120.0}, "max_concurrency": 1}
+    cfg = make_fleet(fleet | runtime).model_copy(update={"max_tokens": 50})  # type: ignore[attr-defined]
+    samples = ask_all(cfg, num_samples=30)
+    assert [sample.result for sample in samples] == [REPLY] * 30
+    assert len(server.requests) == 8  # 9 each, while there is room for 50
+    assert sum(sample.usage.cost for sample in samples) == 8 * 9
