@@ -89,6 +89,7 @@ def distill(
             return await collect_traces(cfg, teacher, judge, chosen, seed=seed, workdir=workdir, telemetry=telemetry)
 
     with access.compute.build_judges(verify) as judges:
+        # Before the teacher is asked: a missing sandbox must not be found after the replies are paid for.
         notes = judges.prepare(chosen)
         summary = asyncio.run(run(judges.judge_async))
     summary = summary.model_copy(update={"notes": (*summary.notes, *notes)})
@@ -104,6 +105,7 @@ def choose_problems(problems: Sequence[Problem], *, max_problems: int | None, se
     """Return all problems, or `max_problems` of them drawn by seed, in their original order."""
     if max_problems is None or len(problems) <= max_problems:
         return list(problems)
+    # By a hash of each id: a larger `max_problems` keeps every problem that a smaller one draws.
     drawn = sorted(problems, key=lambda p: seed_for(seed, "distill/problems", p.problem_id))[:max_problems]
     ids = {p.problem_id for p in drawn}
     return [p for p in problems if p.problem_id in ids]
@@ -169,17 +171,20 @@ async def collect_traces(
 
     Raise BudgetError if the budget is spent before enough samples were requested.
     """
+    # A problem's samples share a shard, so one problem may hold more traces than `traces_per_shard`.
     problems_per_shard = max(1, cfg.runtime.traces_per_shard // cfg.samples_per_problem)
     shards = plan_shards(
         workdir / "traces", problems, items_per_shard=problems_per_shard, begun=workdir / JOURNAL_FOLDER
     )
     run = Collection(cfg, teacher, judge, seed=seed, telemetry=telemetry, num_problems=len(problems))
     finished_before = {shard.path: FinishedShard.of(shard) for shard in shards if shard.is_done}
+    # Before the count: a shard that is reopened is work to do, and not work done.
     reopen_poor_shards(shards, finished_before, cfg)
     run.count_earlier(shards, finished_before)
     todo = [shard for shard in shards if not shard.is_done]
     if len(todo) < len(shards):
         log.info("distill: %d of %d shards are there already", len(shards) - len(todo), len(shards))
+    # Replies that a journal holds are included: `Collection` subtracts each one that it takes from there.
     teacher.expect(cfg.samples_per_problem * sum(len(shard.items) for shard in todo))
     try:
         # aclosing: if `finish` raises, the generator's cleanup cancels the requests that are still running.
@@ -190,6 +195,7 @@ async def collect_traces(
             run.finish_over_budget([shard for shard in todo if not shard.is_done])
     finally:
         run.close()
+    # Empty by now: each shard that is written deletes its journal. The folder is no part of the artifact.
     if (workdir / JOURNAL_FOLDER).is_dir():
         (workdir / JOURNAL_FOLDER).rmdir()
     return run.summary()

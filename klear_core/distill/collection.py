@@ -98,6 +98,7 @@ class Collection:
         samples = [self._sample(problem, i, journal) for i in range(self.cfg.samples_per_problem)]
         solved = await _all(samples)
         outcomes = tuple(outcome for outcome, _ in solved)
+        # After every problem and not every shard: a broken teacher must not be paid for the rest of a shard.
         self._check_failures(shard, failures_of(outcomes))
         self.progress.num_done += 1
         self.telemetry.progress(self.progress.num_done, self.num_problems, self._note())
@@ -111,20 +112,24 @@ class Collection:
         result: TeacherResult
         if journal and sample_id in journal.replies:  # a reply that an earlier run paid for
             result = journal.replies.pop(sample_id)
+            # The count at the start of the run has this sample too.
             self.teacher.expect(-1)
         else:
             sample = await self.teacher.sample(problem, sample_idx=sample_idx, seed=self.seed)
             result = sample.result
             self.usage += sample.usage
             if journal:
+                # Before it is judged: a judge that fails, or a kill, loses no paid reply.
                 await journal.append(sample_id, sample)
         outcome = await self._judge(problem, sample_idx, result)
+        # A teacher that costs nothing writes the same reply again, so none of its replies is kept.
         if isinstance(outcome, Dropped) and isinstance(result, TeacherReply) and self.teacher.is_costly:
             return outcome, _unused(outcome, result, sample_idx=sample_idx, teacher=self.teacher.name)
         return outcome, None
 
     async def _judge(self, problem: Problem, sample_idx: int, reply: TeacherResult) -> TeacherTrace | Dropped:
         if isinstance(reply, TeacherFailure):
+            # Ends `affordable`; the samples that are under way still finish.
             self.is_over_budget |= reply.reason == OVER_BUDGET
             return dropped(problem.problem_id, sample_idx, step="ask", reason=reply.reason, detail=reply.detail)
         keep_incomplete = self.cfg.teacher.keep_incomplete
@@ -150,6 +155,7 @@ class Collection:
     def finish(self, shard: Shard[Problem], results: Sequence[_Solved]) -> None:
         """Count and write a complete shard; keep a shard in memory if it lacks samples because the budget is spent."""
         if is_over_budget([drop for solved in results for drop in solved.dropped]):
+            # Its file would mark it as done. Whether it is written is decided once all shards have ended.
             self._unpaid[shard.path] = results
         else:
             self._finish(shard, results)
@@ -280,6 +286,7 @@ class Collection:
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines together; if one fails, cancel the others before raising."""
+    # `gather` alone raises the first error and lets the other requests run on.
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

@@ -119,6 +119,7 @@ class Endpoint:
     def failed(self, now: float) -> None:
         """Count a failure; leave the endpoint out after several in a row."""
         self.failures_in_a_row += 1
+        # Requests that were in flight when it was left out fail later; they do not leave it out for longer.
         if self.failures_in_a_row % _FAILURES_IN_A_ROW == 0 and now >= self.resume_at:
             seconds = self._runtime.left_out_s * min(2**self._times_left_out, _LONGEST_LEFT_OUT)
             self._times_left_out += 1
@@ -133,6 +134,7 @@ class Endpoint:
 def _beginnings_of(key: str) -> re.Pattern[str]:
     """Return a pattern for a key and its beginnings, the longest first."""
     shortest = min(len(key), _MIN_BEGINNING)
+    # A pattern takes its first alternative that fits, so the longest beginning must come first.
     return re.compile("|".join(re.escape(key[:length]) for length in range(len(key), shortest - 1, -1)))
 
 
@@ -196,6 +198,7 @@ class Fleet:
         try:
             return await waiter.future
         except asyncio.CancelledError:
+            # The slot may have been assigned just before the caller was cancelled: nobody else would return it.
             if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
                 self.release(waiter.future.result(), input_tokens)
             raise
@@ -247,6 +250,7 @@ class Fleet:
         """Give free slots to the waiting requests, in order."""
         now = time.monotonic()
         self._refused = [waiter for waiter in self._refused if not self._is_served(waiter, now)]
+        # Only the first may be served: behind shorter prompts a long one might never fit into the budget.
         while self._waiters and self._is_served(self._waiters[0], now):
             self._waiters.popleft()
 
@@ -284,6 +288,7 @@ class Fleet:
 
     def _wake_when_resumed(self, now: float) -> None:
         """Dispatch again when the next paused endpoint may be used."""
+        # No request ends when a pause does, so nothing else would call `dispatch` then.
         paused = [e.resume_at - now for e in self.working if e.resume_at > now]
         if self._timer:
             self._timer.cancel()

@@ -159,6 +159,7 @@ def _traces_of(
         assert isinstance(row, PublishedTrace)
         for reply in row.replies:
             taken.num_replies += 1
+            # Counted over all rows and sources: a problem that comes twice gets no sample index twice.
             index = taken.samples_of[row.problem_id]
             taken.samples_of[row.problem_id] += 1
             trace = _as_trace(row, reply, source=name, sample_idx=index)
@@ -211,6 +212,7 @@ def _as_trace(row: PublishedTrace, reply: Reply, *, source: str, sample_idx: int
         reasoning=reply.reasoning,
         answer=reply.answer,
         finish_reason=reply.finish_reason,
+        # Words, as the stage's count is named: no tokenizer is at hand here.
         num_tokens=len(reply.reasoning.split()) + len(reply.answer.split()),
         verdict=Verdict(outcome=Outcome.UNVERIFIABLE, score=0.0, detail=f"given, not judged{published}"),
         prompt_version=_PROMPT_VERSION,

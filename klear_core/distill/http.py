@@ -76,6 +76,7 @@ class HttpTeacher:
         """
         ids = (problem.problem_id, sample_idx)
         body = self._body(problem, seed_for(seed, "distill/teacher", *ids))
+        # Waits of their own, so that samples that failed together do not come back together.
         jitter = Random(seed_for(seed, "distill/backoff", *ids))  # noqa: S311
         usage, avoid, num_tries, num_counted = Usage(), None, 0, 0
         refusals = Refusals()
@@ -124,6 +125,7 @@ class HttpTeacher:
     def _failure(self, last: FailedTry, refusals: Refusals, *, num_tries: int) -> TeacherFailure:
         """Return the sample's failure after the last attempt. Raise TeacherError if no endpoint works at all."""
         endpoints = self._fleet.working
+        # An endpoint that answered since its last failure shows that the network works.
         if last.is_unreachable and all(e.failures_in_a_row for e in endpoints):
             urls = ", ".join(e.url for e in endpoints)
             raise TeacherError(

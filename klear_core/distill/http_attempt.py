@@ -87,6 +87,7 @@ class Attempt:
         try:
             try:
                 outcome = await self._request(endpoint)
+            # Around all of `_request`: its handlers of timeouts and lost connections end replies too.
             except BadReplyError as e:
                 outcome = FailedTry(reason=e.reason, detail=e.detail)
             # Before the slot is released, so that the next request heeds a pause.
@@ -120,6 +121,7 @@ class Attempt:
             return  # the request is at fault, or the settings are: `Fleet.accepted` counts these if another accepts it
         if outcome.is_refusal:
             endpoint.limit.refuse(num_served=num_serving, sent_at=sent_at, now=now)
+        # A server that answers 429, or refuses while it serves other requests, works: only its limit is too high.
         if outcome.reason != "http_429" and not (outcome.is_refusal and num_serving):
             endpoint.failed(now)
         endpoint.pause(min(outcome.retry_after_s, self._cfg.runtime.max_retry_after_s), now)
@@ -154,6 +156,7 @@ class Attempt:
         self._has_stream_options = endpoint.takes_stream_options
         if self._has_stream_options:
             body["stream_options"] = {"include_usage": True}
+        # Counted when it is sent, so that an attempt that is cancelled counts too.
         self.usage = Usage(attempts=1)
         async with endpoint.client.stream("POST", endpoint.url, json=body) as response:
             yield response

@@ -34,6 +34,7 @@ class Journal:
         self._path, self._fsync_s = path, fsync_s
         self._synced_at = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Appending never rewrites a reply that is on disk, whatever a kill interrupts.
         self._file = path.open("ab+")
         self._read()
 
@@ -46,6 +47,7 @@ class Journal:
         now = time.monotonic()
         if now - self._synced_at >= self._fsync_s:
             self._synced_at = now
+            # In a thread: while a slow disk syncs, the replies in flight must be read.
             await asyncio.to_thread(os.fsync, self._file.fileno())
 
     def close(self) -> None:
@@ -90,6 +92,7 @@ def write_journal(path: Path, replies: Iterable[tuple[SampleId, TeacherReply]], 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as f:
+        # Usage is known for the shard and not by reply, so a line without a reply carries all of it.
         f.write(_line(("", 0), None, usage))
         for sample_id, reply in replies:
             f.write(_line(sample_id, reply, Usage()))

@@ -10,6 +10,7 @@ from klear_core.types import Dropped, Outcome, TeacherReply, TeacherTrace
 
 def defect_of(reply: TeacherReply | TeacherTrace) -> str:
     """Return what is missing in a reply: `refused`, `empty`, `truncated`, `no_reasoning` or `no_answer`; else ""."""
+    # The finish reason first: a reply that ran out of tokens often lacks an answer too, and needs another remedy.
     if reply.finish_reason == "content_filter":
         return "refused"
     if reply.finish_reason == "length":

@@ -77,8 +77,10 @@ class ShardFiles:
         records = self.read()
         if records.usage.attempts:
             unused = read_shard(self._unused, UnusedReply) if self._unused.exists() else []
+            # Incomplete replies are what a repaired teacher is to replace; those of a spent budget are paid and stay.
             kept = [reply for reply in unused if keeps_incomplete or reply.step != "complete"]
             write_journal(self.journal, _replies_of([*records.traces, *kept]), records.usage)
+        # Last: until then the shard is done, and a kill leaves only a journal that `clean` deletes.
         self._traces.unlink()
 
 

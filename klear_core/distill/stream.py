@@ -88,6 +88,7 @@ class ReplyReader:
 
     def feed(self, chunk: bytes) -> None:
         """Read more bytes. Raise BadReplyError if they cannot belong to a reply."""
+        # Kept for messages: `_line` no longer has the start of a stream when it ends.
         if len(self._start) < 100:
             self._start += chunk[:100]
         if self._is_json is None:
@@ -98,10 +99,12 @@ class ReplyReader:
             first = self._line.lstrip()[:1]
             if not first:
                 return
+            # An array is no reply. Read as JSON it is reported as such, and not as a stream without events.
             self._is_json = bytes(first) in (b"{", b"[")
             chunk = b""
         self._line += chunk
         if not self._is_json and b"\n" in self._line:
+            # Lines are bytes until they are complete: a chunk may end within a character.
             *lines, rest = self._line.split(b"\n")
             self._line = bytearray(rest)
             for line in lines:
@@ -114,6 +117,7 @@ class ReplyReader:
         """Return the reply at the end of the response. Raise BadReplyError if it is not whole."""
         if self._is_json:
             self._read_event(bytes(self._line))
+        # The last event may lack its empty line. A stream that was cut here ends within an event.
         elif not self.is_over_limit:
             self._read_line(bytes(self._line))
             self._read_line(b"")

@@ -79,6 +79,7 @@ def question_of(problem: Problem, cfg: Instructions) -> str:
 
 def prompt_version_of(cfg: Instructions) -> str:
     """Return a name for the instructions, which changes with their wording."""
+    # A separator that no text has: words that move from one instruction to the other change the name.
     instructions = f"{cfg.math_instruction}\x1f{cfg.code_instruction}".encode()
     return "chat-" + hashlib.blake2b(instructions, digest_size=4).hexdigest()
 
@@ -88,6 +89,7 @@ def split_tags(content: str, reasoning: str = "") -> tuple[str, str]:
     if THINK_CLOSE in content or (THINK_OPEN in content and not reasoning):
         parts = split_response(content)
         content, thought = parts.answer, parts.reasoning.strip()
+        # A thought that came both ways is kept once.
         if thought not in reasoning:
             reasoning = f"{reasoning.strip()}\n\n{thought}"
     return reasoning.strip(), content.strip()

@@ -48,6 +48,7 @@ class TraceCounts:
         self.num_tokens += later.num_tokens
         self.num_correct += later.num_correct
         self.num_judged += later.num_judged
+        # The right operand wins, so the examples stay those of the earlier shards.
         self._first_lost = later._first_lost | self._first_lost
         for step in STEPS:
             self._dropped[step] += later._dropped[step]
