@@ -119,7 +119,9 @@ def _prepare(folder: Path, plan: Plan, protected: Sequence[Protected]) -> int:
     Return the number of word n-grams that occur in too many protected questions to drop a prompt.
     """
     key_file = folder / "key"
-    if not key_file.exists() or key_file.read_text() != f"{plan.key}":
+    if not key_file.exists() or key_file.read_text() != plan.key:
+        # The key goes first: half of a folder, left by a kill while it is deleted, must not pass for a whole one.
+        key_file.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         guard = Decontaminator(plan.cfg.decontaminate, protected)
@@ -149,6 +151,9 @@ def _runner(plan: Plan, folder: Path, telemetry: Telemetry) -> RunTasks:
 
 def _publish(folder: Path, workdir: Path) -> None:
     """Move the result to its place; tables of an earlier attempt are replaced."""
+    # From here on the folder is not whole any more. Without its key, a curation that is killed now is made again; with
+    # it, tables that were moved and blocks that are half deleted would count as done.
+    (folder / "key").unlink()
     for table in (PROBLEMS, ROWS, DROPPED, LEAKS, LEAKS_PAGE):
         target = workdir / table
         if target.is_dir():

@@ -71,6 +71,18 @@ def test_nothing_but_the_result_is_left(tmp_path):
     assert names == {"problems", "rows", "dropped", "leaks", "leaks.html"}
 
 
+def test_a_curation_stopped_while_its_tables_are_moved_is_made_again(tmp_path):
+    cfg = config(sources(tmp_path / "data"))
+    expected = run(cfg, tmp_path / "whole")
+    in_the_way = tmp_path / "out/work/rows"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.write_text("a file, so that `problems` can be moved and `rows` cannot")
+    with pytest.raises(OSError, match="rows"):
+        run(cfg, tmp_path / "out")
+    in_the_way.unlink()
+    assert run(cfg, tmp_path / "out") == expected
+
+
 def test_a_block_that_cannot_be_read_to_its_end_is_an_error_and_the_others_are_kept(tmp_path):
     data = sources(tmp_path / "data")
     packed = (data / "packed.jsonl.gz").read_bytes()
