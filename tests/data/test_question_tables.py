@@ -9,13 +9,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from klear_core.artifacts.records import read_shards
+from klear_core.config.curate import CurateConfig
 from klear_core.config.data import FileSource
 from klear_core.config.data_jobs import CurateJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.candidates import Candidate
+from klear_core.data.curate import curate
 from klear_core.data.sources import check_source, domains_of, read_source
 from klear_core.errors import ConfigError
-from klear_core.types import Domain, Dropped
+from klear_core.metrics import NullTelemetry
+from klear_core.types import Domain, Dropped, Problem
 
 NO_TESTS = {"input": [], "output": []}
 STDIN = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
@@ -164,6 +168,19 @@ def test_the_check_before_a_run_reads_no_table_but_finds_a_split_that_is_not_the
     assert domains_of(beyond) == {Domain.CODE}
     with pytest.raises(ConfigError, match="holds no data file of split 'valid'"):
         check_source(source_of(tmp_path, [first_release("taco", "valid", "0")], lookup=sets))
+
+
+def test_a_second_curation_in_one_process_reads_a_table_that_has_changed(sets, tmp_path):
+    source = source_of(tmp_path, [first_release("apps", "train", "0")], lookup=sets)
+    cfg = CurateConfig(sources=(source,))
+    questions = []
+    for statement in ("Reverse.", "Turn around."):
+        (Path(sets["apps"]) / "train.jsonl").write_text(json.dumps(taco(statement)) + "\n")
+        (tmp_path / "bench").mkdir(exist_ok=True)
+        workdir = tmp_path / statement
+        curate(cfg, benchmarks=tmp_path / "bench", seed=0, workdir=workdir, telemetry=NullTelemetry())
+        questions += [problem.question for problem in read_shards(workdir / "problems", Problem)]
+    assert [question.partition("\n")[0] for question in questions] == ["Reverse.", "Turn around."]
 
 
 def test_a_curation_depends_on_the_content_of_the_tables(sets, tmp_path):

@@ -100,8 +100,11 @@ def _shared(folder: Path, key: str) -> tuple[Plan, Decontaminator]:
 
 
 @lru_cache(maxsize=1)
-def _question_tables(lookup: tuple[tuple[QuestionSet, str], ...]) -> QuestionTables:
-    """Return the tables of a source, which several blocks look their questions up in."""
+def _question_tables(_key: str, lookup: tuple[tuple[QuestionSet, str], ...]) -> QuestionTables:
+    """Return the tables of a source, which several blocks look their questions up in.
+
+    They are remembered under the key of the plan, which changes with the tables' files.
+    """
     return QuestionTables(dict(lookup))
 
 
@@ -110,7 +113,7 @@ def _rows_of(plan: Plan, block: Block) -> Iterator[Row]:
     source = source_plan.source
     if isinstance(source, GeneratedSource):
         return generate(source, seed=plan.seed)
-    tables = _question_tables(tuple(source.lookup.items()))
+    tables = _question_tables(plan.key, tuple(source.lookup.items()))
     return iter(read_pieces(source, block.pieces, source_plan.first, tables))
 
 
