@@ -96,4 +96,5 @@ def _change(difference: DifferenceCell | None) -> str:
     style = _STYLES.get(difference.standing, "yellow")
     note = ", not shown" if difference.standing == "not_shown" else ""
     on = f"{difference.num_problems:,} shared problems"  # runs of other seeds may share a few of many
-    return f"[{style}]{difference.value}[/]\n[dim]{difference.interval}{note}\n{on}[/]"
+    notes = "".join(f"\n{each}" for each in difference.notes)
+    return f"[{style}]{difference.value}[/]\n[dim]{difference.interval}{note}\n{on}{notes}[/]"

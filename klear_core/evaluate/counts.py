@@ -38,6 +38,10 @@ class Difference(Estimate):
     num_broken: int
     p: float
     """p-value of the sign-flip test, not corrected for the number of comparisons."""
+    num_changed: int | None = None
+    """Problems with different scores; None in files of earlier versions."""
+    floor_binds: bool | None = None
+    """Whether `new_problems` is as narrow as so few problems allow; None in files of earlier versions."""
 
 
 class Shares(Settings):
@@ -138,14 +142,17 @@ def paired_estimate(before: AnswerCounts, after: AnswerCounts, *, confidence: fl
     rerun = paired_rerun_interval(x, y, confidence=confidence) if has_rerun else None
     majorities = [(a >= 0.5, b >= 0.5) for a, b in zip(x.value, y.value, strict=True)]
     gains = [b - a for a, b in zip(x.exact, y.exact, strict=True)]
+    new_problems, test = paired_new_problems_interval(x, y, confidence=confidence), sign_flip_test(gains)
     return Difference(
         value=y.mean - x.mean,
-        new_problems=paired_new_problems_interval(x, y, confidence=confidence).range,
+        new_problems=new_problems.range,
         rerun=rerun,
         num_problems=len(shared),
         num_fixed=majorities.count((False, True)),
         num_broken=majorities.count((True, False)),
-        p=sign_flip_test(gains).p,
+        p=test.p,
+        num_changed=test.num_changed,
+        floor_binds=new_problems.floor_binds,
     )
 
 

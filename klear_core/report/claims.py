@@ -40,10 +40,22 @@ def standing_of(difference: PairedDifference) -> Standing:
 
 def why_not_tested(difference: PairedDifference) -> str:
     """Return why the test could not have shown anything; empty if it could."""
-    num = difference.num_changed
-    if num >= min_changed(difference.confidence):
+    return too_few_changed(difference.num_changed, difference.num_problems, confidence=difference.confidence)
+
+
+def too_few_changed(num: int, num_problems: int, *, confidence: float) -> str:
+    """Return the sentence that too few problems changed for the test to show anything; empty if they are enough."""
+    if num >= min_changed(confidence):
         return ""
-    return f"only {num} of {difference.num_problems} problems changed, too few for a test"
+    return f"only {num} of {num_problems} problems changed, too few for a test"
+
+
+def floor_note(num_problems: int) -> str:
+    """Return the sentence for an interval over other problems that is as narrow as so few problems allow."""
+    return (
+        f"with {num_problems} problems a change in up to 2 of {num_problems} could go unseen; the interval over other "
+        "problems is not narrower than that"
+    )
 
 
 def headline(facts: Facts) -> Headline:

@@ -16,6 +16,7 @@ from klear_core.report.answers import PAGE as ANSWERS_PAGE
 from klear_core.report.answers import Viewer, write_viewer
 from klear_core.report.build import page_template, stylesheet
 from klear_core.report.chosen import chosen_on
+from klear_core.report.claims import floor_note, too_few_changed
 from klear_core.report.compared_runs import (
     ComparedRun,
     DifferentSetting,
@@ -66,6 +67,8 @@ class DifferenceCell:
     num_fixed: int
     num_broken: int
     is_paired: bool
+    notes: tuple[str, ...] = ()
+    """Reservations about the interval and the test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +284,15 @@ def _difference(run: int, found: Difference, p_corrected: float) -> DifferenceCe
         num_fixed=found.num_fixed,
         num_broken=found.num_broken,
         is_paired=True,
+        notes=_notes(found),
     )
+
+
+def _notes(found: Difference) -> tuple[str, ...]:
+    assert found.num_changed is not None, "only files of earlier versions lack it"
+    too_few = too_few_changed(found.num_changed, found.num_problems, confidence=CONFIDENCE)
+    notes = (too_few, floor_note(found.num_problems) if found.floor_binds else "")
+    return tuple(note for note in notes if note)
 
 
 def _viewer(runs: Sequence[ComparedRun], maker: str, folder: Path) -> Viewer | None:

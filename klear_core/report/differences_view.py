@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from klear_core.report.charts import nice_ticks
-from klear_core.report.claims import Standing, standing_of, why_not_tested
+from klear_core.report.claims import Standing, floor_note, standing_of, why_not_tested
 from klear_core.report.facts import Facts
 from klear_core.report.inputs import PairedDifference
 from klear_core.report.text import MINUS, NONE, p_value, points, range_text
@@ -96,10 +96,7 @@ def _difference_span(ends: Range, axis: Axis) -> Span:
 def _difference_notes(d: PairedDifference) -> tuple[str, ...]:
     notes = [why_not_tested(d)] if why_not_tested(d) else []
     if d.floor_binds:
-        notes.append(
-            f"with {d.num_problems} problems a change in up to 2 of {d.num_problems} could go unseen; the interval "
-            "over other problems is not narrower than that"
-        )
+        notes.append(floor_note(d.num_problems))
     return tuple(notes)
 
 

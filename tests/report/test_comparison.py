@@ -62,7 +62,21 @@ def test_a_gain_on_most_problems_is_shown_as_better(tmp_path: Path) -> None:
     reports = [run(tmp_path / "a", "W" * 40), run(tmp_path / "b", "R" * 36 + "W" * 4, seed=1)]
     comparison = compare_runs([read_run(report) for report in reports], tmp_path / "out")
     assert comparison.rows[0].differences[0].standing == "better"
+    assert comparison.rows[0].differences[0].notes == ()
     assert comparison.rows[0].range == "0.0 to 90.0"
+
+
+def test_too_few_changed_problems_for_a_test_and_an_interval_at_its_floor_are_said(tmp_path: Path) -> None:
+    reports = [run(tmp_path / "a", "R" * 40), run(tmp_path / "b", "R" * 40, seed=1)]
+    comparison = compare_runs([read_run(report) for report in reports], tmp_path / "out")
+    notes = comparison.rows[0].differences[0].notes
+    assert notes == (
+        "only 0 of 40 problems changed, too few for a test",
+        "with 40 problems a change in up to 2 of 40 could go unseen; the interval over other problems is not narrower "
+        "than that",
+    )
+    page = (tmp_path / "out" / COMPARISON_PAGE).read_text()
+    assert all(note in page for note in notes)
 
 
 def test_runs_on_other_problems_stand_side_by_side_without_a_difference(tmp_path: Path) -> None:
