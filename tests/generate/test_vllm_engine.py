@@ -180,12 +180,14 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes(running: Ru
 @needs_vllm
 def test_requests_of_an_engine_process_that_hangs_fail_and_nothing_of_it_stays(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", model_of(0, is_tied=True))
+    before = psutil.Process().children(recursive=True)  # of the engine that other tests use
 
     async def main() -> list[psutil.Process]:
         cfg = VllmEngineConfig(dtype="float32", runtime=CPU_RUNTIME)
         engine = await VllmEngine.start(cfg, folder, num_threads=1, seed=0, silence_s=20)
         await engine.generate(SHORT, params())
-        processes = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM")]
+        started = set(psutil.Process().children(recursive=True)) - set(before)
+        processes = [process for process in started if process.name().startswith("VLLM")]
         for process in processes:
             process.suspend()
         with pytest.raises(ResourceError, match=r"^the vLLM engine gave no sign of life for 20 s$"):
