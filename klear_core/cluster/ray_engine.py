@@ -21,8 +21,11 @@ from klear_core.types import Completion
 
 log = logging.getLogger(__name__)
 
-_CLOSE_S = 20.0
-"""Longest wait for an engine to end what it started. vLLM gives a process that hangs 5 s to end before it kills it."""
+_CLOSE_S = 5.0
+"""Longest wait for an engine to end what it started, once the run needs no engine: after an interrupt of all processes,
+Ray answers no more."""
+_REPLACE_S = 20.0
+"""The same before another engine takes its GPUs. vLLM gives a process that hangs 5 s to end before it kills it."""
 _ANSWER_S = 600.0
 """Longest wait for the answer to a message. An actor that works answers within a second, if only that nothing is done
 yet; one that is frozen, or whose node cannot be reached, never does."""
@@ -101,7 +104,8 @@ class RayEngine:
             if self._serving is not None:
                 self._serving.cancel()
             if self._link is not None:
-                await _end(self._link)  # it may still run, with old and new weights mixed, or hold its GPUs
+                # It may still run, with old and new weights mixed, or hold its GPUs.
+                await _end(self._link, within_s=_REPLACE_S)
             link = self._link = _Link(actor=await self._create())
             try:
                 if self._wait_for_gpus is not None:
@@ -153,7 +157,7 @@ class RayEngine:
             self._serving.cancel()
         link, self._link = self._link, None
         if link is not None:
-            await _end(link)
+            await _end(link, within_s=_CLOSE_S)
 
     async def _serve(self, link: _Link) -> None:
         """Send requests to the actor and deliver the replies, until it dies or this is cancelled."""
@@ -182,12 +186,12 @@ class RayEngine:
                 link.has_work.clear()
 
 
-async def _end(link: _Link) -> None:
-    """Stop an actor with what its engine started."""
+async def _end(link: _Link, *, within_s: float) -> None:
+    """Stop an actor with what its engine started; after `within_s` the actor alone."""
     if not link.is_queued:  # else there is no process yet
         # Close the engine first, because killing the actor would leave the engine's child processes running.
         closing = asyncio.wrap_future(link.actor.close.remote().future())
-        await asyncio.wait([closing], timeout=_CLOSE_S)
+        await asyncio.wait([closing], timeout=within_s)
         if not closing.done():
             closing.cancel()
         elif not closing.cancelled():
