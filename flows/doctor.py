@@ -90,7 +90,7 @@ def show_checks(checks: list[Check]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a program printed, and why it failed; `failure` is empty if it succeeded."""
+    """Output of a program, and the reason if it failed; `failure` is empty if it succeeded."""
 
     output: str
     failure: str
