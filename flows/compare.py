@@ -49,7 +49,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     """Print scores of sampled answers with their differences, and the settings that differ; the page has all."""
     for row in comparison.rows:
         if row.decoding == "sampled":
-            console.print(_table(row, comparison))
+            console.print(_comparison_table(row, comparison))
             for run, cell in zip(comparison.runs, row.cells, strict=True):
                 if cell is not None and cell.templates:
                     console.print(f"  templates, {escape(run.label)}: {cell.templates}")
@@ -73,7 +73,7 @@ def _find_report(which: str, root: Path) -> Path:
     return find_artifact(which, root).absolute()
 
 
-def _table(row: ScoreRow, comparison: Comparison) -> Table:
+def _comparison_table(row: ScoreRow, comparison: Comparison) -> Table:
     title = f"{row.benchmark}, {row.maker}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
     table.add_column("run")

@@ -70,7 +70,7 @@ def check_paths() -> Iterator[PathCheck]:
         yield check_transfer("nccl")
     else:
         yield PathCheck(name="transfer/nccl", verdict="not run", note="two GPUs are needed")
-    yield _vllm()
+    yield _vllm_path()
 
 
 def show_paths(checks: Iterator[PathCheck]) -> bool:
@@ -205,7 +205,7 @@ def check_transfer(backend: Literal["gloo", "nccl"]) -> PathCheck:
     return PathCheck(name=name, dtype="int32", verdict="disagrees" if received else "crashed", note=last[:200])
 
 
-def _vllm() -> PathCheck:
+def _vllm_path() -> PathCheck:
     try:
         found = f"vllm {importlib.metadata.version('vllm')}: run pytest -m gpu tests/gpu/test_engine_gpu.py"
     except importlib.metadata.PackageNotFoundError:

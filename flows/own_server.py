@@ -21,7 +21,7 @@ from pathlib import Path
 from klear_core.artifacts.files import file_lock
 from klear_core.errors import ResourceError
 
-_START_TIMEOUT_S = 600.0  # the first start creates the database: seconds, but more on a busy machine
+_OWN_SERVER_START_S = 600.0  # the first start creates the database: seconds, but more on a busy machine
 _STOP_S = 5.0
 _LOOK_FOR_CALLER_S = 0.5
 _TEMPORARY = {
@@ -66,7 +66,7 @@ class OwnServer:
         import httpx
 
         try:  # one request is enough: it waits in the socket's queue until the server accepts it
-            httpx.get(f"{self.api_url}/health", timeout=_START_TIMEOUT_S, trust_env=False).raise_for_status()
+            httpx.get(f"{self.api_url}/health", timeout=_OWN_SERVER_START_S, trust_env=False).raise_for_status()
         except httpx.HTTPError as e:
             raise ResourceError(f"Prefect's server did not start: {e}; {self._log} says why") from e
         finally:

@@ -58,7 +58,7 @@ def replay_step(step: int, which: str, given: Sequence[str], *, root: Path, num_
     # A file has no width to fit, and in a narrow terminal a wrapped line is better than numbers without digits.
     console = Console(highlight=False, width=max(_TABLE_WIDTH, Console().width))
     console.print(f"RL step {step} of {manifest.stage} {manifest.fingerprint[:8]}: {found.num_samples} answers")
-    console.print(_table({f"{cfg.loss.kind} (the run's)": found.own} | found.others))
+    console.print(_effects_table({f"{cfg.loss.kind} (the run's)": found.own} | found.others))
     console.print(_LEGEND, style="dim")
     console.print(_comparison(found.difference))
 
@@ -109,7 +109,7 @@ def _model_of(folder: Path, manifest: Manifest) -> Path:
     return found.path
 
 
-def _table(rows: Mapping[str, LossEffect]) -> Table:
+def _effects_table(rows: Mapping[str, LossEffect]) -> Table:
     table = Table(box=None)
     table.add_column("loss", overflow="fold")  # a long name gives way, and no number does
     for header in ("value", "gradient", "cosine", "A>0", "A<0", "F, A>0", "F, A<0", "KL", "entropy"):

@@ -17,7 +17,7 @@ from rich.console import Console
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.errors import ConfigError, ResourceError
 
-_START_TIMEOUT_S = 120.0
+_PAGES_START_S = 120.0
 SURVIVES_RESTARTS = {
     # A run under a concurrency limit renews a lease every 225 s. By default leases are in the server's memory, so after
     # a restart every such run ends itself. With leases in files and the repossessor on, a run still ends itself if its
@@ -83,7 +83,7 @@ def runs_page(mlflow: str, transport: httpx.BaseTransport | None = None) -> str:
     from tasks.mlflow_view import VIEW_PARAMETER, VIEW_TAG
     from tasks.tracking import EXPERIMENT
 
-    with httpx.Client(base_url=mlflow, transport=transport, timeout=_START_TIMEOUT_S) as client:
+    with httpx.Client(base_url=mlflow, transport=transport, timeout=_PAGES_START_S) as client:
         reply = client.get("/api/2.0/mlflow/experiments/get-by-name", params={"experiment_name": EXPERIMENT})
     if reply.status_code == httpx.codes.NOT_FOUND:
         return mlflow
@@ -156,7 +156,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_for(server: _Server, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
+    deadline = time.monotonic() + _PAGES_START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ResourceError(f"{server.name} did not start (exit status {process.returncode}); see {log}")
@@ -166,7 +166,7 @@ def _wait_for(server: _Server, process: subprocess.Popen[bytes], log: Path) -> N
         except httpx.TransportError:
             pass  # not listening yet
         time.sleep(0.5)
-    raise ResourceError(f"{server.name} did not answer at {server.url} within {_START_TIMEOUT_S:.0f} s; see {log}")
+    raise ResourceError(f"{server.name} did not answer at {server.url} within {_PAGES_START_S:.0f} s; see {log}")
 
 
 def _refuse_taken_port(server: _Server) -> None:

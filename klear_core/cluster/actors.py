@@ -133,7 +133,7 @@ class LearnerActor(RankActor):
     def offer_known(self) -> tuple[WeightOffer, str]:
         """Return an offer of known tensors, which `send_known` then sends, and their digest. For rank 0 only."""
         from klear_core.generate.transfer import WeightServer
-        from klear_core.generate.transfer_check import CHUNK_BYTES, digest_of, known_tensors, specs_of
+        from klear_core.generate.transfer_check import CHECK_CHUNK_BYTES, digest_of, known_tensors, specs_of
 
         known = known_tensors()
         # A store of its own, because the timeout of a check is shorter.
@@ -143,7 +143,7 @@ class LearnerActor(RankActor):
             version=0,
             backend="nccl" if self._world.device.type == "cuda" else "gloo",
             num_ranks=num_engine_ranks(self._setup.cfg.rollout.engine),
-            chunk_bytes=CHUNK_BYTES,
+            chunk_bytes=CHECK_CHUNK_BYTES,
         )
         return offer, digest_of(known.items())
 

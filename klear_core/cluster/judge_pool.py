@@ -20,7 +20,7 @@ from klear_core.verify.work import Fault, Task
 
 log = logging.getLogger(__name__)
 
-_START_S = 300.0
+_JUDGES_START_S = 300.0
 _CLOSE_S = 20.0  # ending all jails takes seconds on a loaded machine
 _RESTARTS = 3
 """Restarts of an actor whose node lives; its tasks are repeated."""
@@ -62,7 +62,7 @@ class RayJudgeNode:
     def is_up(self) -> bool:
         """Wait until the actor has started; return whether it has."""
         try:
-            self.num_workers = ray.get(self._starting, timeout=_START_S)
+            self.num_workers = ray.get(self._starting, timeout=_JUDGES_START_S)
         except (RayError, GetTimeoutError) as error:
             log.warning("%s does not start: %s", self.name, error)
             ray.kill(self._actor)

@@ -23,7 +23,7 @@ from klear_core.types import EvalSample, PassRate, Problem, UnverifiableReferenc
 _NAME = "tagging"
 """Name of the problems among the samples and in messages, where an evaluation has a benchmark's."""
 _ROWS_PER_SHARD = 4096
-_HERE = Compute(section="tag")
+_TAGGING_HERE = Compute(section="tag")
 
 
 def tag_problems(
@@ -35,7 +35,7 @@ def tag_problems(
     seed: int,
     workdir: Path,
     telemetry: Telemetry,
-    compute: Compute = _HERE,
+    compute: Compute = _TAGGING_HERE,
 ) -> StageSummary:
     """Write all problems of the artifact `problems` with new tags, their pass rates, and the judged answers.
 

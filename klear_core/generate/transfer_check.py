@@ -11,7 +11,7 @@ from klear_core.generate.engine import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK_BYTES = 1 << 20
+CHECK_CHUNK_BYTES = 1 << 20
 """Bytes of one message: the known tensors take several."""
 
 

@@ -17,7 +17,7 @@ ENOUGH = 0.93
 MEDIAN_SHARE, SIGMA = 9000 / 32768, 0.8
 """Assumed lengths: log-normal with this median, as a share of the longest row, cut there. Ours, after long chains of
 thought of about 9,000 tokens at a budget of 32,768."""
-_DRAWS = 8
+_UPDATE_DRAWS = 8
 """Simulated updates over which a share is averaged."""
 _TRIED = 64
 """Largest context-parallel size that is tried."""
@@ -106,7 +106,7 @@ def _busy(training: SftConfig | RlConfig, size: ModelSize, runtime: TrainRuntime
     work_of_row = row_work(size, recomputes=runtime.activation_checkpointing)
     num_ranks, capacity = runtime.num_workers // runtime.context_parallel, runtime.tokens_per_microbatch
     work = lockstep = least = 0.0
-    for draw in range(_DRAWS):
+    for draw in range(_UPDATE_DRAWS):
         # Fixed seeds: a plan says the same each time, and contexts are compared on the same rows.
         rng = random.Random(draw)  # noqa: S311
         lengths = draw_lengths(rng, _rows_of_update(training), longest=_longest_row(training))

@@ -16,7 +16,7 @@ from klear_core.pipeline.fits import known_hardware, with_margin_gb
 from klear_core.pipeline.memory import learner_load, learner_peak
 from klear_core.pipeline.model_size import ModelSize
 
-_DRAWS = 4000
+_LENGTH_DRAWS = 4000
 """Simulated answers from which mean lengths are taken."""
 _CACHE_USED = 0.9
 """Share of the cache that requests fill on average: when long answers come together, it overflows. From
@@ -59,8 +59,8 @@ def estimate_split(rl: RlConfig, size: ModelSize, hardware: HardwareConfig) -> S
         return None
     longest = rl.rollout.sampling.max_new_tokens
     # A fixed seed, so that a plan says the same each time.
-    lengths = draw_lengths(random.Random(0), _DRAWS, longest=longest)  # noqa: S311
-    mean = sum(lengths) / _DRAWS
+    lengths = draw_lengths(random.Random(0), _LENGTH_DRAWS, longest=longest)  # noqa: S311
+    mean = sum(lengths) / _LENGTH_DRAWS
     # Long answers are more often in flight than short ones, and half done on average.
     mean_in_flight = sum(n * n for n in lengths) / sum(lengths) / 2
     cache_tokens = engine_fit(size, engine, known, longest=longest).cache_tokens

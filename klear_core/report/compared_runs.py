@@ -216,7 +216,7 @@ def different_settings(configs: Sequence[Mapping[str, JsonValue]], *, absent: st
     for config in configs:
         # Where artifacts are kept changes no result.
         others = {key: value for key, value in config.items() if key != "workspace"}
-        flat.append(dict(_leaves(others, "")))
+        flat.append(dict(_leaves_of(others, "")))
     keys = dict.fromkeys(key for leaves in flat for key in leaves)
     found = []
     for key in keys:
@@ -227,7 +227,7 @@ def different_settings(configs: Sequence[Mapping[str, JsonValue]], *, absent: st
     return found
 
 
-def _leaves(value: JsonValue, key: str) -> list[tuple[str, str]]:
+def _leaves_of(value: JsonValue, key: str) -> list[tuple[str, str]]:
     if isinstance(value, dict) and value:
         prefix = f"{key}." if key else ""
         children = [(prefix + name, child) for name, child in value.items()]
@@ -237,5 +237,5 @@ def _leaves(value: JsonValue, key: str) -> list[tuple[str, str]]:
         return [(key, json.dumps(value, ensure_ascii=False))]
     found: list[tuple[str, str]] = []
     for name, child in children:
-        found += _leaves(child, name)
+        found += _leaves_of(child, name)
     return found

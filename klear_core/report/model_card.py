@@ -44,7 +44,7 @@ def model_card(facts: CardFacts) -> str:
         f"# {facts.name}",
         _intro(facts),
         "## Scores",
-        _scores(facts),
+        _scores_section(facts),
         "## How to use it",
         _usage(facts),
         "## Data",
@@ -109,7 +109,7 @@ def _intro(facts: CardFacts) -> str:
     return "\n".join(lines)
 
 
-def _scores(facts: CardFacts) -> str:
+def _scores_section(facts: CardFacts) -> str:
     if not facts.counts:
         return "This model was not evaluated."
     rows = [_score_row(*key, counts) for key, counts in facts.counts.items()]

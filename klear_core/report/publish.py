@@ -53,7 +53,7 @@ def write_model(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--to {folder}: exists and is not empty")
     lineage = ancestors(artifact)
-    counts, decoding = _scores(evaluation)
+    counts, decoding = _read_scores(evaluation)
     notes = [*warnings] if evaluation else [*warnings, "no evaluation of this model is known"]
     notes += [f"its score on {benchmark}: {reason}" for benchmark, reason in chosen_on(artifact).items()]
     temporary = folder.with_name(folder.name + ".tmp")
@@ -103,7 +103,7 @@ def check_published(folder: Path) -> None:
         )
 
 
-def _scores(evaluation: Path | None) -> tuple[CountsBy, dict[str, DecodingProfile]]:
+def _read_scores(evaluation: Path | None) -> tuple[CountsBy, dict[str, DecodingProfile]]:
     if evaluation is None:
         return {}, {}
     counts = ScoredModel(maker="", evaluation=evaluation).counts

@@ -15,7 +15,7 @@ MODULUS = 7
 """147 different operations, few enough for a model of half a million parameters to learn in minutes."""
 OPERATORS = "+-*"
 
-_QUESTION = re.compile(r"mod 7: (?P<text>[-+*()0-6]+)=\?")
+_BRACKETS = re.compile(r"mod 7: (?P<text>[-+*()0-6]+)=\?")
 _INNERMOST = re.compile(r"\(([0-6])([-+*])([0-6])\)")
 
 
@@ -39,7 +39,7 @@ def write_brackets(level: int, index: int) -> str:
 
 def parse_brackets(question: str) -> str | None:
     """Return the expression of a question; None if it is no question of this family."""
-    match = _QUESTION.fullmatch(question)
+    match = _BRACKETS.fullmatch(question)
     return match["text"] if match else None
 
 

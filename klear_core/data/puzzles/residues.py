@@ -14,7 +14,7 @@ from math import gcd
 MODULI = (11, 13)
 """Primes of two digits; 266 different sums, few enough for a small model to learn in minutes."""
 
-_QUESTION = re.compile(r"mod (?P<modulus>\d+): (?P<start>\d+)\+(?P<step>\d+)x=(?P<target>\d+), least x=\?")
+_RESIDUE = re.compile(r"mod (?P<modulus>\d+): (?P<start>\d+)\+(?P<step>\d+)x=(?P<target>\d+), least x=\?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def write_residues(level: int, index: int) -> str:
 
 def parse_residues(question: str) -> Residues | None:
     """Return the congruence of a question; None if it is no question of this family."""
-    match = _QUESTION.fullmatch(question)
+    match = _RESIDUE.fullmatch(question)
     if match is None:
         return None
     numbers = {name: int(text) for name, text in match.groupdict().items()}

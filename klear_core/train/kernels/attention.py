@@ -136,7 +136,7 @@ def _attend_last(q_TKD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scaling: float, wi
 
 
 def _compiled_c(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling: float) -> Tensor:
-    return attention_cpu.attend(q_TKD, k_TGD, v_TGD, rows.cu_seqlens, rows.group_bounds, scaling)
+    return attention_cpu.attend_on_cpu(q_TKD, k_TGD, v_TGD, rows.cu_seqlens, rows.group_bounds, scaling)
 
 
 def _flash_attn(q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: Rows, scaling: float) -> Tensor:

@@ -40,7 +40,7 @@ def has_library(head_dim: int) -> bool:
     return _library(head_dim) is not None
 
 
-def attend(
+def attend_on_cpu(
     q_TKD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, group_bounds: Tensor, scaling: float
 ) -> Tensor:
     """Compute causal attention within segments; see `MicroBatch` for `cu_seqlens` and `group_bounds`."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 _LETTERS = "ABCDEFGHIJ"
-_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mbox|textrm|boldsymbol|bf|operatorname)\s*\{([^{}]*)\}")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|mathrm|mathbf|textit|mbox|textrm|boldsymbol|bf|operatorname)\s*\{([^{}]*)\}"
+)
 _LEAD = re.compile(
     r"(?:the )?(?:(?:final|correct|right|best) )?(?:option|choice|answer)(?: (?:option|choice))?(?: is)?\s*:?\s*"
     r"(?:(?:option|choice) )?(?=[(\[A-Ja-j])",
@@ -22,14 +24,14 @@ _COMMAND = re.compile(r"\\[a-zA-Z]+")
 
 def choice_verdict(gold: str, answer: str) -> bool | None:
     """Return whether the answer names the reference's option; None if the reference is not the letter of an option."""
-    letter = _unwrap(gold).strip("() .,[]")
-    if _WITH_TEXT.match(_unwrap(gold)):
+    letter = _plain_choice(gold).strip("() .,[]")
+    if _WITH_TEXT.match(_plain_choice(gold)):
         # An answer that names no option may state the option's text or value, which other rules compare.
-        chosen = _chosen(_unwrap(answer))
-        return None if chosen is None else chosen == _chosen(_unwrap(gold))
+        chosen = _chosen(_plain_choice(answer))
+        return None if chosen is None else chosen == _chosen(_plain_choice(gold))
     if len(letter) != 1 or letter not in _LETTERS:
         return None
-    return _chosen(_unwrap(answer)) == letter
+    return _chosen(_plain_choice(answer)) == letter
 
 
 def _chosen(text: str) -> str | None:
@@ -57,6 +59,6 @@ def _chosen(text: str) -> str | None:
     return letter
 
 
-def _unwrap(text: str) -> str:
-    inner = _WRAPPED.sub(r"\1", _WRAPPED.sub(r"\1", text))
+def _plain_choice(text: str) -> str:
+    inner = _TEXT_COMMAND.sub(r"\1", _TEXT_COMMAND.sub(r"\1", text))
     return inner.replace("$", "").strip()

@@ -15,7 +15,7 @@ LIVE_GUARDS: set[int] = set()
 
 _FIREJAIL_RUNS = Path("/run/firejail/sandbox")
 _PR_SET_CHILD_SUBREAPER = 36
-_END_S = 10.0
+_KILL_S = 10.0
 _may_reap = False
 
 
@@ -49,7 +49,7 @@ def end_orphans() -> None:
 
     Processes that only root may kill end by themselves.
     """
-    deadline = time.monotonic() + _END_S
+    deadline = time.monotonic() + _KILL_S
     while _children_of(os.getpid()) and time.monotonic() < deadline:
         _reap_all_but(set())
         time.sleep(0.01)
