@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from flows.evaluation_commands import evaluations
-from flows.inspection_commands import chat, replay, show
-from flows.interrupts import exit_at_once_when_interrupted, reliable_interrupts
-from flows.proxies import bypass_proxies_for_loopback
-from flows.server_commands import sweep, ui
-from klear_core.errors import KlearError
+from flows.commands import chat, evaluations, replay, show, sweep, ui
+from flows.process import bypass_proxies_for_loopback, exit_at_once_when_interrupted, reliable_interrupts
+from klear_core.errors import ConfigError, KlearError
 
 if TYPE_CHECKING:
     from klear_core.artifacts.store import CheckedBy
@@ -84,7 +85,7 @@ def run(
     klear run configs/laptop --until curate --set 'curate.sources=["problems.jsonl"]'
     """
     from flows import console
-    from flows.watched import carry_out
+    from flows.terminal import carry_out
     from klear_core.pipeline.graph import select_stages, stages_again, stages_of
 
     config = _config(profile, overrides)
@@ -170,7 +171,7 @@ def doctor(
     if any(check.is_fatal for check in checks):
         raise typer.Exit(1)
     if with_gpu:
-        from flows.doctor_gpu import check_paths, show_paths
+        from flows.doctor import check_paths, show_paths
 
         if not show_paths(check_paths()):
             raise typer.Exit(1)
@@ -239,7 +240,6 @@ def bench(name: Annotated[str, typer.Argument(help="Name of a file bench_NAME.py
 
     klear bench sampler
     """
-    from flows.bench import run_bench
 
     run_bench(name)
 
@@ -259,9 +259,9 @@ def main() -> None:
 
 
 def _config(profile: str, overrides: list[str] | None) -> PipelineConfig:
-    from flows.resolve import profile_folder
+    from flows.environment import profile_folder
+    from klear_core.config.data_jobs import sections_used, unused_overrides
     from klear_core.config.load import load_profile
-    from klear_core.config.sections import sections_used, unused_overrides
     from klear_core.pipeline.graph import stages_of
 
     config = load_profile(profile_folder(profile), overrides or [])
@@ -277,3 +277,30 @@ def _escaped(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
+
+
+# ---- bench ----
+# `klear bench NAME`: run one benchmark file of the checkout and print its measurements.
+
+
+_FOLDER = Path(__file__).parents[1] / "tests" / "bench"
+
+
+def run_bench(name: str) -> None:
+    """Run `measure()` of tests/bench/**/bench_NAME.py and print a table, then one JSON line per measurement.
+
+    A measurement is a mapping with name, value, unit, target, ok and versions.
+    """
+    if not _FOLDER.is_dir():
+        raise ConfigError(f"klear bench needs a checkout of the repository: there is no {_FOLDER}")
+    files = {path.stem.removeprefix("bench_"): path for path in sorted(_FOLDER.rglob("bench_*.py"))}
+    if name not in files:
+        raise ConfigError(f"no benchmark {name!r}; there are: {', '.join(files)}")
+    measures: Sequence[Mapping[str, object]] = runpy.run_path(str(files[name]))["measure"]()
+    table = Table("measure", "value", "unit", "target", "ok", box=None)
+    for m in measures:
+        value = f"{m['value']:.4g}" if isinstance(m["value"], float) else str(m["value"])
+        table.add_row(str(m["name"]), value, str(m["unit"]), str(m["target"]), "yes" if m["ok"] else "NO")
+    Console().print(table)
+    for m in measures:
+        print(json.dumps(m))

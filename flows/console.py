@@ -1,10 +1,10 @@
-"""Print to the terminal: the plan, the result of a run, and the table of `klear judge`."""
+"""Print the plan of a run, what it costs, its result, and tables."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,17 +14,34 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from flows.own_server import is_temporary_server
+from flows.environment import is_temporary_server
+from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import RlConfig
+from klear_core.config.stage import Stage
 from klear_core.errors import ConfigError, DataError
+from klear_core.pipeline.costs.estimate import StageEstimate, estimate
+from klear_core.pipeline.costs.model_size import ModelSize, planned_size
+from klear_core.pipeline.costs.throughput import (
+    ENOUGH,
+    MEDIAN_SHARE,
+    SIGMA,
+    BusyEstimate,
+    Split,
+    estimate_busy,
+    estimate_split,
+)
+from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.preflight.capacity import known_hardware, with_margin_gb
+from klear_core.pipeline.preflight.model_checks import placement_lines
 
 if TYPE_CHECKING:
-    from flows.result import PipelineResult
+    from flows.environment import PipelineResult
     from klear_core.artifacts.manifest import ArtifactRef
     from klear_core.artifacts.store import CheckedBy
-    from klear_core.evaluate.judge_file import JudgeSummary
+    from klear_core.evaluate.answers.judge_file import JudgeSummary
     from klear_core.pipeline.plan import StagePlan
-    from klear_core.report.inputs import ReportInputs
+    from klear_core.report.run.data import ReportInputs
 
 _MAX_BAD_ROWS = 5
 
@@ -43,12 +60,9 @@ def show_plan(
     `checked_by` says how artifacts are compared with their manifests; `with_config` adds all settings, with defaults;
     `is_exact` measures the memory of trainings on fake tensors.
     """
-    from flows.costs import show_costs
     from klear_core.config.settings import config_digest
-    from klear_core.pipeline.detectable import detectable_lines
-    from klear_core.pipeline.exposure import exposures
-    from klear_core.pipeline.plan import plan_stages
-    from klear_core.pipeline.preflight import problems_with
+    from klear_core.pipeline.plan import detectable_lines, plan_stages
+    from klear_core.pipeline.preflight.checks import exposures, problems_with
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{config.name}[/] seed {config.seed}, config {config_digest(config)}, valid")
@@ -83,10 +97,10 @@ def _plan_table(plans: Sequence[StagePlan]) -> Table:
 
 def show_result(config: PipelineConfig, result: PipelineResult, *, num_made: int) -> None:
     """Print the scores, warnings, the report's path, and commands to inspect the run and ask its model."""
-    from flows.find import name_of
-    from klear_core.report.product import product_of
-    from klear_core.report.read import read_facts
-    from klear_core.report.terminal import score_table
+    from flows.show import name_of
+    from klear_core.report.run.data import read_facts
+    from klear_core.report.run.final_table import score_table
+    from klear_core.report.run.shown_answers import product_of
 
     console = Console(highlight=False, soft_wrap=True)
     facts = read_facts(_report_inputs(config, result))
@@ -120,9 +134,8 @@ def _short(path: Path) -> Path:
 
 
 def _report_inputs(config: PipelineConfig, result: PipelineResult) -> ReportInputs:
-    from klear_core.config.jobs import ReportJob
-    from tasks.report_inputs import report_inputs
-    from tasks.run_info import RunInfo
+    from klear_core.config.stage import ReportJob
+    from tasks.tracking import RunInfo, report_inputs
 
     info = RunInfo(
         workspace=config.workspace,
@@ -136,9 +149,7 @@ def _report_inputs(config: PipelineConfig, result: PipelineResult) -> ReportInpu
 
 def _refs_to_show(config: PipelineConfig, result: PipelineResult) -> Mapping[str, ArtifactRef]:
     """Return the run's artifacts without its report; if it scored a model, and made no report, add all scores."""
-    from klear_core.pipeline.fingerprints import fingerprints_of
-    from klear_core.pipeline.graph import stages_of
-    from klear_core.pipeline.workspace import open_store
+    from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 
     stages, store = stages_of(config), open_store(config.workspace)
     refs = {stage.name: result.refs[stage.name] for stage in stages if stage.name in result.refs and not stage.job.page}
@@ -161,9 +172,9 @@ def _refs_to_show(config: PipelineConfig, result: PipelineResult) -> Mapping[str
 
 def judge(file: Path, overrides: list[str], *, out: Path | None, bare_code: bool) -> None:
     """Judge a file of answers and print the outcomes; DataError afterwards if rows are malformed or none was judged."""
-    from flows.out_place import check_file_place
+    from flows.curate_files import check_file_place
     from klear_core.config.load import apply_override, validate
-    from klear_core.evaluate.judge_file import judge_file
+    from klear_core.evaluate.answers.judge_file import judge_file
 
     if out is not None:
         check_file_place("--out", out)
@@ -209,3 +220,167 @@ def _show_judged(console: Console, summary: JudgeSummary) -> None:
         console.print(f"and {len(summary.bad_rows) - _MAX_BAD_ROWS:,} more like these")
     for note in summary.notes:
         console.print(f"[yellow]note[/] {escape(note)}")
+
+
+# ---- costs ----
+# Print what a run costs: tokens, memory, GPU-hours and money by stage, and what its engines hold.
+
+
+def show_costs(
+    console: Console, config: PipelineConfig, chosen: Collection[str] | None = None, *, is_exact: bool = False
+) -> None:
+    """Print the estimates of the chosen stages (None: all); `is_exact` also measures trainings on fake tensors."""
+    rows = estimate(config, chosen)
+    console.print(_table(rows, price=config.hardware.price_per_gpu_hour))
+    stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
+    placed = placement_lines(stages, planned_size(config.start_model))
+    about_trainings = (*_busy_lines(config, stages), *_split_lines(config, stages))
+    for line in (*_engine_lines(config, stages), *placed, *about_trainings):
+        console.print(line)
+    if any(row.gpu_hours is not None for row in rows):
+        console.print(_assumptions(config))
+    if is_exact:
+        for line in _measurements(config, stages):
+            console.print(line)
+
+
+def _table(rows: Collection[StageEstimate], *, price: float | None) -> Table:
+    has_hours = any(row.gpu_hours is not None for row in rows)
+    table = Table("stage", "tokens, at most", "memory", *_if(has_hours, "GPU-hours"), "what", box=None)
+    for row in rows:
+        tokens = "not known yet" if row.max_tokens is None else f"{row.max_tokens:,}"
+        hours = _if(has_hours, _hours(row.gpu_hours, price))
+        table.add_row(row.stage, tokens, _memory(row), *hours, escape(row.note))
+    return table
+
+
+def _if(is_shown: bool, cell: str) -> tuple[str, ...]:
+    return (cell,) if is_shown else ()
+
+
+def _memory(row: StageEstimate) -> str:
+    if row.memory_gb is None:
+        return ""
+    if row.peak is None or row.gpu_hours is None:
+        return f"{row.memory_gb:.2g} GB"
+    return f"{row.memory_gb:.1f} GB, {with_margin_gb(row.peak.num_bytes):.1f} with margin"
+
+
+def _hours(gpu_hours: float | None, price: float | None) -> str:
+    if gpu_hours is None:
+        return ""
+    shown = f"{gpu_hours:,.1f}" if gpu_hours < 10 else f"{gpu_hours:,.0f}"
+    return shown if price is None else f"{shown}, costing {gpu_hours * price:,.0f}"
+
+
+def _engine_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
+    """Yield a line for each vLLM engine: what fits into its GPUs beside the weights. One line for all evaluations."""
+    from klear_core.pipeline.costs.estimate import longest_sequence
+    from klear_core.pipeline.costs.model_size import engine_fit
+
+    hardware = known_hardware(config.hardware)
+    uses = {use.key: use for stage in stages if (use := stage.engine()) is not None}
+    for key, use in uses.items():
+        size = planned_size(use.model or config.start_model)
+        if size is None or hardware.gpu_memory_gb is None or not isinstance(use.engine, VllmEngineConfig):
+            continue
+        fit = engine_fit(size, use.engine, hardware, longest=longest_sequence(use))
+        ranks, gpu_gb = use.engine.runtime.tensor_parallel, f"{hardware.gpu_memory_gb:.0f} GB"
+        gpus = f"one GPU of {gpu_gb}" if ranks == 1 else f"{ranks} GPUs of {gpu_gb}"
+        yield (
+            f"{key}: an engine on {gpus} holds {fit.weights_gb:.1f} GB of weights on each and {fit.cache_tokens:,} "
+            f"tokens of cache, {fit.sequences} answers of {fit.longest:,}; about {fit.tokens_per_s:,.0f} tokens/s "
+            "when it is full"
+        )
+
+
+def _busy_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
+    """Yield a line for each training on several data ranks: how long they wait for one another, and what would help."""
+    size = planned_size(config.start_model)
+    if size is None:
+        return
+    is_any = False
+    for stage in stages:
+        training = stage.job.training()
+        # Ranks of one context-parallel group share their rows, so only several groups can wait for one another.
+        if training is not None and training.runtime.num_workers > training.runtime.context_parallel:
+            is_any = True
+            yield f"{stage.section}.runtime: {_busy_line(estimate_busy(training, size))}"
+    if is_any:
+        yield (
+            f"Busy shares are simulated, without communication: row lengths are log-normal, with a median of "
+            f"{MEDIAN_SHARE:.2f} of the longest and a sigma of {SIGMA:g}"
+        )
+
+
+def _busy_line(busy: BusyEstimate) -> str:
+    line = f"{busy.num_ranks} data ranks are busy {busy.share:.2f} of an update of {busy.num_rows} rows"
+    if busy.share >= ENOUGH:
+        return line
+    line += f": too few rows, with which no packing reaches more than {busy.bound:.2f}"
+    if busy.better is None:
+        return line
+    settings = (
+        f"context_parallel = {busy.better.context_parallel}, "
+        f"tokens_per_microbatch = {busy.better.tokens_per_microbatch}"
+    )
+    return f"{line}. {settings} reaches {busy.better_share:.2f}"
+
+
+def _split_lines(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
+    """Yield a line for each RL stage with separate GPUs for engines and learner: the slower side, and what balances."""
+    size = planned_size(config.start_model)
+    for stage in stages:
+        training = stage.job.training()
+        if size is None or not isinstance(training, RlConfig):
+            continue
+        found = estimate_split(training, size, config.hardware)
+        if found is None:
+            continue
+        line = f"{stage.section}.runtime: without waiting, a step takes {_split(found.now)}"
+        if found.best != found.now:
+            line += f". As many GPUs are balanced by {_split(found.best)}"
+        if training.rollout.mode == "continuous":
+            line += f". About {found.requests_per_engine} requests fill an engine's cache (requests_per_actor)"
+        yield line
+
+
+def _split(split: Split) -> str:
+    return (
+        f"{split.num_engines} engines {split.sampling_s:,.0f} s of sampling and {split.num_workers} learner ranks "
+        f"{split.learning_s:,.0f} s"
+    )
+
+
+def _assumptions(config: PipelineConfig) -> str:
+    h = config.hardware
+    return (
+        f"GPU-hours are upper bounds, of answers of full length, and estimated: training at {100 * h.mfu:.0f} % of "
+        f"{h.peak_tflops:g} TFLOP/s, decoding at {100 * h.decoding_efficiency:.0f} % of {h.memory_tb_per_s:g} TB/s "
+        "(hardware.*)"
+    )
+
+
+def _measurements(config: PipelineConfig, stages: Collection[Stage]) -> Iterator[str]:
+    from klear_core.pipeline.costs.fake_run import measure_training
+
+    size: ModelSize | None = planned_size(config.start_model)
+    if size is None:
+        yield "exact: the model is not here, and its size is not known"
+        return
+    for stage in stages:
+        training = stage.job.training()
+        if training is None:
+            continue
+        found = measure_training(size, training)
+        if found is None:
+            yield f"exact {stage.name}: only bfloat16 with AdamW on the device is measured"
+            continue
+        # Less than 10 MB would be shown as 0.00.
+        parts = sorted(found.measured.by_kind.items(), key=lambda part: -part[1])
+        shown = ", ".join(f"{kind} {num_bytes / 1e9:.2f}" for kind, num_bytes in parts if num_bytes > 1e7)
+        measured_gb = found.measured.num_bytes / 1e9
+        yield (
+            f"exact {stage.name}: {measured_gb:.2f} GB per rank on fake tensors, in {found.measured.moment} ({shown}); "
+            f"the table's closed form is {100 * found.difference:+.2f} % off"
+        )

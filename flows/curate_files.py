@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from flows.out_place import check_folder_place
-from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import StageSummary
 from klear_core.artifacts.records import whole_tables
 from klear_core.config.data import FileSource
 from klear_core.config.load import apply_override, validate
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.data.curate import curate
+from klear_core.data.curation.curate import curate
+from klear_core.data.curation.write import LEAKS_PAGE
 from klear_core.data.datafiles import check_name, default_name
-from klear_core.data.leak_table import LEAKS_PAGE
 from klear_core.errors import ConfigError, KlearError
-from klear_core.report.curation import write_curation_page
-from klear_core.report.text import visible
+from klear_core.report.run.build import write_curation_page
+from klear_core.scores import visible
 
 KEPT, DROPPED, PAGE, LEAKS = "kept.parquet", "dropped.parquet", "report.html", LEAKS_PAGE
 
@@ -163,3 +165,58 @@ def _join(workdir: Path, tables: Sequence[str], file: Path) -> None:
             writer.write_table(joined)
     assert writer is not None, f"{tables[0]} has at least one shard"
     writer.close()
+
+
+# ---- out place ----
+# Check and name the places that commands write to.
+
+
+_MAX_BYTES = 120  # a file system's limit is 255; below this, names of folders stay readable
+
+
+def check_folder_place(option: str, folder: Path) -> None:
+    """Raise ConfigError if a folder cannot be made there: a file is in the way, or nothing can be written there."""
+    with _writing(option, folder):
+        for place in (folder, *folder.parents):
+            if place.is_dir():
+                _write_to(place)
+                return
+            if place.exists():
+                raise ConfigError(f"{option} {folder}: {place} is a file; name a folder")
+
+
+def check_file_place(option: str, file: Path) -> None:
+    """Raise ConfigError if a file cannot be written there: it is a folder or below a file, or nothing can be."""
+    with _writing(option, file):
+        if file.is_dir():
+            raise ConfigError(f"{option} {file}: a folder; name a file")
+        for place in file.parents:
+            if place.is_dir():
+                _write_to(place)
+                return
+            if place.exists():
+                raise ConfigError(f"{option} {file}: {place} is a file")
+
+
+@contextmanager
+def _writing(option: str, place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise ConfigError(f"{option} {place}: cannot be written to ({e.strerror})") from e
+
+
+def _write_to(folder: Path) -> None:
+    """Make a folder there and remove it: permissions alone do not tell, least of all for root."""
+    with TemporaryDirectory(dir=folder, prefix=".klear-"):
+        pass
+
+
+def folder_name(parts: list[str]) -> str:
+    """Return a folder's name for all parts; one that would be too long ends in a checksum of what is left out."""
+    name = "-".join(parts)
+    content = name.encode()
+    if len(content) <= _MAX_BYTES:
+        return name
+    start = content[:_MAX_BYTES].decode(errors="ignore")  # without the part of a character
+    return f"{start}-{hashlib.sha256(content).hexdigest()[:8]}"

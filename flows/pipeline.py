@@ -1,17 +1,302 @@
-"""The `klear` flow: every stage in order, each as a task on the artifacts of its inputs."""
+"""The `klear` and `klear-retrain` flows, and how a run is carried out: check, track, report failures, survive outages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal, cast
 
-from prefect import flow
+from prefect import flow, settings
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import flow_run
+from prefect.states import Cancelled
 
-from flows.execute import PipelineRun, StageSelection, run_label, tracked_run
-from flows.resolve import resolve
-from flows.result import PipelineResult
-from klear_core.config.pipeline import PipelineConfig
-from tasks.all import task_of
-from tasks.reaper import no_orphans
+from flows.environment import PipelineResult, is_temporary_server, page_of, resolve, show_core_logs
+from flows.outages import CancelWatch, is_cancelling, record_run, server_awaited
+from flows.process import lost_interrupts_sent_again, make_terminations_interrupts
+from flows.sweep import MAX_ATTEMPTS
+from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
+from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.config.stage import Stage
+from klear_core.errors import ArtifactError, KlearError
+from klear_core.pipeline.graph import (
+    fingerprints_of,
+    open_store,
+    select_stages,
+    set_moved_aside,
+    stages_again,
+    stages_of,
+    with_inputs,
+    workspace_root,
+)
+from klear_core.pipeline.preflight.checks import require_ready
+from klear_core.seeding import seed_for
+from tasks import tracking
+from tasks.progress import console
+from tasks.resources import no_orphans
+from tasks.stage import StageTask, in_workspace
+from tasks.stages import TASKS, failed_report, read_keys, report_failure
+from tasks.tracking import RunInfo, is_interrupt
+
+# ---- execute ----
+# Carry out a pipeline run inside the current Prefect flow run: check, track, report failures, survive outages.
+
+
+log = logging.getLogger(__name__)
+
+# At exit the interpreter garbage-collects all objects of torch, Ray and Prefect. That delays the end of a cancelled run
+# by over a second of CPU, and by many seconds on a busy machine. Frozen objects are skipped.
+atexit.register(gc.freeze)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSelection:
+    """The stages that the user wants to run; None is no limit."""
+
+    only: str | None = None
+    from_: str | None = None
+    until: str | None = None
+    rerun_from: str | None = None
+    """Rebuild this stage and all that depend on it; only once per flow run, also if the run is retried."""
+    needed_by: tuple[str, ...] = ()
+    """Run only these stages and what they depend on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PipelineRun:
+    """A run that has begun: its stages, and the artifacts that it has so far."""
+
+    config: PipelineConfig
+    info: RunInfo
+    stages: tuple[Stage, ...]
+    """All stages of the pipeline, in order."""
+    chosen: tuple[str, ...]
+    """Names of the stages to run or reuse."""
+    artifacts: dict[str, ArtifactRef] = field(default_factory=dict)
+    """Artifacts by stage name, in the order in which they were made or found."""
+
+    def inputs_of(self, stage: Stage) -> dict[str, ArtifactRef]:
+        """Return a stage's inputs by role. Raise ArtifactError if one is neither made by this run nor in the store."""
+        # Sorted, so that of several missing inputs the error always names the same one.
+        for name in sorted({*stage.inputs.values()} - self.artifacts.keys()):
+            self.artifacts[name] = self._existing(name, needed_by=stage.name)
+        return {role: self.artifacts[name] for role, name in stage.inputs.items()}
+
+    def call(self, task: StageTask, stage: Stage, inputs: Mapping[str, ArtifactRef]) -> ArtifactRef:
+        """Call a stage's task and return its artifact.
+
+        Prefect caches only the reference, so a cached artifact is verified; if it is missing or damaged, the task
+        reruns.
+        """
+        info = self.info.model_copy(update={"stage": stage.name, "position": self.stages.index(stage)})
+        configured = in_workspace(task, info.workspace)
+        # Only the state says whether the reference came from Prefect's cache.
+        state = configured(info, stage.job, inputs, return_state=True)
+        ref = state.result()
+        if state.name != "Cached":
+            return ref
+        try:
+            open_store(info.workspace).verify(ref)
+        except ArtifactError as e:
+            # One that is gone was set aside to be made again (--rerun-from), or deleted: nothing to warn of.
+            level = logging.WARNING if ref.path.is_dir() else logging.INFO
+            log.log(level, "%s: the cached artifact cannot be used, so the stage runs again: %s", stage.name, e)
+            return configured.with_options(refresh_cache=True)(info, stage.job, inputs)
+        console().stage_done(stage.name, ref, was_reused=True, wall_s=0.0)
+        return ref
+
+    def result(self) -> PipelineResult:
+        """Return the artifacts of the chosen stages."""
+        refs = {name: self.artifacts[name] for name in self.chosen}
+        return PipelineResult(
+            refs=refs,
+            mlflow_run_id=tracking.parent_run_id(self.info),
+            report=page_of(self.stages, refs),
+            flow_run_id=self.info.run_id,
+        )
+
+    def _existing(self, name: str, *, needed_by: str) -> ArtifactRef:
+        # Fingerprints of other stages may be unknown, because files that they read are missing.
+        own = fingerprints_of(with_inputs(self.stages, [name]), self.config.workspace)[name]
+        store = open_store(self.config.workspace)
+        ref = store.find(own.kind, own.fingerprint)
+        if ref is None:
+            raise ArtifactError(
+                f"stage {needed_by!r} needs {name!r} ({own.kind}/{own.fingerprint}), which does not exist for these "
+                f"settings: run up to it first, with --until {name}"
+            )
+        store.verify(ref)
+        return ref
+
+
+def tracked_run(
+    config: PipelineConfig, run_stages: Callable[[PipelineRun], None], choice: StageSelection | None = None
+) -> PipelineResult:
+    """Begin a run, call `run_stages` with it, and return its result.
+
+    Raise ConfigError before the first stage starts if requirements are not met or contradict each other. A stage that
+    fails ends the run with its error; a report of what exists is then in the workspace's `failed` folder.
+    """
+    show_core_logs()
+    make_terminations_interrupts()
+    choice = choice or StageSelection()
+    with lost_interrupts_sent_again():
+        if _has_server():
+            return _run_with_server(config, run_stages, choice)
+        if is_temporary_server(settings.PREFECT_API_URL.value() or ""):
+            record_run(_this_flow_run().id)
+        return _run_selected(config, run_stages, choice)
+
+
+def _run_with_server(
+    config: PipelineConfig, run_stages: Callable[[PipelineRun], None], choice: StageSelection
+) -> PipelineResult:
+    """Carry a run out so that it survives outages of its server and can still be cancelled after one."""
+    run = _this_flow_run()
+    watch = CancelWatch(lambda: is_cancelling(run.id))
+    try:
+        # A run without a deployment has no worker that could miss the request.
+        with watch.running() if run.deployment_id else nullcontext(), server_awaited():
+            return _run_selected(config, run_stages, choice)
+    except TerminationSignal:
+        if not watch.has_fired:
+            raise  # the process that sent the signal, such as the worker, sets the final state
+        # If a flow returns a state, Prefect uses it as the final state of the run.
+        return cast("PipelineResult", Cancelled(message="cancelled; the run stopped when it saw the request"))
+
+
+def _run_selected(
+    config: PipelineConfig, run_stages: Callable[[PipelineRun], None], choice: StageSelection
+) -> PipelineResult:
+    stages = stages_of(config)
+    chosen = select_stages(stages, only=choice.only, from_=choice.from_, until=choice.until, needed_by=choice.needed_by)
+    again = stages_again(stages, choice.rerun_from, chosen)
+    # Everything that can be refused is refused before the first artifact is moved and before anything is tracked.
+    keys = read_keys(stage.job for stage in stages if stage.name in chosen)
+    require_ready(config, chosen, again=again, keys=keys)
+    set_moved_aside(config, chosen)
+    run = PipelineRun(config=config, info=_run_info(config, _this_flow_run()), stages=stages, chosen=chosen)
+    if again:
+        ids = fingerprints_of(with_inputs(stages, again), config.workspace)
+        _set_aside_once(config.workspace, [ids[name] for name in again], run_id=run.info.run_id)
+    with _tracked(run.info), reporting_failures(run):
+        run_stages(run)
+    return run.result()
+
+
+def run_label() -> str:
+    """Return a name that tells runs apart, such as `laptop-seed0-gppo`; `rl-laptop-seed0-gppo` for one stage alone."""
+    only = flow_run.parameters.get("only")
+    return label_of(given_config, prefix=str(only or ""))
+
+
+def given_config() -> PipelineConfig:
+    """Resolve the config from the current flow run's parameters."""
+    given: dict[str, Any] = flow_run.parameters
+    return resolve(given.get("profile"), given.get("overrides") or [], given.get("settings"))
+
+
+def label_of(config: Callable[[], PipelineConfig], *, prefix: str) -> str:
+    """Join prefix (if any), profile, seed and loss with `-`. Never raises.
+
+    Prefect asks for the name before the run is Running: an error here would crash the process, and the run would be
+    restarted. The flow itself resolves the same parameters next, and fails once with the reason.
+    """
+    words = [prefix] if prefix else []
+    try:
+        resolved = config()
+        words += [resolved.name, f"seed{resolved.seed}", resolved.rl.loss.kind]
+    except Exception:  # noqa: BLE001  the flow raises it again, where the user sees it
+        words.append("unresolved")
+    return "-".join(words)
+
+
+def _set_aside_once(workspace: WorkspaceConfig, ids: Sequence[ArtifactId], *, run_id: str) -> None:
+    """Set artifacts aside so that they are rebuilt; do so once per flow run, not again when it is retried."""
+    marker = workspace_root(workspace) / "forced" / run_id
+    if marker.exists():
+        return
+    store = open_store(workspace)
+    for own in ids:
+        kept = store.set_aside(own.kind, own.fingerprint, why="rerun")
+        if kept is not None:
+            log.info("%s %s will be made again; the old one was moved to %s", own.kind, own.fingerprint, kept)
+    # Last: a run that is killed before moves the rest when it is retried, and has made nothing yet that could be moved.
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+
+
+def _this_flow_run() -> FlowRun:
+    context = FlowRunContext.get()
+    assert context is not None, "stages run inside a flow"
+    assert context.flow_run is not None, "a flow that has started has a run"
+    if context.flow_run.run_count > MAX_ATTEMPTS:
+        count = context.flow_run.run_count
+        raise KlearError(
+            f"flow run {context.flow_run.name} was started {count} times; the limit is {MAX_ATTEMPTS}: "
+            "read the logs of its attempts"
+        )
+    return context.flow_run
+
+
+def _run_info(config: PipelineConfig, run: FlowRun) -> RunInfo:
+    from prefect.utilities.urls import url_for
+
+    return RunInfo(
+        workspace=config.workspace,
+        run_id=str(run.id),
+        run_name=run.name,
+        stage="",
+        started_at=run.start_time or datetime.now(UTC),
+        run_url=(url_for(run) or "") if _has_server() else "",
+    )
+
+
+def _has_server() -> bool:
+    """Return whether the run is recorded on a server that outlives this process."""
+    api_url = settings.PREFECT_API_URL.value()
+    return bool(api_url) and not is_temporary_server(api_url)
+
+
+@contextmanager
+def reporting_failures(run: PipelineRun) -> Iterator[None]:
+    """If the block raises, write a report on the run's artifacts and unfinished stages, and raise the error again."""
+    try:
+        yield
+    except Exception as e:
+        if not is_interrupt(e):
+            _write_failure_report(run, e)
+        raise
+    failed_report(run.info).unlink(missing_ok=True)  # an earlier attempt of this flow run may have failed
+
+
+def _write_failure_report(run: PipelineRun, error: Exception) -> None:
+    """Write the report. Stages run in order, so the first one without an artifact is the one that failed."""
+    unfinished = [stage for stage in run.stages if stage.name in run.chosen and stage.name not in run.artifacts]
+    error_text = f"{type(error).__name__}: {error}"
+    try:
+        file = report_failure(run.info, run.config, run.artifacts, unfinished, error_text)
+        log.warning("a report on this failed run: %s", file)
+    except Exception as e:  # noqa: BLE001  an error of the report must not replace the run's error
+        log.warning("could not write a report on this failed run: %s: %s", type(e).__name__, e)
+
+
+@contextmanager
+def _tracked(info: RunInfo) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        tracking.end_pipeline(info, tracking.status_now())
+
+
+# ---- pipeline ----
 
 
 @flow(name="klear", flow_run_name=run_label, persist_result=False)
@@ -51,7 +336,7 @@ def run_stages(run: PipelineRun) -> None:
     for stage in run.stages:
         if stage.name in run.chosen:
             inputs = run.inputs_of(stage)
-            run.artifacts[stage.name] = run.call(task_of(stage.kind), stage, inputs)
+            run.artifacts[stage.name] = run.call(TASKS[stage.kind], stage, inputs)
 
 
 def run_pipeline(
@@ -74,3 +359,45 @@ def run_pipeline(
             rerun_from=rerun_from,
             needed_by=list(needed_by) or None,
         )
+
+
+# ---- retrain ----
+# The `klear-retrain` flow: run the pipeline on a schedule.
+
+
+Seed = Literal["fixed", "fresh"]
+
+
+def retrain_label() -> str:
+    """Return the run's name; see `label_of`. Its seed is the one that the run will use."""
+
+    def config() -> PipelineConfig:
+        return with_seed(given_config(), flow_run.parameters.get("seed", "fixed"), run_id=str(flow_run.id))
+
+    return label_of(config, prefix="retrain")
+
+
+@flow(name="klear-retrain", flow_run_name=retrain_label, persist_result=False)
+def retrain(
+    profile: str | None = "laptop",
+    settings: PipelineConfig | None = None,
+    overrides: list[str] = [],  # noqa: B006  Prefect shows the default in its form
+    seed: Seed = "fixed",
+) -> PipelineResult:
+    """Run the pipeline again: with a fixed seed only stages with changed data or settings, with a fresh seed all.
+
+    Args:
+        profile: A folder under configs/, or a path to one.
+        settings: Settings that replace the profile's; those that are not given keep the profile's values.
+        overrides: Single settings that replace both, such as rl.num_steps=200.
+        seed: `fixed` keeps the config's; `fresh` derives a new one for each flow run, the same if the run is retried.
+    """
+    config = with_seed(resolve(profile, overrides, settings), seed, run_id=str(flow_run.id))
+    return tracked_run(config, run_stages)
+
+
+def with_seed(config: PipelineConfig, seed: Seed, *, run_id: str) -> PipelineConfig:
+    """Return the config unchanged, or with a fresh seed derived from its seed and the flow run's id."""
+    if seed == "fixed":
+        return config
+    return config.model_copy(update={"seed": seed_for(config.seed, "retrain", run_id) % 2**31})

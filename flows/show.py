@@ -1,17 +1,20 @@
-"""`klear show`: print an artifact's manifest, ledger and first records."""
+"""`klear show`: find the artifact that a name means, and print it, or the story of one problem."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.find import find_artifact
-from klear_core.artifacts.ledger import LedgerStep
-from klear_core.artifacts.manifest import OUTSIDE_KINDS, InputRecord, Manifest, read_manifest
-from klear_core.report.text import number
+from klear_core.artifacts.manifest import MANIFEST, OUTSIDE_KINDS, InputRecord, LedgerStep, Manifest, read_manifest
+from klear_core.artifacts.store import LocalStore
+from klear_core.errors import ArtifactError, ConfigError
+from klear_core.scores import number, visible
 
 _MAX_CELL_CHARS = 400
 
@@ -90,3 +93,159 @@ def _print_records(console: Console, folder: Path, table: Path, num_records: int
             shown = text if len(text) <= _MAX_CELL_CHARS else f"{text[:_MAX_CELL_CHARS]}… ({len(text)} characters)"
             grid.add_row(f"  [dim]{name}[/]", escape(shown))
         console.print(grid)
+
+
+# ---- problem ----
+# `klear show problem ID`: all that a workspace's artifacts hold about one problem, from source row to last score.
+
+
+_KEY = "problem_id"
+_MAX_CHARS = 160
+"""Characters shown of a field; `klear show STAGE --records N` prints more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The rows on a problem in one table of one artifact."""
+
+    manifest: Manifest
+    table: str
+    """Folder or file of the table below the artifact's folder: `traces`."""
+    rows: tuple[Mapping[str, Any], ...]
+
+
+def show_problem(which: str, *, root: Path) -> None:
+    """Print what the newest artifact of every stage holds about the problem whose id starts with `which`.
+
+    ArtifactError if there is none, or if several ids start so.
+    """
+    found = list(rows_about(which, root))
+    ids = sorted({str(row[_KEY]) for part in found for row in part.rows})
+    if which in ids:  # the place of a row that could not be read begins others: rows.jsonl:1, rows.jsonl:12
+        ids, found = [which], list(_only(which, found))
+    if not ids:
+        raise ArtifactError(
+            f"no problem {which!r} in the newest artifacts under {root}; `klear show curate` shows some"
+        )
+    if len(ids) > 1:
+        raise ArtifactError(f"{which!r} begins the ids of {len(ids)} problems: {', '.join(ids[:5])}")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]problem {escape(visible(ids[0]))}[/]")
+    questions = [row["question"] for part in found for row in part.rows if row.get("question")]
+    if questions:
+        console.print(escape(visible(str(questions[0]))))
+    for part in found:
+        console.print(
+            f"\n[bold]{part.manifest.stage}[/]  {part.table}, {part.manifest.kind}/{part.manifest.fingerprint}"
+        )
+        for row in part.rows:
+            console.print(f"  {_line(row)}")
+
+
+def rows_about(which: str, root: Path) -> Iterator[Found]:
+    """Yield the rows of the newest artifact of every stage whose problem id starts with `which`, oldest stage first.
+
+    ConfigError if `which` is empty.
+    """
+    if not which:
+        raise ConfigError("show problem: give the problem's id or its first digits")
+    for folder, manifest in _newest_artifacts(root):
+        by_table: dict[str, list[Mapping[str, Any]]] = {}
+        for file in sorted(folder.rglob("*.parquet")):
+            # the shards of a table are in a folder of their own
+            table = file if file.parent == folder else file.parent
+            by_table.setdefault(str(table.relative_to(folder)), []).extend(_matching(file, which))
+        for name, rows in by_table.items():
+            if rows:
+                yield Found(manifest=manifest, table=name, rows=tuple(rows))
+
+
+def _only(problem_id: str, found: Sequence[Found]) -> Iterator[Found]:
+    for part in found:
+        rows = tuple(row for row in part.rows if row[_KEY] == problem_id)
+        if rows:
+            yield replace(part, rows=rows)
+
+
+def _newest_artifacts(root: Path) -> list[tuple[Path, Manifest]]:
+    newest: dict[str, tuple[Path, Manifest]] = {}
+    for folder in LocalStore(root / "artifacts").folders():
+        try:
+            manifest = read_manifest(folder)
+        except ArtifactError:
+            continue  # damaged: a run sets it aside, with a message
+        earlier = newest.get(manifest.stage)
+        if earlier is None or earlier[1].created_at < manifest.created_at:
+            newest[manifest.stage] = (folder, manifest)
+    return sorted(newest.values(), key=lambda found: found[1].created_at)
+
+
+def _matching(file: Path, which: str) -> list[Mapping[str, Any]]:
+    """Return the file's rows about the problem. A shard without rows may have no columns."""
+    import pyarrow.compute as pc
+    import pyarrow.dataset as ds
+
+    shard = ds.dataset(file, format="parquet")
+    if _KEY not in shard.schema.names:
+        return []
+    return list(shard.to_table(filter=pc.starts_with(ds.field(_KEY), which)).to_pylist())
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """Return the fields of a row on one line, without its id and question, which stand above."""
+    parts = []
+    for name, value in row.items():
+        if name in (_KEY, "question"):
+            continue
+        text = " ".join(visible(str(value)).split())
+        shown = text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}… ({len(text):,} characters)"
+        parts.append(f"[dim]{name}[/] {escape(shown)}")
+    return "  ".join(parts)
+
+
+# ---- find ----
+# Find the artifact that a name typed by the user means.
+
+
+def find_artifact(which: str, root: Path) -> Path:
+    """Return an artifact's folder: `which` is that folder, a stage or kind (its newest), or the start of a fingerprint.
+
+    ArtifactError lists the stages that have an artifact.
+    """
+    if (Path(which) / MANIFEST).is_file():
+        return Path(which)
+    folders = LocalStore(root / "artifacts").folders()
+    if not folders:
+        raise ArtifactError(
+            f"no artifact {which!r}: there is none at all under {root}; --root names the workspace of a run"
+        )
+    stages = {folder: _stage_of(folder) for folder in folders}
+    by_fingerprint = [f for f in folders if f.name.startswith(which)]
+    by_stage = [f for f in folders if stages[f] == which]
+    by_kind = [f for f in folders if f.parent.name == which]
+    hits = by_stage or by_kind or by_fingerprint
+    if not hits:
+        there = ", ".join(sorted(set(stages.values())))
+        raise ArtifactError(f"no artifact {which!r} under {root}; stages that have one there: {there}")
+    if hits is by_fingerprint and len(hits) > 1:
+        raise ArtifactError(
+            f"{which!r} begins several fingerprints: {', '.join(f'{f.parent.name}/{f.name}' for f in hits)}"
+        )
+    return max(hits, key=lambda folder: (folder / MANIFEST).stat().st_mtime)
+
+
+def name_of(folder: Path, stage: str, root: Path) -> str:
+    """Return a short name by which `find_artifact` finds this artifact: its stage, or the start of its fingerprint.
+
+    The stage is used only if this artifact is the stage's newest: a run with other settings may have made a newer one.
+    """
+    is_newest = find_artifact(stage, root.absolute()) == folder
+    return stage if is_newest else folder.name[:8]
+
+
+def _stage_of(folder: Path) -> str:
+    """Return the stage that made an artifact, or its kind if the manifest is damaged (opening it reports that)."""
+    try:
+        return read_manifest(folder).stage
+    except ArtifactError:
+        return folder.parent.name

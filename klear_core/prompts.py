@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ConfigError
 from klear_core.types import Completion
 
@@ -247,3 +248,31 @@ def _byte_chars() -> list[str]:
             chars.append(chr(256 + num_others))
             num_others += 1
     return chars
+
+
+# ---- window ----
+# Find the part of a response in which an answer counts.
+
+
+OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
+NO_CLOSE_TAG = "no </think>"
+NO_OPEN_TAG = "no <think>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoAnswer:
+    """The reason why a response has no answer to judge."""
+
+    reason: str
+
+
+def find_answer_text(response: str, cfg: VerifyConfig) -> str | NoAnswer:
+    """Return the text to search for an answer, or the required tag that is missing."""
+    has_close = CLOSE_TAG in response
+    if cfg.tags != "none" and not has_close:
+        return NoAnswer(reason=NO_CLOSE_TAG)
+    if cfg.tags == "both" and OPEN_TAG not in response:
+        return NoAnswer(reason=NO_OPEN_TAG)
+    if cfg.window == "whole" or not has_close:
+        return response
+    return response.rsplit(CLOSE_TAG, 1)[1]

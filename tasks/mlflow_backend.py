@@ -1,6 +1,6 @@
 """Send runs to MLflow: one parent run per pipeline run, one child run per stage.
 
-This module, `tasks.registry` and `tasks.registry_turns` are the only ones that call MLflow's API.
+This module, `tasks.model_registry` and `tasks.model_registry` are the only ones that call MLflow's API.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sqlite3
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.manifest import OUTSIDE_KINDS, ArtifactRef, InputRecord
-from tasks.mlflow_database import database_file, ensure_database
-from tasks.mlflow_view import VIEW_TAG, scores_view
-from tasks.tracked import MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Unreachable, without_password
+from klear_core.errors import ConfigError
+from tasks.delivery import MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Unreachable, without_password
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -72,7 +73,7 @@ def mlflow_client(uri: str) -> MlflowClient:
 
 
 class MlflowBackend:
-    """A tracking server or database; implements `tasks.tracked.Backend`."""
+    """A tracking server or database; implements `tasks.delivery.Backend`."""
 
     def __init__(self, client: MlflowClient, *, lock: Path, artifacts: str | None) -> None:
         self._client = client
@@ -88,7 +89,7 @@ class MlflowBackend:
             if record.status == "RUNNING":  # an ended stage's record is delivered without the artifact's lock
                 self._close_dead_runs(experiment_id, record)
             tags = {"klear.run": record.run_id, "klear.stage": record.stage}
-            more = _links(record) | _source(record, f"tasks/{record.kind}.py")
+            more = _links(record) | _source(record, "tasks/stages.py")
             more |= {"mlflow.parentRunId": parent.info.run_id, "klear.fingerprint": record.fingerprint}
             child, _ = self._ensure_run(experiment_id, name=record.stage, tags=tags, more=more)
             # Stages of one kind (evaluate_sft, evaluate_rl) must not share the parent's write-once params.
@@ -299,3 +300,183 @@ def translated() -> Iterator[None]:
 def _first_line(error: Exception) -> str:
     text = without_password(str(error)).strip()
     return text.splitlines()[0][:300] if text else type(error).__name__
+
+
+# ---- mlflow database ----
+# Create MLflow's SQLite file under another name and rename it, so that a killed run leaves no incomplete database.
+
+
+_SQLITE = "sqlite:///"
+
+
+def database_file(tracking_uri: str) -> Path | None:
+    """Return the SQLite file that a tracking URI names; None for a server, another database, or one in memory."""
+    name = tracking_uri.removeprefix(_SQLITE).partition("?")[0]
+    if not tracking_uri.startswith(_SQLITE) or name in ("", ":memory:"):
+        return None
+    return Path(name).absolute()
+
+
+def ensure_database(path: Path) -> None:
+    """Return once there is a usable database at `path`; an unusable one without runs is renamed, with a warning.
+
+    One process creates it while others wait. ConfigError if a database that MLflow cannot use holds runs.
+    """
+    with file_lock(path.with_name(f".{path.name}.lock"), on_wait=_log_wait):
+        trouble = _trouble_of(path)
+        if not trouble:
+            return
+        refuse_broken_with_runs(path, trouble)
+        if path.exists() and path.stat().st_size > 0:
+            kept = path.with_name(f"{path.name}.broken-{time.time_ns()}")
+            path.rename(kept)
+            log.warning(
+                "MLflow's database %s holds no runs and is made again: %s; the old file is now %s",
+                path,
+                trouble,
+                kept.name,
+            )
+        _remove_journals(path)  # SQLite would apply the journals of the renamed file to the new one
+        _make(path)
+
+
+def refuse_broken_with_runs(path: Path, trouble: str | None = None) -> None:
+    """Raise ConfigError if a migration of the database was interrupted and it holds runs. Imports no heavy library."""
+    trouble = _interrupted_migration(path) if trouble is None else trouble
+    num_runs = _num_runs(path) if trouble else 0
+    if num_runs:
+        raise ConfigError(
+            f"MLflow's database {path} holds {num_runs} runs, but {trouble}. Make a copy of it; then restore a "
+            f"backup, or, if only the version is another one, run: mlflow db upgrade {_SQLITE}{path}. Or move it away: "
+            "a new one is made, and all results and their metrics stay, for they do not depend on it"
+        )
+
+
+def _trouble_of(path: Path) -> str:
+    """Return why MLflow cannot use the file; empty if it can."""
+    trouble = _interrupted_migration(path)
+    if trouble:
+        return trouble
+    found, wanted = _versions_in(path), _newest_version()
+    return "" if found == [wanted] else f"its tables have version {found[0]}, where this MLflow has {wanted}"
+
+
+def _interrupted_migration(path: Path) -> str:
+    """Return the sign that a migration began and did not finish; empty if there is none."""
+    if not path.exists() or path.stat().st_size == 0:
+        return "there is no database yet"
+    leftover = [table for table in _tables(path) if table.startswith("_alembic_tmp_")]
+    if leftover:
+        return f"a migration was interrupted (it left the table {leftover[0]})"
+    return "" if len(_versions_in(path)) == 1 else "its first migration was interrupted (it says no version)"
+
+
+def _make(path: Path) -> None:
+    """Migrate an empty file under another name, then rename it to `path`."""
+    import mlflow.store.tracking.sqlalchemy_store as stores
+
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)  # left by a process that was killed
+    _remove_journals(temporary)
+    store = stores.SqlAlchemyStore(f"{_SQLITE}{temporary}", (path.parent / "artifacts").as_uri())
+    store.engine.dispose()  # no connection may stay open across the rename
+    temporary.rename(path)
+
+
+def _newest_version() -> str:
+    """Return the schema version that the installed MLflow migrates to."""
+    import mlflow
+    from alembic.script import ScriptDirectory
+
+    migrations = Path(mlflow.__file__).parent / "store" / "db_migrations"
+    return str(ScriptDirectory(str(migrations)).get_current_head())
+
+
+def _tables(path: Path) -> list[str]:
+    return [str(name) for (name,) in _rows(path, "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+
+
+def _versions_in(path: Path) -> list[str]:
+    if "alembic_version" not in _tables(path):
+        return []
+    return [str(version) for (version,) in _rows(path, "SELECT version_num FROM alembic_version")]
+
+
+def _num_runs(path: Path) -> int:
+    """Return the number of runs in the database, or in the copy of the table that a migration was making if larger."""
+    if not path.exists() or path.stat().st_size == 0:
+        return 0
+    counts = {"runs": "SELECT count(*) FROM runs", "_alembic_tmp_runs": "SELECT count(*) FROM _alembic_tmp_runs"}
+    tables = _tables(path)
+    found = [_rows(path, query)[0][0] for table, query in counts.items() if table in tables]
+    return max((int(str(count)) for count in found), default=0)
+
+
+def _rows(path: Path, query: str) -> list[tuple[object, ...]]:
+    try:
+        with closing(sqlite3.connect(path, timeout=20)) as connection:
+            return connection.execute(query).fetchall()
+    except sqlite3.DatabaseError as e:
+        raise ConfigError(f"MLflow's database {path} cannot be read: {e}. Move it away, and a new one is made") from e
+
+
+def _remove_journals(path: Path) -> None:
+    for suffix in ("-journal", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def _log_wait(who: str) -> None:
+    log.info("waiting for MLflow's database: %s is making it", who)
+
+
+# ---- mlflow view ----
+# A view of MLflow's table of runs that begins with the scores, for its menu Views and for a link.
+#
+# MLflow has no setting for the columns that the table shows at first. It keeps a view that users share as a tag of the
+# experiment, and a URL that names the view opens it.
+
+
+VIEW_TAG = "mlflow.sharedViewState.scores"
+VIEW_PARAMETER = "viewStateShareKey=scores"
+
+_MAX_CHARS = 5000
+"""MLflow's limit of a tag's value; some 30 columns."""
+_WIDTH_PX = 190
+"""Enough for `score/longer_avg_at_64`; by default MLflow cuts names after some ten characters."""
+
+
+def scores_view(tag: str | None, metrics: Collection[str], *, at_ms: int) -> str | None:
+    """Return the new value of VIEW_TAG, where `tag` is the present one: columns for these metrics, then earlier ones.
+
+    None if nothing must change: the columns are there, or a user has saved a view of their own under this name.
+    """
+    known = _columns(tag)
+    if known is None:
+        return None
+    wanted = [f"metrics.`{name}`" for name in metrics]
+    missing = [column for column in wanted if column not in known]
+    if not missing:
+        return None
+    columns = [*missing, *known]
+    while len(view := _view(columns, at_ms)) > _MAX_CHARS:
+        columns.pop()
+    return view
+
+
+def _view(columns: Sequence[str], at_ms: int) -> str:
+    state = {
+        "selectedColumns": [*columns, "attributes.`Source`"],
+        "columnOrder": columns,
+        "columnWidths": dict.fromkeys(columns, _WIDTH_PX),
+    }
+    return json.dumps({"name": "Scores", "createdAt": at_ms, "state": json.dumps(state)})
+
+
+def _columns(tag: str | None) -> list[str] | None:
+    """Return the score columns of a view that `scores_view` made; None for another, which MLflow has compressed."""
+    if tag is None:
+        return []
+    try:
+        return list(json.loads(json.loads(tag)["state"])["columnOrder"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,18 +1,26 @@
-"""Show a stage's progress on the console, if there is one, and on the run's page in Prefect."""
+"""Show a stage's progress and result on the console and in Prefect."""
 
 from __future__ import annotations
 
+import contextvars
+import json
+import logging
+import os
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from uuid import UUID
 
-from tasks.latest import Latest
-from tasks.prefect_client import fail_fast_client
+from klear_core.artifacts.manifest import ArtifactRef, Manifest
+from tasks.delivery import without_password
+from tasks.tracking import RunInfo
 
 if TYPE_CHECKING:
-    from klear_core.artifacts.manifest import ArtifactRef
-    from tasks.task import Attempt
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.actions import ArtifactCreate
 
 FIRST_AFTER_S = 2.0
 """Seconds of a stage without a progress artifact, so that short stages have none."""
@@ -153,3 +161,183 @@ def artifact_of_current_run(stage: str) -> ProgressArtifact | None:
 
 def _percent(done: int, total: int) -> float:
     return min(100.0, 100 * done / max(total, 1))
+
+
+# ---- latest ----
+# Deliver the newest value of a stream from a background thread, so that the producer never waits.
+
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Latest(Generic[T]):
+    """A slot for one value: `put` replaces an undelivered value, and a daemon thread delivers the newest one."""
+
+    def __init__(self, deliver: Callable[[T], None], *, every_s: float) -> None:
+        """Deliver at most every `every_s`, in the caller's context; log an error and retry with the newest value."""
+        self._deliver, self._every_s = deliver, every_s
+        self._waiting: list[T] = []  # one value at most; not `T | None`, because None may be a value
+        self._is_closed = False
+        self._changed = threading.Condition()
+        context = contextvars.copy_context()  # Prefect's settings are context variables
+        self._thread = threading.Thread(target=context.run, args=(self._work,), name="latest", daemon=True)
+        self._thread.start()
+
+    def put(self, value: T) -> None:
+        """Set the value to deliver, replacing an older one that still waits."""
+        with self._changed:
+            self._waiting = [value]
+            self._changed.notify()
+
+    def close(self, *, wait_s: float) -> None:
+        """Deliver the waiting value; return when done, or after `wait_s` (the thread is a daemon)."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(wait_s)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if not self._waiting:
+                    return
+                value = self._waiting.pop()
+            self._try(value)
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed, timeout=self._every_s)
+
+    def _try(self, value: T) -> None:
+        try:
+            self._deliver(value)
+        except Exception as e:  # noqa: BLE001  failing to show the work must not stop the work
+            log.debug("not delivered: %s: %s", type(e).__name__, e)
+            with self._changed:
+                if not self._waiting and not self._is_closed:
+                    self._waiting = [value]
+
+
+# ---- prefect view ----
+# Show a finished stage on its page in Prefect: counts, ledger and a link to MLflow.
+
+
+_TIMEOUT_S = 10.0
+_undelivered: list[ArtifactCreate] = []
+"""Summaries that the server has not accepted yet; they are sent again with the next one and at the run's end."""
+
+
+def show_in_prefect(info: RunInfo, manifest: Manifest, ref: ArtifactRef) -> None:
+    """Send a Markdown artifact and, if there is a ledger, a table. Outside a Prefect run, do nothing.
+
+    The next stage does not wait for a server that is down: what it does not accept now waits for `deliver_summaries`.
+    """
+    from prefect.client.schemas.actions import ArtifactCreate
+    from prefect.context import TaskRunContext
+
+    context = TaskRunContext.get()
+    if context is None:
+        return
+    key = f"klear-{info.stage.replace('_', '-')}"
+    run = {"flow_run_id": context.task_run.flow_run_id, "task_run_id": context.task_run.id}
+    summary = {
+        "type": "markdown",
+        "data": summary_markdown(manifest, ref),
+        "description": f"{info.stage} of {info.run_name}",
+    }
+    # Made here, with the ids of this task run: sent later from elsewhere, they still are on its page.
+    _undelivered.append(ArtifactCreate.model_validate({"key": key} | summary | run))
+    if manifest.ledger:
+        ledger = {"type": "table", "data": json.dumps(ledger_rows(manifest)), "description": "where everything went"}
+        _undelivered.append(ArtifactCreate.model_validate({"key": f"{key}-ledger"} | ledger | run))
+    deliver_summaries()
+
+
+def deliver_summaries() -> None:
+    """Send the waiting summaries in order until one cannot be sent, which is logged; drop one that Prefect refuses."""
+    import httpx
+
+    if not _undelivered:
+        return
+    try:
+        with fail_fast_client(timeout_s=_TIMEOUT_S) as client:
+            while _undelivered:
+                client.create_artifact(_undelivered[0])
+                _undelivered.pop(0)
+    except httpx.HTTPError as e:
+        if isinstance(e, httpx.HTTPStatusError) and e.response.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+            refused = _undelivered.pop(0)  # else it would hold up all that come after it
+            log.warning("Prefect refuses the summary %s: %s", refused.key, e)
+        else:
+            log.info(
+                "%d summaries wait for Prefect, which cannot take them now: %s", len(_undelivered), type(e).__name__
+            )
+
+
+def summary_markdown(manifest: Manifest, ref: ArtifactRef) -> str:
+    """Return a stage's counts (scores among them), notes and provenance as Markdown."""
+    lines = [f"# {manifest.stage}", "", "| | |", "|---|---|"]
+    for name, value in manifest.counts.items():
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        lines.append(f"| {name} | {shown} |")
+    lines += ["", *(f"- **Note:** {note}" for note in manifest.notes)]
+    commit = "not from git"
+    if manifest.git_commit:
+        commit = manifest.git_commit[:12] + (" with local changes" if manifest.git_dirty else "")
+    lines += [
+        "",
+        f"Artifact `{manifest.kind}/{manifest.fingerprint}` in `{ref.path}`, code {commit}, "
+        f"made in {manifest.wall_s:.1f} s (attempt {manifest.attempts}).",
+        "",
+        f"MLflow: {mlflow_link(manifest.mlflow_run_id)}",
+    ]
+    return "\n".join(lines)
+
+
+def mlflow_link(run_id: str | None) -> str:
+    """Return a Markdown link to the run if MLflow is a server, otherwise the run's id."""
+    server = without_password(os.environ.get("MLFLOW_TRACKING_URI", ""))
+    if run_id is None:
+        return "not sent yet"
+    return f"[{run_id}]({server.rstrip('/')}/#/runs/{run_id})" if server.startswith("http") else f"run `{run_id}`"
+
+
+def ledger_rows(manifest: Manifest) -> list[dict[str, str | int]]:
+    """Return one row per step and reason."""
+    rows: list[dict[str, str | int]] = []
+    for step in manifest.ledger:
+        rows.append({"step": step.step, "unit": step.unit, "what": "in", "count": step.num_in})
+        for reason, n in step.dropped.items():
+            rows.append({"step": step.step, "unit": step.unit, "what": f"dropped: {reason}", "count": n})
+        for reason, n in step.noted.items():
+            rows.append({"step": step.step, "unit": step.unit, "what": f"noted: {reason}", "count": n})
+        rows.append({"step": step.step, "unit": step.unit, "what": "out", "count": step.num_out})
+    return rows
+
+
+# ---- prefect client ----
+# A client of Prefect's API that fails fast: one short attempt a request. Prefect's own client retries for minutes.
+
+
+@contextmanager
+def fail_fast_client(*, timeout_s: float) -> Iterator[SyncPrefectClient]:
+    """Yield a client that tries every request once; in the block Prefect's retries are off, for this thread only."""
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),  # a context variable: other threads keep their retries
+        get_client(sync_client=True, httpx_settings={"timeout": timeout_s}) as client,
+    ):
+        yield client
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One attempt at a stage, and the delay of the next if this one fails."""
+
+    number: int
+    of: int
+    next_in_s: float | None
+    """Mean delay in seconds before the next attempt; None if there is none."""

@@ -1,33 +1,41 @@
-"""Run Ray for one stage: start or join a cluster, silence its output, limit its memory, and shut it down afterwards."""
+"""Choose where a stage samples, judges and learns, and run Ray for it."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import psutil
 
-from klear_core.artifacts.home import share_given
-from klear_core.cluster.nodes import joins_a_cluster, require_listener
+from klear_core.artifacts.remote_paths import home_of, share_given
+from klear_core.cluster.nodes import joins_a_cluster, plan_engines, plan_scorer, ray_nodes, require_listener
+from klear_core.cluster.placement import gpus_here
+from klear_core.config.evaluate import EnginesRuntime, LocalEngineConfig
+from klear_core.config.pipeline import CurveJob
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import TrainRuntime
+from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ResourceError
+from klear_core.evaluate.run import Compute
+from klear_core.generate.factory import start_with_endpoints
 from klear_core.hf_config import read_hf_config
-from tasks.ray_messages import ray_messages_logged
-from tasks.reaper import no_orphans
+from klear_core.verify import JudgePool, build_judge_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from klear_core.train.ranks import RunRanks
+    from klear_core.train.distributed import RunRanks
+    from klear_core.train.inline_eval import ModelScorer
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +66,7 @@ class Needs:
 def needs_of(cfg: RlConfig, model: Path) -> Needs:
     """Return an RL stage's resources: one CPU per thread, room for copies of the weights. `plan_gpus` assigns GPUs."""
     runtime = cfg.runtime
-    from klear_core.train.base import model_folder
+    from klear_core.train.base_model import model_folder
 
     weights = sum(f.stat().st_size for f in model_folder(model).glob("*.safetensors"))
     wanted = _STORE_FLOOR_BYTES + _COPIES_OF_WEIGHTS * weights
@@ -75,14 +83,14 @@ def learner_ranks(runtime: TrainRuntime, model: Path) -> Iterator[RunRanks]:
 
     Raise ResourceError if `device = "auto"` would put a model that is too large for it on a CPU.
     """
-    from klear_core.train.ranks import run_here
+    from klear_core.train.distributed import run_here
 
     if _is_one_on_this_cpu(runtime):
         yield run_here
         return
     with ray_session(Needs(num_cpus=runtime.num_workers * runtime.num_threads, object_store_bytes=_STORE_FLOOR_BYTES)):
-        from klear_core.cluster.run_ranks import check_device, run_on_ray
-        from klear_core.train.base import model_folder
+        from klear_core.cluster.gang import check_device, run_on_ray
+        from klear_core.train.base_model import model_folder
 
         check_device(runtime, read_hf_config(model_folder(model)).num_params)
         share_model(model)
@@ -176,3 +184,179 @@ def _kept_signal_handlers() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+# ---- engines ----
+# Choose where a stage samples and judges: on this machine, or on the GPUs and nodes of a Ray cluster.
+
+
+_STORE_BYTES = 128 << 20  # requests and answers; weights are read from the disk
+
+
+@contextmanager
+def open_compute(engine: LocalEngineConfig, runtime: EnginesRuntime, model: Path, *, section: str) -> Iterator[Compute]:
+    """Yield what starts the engines of a stage with a model; `section` is that of the stage's settings.
+
+    Ray is started, or joined, only if there are several engines (endpoints not counted), or if RAY_ADDRESS names a
+    cluster, whose GPUs are then used; a given model is sent there. Raise ResourceError if there are too few GPUs.
+    """
+    if not os.environ.get("RAY_ADDRESS"):
+        plan = plan_engines(runtime.num_engines, engine, [gpus_here()], key=section)
+        if plan.num_engines <= 1:
+            start = partial(start_with_endpoints, runtime=runtime, key=section, num_here=plan.num_engines)
+            yield Compute(section=section, start_sampler=start)
+            return
+    # `auto` is as many as the GPUs hold, which is known once Ray runs; it must have CPUs for one engine at least.
+    num_engines = 1 if runtime.num_engines == "auto" else runtime.num_engines
+    with ray_session(Needs(num_cpus=max(1, num_engines * runtime.num_threads), object_store_bytes=_STORE_BYTES)):
+        from klear_core.cluster.pools import build_cluster_judges, start_pool
+
+        share_model(model)
+        yield Compute(
+            section=section,
+            start_sampler=partial(start_pool, runtime=runtime, key=section),
+            build_judges=build_cluster_judges,
+        )
+
+
+@contextmanager
+def open_judges() -> Iterator[Callable[[VerifyConfig], JudgePool]]:
+    """Yield what builds the judges of a stage without engines: on all nodes of the cluster that RAY_ADDRESS names."""
+    if not os.environ.get("RAY_ADDRESS"):
+        yield build_judge_pool
+        return
+    with ray_session(Needs(num_cpus=1, object_store_bytes=_STORE_BYTES)):
+        from klear_core.cluster.pools import build_cluster_judges
+
+        yield build_cluster_judges
+
+
+def scorer_beside(
+    job: CurveJob, runtime: TrainRuntime, folder: Path, *, is_on_ray: bool, seed: int, workdir: Path
+) -> AbstractContextManager[ModelScorer]:
+    """Return the scorer of the models of an SFT run: on GPUs of Ray that its ranks leave free, else in processes.
+
+    `folder` is that of the model to train. Raise ResourceError if the engine needs GPUs and none is left.
+    """
+    from klear_core.evaluate.inline_eval import process_scorer
+
+    if not is_on_ray:  # the only rank trains in this process, on the CPU
+        return process_scorer(job, folder, seed=seed)
+    assert job.scorer is not None
+    num_params = read_hf_config(folder).num_params
+    plan = plan_scorer(job.scorer.engine, runtime, ray_nodes(), num_params, key="sft")
+    # On the CPU. Its `device = "auto"` must not find the GPUs, which belong to the ranks.
+    if plan.gpus_per_engine == 0:
+        return process_scorer(job, folder, seed=seed, hides_gpus=True)
+    from klear_core.cluster.pools import ray_scorer
+
+    return ray_scorer(job, folder, plan=plan, seed=seed, home=home_of(workdir), key="sft")
+
+
+# ---- ray messages ----
+# Send the messages that Ray prints in its driver to our log instead of the terminal.
+#
+# `log_to_driver=False` silences the workers, but a thread of Ray still prints what the raylet reports.
+
+
+RAYS_THREAD = "ray_listen_error_messages"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_REPORTED_BY_US = re.compile(
+    r"A worker died or was killed|worker .*(exit|died)|The actor .*died|restart", re.IGNORECASE
+)
+"""Messages about lost actors, logged as INFO only: the stage itself reports them, with the consequence for the run."""
+
+
+@contextmanager
+def ray_messages_logged() -> Iterator[None]:
+    """Log what Ray's thread prints while the block runs: lost workers as INFO, the rest (memory, disk) as WARNING."""
+    before = sys.stdout
+    sys.stdout = cast("TextIO", _WithoutRay(before))
+    try:
+        yield
+    finally:
+        sys.stdout = before
+
+
+class _WithoutRay:
+    """A text stream that logs the lines of Ray's thread and passes on what other threads write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._line = ""
+        self._is_logging = False
+
+    def write(self, text: str) -> int:
+        """Log complete lines of Ray's thread; write the text of other threads."""
+        if threading.current_thread().name != RAYS_THREAD or self._is_logging:
+            return self._stream.write(text)
+        *lines, self._line = (self._line + text).split("\n")
+        self._is_logging = True  # a log handler may write the record to this stream, in this thread
+        try:
+            for line in filter(None, (_COLOURS.sub("", line).strip() for line in lines)):
+                log.log(logging.INFO if _REPORTED_BY_US.search(line) else logging.WARNING, "Ray: %s", line)
+        finally:
+            self._is_logging = False
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        """Delegate all other attributes to the stream."""
+        return getattr(self._stream, name)
+
+
+# ---- reaper ----
+# End a process's descendants when it ends, even if it is killed and cannot clean up itself.
+
+
+_GRACE_S = 2.0
+_watched: set[int] = set()
+"""This process's id while it is watched; two watchers would end each other before their work is done."""
+
+_WATCH = """
+import os, sys, time
+import psutil
+
+parent, grace_s = int(sys.argv[1]), float(sys.argv[2])
+family = {}
+while os.getppid() == parent:
+    try:
+        seen = psutil.Process(parent).children(recursive=True)
+    except psutil.Error:
+        break
+    # Processes stay in `family` once seen: if their own parent dies, they are no longer listed as descendants.
+    family = {pid: p for pid, p in family.items() if p.is_running()} | {p.pid: p for p in seen if p.pid != os.getpid()}
+    time.sleep(1)
+for ask in (psutil.Process.terminate, psutil.Process.kill):
+    for process in family.values():
+        try:
+            ask(process)  # psutil checks that the pid is still the same process
+        except psutil.Error:
+            pass
+    psutil.wait_procs(family.values(), timeout=grace_s)
+"""
+
+
+@contextmanager
+def no_orphans() -> Iterator[None]:
+    """Run a watcher in its own session while the block runs; if this process dies, the watcher ends its descendants.
+
+    Ray ends most of its processes itself, but two agents run on for over a minute, Prefect's temporary server for ever.
+    """
+    own = os.getpid()
+    if own in _watched:
+        yield
+        return
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", _WATCH, str(own), str(_GRACE_S)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # the watcher must survive Ctrl-C and a kill of the process group
+    )
+    _watched.add(own)
+    try:
+        yield
+    finally:
+        _watched.discard(own)
+        watcher.kill()
+        watcher.wait()

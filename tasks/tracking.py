@@ -6,28 +6,37 @@ metrics in memory and an ended stage leaves a record on disk; this or a later st
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
+import platform
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
-from klear_core.artifacts.manifest import InputRecord
-from klear_core.config.pipeline import WorkspaceConfig
-from klear_core.config.settings import result_settings
-from klear_core.config.stage import Job
+from klear_core.artifacts.manifest import ArtifactRef, InputRecord, read_manifest
+from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.config.settings import Settings, result_settings
+from klear_core.config.stage import Job, ReportJob
 from klear_core.errors import ConfigError
 from klear_core.metrics import read_metrics
-from klear_core.pipeline.workspace import workspace_root
-from tasks.delivery import Connection, StageRun, now_ms
+from klear_core.pipeline.graph import stages_of, workspace_root
+from klear_core.pipeline.preflight.checks import exposures
+from tasks.delivery import Connection, RunStatus, StageRun, TrackedRun, Undelivered, now_ms, server_name
 from tasks.mlflow_backend import EXPERIMENT, TRACKING_VARIABLE, mlflow_backend
-from tasks.provenance import code_commit
-from tasks.run_info import RunInfo
-from tasks.tracked import RunStatus, TrackedRun, Undelivered, server_name
+
+if TYPE_CHECKING:
+    from klear_core.report.run.data import PairedDifference, ReportInputs, ScoreWarning, StageFolder
 
 __all__ = ["EXPERIMENT", "StageRun", "end_pipeline", "parent_run_id", "stage_run", "status_now", "tracking_uri"]
 
@@ -158,3 +167,193 @@ def _connection(workspace: WorkspaceConfig) -> Connection:
 
 def _undelivered(workspace: WorkspaceConfig) -> Undelivered:
     return Undelivered(workspace_root(workspace) / "mlflow" / "undelivered")
+
+
+# ---- run info ----
+# Define the context of a stage: workspace, pipeline run, and name in it. None of it changes a result.
+
+
+class RunInfo(Settings):
+    """Context that is passed to every task and is not part of its fingerprint."""
+
+    workspace: WorkspaceConfig
+    run_id: str
+    """Prefect's flow run id: the same for all stages of a pipeline run and for its retries."""
+    run_name: str
+    stage: str
+    """The stage's name in the pipeline, such as `evaluate_rl`."""
+    position: int = 0
+    """Number of stages before this one in the pipeline. A later model's scores have a higher one."""
+    started_at: datetime
+    """Start of the pipeline run, with a time zone."""
+    run_url: str = ""
+    """The flow run's page in Prefect's UI; empty without a server."""
+
+
+# ---- provenance ----
+# Read the git commit of the code and the versions of its libraries, for an artifact's manifest.
+
+
+LIBRARIES = (
+    "klear",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "ray",
+    "vllm",
+    "math-verify",
+    "pyarrow",
+    "prefect",
+    "mlflow",
+    "pydantic",
+)
+_CODE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Commit of a git checkout, and whether tracked files differ from it."""
+
+    sha: str
+    is_dirty: bool
+
+
+@cache
+def code_commit() -> Commit | None:
+    """Return the commit of the checkout that this code runs from; None if it was installed from a package."""
+    if not (_CODE / ".git").exists():
+        return None
+    try:
+        sha = _git("rev-parse", "HEAD")
+        # Untracked files do not count: runs and notes are among them.
+        return Commit(sha=sha.strip(), is_dirty=bool(_git("status", "--porcelain", "--untracked-files=no").strip()))
+    except (OSError, subprocess.SubprocessError):
+        return None  # no git on this machine, or a checkout without commits
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed libraries, without importing them."""
+    found = {"python": platform.python_version()}
+    for library in LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(*args: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(_CODE), *args], capture_output=True, text=True, check=True, timeout=10
+    ).stdout
+
+
+# ---- interrupts ----
+# Recognize Ctrl-C even if a library wrapped it: native code turns an exception raised inside it into a SystemError.
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Return whether the error is a KeyboardInterrupt, or one is in its chain of causes and contexts."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+# ---- report inputs ----
+# Build the input of the report and of the terminal's result. Imports no Prefect: a run that only reuses needs none.
+
+
+_PUBLISHED = Path(__file__).parents[1] / "flows" / "profiles" / "published.toml"
+"""Published scores: configs/ of a checkout, or its copy in an installed package."""
+
+
+def report_inputs(
+    info: RunInfo, job: ReportJob, inputs: Mapping[str, ArtifactRef], missing: Sequence[StageFolder] = ()
+) -> ReportInputs:
+    """Return the report's input; `missing` are planned stages without an artifact, listed after the others."""
+    from klear_core.evaluate.compare.published import read_published
+    from klear_core.report.run import data as of
+
+    config, commit = job.pipeline_config(), code_commit()
+    pipeline = stages_of(config)
+    stages = [stage for stage in pipeline if stage.name in inputs]
+    manifests = {stage.name: read_manifest(inputs[stage.name].path) for stage in stages}
+    links = {"Prefect flow run": info.run_url or info.run_id}
+    links |= {f"MLflow run of {name}": m.mlflow_run_id for name, m in manifests.items() if m.mlflow_run_id}
+    run = of.RunInfo(
+        name=info.run_name,
+        profile=job.config.name,
+        started_at=info.started_at.isoformat(timespec="seconds"),
+        git_commit=commit.sha if commit else "",
+        links=links,
+    )
+    done = [
+        of.StageFolder(
+            stage=stage,
+            folder=inputs[stage.name].path,
+            # By time, because a retry of the flow run reuses what the same run has made, which is not older.
+            was_reused=manifests[stage.name].created_at < info.started_at,
+        )
+        for stage in stages
+    ]
+    scores = {stage.scored_model_stage: inputs[stage.name] for stage in stages if stage.scored_model_stage}
+    return of.ReportInputs(
+        run=run,
+        config=config,
+        pipeline=pipeline,
+        stages=(*done, *missing),
+        differences=tuple(_differences(scores)),
+        score_warnings=tuple(_score_warnings(config, inputs)),
+        published=read_published(_PUBLISHED),
+    )
+
+
+def _score_warnings(config: PipelineConfig, inputs: Mapping[str, ArtifactRef]) -> Iterator[ScoreWarning]:
+    """Yield a warning for each benchmark that training may have seen, if a model here was scored on it."""
+    from klear_core.report.run.data import ScoreWarning
+
+    for exposure in exposures(config):
+        scored = [name for name in exposure.scored_by if name in inputs]
+        if scored:
+            benchmarks = (*exposure.missed, *exposure.unknown)
+            where = ", ".join(scored)
+            yield ScoreWarning(where=where, text=exposure.warning, scored_by=tuple(scored), benchmarks=benchmarks)
+
+
+def _differences(scores: Mapping[str, ArtifactRef]) -> Iterator[PairedDifference]:
+    """Yield the paired differences of each evaluated model to the previous one, and of the last to the first.
+
+    `scores` are the evaluations by the stage that made the model, in pipeline order.
+    """
+    from klear_core.evaluate.compare.paired import compare_pairs
+    from klear_core.report.run.data import PairedDifference
+
+    names = list(scores)
+    pairs = list(itertools.pairwise(names))
+    if len(names) > 2:
+        pairs.append((names[0], names[-1]))
+    # in one call, because p-values are corrected for all comparisons of the report
+    compared = compare_pairs([(scores[before].path, scores[after].path) for before, after in pairs])
+    for (before, after), comparisons in zip(pairs, compared, strict=True):
+        for c in comparisons:
+            yield PairedDifference(
+                benchmark=c.benchmark,
+                decoding=c.decoding,
+                before=before,
+                after=after,
+                value=c.difference,
+                rerun=c.rerun,
+                new_problems=c.new_problems,
+                floor_binds=c.floor_binds,
+                p_corrected=c.p_corrected,
+                num_changed=c.num_changed,
+                confidence=c.confidence,
+                num_problems=c.num_problems,
+                is_same_decoding=c.is_same_decoding,
+            )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from klear_core.config.curate import CurateConfig, CurateRuntime, DecontaminateConfig
 from klear_core.config.data import FileSource, ProceduralSource
-from klear_core.data.curate import curate
+from klear_core.data.curation.curate import curate
 from klear_core.metrics import NullTelemetry
 
 WORDS = [f"{a}{b}" for a in ("ba", "ce", "di", "fo", "gu", "ly") for b in ("nt", "rk", "sh", "ll", "mp", "st", "x")]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from klear_core.config.engine import TorchEngineConfig
-from klear_core.config.evaluate import EvaluateSamplingConfig
+from klear_core.config.evaluate import EvaluateSamplingConfig, TorchEngineConfig
 from klear_core.scores import DecodingProfile, EvalReport, Range, Score, write_reports
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from klear_core.config.train import TrainRuntime
 from klear_core.metrics import NullTelemetry, Telemetry
-from klear_core.train.ranks import Body, run_here
-from klear_core.train.world import join_world
+from klear_core.train.distributed import Body, join_world, run_here
 
 
 def run_ranks(body: Body[Any], runtime: TrainRuntime, telemetry: Telemetry) -> Any:

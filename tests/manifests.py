@@ -2,8 +2,7 @@
 
 from datetime import UTC, datetime
 
-from klear_core.artifacts.ledger import LedgerStep
-from klear_core.artifacts.manifest import Manifest
+from klear_core.artifacts.manifest import LedgerStep, Manifest
 
 
 def manifest(kind: str = "sft", fingerprint: str = "f1", **changes) -> Manifest:

@@ -8,21 +8,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
-from klear_core.artifacts.ledger import GivenRecord
-from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest, read_manifest
+from klear_core.artifacts.manifest import ArtifactRef, GivenRecord, InputRecord, Manifest, read_manifest
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import ProceduralSource
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.evaluate import EvaluateConfig
-from klear_core.config.jobs import EvaluateJob
+from klear_core.config.stage import EvaluateJob
 from klear_core.config.train import HfModelConfig
 from klear_core.config.verify import VerifyConfig
-from klear_core.evaluate.summarise import make_report
-from klear_core.evaluate.tally import tally
+from klear_core.evaluate.score import make_report, tally
 from klear_core.metrics import NullTelemetry
 from klear_core.scores import JudgeRecord, TemplateScore, write_reports
-from klear_core.train.base import take_model
+from klear_core.train.base_model import take_model
 from klear_core.types import Difficulty, Domain, EvalSample, MathReference, Outcome, Problem, Verdict
 
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="answer matches the reference")

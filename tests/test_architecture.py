@@ -29,7 +29,7 @@ OWN_DOORS = {
     "klear_core.cluster": {"ray"},
     "klear_core.generate.vllm_engine": {"vllm"},
     "klear_core.data.curation.executors": {"ray", "datatrove"},
-    "klear_core.train.lora": {"peft"},
+    "klear_core.train.model": {"peft"},
 }
 
 
@@ -59,7 +59,7 @@ def test_the_command_line_starts_without_anything_heavy():
 def test_learner_losses_and_torch_engine_need_torch_and_transformers_only():
     heavy = (
         modules_loaded_by(
-            "klear_core.rl.learner, klear_core.rl.losses, klear_core.sft.loop, klear_core.generate.qwen3.engine"
+            "klear_core.rl.learner, klear_core.rl.losses, klear_core.sft.loop, klear_core.generate.decoder.torch_engine"
         )
         & HEAVY
     )
@@ -71,7 +71,7 @@ def test_learner_losses_and_torch_engine_need_torch_and_transformers_only():
 def test_training_starts_where_only_torch_transformers_and_pydantic_are_installed():
     """What tests/gpu/README.md promises. Libraries that transformers would use if they were there do not come into it."""
     modules = modules_loaded_by(
-        "klear_core.rl.learner, klear_core.rl.objective, klear_core.sft.loop, klear_core.train.parallel"
+        "klear_core.rl.learner, klear_core.rl.objective, klear_core.sft.loop, klear_core.train.distributed"
     )
     allowed = needs_of("torch", "transformers") | needs_of("pydantic")
     providers = metadata.packages_distributions()

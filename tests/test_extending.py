@@ -96,7 +96,7 @@ def test_an_example_adds_at_most_thirty_lines(example: str):
 def test_a_stage_touches_four_source_files():
     files = [path for block in SECTIONS["A stage"] for path in block.touched]
     assert sorted(files) == [
-        "klear_core/config/jobs.py",
+        "klear_core/config/stage.py",
         "klear_core/distill/measure.py",
         "klear_core/pipeline/graph.py",
         "tasks/measure.py",

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import ProceduralSource
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.train import HfModelConfig
 from klear_core.errors import ConfigError
 from klear_core.hf_config import read_hf_config
-from klear_core.pipeline.estimate import estimate
-from klear_core.pipeline.preflight import problems_with
+from klear_core.pipeline.costs.estimate import estimate
+from klear_core.pipeline.preflight.checks import problems_with
 
 QWEN3 = {
     "model_type": "qwen3",

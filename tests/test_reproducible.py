@@ -3,7 +3,7 @@ import torch
 from torch.nn.functional import linear
 
 import klear_core  # noqa: F401  (its import sets how MKL computes)
-from klear_core.generate.qwen3.batch import MIN_ROWS
+from klear_core.generate.decoder.batch import MIN_ROWS
 
 
 @pytest.mark.skipif(

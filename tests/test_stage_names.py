@@ -4,17 +4,15 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import CurateConfig
-from klear_core.config.data import ProceduralSource
-from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.promote import PromoteConfig
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.pipeline import PipelineConfig, PromoteConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.tag import TagConfig
+from klear_core.config.train import TagConfig
 from klear_core.pipeline.graph import stages_of
 
 ROOT = Path(__file__).parents[1]
-DEFINE_STAGES = {"klear_core/config/jobs.py", "klear_core/pipeline/graph.py"}
+DEFINE_STAGES = {"klear_core/config/stage.py", "klear_core/pipeline/graph.py"}
 NAMES = {
     stage.name
     for stage in stages_of(

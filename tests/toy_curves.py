@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.curve import CurveConfig, CurveJob, ScorerConfig
-from klear_core.config.data import FileSource
-from klear_core.config.evaluate import EvaluateSamplingConfig
+from klear_core.config.data import BenchmarkConfig, FileSource
+from klear_core.config.evaluate import CurveConfig, EvaluateSamplingConfig
+from klear_core.config.pipeline import CurveJob, ScorerConfig
 from klear_core.config.verify import VerifyConfig
 
 

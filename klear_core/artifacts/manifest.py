@@ -1,4 +1,4 @@
-"""Describe immutable, content-addressed results of stages, and the interface of their store (local: `store.py`).
+"""Describe immutable, content-addressed results of stages, their ledger, and the interface of their store.
 
 An artifact is a folder that a stage wrote, with a manifest. It is addressed by its fingerprint: a hash of what it is
 made from (kind, code version, settings that change the result, inputs), so that it can be computed before anything has
@@ -9,19 +9,83 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 from urllib.parse import unquote, urlparse
 
-from pydantic import JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from klear_core.artifacts.files import content_digest
-from klear_core.artifacts.ledger import FileRecord, GivenRecord, LedgerStep
-from klear_core.config.settings import Settings, result_settings
-from klear_core.errors import ArtifactError
+from klear_core.config.settings import Floor, Settings, result_settings
+from klear_core.errors import ArtifactError, DataError
+
+# ---- ledger ----
+# Count what entered a step, what left it, and what was dropped by reason; the sums must agree.
+
+
+class LedgerStep(Settings):
+    """One step of a stage. `num_in == num_out + sum(dropped)`, checked on construction."""
+
+    step: str
+    """The step as a slug: `dedup`, `judge`, `group_filter`."""
+    unit: str
+    """The items counted: `problem`, `trace`, `rollout`, `answer`, `row`."""
+    num_in: int = Field(ge=0)
+    num_out: int = Field(ge=0)
+    dropped: dict[str, int] = {}
+    """Count by reason slug."""
+    noted: dict[str, int] = {}
+    """Counts of items that were kept all the same (cut, retried, wrong but kept); not part of the sum."""
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        lost = sum(self.dropped.values())
+        if self.num_in != self.num_out + lost:
+            raise ValueError(
+                f"ledger step {self.step!r} does not add up: {self.num_in} in, {self.num_out} out, {lost} dropped"
+            )
+        return self
+
+
+class FileRecord(Settings):
+    """One file of an artifact, or one that it refers to."""
+
+    path: str
+    """Path relative to the artifact or the given folder, with `/`."""
+    size: int
+    """Size in bytes."""
+    sha256: str
+
+
+class GivenRecord(Settings):
+    """The origin of a given result, with its files, checksums and licence."""
+
+    origin: str
+    """Folder, or `owner/name@0123456` on the Hub."""
+    licence: str
+    """Licence that is declared or that its card states; `not stated` otherwise."""
+    files: tuple[FileRecord, ...]
+
+
+class StageSummary(Settings):
+    """A stage's summary of its result; it becomes part of the artifact's manifest."""
+
+    counts: dict[str, int | float] = {}
+    """The few numbers to see first (problems, tokens, steps, score)."""
+    ledger: tuple[LedgerStep, ...] = ()
+    seeds: dict[str, int] = {}
+    notes: tuple[str, ...] = ()
+    """Warnings for the reader of the report (less isolation than asked for, all ratios were 1)."""
+    given: GivenRecord | None = None
+    """Origin of the result, if the stage took one that exists."""
+
+
+# ---- manifest ----
+
 
 MANIFEST = "manifest.json"
 MANIFEST_SUM = "manifest.json.sha256"
@@ -191,3 +255,50 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     content = (manifest.model_dump_json(indent=2) + "\n").encode()
     (folder / MANIFEST).write_bytes(content)
     (folder / MANIFEST_SUM).write_text(f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n")
+
+
+# ---- floors ----
+# Stop a stage that would lose almost all of its input, and warn of one that loses much.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The share of `num_in` items that were kept, and why the others were lost."""
+
+    what: str
+    """The items, in words that follow a number: `rows of source 'a' can be used`."""
+    num_in: int
+    lost: Mapping[str, int]
+    """Count by reason."""
+    example: str = ""
+    """A lost item, with its id or place."""
+
+    @property
+    def num_out(self) -> int:
+        """Number of items that were kept."""
+        return self.num_in - sum(self.lost.values())
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(self.lost.items(), key=lambda item: -item[1]))
+        lost = f"; lost: {reasons}" if reasons else ""
+        example = f"; the first: {self.example}" if self.example else ""
+        return f"{self.num_out:,} of {self.num_in:,} {self.what}{lost}{example}"
+
+
+def check_floor(share: Share, floor: Floor, *, key: str, remedy: str) -> tuple[str, ...]:
+    """Return a warning if the share is below `floor.warn_below`; `key` is the floor's place in the settings.
+
+    DataError if nothing is left, whatever the floor, or less than `floor.stop_below`.
+    """
+    frac = share.num_out / share.num_in if share.num_in else 0.0
+    # Also with `stop_below = 0`: nothing can be made from nothing.
+    if share.num_out == 0:
+        raise DataError(f"{share}. {remedy}")
+    if frac < floor.stop_below:
+        raise DataError(
+            f"{share}; that is {frac:.1%}, less than {key}.stop_below = {floor.stop_below:g}. "
+            f"{remedy}, or lower that setting"
+        )
+    if frac < floor.warn_below:
+        return (f"{share}; that is {frac:.1%}, less than {key}.warn_below = {floor.warn_below:g}",)
+    return ()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from klear_core.artifacts.bucket import Bucket
 from klear_core.artifacts.files import file_lock, sha256_of
-from klear_core.artifacts.ledger import FileRecord
+from klear_core.artifacts.manifest import FileRecord
 from klear_core.errors import ArtifactError
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from klear_core.artifacts.files import DiskErrors, file_lock, sha256_of_all, sync_path, sync_tree
-from klear_core.artifacts.ledger import FileRecord
 from klear_core.artifacts.manifest import (
     MANIFEST,
     MANIFEST_SUM,
     ArtifactRef,
+    FileRecord,
     Manifest,
     read_manifest,
     write_manifest,

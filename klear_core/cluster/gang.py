@@ -9,19 +9,19 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Sequence
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 import ray
 from ray.exceptions import OutOfMemoryError
 
-from klear_core.cluster.calls import LOST, START_S, awaited, cause_of
-from klear_core.cluster.places import Placement, Room, place_ranks
-from klear_core.cluster.rank_actor import LOGGER, Logged, Progressed, RankActor, Report, Reports
-from klear_core.cluster.reservation import Plan, Reservation
+from klear_core.cluster.nodes import ray_nodes
+from klear_core.cluster.placement import Placement, Room, cpu_refusal, is_too_large_for_cpu, place_ranks
+from klear_core.cluster.rank_actors import LOGGER, Logged, Progressed, RankActor, Report, Reports
+from klear_core.cluster.ray_calls import LOST, START_S, Plan, Reservation, Restarts, awaited, cause_of
 from klear_core.config.train import TrainRuntime
-from klear_core.errors import KlearError, TrainingError
-from klear_core.metrics import Telemetry
-from klear_core.progress import Progress
+from klear_core.errors import KlearError, ResourceError, TrainingError
+from klear_core.metrics import Progress, Telemetry
+from klear_core.train.distributed import Body
 
 _POLL_S = 0.5
 """Seconds between two polls of the ranks' reports, plus 0.01 for each rank: a thousand ranks are polled every 10 s."""
@@ -264,9 +264,52 @@ def _reason(error: BaseException) -> str:
 
 def _rendezvous_address(_actor: RankActor) -> str:
     """Return an address on the actor's node for the process group to start from; runs in the actor."""
-    import klear_core.train.world  # noqa: F401  # slow, so before a port is picked that others may take
+    import klear_core.train.distributed  # noqa: F401  # slow, so before a port is picked that others may take
 
     # Port 0 lets the system pick a free one. It is unprotected from here until rank 0 listens on it.
     with socket.socket() as s:
         s.bind(("", 0))
         return f"tcp://{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+
+
+# ---- run ranks ----
+# Run a function on all learner ranks as Ray actors: the `RunRanks` of SFT and of `klear rl replay`.
+
+
+R = TypeVar("R")
+
+
+def check_device(runtime: TrainRuntime, num_params: int) -> None:
+    """Raise ResourceError if `device = "auto"` would train a model on CPUs that is too large for them."""
+    if runtime.device == "auto" and gpus_per_rank(runtime) == 0 and is_too_large_for_cpu(num_params):
+        raise ResourceError(cpu_refusal("runtime", num_params))
+
+
+def gpus_per_rank(runtime: TrainRuntime) -> float:
+    """Return 1 if the ranks run on GPUs: if that is set, or the cluster has any and `device` leaves the choice."""
+    has_gpus = any(node.num_gpus for node in ray_nodes())
+    return float(runtime.device == "cuda" or (runtime.device == "auto" and has_gpus))
+
+
+def run_on_ray(body: Body[R], runtime: TrainRuntime, telemetry: Telemetry) -> R:
+    """Run `body` on all ranks, and again on new ones if some die; see `RunRanks`."""
+    value: R = asyncio.run(_run(body, runtime, telemetry))
+    return value
+
+
+async def _run(body: Body[Any], runtime: TrainRuntime, telemetry: Telemetry) -> Any:
+    restarts = Restarts(runtime.max_restarts)
+    gang = Gang(RankActor, runtime, gpus_per_rank=gpus_per_rank(runtime), telemetry=telemetry)
+    try:
+        while True:
+            try:
+                await gang.start()
+                runs = [rank.run.remote(body) for rank in gang.ranks]
+                results = await gang.wait(runs, "train", stall_timeout_s=runtime.stall_timeout_s)
+            except RanksLost as lost:
+                restarts.count("the learner", lost)
+                gang.kill()
+            else:
+                return results[0]  # the other ranks return None
+    finally:
+        gang.close()

@@ -1,4 +1,4 @@
-"""Find the nodes of a run: those of the Ray cluster at RAY_ADDRESS, or this machine."""
+"""Find the nodes of a run, and decide how many engines a stage samples with on them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ import logging
 import math
 import os
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
-from klear_core.cluster.placement import gpus_here
-from klear_core.cluster.places import Node
+from klear_core.cluster.placement import (
+    Node,
+    Room,
+    cpu_refusal,
+    gpus_here,
+    is_too_large_for_cpu,
+    num_engine_ranks,
+    place_ranks,
+)
+from klear_core.config.evaluate import LocalEngineConfig, TorchEngineConfig
+from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError
 
 _JOIN_TIMEOUT_S = 10.0
@@ -73,3 +85,81 @@ def ray_nodes() -> tuple[Node, ...]:
             num_gpus = int(resources.get("GPU", 0))
             nodes.append(Node(name=name, node_id=node_id, num_cpus=resources.get("CPU", 0.0), num_gpus=num_gpus))
     return tuple(sorted(nodes, key=lambda node: (node.name, node.node_id)))
+
+
+# ---- engine plan ----
+# Decide how many engines a stage samples with, and on what. Imports neither Ray nor torch.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """The engines of a stage."""
+
+    num_engines: int
+    gpus_per_engine: int
+    """Whole GPUs of one engine; 0 on CPU."""
+
+
+def plan_engines(
+    num_engines: Literal["auto"] | int, engine: LocalEngineConfig, gpus_of_nodes: Sequence[int], *, key: str
+) -> EnginePlan:
+    """Return the engines for nodes with so many GPUs each; the GPUs of an engine are on one node.
+
+    Raise ResourceError if there are too few; `key` is the stage's section.
+    """
+    num_gpus = sum(gpus_of_nodes)
+    is_on_cpu = num_gpus == 0 or (isinstance(engine, TorchEngineConfig) and engine.runtime.device == "cpu")
+    if is_on_cpu:
+        return EnginePlan(num_engines=1 if num_engines == "auto" else num_engines, gpus_per_engine=0)
+    gpus_per_engine = num_engine_ranks(engine)
+    most = sum(gpus // gpus_per_engine for gpus in gpus_of_nodes)
+    wanted = max(1, most) if num_engines == "auto" else num_engines  # 1 that does not fit is refused below
+    if wanted > most:
+        raise ResourceError(
+            f"{key}.runtime.num_engines = {num_engines!r}: {wanted} engines with {gpus_per_engine} GPUs each need "
+            f"{wanted * gpus_per_engine} GPUs, and there are {num_gpus}{_by_node(gpus_of_nodes)}. Lower num_engines or "
+            f"{key}.engine.runtime.tensor_parallel"
+        )
+    return EnginePlan(num_engines=wanted, gpus_per_engine=gpus_per_engine)
+
+
+def check_engines_have_gpus(plan: EnginePlan, engine: LocalEngineConfig, num_params: int, *, key: str) -> None:
+    """Raise ResourceError if `device = "auto"` would sample on a CPU from a model too large for it."""
+    is_auto = isinstance(engine, TorchEngineConfig) and engine.runtime.device == "auto"
+    if is_auto and plan.gpus_per_engine == 0 and is_too_large_for_cpu(num_params):
+        raise ResourceError(cpu_refusal(f"{key}.engine.runtime", num_params))
+
+
+def plan_scorer(
+    engine: LocalEngineConfig, runtime: TrainRuntime, nodes: Sequence[Node], num_params: int | None, *, key: str
+) -> EnginePlan:
+    """Return the engine that scores models beside a learner with these settings, on GPUs that the learner leaves free.
+
+    Raise ResourceError if no node has enough; a small model may be scored on the CPU instead. `key` is the stage's
+    section.
+    """
+    rooms = Room.of(nodes)
+    num_gpus = sum(node.num_gpus for node in nodes)
+    # Takes the learner's GPUs out of `rooms`.
+    if num_gpus and runtime.device != "cpu":
+        place_ranks(rooms, runtime, 1.0)
+    free = [len(room.unused()) for room in rooms]
+    needed = num_engine_ranks(engine)
+    if num_gpus == 0 or max(free) >= needed:
+        return plan_engines(1, engine, free, key=key)
+    is_small = num_params is None or not is_too_large_for_cpu(num_params)
+    if isinstance(engine, TorchEngineConfig) and (engine.runtime.device == "cpu" or is_small):
+        return EnginePlan(num_engines=1, gpus_per_engine=0)
+    raise ResourceError(
+        f"{key}.runtime.curve: the engine that scores, that of evaluate.engine, needs {needed} of {num_gpus} GPUs, "
+        f"and the learner's {runtime.num_workers} ranks leave {sum(free)}{_by_node(free)}: lower "
+        f"{key}.runtime.num_workers, or remove the curve"
+    )
+
+
+def _by_node(gpus_of_nodes: Sequence[int]) -> str:
+    """Return the GPUs of several nodes in words; nothing for one."""
+    if len(gpus_of_nodes) == 1:
+        return ""
+    each = ", ".join(map(str, gpus_of_nodes))
+    return f" ({each} on the nodes; those of an engine must be on one)"

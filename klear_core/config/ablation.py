@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from klear_core.config.explain import explained
+from klear_core.config.load import explained
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError
 

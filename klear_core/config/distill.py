@@ -6,10 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from klear_core.config.engine import LocalEngineConfig, SamplingConfig, TorchEngineConfig
-from klear_core.config.evaluate import PoolRuntime
-from klear_core.config.given import GivenModel
+from klear_core.config.evaluate import LocalEngineConfig, PoolRuntime, SamplingConfig, TorchEngineConfig
 from klear_core.config.settings import Floor, RareFloor, Settings
+from klear_core.config.train import GivenModel
 from klear_core.types import Difficulty
 
 IncompleteReason = Literal["no_reasoning", "no_answer", "refused"]

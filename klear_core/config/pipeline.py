@@ -4,24 +4,77 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import date
-from typing import Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import CurateConfig
+from klear_core.config.data import BenchmarkConfig
 from klear_core.config.distill import DistillConfig
-from klear_core.config.evaluate import EvaluateConfig
-from klear_core.config.given import GivenConfig
-from klear_core.config.hardware import HardwareConfig
-from klear_core.config.judge import JudgedStage, StageJudges, judge_of
-from klear_core.config.promote import PromoteConfig
+from klear_core.config.evaluate import (
+    CurveConfig,
+    EvaluateConfig,
+    EvaluateSamplingConfig,
+    HardwareConfig,
+    LocalEngineConfig,
+)
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
-from klear_core.config.sft import SftConfig
-from klear_core.config.tag import TagConfig
-from klear_core.config.train import ModelConfig, TinyModelConfig
-from klear_core.config.verify import VerifyConfig
+from klear_core.config.train import GivenConfig, ModelConfig, SftConfig, TagConfig, TinyModelConfig
+from klear_core.config.verify import JudgedStage, StageJudges, VerifyConfig, judge_of
+
+# ---- promote ----
+# Define the settings of promotion: the rule by which a model becomes champion.
+
+
+class PromoteConfig(Settings):
+    """Rule by which the last model of a run takes the champion's place; every part of it must be passed."""
+
+    registered_model: str = Field(default="klear", min_length=1, pattern=r"^[^/:]+$")
+    """Name of the registered model in MLflow whose alias `champion` moves. Runs that compete have the same name."""
+    margin: float = Field(default=4.5, ge=0, le=100)
+    """Points (of 100) that the new model may be worse than the champion on a benchmark, by the lower end of the paired
+    interval over other problems. Default: what RL gains on average in Klear-Reasoner's Table 1 at 32K (7.6, 5.5, 2.7,
+    3.1 and 3.5 points): a larger loss would undo a training stage."""
+    margins: dict[str, Annotated[float, Field(ge=0, le=100)]] = {}
+    """Margin of single benchmarks, in points, in place of `margin`. The interval over P problems is never narrower than
+    200/P points to each side."""
+    max_contaminated: float = Field(default=0.0, ge=0, le=1)
+    """Largest share of a benchmark's problems that overlap with the model's training data. If that is not known, the
+    model is refused unless this is 1."""
+    max_truncated: float = Field(default=0.1, ge=0, le=1)
+    """Largest share of a benchmark's samples that ran out of tokens. Default: above a tenth, the score says
+    more about the budget than about the model."""
+    max_no_answer: float = Field(default=0.1, ge=0, le=1)
+    """Largest share of a benchmark's samples in which the judge found no answer; default as for `max_truncated`."""
+    max_judge_failed: float = Field(default=0.01, ge=0, le=1)
+    """Largest share of a benchmark's samples that could not be judged. Default: half of what stops an evaluation."""
+    score_champion: bool = False
+    """Score the champion again, which costs an evaluation, if its scores cannot be compared with those of the new
+    model, because benchmarks, their seed, decoding or judge have changed."""
+    first: Literal["better_than_first_model", "any"] = "better_than_first_model"
+    """Rule where there is no champion yet: the model has to pass the comparison with the first model that its run
+    scored, its base; `any` leaves the comparison out."""
+
+
+class Champion(Settings):
+    """The model that a new one is compared with, as the registry describes it."""
+
+    version: int = Field(ge=1)
+    """Version of the registered model."""
+    model: str
+    """Artifact of the model, `kind/fingerprint`."""
+    model_uri: str
+    """Address of that artifact."""
+    evaluation: str
+    """Artifact of the scores by which it became champion."""
+    evaluation_uri: str
+    """Address of that artifact."""
+    run: str
+    """Flow run that made it champion."""
+
+
+# ---- pipeline ----
 
 
 class WorkspaceConfig(Settings):
@@ -157,3 +210,56 @@ class PipelineConfig(Settings):
                 "rl_code.continue_optimizer = true needs the optimizer of math RL: set rl.keep_optimizer = true"
             )
         return self
+
+
+class ScorerConfig(Settings):
+    """An engine that scores the models of a training which samples with none itself."""
+
+    engine: LocalEngineConfig
+    """Engine of the answers, that of evaluation."""
+    num_threads: int = Field(ge=1)
+    """CPU threads of the sampler."""
+
+
+class CurveJob(Settings):
+    """All that a stage needs to score its model while it trains; changes no result."""
+
+    curve: CurveConfig
+    source: BenchmarkConfig
+    """The benchmark that the problems are from."""
+    sampling: EvaluateSamplingConfig
+    """Sampling of the answers, that of evaluation."""
+    verify: VerifyConfig
+    """Judge of evaluation."""
+    confidence: float = Field(gt=0.5, lt=1)
+    scorer: ScorerConfig | None = None
+    """Engine that answers; None: the engines that sample in training."""
+
+    @classmethod
+    def of(cls, curve: CurveConfig, config: PipelineConfig, *, has_engines: bool) -> Self:
+        """Return the job with the pipeline's benchmark of that name, which the pipeline config has checked.
+
+        `has_engines` says that the stage samples with engines of its own, which then answer.
+        """
+        source = next(benchmark for benchmark in config.benchmarks if benchmark.name == curve.benchmark)
+        evaluate = config.evaluate
+        scorer = ScorerConfig(engine=evaluate.engine, num_threads=evaluate.runtime.num_threads)
+        return cls(
+            curve=curve,
+            source=source,
+            sampling=evaluate.sampling,
+            verify=config.judge_of("evaluate"),
+            confidence=evaluate.confidence,
+            scorer=None if has_engines else scorer,
+        )
+
+
+class CurveRuntime(Settings):
+    """The scores that a training stage takes while it trains; they change no result."""
+
+    curve: CurveJob | None = None
+
+    @classmethod
+    def of(cls, curve: CurveConfig | None, config: PipelineConfig, *, has_engines: bool) -> Self:
+        """Return what a stage with these settings needs; see `CurveJob.of`."""
+        return cls(curve=None if curve is None else CurveJob.of(curve, config, has_engines=has_engines))

@@ -1,4 +1,4 @@
-"""Define the settings of GPPO reinforcement learning.
+"""Define the settings of GPPO reinforcement learning: the training, its rewards, and the sampling of its answers.
 
 "Paper" is Klear-Reasoner (arXiv 2508.07629); "scripts" are the training scripts published with it, cited where they
 differ from the paper or say more.
@@ -8,15 +8,188 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from klear_core.config.curve import CurveConfig
-from klear_core.config.engine import VllmEngineConfig
+from klear_core.config.evaluate import (
+    CurveConfig,
+    LocalEngineConfig,
+    SamplingConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+)
 from klear_core.config.losses import ErcConfig, GppoConfig, LossConfig
-from klear_core.config.reward import OverlongConfig, RewardConfig
-from klear_core.config.rollout import GroupFilterConfig, PromptFilterConfig, RolloutConfig
 from klear_core.config.settings import RareFloor, Settings
 from klear_core.config.train import CheckpointConfig, LoraConfig, OptimConfig, TrainRuntime, check_moments
+from klear_core.config.verify import UserFunction
+
+# ---- reward ----
+# Define the settings of RL's rewards: verdicts, tags, functions of the user's own, answers that ran out of tokens.
+#
+# "Paper" is Klear-Reasoner (arXiv 2508.07629); "scripts" are the training scripts published with it.
+
+
+class CustomReward(UserFunction):
+    """A reward of the user's own, added to that of the verdict: a function of a `JudgedAnswer` that returns a number.
+
+    An answer on which it fails leaves its group and is counted.
+    """
+
+    name: str = Field(default="", pattern=r"^([A-Za-z][A-Za-z0-9_]*)?$")
+    """Name in metrics and counts; empty: the function's."""
+    weight: float = Field(default=1.0, ge=-100, le=100)
+    """Factor on the value in the sum of all rewards; 0 only logs it."""
+    min_value: float = Field(default=-100, ge=-1e6, le=1e6)
+    """Smallest value that is accepted; an answer with a smaller one leaves its group and is counted."""
+    max_value: float = Field(default=100, ge=-1e6, le=1e6)
+    """Largest value that is accepted; an answer with a larger one leaves its group and is counted."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics and counts."""
+        return self.name or self.function.partition(":")[2]
+
+    @model_validator(mode="after")
+    def _in_order(self) -> CustomReward:
+        if self.min_value > self.max_value:
+            raise ValueError(f"min_value = {self.min_value} is above max_value = {self.max_value}")
+        return self
+
+
+FormatReward = Annotated[
+    Annotated[float, Field(ge=-100, le=100)] | None, BeforeValidator(lambda value: None if value == "none" else value)
+]
+"""Reward of a missing tag; None, which profiles write as `"none"` because TOML has no null, gives no such reward."""
+
+
+class RewardConfig(Settings):
+    """Mapping from verdicts to rewards; defaults from the published code (`reward_config.py`)."""
+
+    correct: float = Field(default=1.0, ge=-100, le=100)
+    """Reward of the full score; paper section 3.2.4 and scripts."""
+    wrong: float = Field(default=-1.0, ge=-100, le=100)
+    """Reward of score 0; scores between are interpolated linearly. The paper's soft code reward is 0 to 1, its code has
+    -1 to 1."""
+    soft: bool = True
+    """Reward partial scores (the share of passed tests); False rewards only the full score."""
+    missing_close: FormatReward = -0.5
+    """Reward of an answer without `</think>`, whatever its content; `"none"` judges it like any other. A value above
+    `wrong` favours truncated answers."""
+    missing_open: FormatReward = -2.0
+    """Reward of an answer without `<think>` (checked second); `"none"` judges it like any other. A chat template that
+    opens it in the prompt counts."""
+    custom: tuple[CustomReward, ...] = ()
+    """Functions of the user's own, whose weighted values are added for every answer, well-formed or not."""
+
+    @model_validator(mode="after")
+    def _custom_names_differ(self) -> RewardConfig:
+        names = [reward.label for reward in self.custom]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"custom: two rewards have the name {name!r}; set another `name` for one of them")
+            if name == "mean":
+                raise ValueError("custom: the name 'mean' is taken by the metric rl/reward/mean; set another `name`")
+        return self
+
+
+class OverlongConfig(Settings):
+    """Handling of answers that ran out of tokens (by finish reason). The authors advise `drop` below a 32K budget."""
+
+    handling: Literal["keep", "drop", "mask"] = "keep"
+    """`drop`: remove from the group before advantages; `mask`: count in the group's advantages, but without a loss."""
+    penalty_tokens: int = Field(default=0, ge=0)
+    """Length of the penalty zone at the end of the token budget, in which the penalty grows linearly (DAPO: 4096); 0:
+    no penalty."""
+    penalty: float = Field(default=1.0, ge=0, le=100)
+    """Subtracted from the reward of an answer that fills the budget (DAPO: 1)."""
+
+
+# ---- rollout ----
+# Define the settings of sampling in RL: which problems are asked, how answers are sampled, which groups are kept.
+#
+# "Paper" is Klear-Reasoner (arXiv 2508.07629); "scripts" are the training scripts published with it.
+
+
+class PromptFilterConfig(Settings):
+    """Selection of the problems to train on, before the first step. The released subsets are filtered already."""
+
+    min_tests: int = Field(default=0, ge=0)
+    """Code problems with fewer tests are left out; 0 leaves none out. Paper: 16 (section 3.2.1)."""
+    min_pass_rate: float = Field(default=0.0, ge=0, le=1)
+    """Problems that the tagger solves less often are left out. Paper: 0.5, by DeepSeek-R1's 16 answers (section 3.2.1,
+    which has "above" for code, and "a majority" for math)."""
+    max_pass_rate: float = Field(default=1.0, ge=0, le=1)
+    """Problems that the tagger solves more often are left out; the paper has no such bound."""
+
+    @property
+    def needs_pass_rates(self) -> bool:
+        """Whether the filter compares pass rates, which a `tag` stage measures."""
+        return self.min_pass_rate > 0 or self.max_pass_rate < 1
+
+    @model_validator(mode="after")
+    def _in_order(self) -> PromptFilterConfig:
+        if self.min_pass_rate > self.max_pass_rate:
+            raise ValueError(f"min_pass_rate = {self.min_pass_rate} is above max_pass_rate = {self.max_pass_rate}")
+        return self
+
+
+class RolloutConfig(Settings):
+    """Sampling of prompts into judged groups of answers."""
+
+    groups_per_step: int = Field(default=128, ge=1)
+    """Maximum number of groups to train on in one RL step (section 4.1)."""
+    samples_per_group: int = Field(default=8, ge=2)
+    """Answers sampled per prompt (section 4.1)."""
+    oversample: float = Field(default=1.0, ge=1, le=16)
+    """Prompts sampled in a round, as a multiple of `groups_per_step` (scripts: 2, that is 256 for 128)."""
+    max_rounds: int = Field(default=1, ge=1, le=100)
+    """Maximum rounds of prompts to fill a step with informative groups; 1 never refills (scripts), more is DAPO's
+    dynamic sampling. With mode `continuous` a step uses fewer groups after as many finished prompts."""
+    mode: Literal["rounds", "continuous"] = "rounds"
+    """`rounds`: all answers of a round are waited for (scripts). `continuous`: a set number of requests is always at
+    the engines; each step trains on the oldest groups that are finished, within `max_staleness`, and no informative
+    group is thrown away. Which groups a step has then depends on timing."""
+    surplus: Literal["drop", "cancel"] = "drop"
+    """Informative groups beyond `groups_per_step`, with mode `rounds`. `drop`: the first in prompt order are trained
+    on, the others thrown away finished (scripts); `cancel`: once enough are finished the others are given up, which is
+    faster and prefers short answers."""
+    max_prompt_tokens: int = Field(default=4096, ge=1)
+    """Longer prompts are left out and counted; the scripts cut off their beginning."""
+    sampling: SamplingConfig = SamplingConfig()
+    engine: LocalEngineConfig = TorchEngineConfig()
+
+    @property
+    def prompts_per_round(self) -> int:
+        """Return the number of prompts asked in a round."""
+        return round(self.groups_per_step * self.oversample)
+
+    @property
+    def sleeps_between_rollouts(self) -> bool:
+        """Return whether engines release their GPU memory to the learner between rollouts."""
+        return isinstance(self.engine, VllmEngineConfig) and self.engine.runtime.sleep_mode
+
+
+class GroupFilterConfig(Settings):
+    """Selection of the groups to train on."""
+
+    zero_advantage: Literal["reward", "accuracy", "off"] = "reward"
+    """Drop groups whose rewards (the paper) or 0/1 accuracies (its code, for code problems too) are all equal."""
+    min_accuracy: float = Field(default=0.0, ge=0, le=1)
+    """Groups with a lower mean accuracy are dropped; 0 drops none. An accurate answer is correct and has the tags that
+    `reward` requires."""
+    max_accuracy: float = Field(default=1.0, ge=0, le=1)
+    """Groups with a higher mean accuracy are dropped; 1 drops none."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> GroupFilterConfig:
+        if self.min_accuracy > self.max_accuracy:
+            raise ValueError(
+                f"min_accuracy = {self.min_accuracy} is above max_accuracy = {self.max_accuracy}: "
+                "every group would be dropped"
+            )
+        return self
+
+
+# ---- rl ----
 
 
 class MismatchConfig(Settings):
@@ -84,7 +257,7 @@ class RlRuntime(TrainRuntime):
     learner (NCCL between GPUs, gloo between CPUs); `auto`: direct if learner and engines have separate GPUs."""
     engine_check: Literal["warn", "refuse", "off"] = "warn"
     """Reaction if engine and learner give different log-probs to an answer sampled before the first step: `warn`,
-    with a note in the manifest, or `refuse` to train. The tolerances are in klear_core/rl/start_checks.py."""
+    with a note in the manifest, or `refuse` to train. The tolerances are in klear_core/rl/interfaces.py."""
     max_restarts: int = Field(default=8, ge=0)
     """Maximum number of lost actors to restart in one run."""
     informative: RareFloor = RareFloor()

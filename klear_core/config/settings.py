@@ -1,12 +1,14 @@
-"""Define the base class of all settings, and extract and hash the settings that change a result."""
+"""Define the base class of all settings, hash those that change a result, and list those that differ."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 
 class Settings(BaseModel):
@@ -69,3 +71,42 @@ def _without_runtime(value: object) -> object:
     if isinstance(value, list):
         return [_without_runtime(v) for v in value]
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferentSetting:
+    """A setting that is not the same in all runs, with each run's value as JSON."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+def different_settings(configs: Sequence[Mapping[str, JsonValue]], *, absent: str) -> list[DifferentSetting]:
+    """Return every single setting that differs between the configs, by dotted key; workspaces are left out."""
+    flat = []
+    for config in configs:
+        # Where artifacts are kept changes no result.
+        others = {key: value for key, value in config.items() if key != "workspace"}
+        flat.append(dict(_leaves_of(others, "")))
+    keys = dict.fromkeys(key for leaves in flat for key in leaves)
+    found = []
+    for key in keys:
+        values = tuple(leaves.get(key, absent) for leaves in flat)
+        is_table = any(other.startswith(f"{key}.") for other in keys)  # in another run, whose keys are listed
+        if len(set(values)) > 1 and not is_table:
+            found.append(DifferentSetting(key=key, values=values))
+    return found
+
+
+def _leaves_of(value: JsonValue, key: str) -> list[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        prefix = f"{key}." if key else ""
+        children = [(prefix + name, child) for name, child in value.items()]
+    elif isinstance(value, list) and any(isinstance(child, dict) for child in value):
+        children = [(f"{key}.{i}", child) for i, child in enumerate(value)]
+    else:
+        return [(key, json.dumps(value, ensure_ascii=False))]
+    found: list[tuple[str, str]] = []
+    for name, child in children:
+        found += _leaves_of(child, name)
+    return found

@@ -1,4 +1,4 @@
-"""Define stages and jobs. A job has the settings of a stage; all but `runtime` are hashed into its fingerprint.
+"""Define stages and the jobs of those that make, sample or score models.
 
 Everything that other modules need to know about a stage is a property of its job or of `Stage`; no module compares
 names of stages. `klear_core.pipeline.graph.stages_of` lists the stages of a pipeline.
@@ -8,15 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import PurePath
+from typing import ClassVar, Literal, Self, assert_never
 
-from klear_core.config.data import Source
-from klear_core.config.engine import EngineConfig, SamplingConfig
-from klear_core.config.given import GivenFacts
+from pydantic import Field
+
+from klear_core.config.data import BenchmarkConfig, Source
+from klear_core.config.distill import DistillConfig, LocalTeacherConfig
+from klear_core.config.evaluate import EngineConfig, EvaluateConfig, HardwareConfig, SamplingConfig
+from klear_core.config.pipeline import CurveRuntime, PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
-from klear_core.config.sft import SftConfig
-from klear_core.config.train import ModelConfig
+from klear_core.config.train import (
+    GivenFacts,
+    GivenFolder,
+    GivenModel,
+    GivenRepo,
+    HfModelConfig,
+    HubModelConfig,
+    ModelConfig,
+    SftConfig,
+    TagConfig,
+    TinyModelConfig,
+)
+from klear_core.config.verify import VerifyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,3 +175,268 @@ class Stage:
     def engine(self) -> EngineUse | None:
         """Return the engine that it samples with; None if it samples with none."""
         return self.job.engine_in(self.section)
+
+
+# ---- jobs ----
+# Define the jobs of the stages that make, sample or score models, and of the report.
+#
+# The jobs that make problems are in `data_jobs`, those of given results in `given_jobs`, the one that changes the
+# champion in `promote_job`.
+
+
+class BaseJob(Job):
+    """Build the base model, or take it from disk or the Hub; a model that exists does not depend on the seed."""
+
+    kind = "base"
+    code_version = 1
+    makes_model = True
+
+    seed: int = Field(ge=0)
+    model: ModelConfig
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> Self:
+        """Return the job with the settings of a pipeline config that determine the base model."""
+        is_random = isinstance(config.model, TinyModelConfig)
+        return cls(seed=config.seed if is_random else 0, model=config.model)
+
+    def files(self) -> tuple[str, ...]:
+        """Return the model folder if the model is from disk."""
+        return (self.model.path,) if isinstance(self.model, HfModelConfig) else ()
+
+    def repos(self) -> tuple[HubUse, ...]:
+        """Return the model's repository if it is from the Hub."""
+        model = self.model
+        return (HubUse(repo=model.repo, revision=model.revision),) if isinstance(model, HubModelConfig) else ()
+
+
+class SampledModelRuntime(Settings):
+    """The place of the model that a stage samples from; the model itself is an input."""
+
+    model: GivenModel | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the model's name: its repository, or the end of its path; `base` for the pipeline's base model."""
+        match self.model:
+            case None:
+                return "base"
+            case GivenRepo(repo=repo, revision=revision):
+                return f"{repo}@{revision[:7]}"
+            case GivenFolder(path=path):
+                return "/".join(PurePath(path).parts[-2:])  # `model` alone would say little
+            case _:
+                assert_never(self.model)
+
+
+class TagJob(Job):
+    """Tag each problem with its difficulty, measured by sampling answers of a tagger model and judging them."""
+
+    kind = "tag"
+    code_version = 1
+
+    seed: int
+    tag: TagConfig
+    """Settings without the tagger, which is the input `model`."""
+    verify: VerifyConfig
+    runtime: SampledModelRuntime = SampledModelRuntime()
+
+    @classmethod
+    def of(cls, config: PipelineConfig, section: Literal["tag", "tag_rl"]) -> Self:
+        """Return the job with the settings of a pipeline config that determine the tags. The section must be set."""
+        tag = config.tag if section == "tag" else config.tag_rl
+        assert tag is not None, section
+        settings = tag.model_copy(update={"model": None})
+        verify = config.judge_of(section)
+        return cls(seed=config.seed, tag=settings, verify=verify, runtime=SampledModelRuntime(model=tag.model))
+
+    def files(self) -> tuple[str, ...]:
+        """Return the sources of the user's judges."""
+        return self.verify.files()
+
+    def engine_in(self, section: str) -> EngineUse | None:
+        """Return the engine of the tagger; None if only endpoints sample."""
+        if self.tag.runtime.num_engines == 0:
+            return None
+        model = self.runtime.model.as_model() if self.runtime.model else None
+        return EngineUse(key=section, engine=self.tag.engine, sampling=self.tag.sampling, model=model)
+
+
+class DistillJob(Job):
+    """Request solutions of the problems from the teacher, and judge them."""
+
+    kind = "distill"
+    code_version = 2
+
+    seed: int
+    distill: DistillConfig
+    """Settings without a local teacher's model, which is the input `teacher`."""
+    verify: VerifyConfig
+    runtime: SampledModelRuntime = SampledModelRuntime()
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> Self:
+        """Return the job with the settings of a pipeline config that determine the traces."""
+        distill, verify = config.distill, config.judge_of("distill")
+        if not isinstance(distill.teacher, LocalTeacherConfig):
+            return cls(seed=config.seed, distill=distill, verify=verify)
+        runtime = SampledModelRuntime(model=distill.teacher.model)
+        teacher = distill.teacher.model_copy(update={"model": None})
+        distill = distill.model_copy(update={"teacher": teacher})
+        return cls(seed=config.seed, distill=distill, verify=verify, runtime=runtime)
+
+    def files(self) -> tuple[str, ...]:
+        """Return the sources of the user's judges."""
+        return self.verify.files()
+
+    def engine_in(self, section: str) -> EngineUse | None:
+        """Return the engine of a local teacher; None if only endpoints sample."""
+        teacher = self.distill.teacher
+        if not isinstance(teacher, LocalTeacherConfig) or teacher.runtime.num_engines == 0:
+            return None
+        model = self.runtime.model.as_model() if self.runtime.model else None
+        return EngineUse(key=f"{section}.teacher", engine=teacher.engine, sampling=teacher.sampling, model=model)
+
+
+class SftJob(Job):
+    """Fine-tune the base model on traces."""
+
+    kind = "sft"
+    code_version = 3
+    makes_model = True
+
+    seed: int
+    sft: SftConfig
+    runtime: CurveRuntime = CurveRuntime()
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> Self:
+        """Return the job with the settings of a pipeline config that determine the fine-tuned model."""
+        runtime = CurveRuntime.of(config.sft.runtime.curve, config, has_engines=False)
+        return cls(seed=config.seed, sft=config.sft, runtime=runtime)
+
+    def scorer(self) -> EngineUse | None:
+        """Return the engine of evaluation if the run has a curve of SFT."""
+        curve = self.runtime.curve
+        if curve is None or curve.scorer is None:
+            return None
+        return EngineUse(key="evaluate", engine=curve.scorer.engine, sampling=curve.sampling)
+
+    def training(self) -> SftConfig:
+        """Return the settings of the fine-tuning."""
+        return self.sft
+
+    def method(self) -> str:
+        """Return `SFT`."""
+        return "SFT"
+
+    def training_signal(self) -> str:
+        """Return the training signal, for the report's heading."""
+        return "the teacher's solutions"
+
+
+class RlJob(Job):
+    """One RL stage, math or code."""
+
+    kind = "rl"
+    code_version = 6
+    makes_model = True
+
+    seed: int
+    rl: RlConfig
+    verify: VerifyConfig
+    runtime: CurveRuntime = CurveRuntime()
+
+    @classmethod
+    def of(cls, config: PipelineConfig, section: Literal["rl", "rl_code"]) -> Self:
+        """Return the job with the settings of a pipeline config that determine the result of this RL stage."""
+        rl = config.rl if section == "rl" else config.rl_code
+        assert rl is not None, section
+        runtime = CurveRuntime.of(rl.runtime.curve, config, has_engines=True)
+        return cls(seed=config.seed, rl=rl, verify=config.judge_of(section), runtime=runtime)
+
+    def files(self) -> tuple[str, ...]:
+        """Return the sources of the user's rewards and judges. Raise ConfigError if one is missing or broken."""
+        files = [path for reward in self.rl.reward.custom for path in reward.all_files()]
+        return tuple(dict.fromkeys([*files, *self.verify.files()]))
+
+    def engine_in(self, section: str) -> EngineUse:
+        """Return the engine of the rollouts."""
+        rollout = self.rl.rollout
+        return EngineUse(key=f"{section}.rollout", engine=rollout.engine, sampling=rollout.sampling)
+
+    def training(self) -> RlConfig:
+        """Return the settings of the RL training."""
+        return self.rl
+
+    def method(self) -> str:
+        """Return the name of the loss: `GPPO`, `Code GPPO`, `Clipped PPO`."""
+        kind = self.rl.loss.kind
+        loss = "Clipped PPO" if kind == "clip" else kind.upper()
+        return f"Code {loss}" if self.rl.domain == "code" else loss
+
+    def training_signal(self) -> str:
+        """Return the training signal, for the report's heading."""
+        return "test results of its programs" if self.rl.domain == "code" else "judged answers"
+
+
+class EvaluateJob(Job):
+    """Score one model on all benchmarks."""
+
+    kind = "evaluate"
+    code_version = 6
+    scores_model = True
+
+    seed: int
+    evaluate: EvaluateConfig
+    verify: VerifyConfig
+    benchmarks: tuple[BenchmarkConfig, ...]
+    """Benchmarks, for their names and sample counts; without what was checked when they were loaded."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> Self:
+        """Return the job with the settings of a pipeline config that determine the scores of a model."""
+        # These say which problems there are, or check them: the input `benchmarks` has another fingerprint if the
+        # problems change, and if they do not, neither do the scores.
+        without = {"expected_rows": None, "known": "", "window": None, "published": None}
+        benchmarks = tuple(b.model_copy(update=without) for b in config.benchmarks)
+        return cls(
+            seed=config.seed, evaluate=config.evaluate, verify=config.judge_of("evaluate"), benchmarks=benchmarks
+        )
+
+    def files(self) -> tuple[str, ...]:
+        """Return the sources of the user's judges."""
+        return self.verify.files()
+
+    def engine_in(self, section: str) -> EngineUse:
+        """Return the engine that samples the answers, the same for all models."""
+        return EngineUse(key=section, engine=self.evaluate.engine, sampling=self.evaluate.sampling)
+
+
+class ReportRuntime(Settings):
+    """Settings that the report shows; changing them does not rerun the report stage."""
+
+    workspace: WorkspaceConfig = WorkspaceConfig()
+
+
+class ReportJob(Job):
+    """Write the report on a run from its config and artifacts."""
+
+    kind = "report"
+    code_version = 3
+    page = "report.html"
+
+    config: PipelineConfig
+    """The pipeline config with the default workspace and hardware, which do not change the fingerprint."""
+    runtime: ReportRuntime = ReportRuntime()
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> Self:
+        """Return the job with the complete config, which the report shows."""
+        # Neither workspace nor hardware changes what is reported.
+        without = {"workspace": WorkspaceConfig(), "hardware": HardwareConfig()}
+        return cls(config=config.model_copy(update=without), runtime=ReportRuntime(workspace=config.workspace))
+
+    def pipeline_config(self) -> PipelineConfig:
+        """Return the config with the user's workspace settings."""
+        return self.config.model_copy(update={"workspace": self.runtime.workspace})

@@ -1,16 +1,27 @@
-"""Define the settings of the base model, and the training settings shared by SFT and RL."""
+"""Define the settings of training, those of long-CoT SFT, of difficulty tags, and of results that exist already."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from klear_core.config.data import HubRepo, HubRevision, HubRuntime
-from klear_core.config.engine import Device
-from klear_core.config.settings import Settings
+from klear_core.config.data import FileSource, HubRepo, HubRevision, HubRuntime, HubSource
+from klear_core.config.evaluate import (
+    CurveConfig,
+    Device,
+    EvaluateConfig,
+    EvaluateRuntime,
+    EvaluateSamplingConfig,
+    LocalEngineConfig,
+    PoolRuntime,
+    TorchEngineConfig,
+)
+from klear_core.config.settings import Floor, Settings
 from klear_core.errors import ConfigError
+from klear_core.types import Difficulty
 
 
 class TinyModelConfig(Settings):
@@ -192,4 +203,264 @@ def check_moments(optim: OptimConfig, runtime: TrainRuntime) -> None:
         raise ValueError(
             "optim.kind = 'adamw_8bit' with runtime.cpu_offload = true: the moments are in host memory, where 8 bits "
             "have no fast kernel; choose one of the two"
+        )
+
+
+# ---- sft ----
+# Define the settings of long-CoT SFT.
+
+
+class SftOptimConfig(OptimConfig):
+    """AdamW for SFT, with a cosine decay from the peak rate to half of it (section 4.1)."""
+
+    lr: float = Field(default=8e-5, gt=0, le=1)
+    """Peak learning rate (section 4.1)."""
+    min_lr_ratio: float = Field(default=0.5, ge=0, le=1)
+    """Final rate of the cosine as a share of the peak; 1 keeps the rate constant. Section 4.1: 4e-5 of 8e-5."""
+
+
+class SftRuntime(TrainRuntime):
+    """Processes, devices and checkpoints of SFT."""
+
+    rows: Floor = Floor()
+    """Share of the traces that give a training row."""
+    curve: CurveConfig | None = None
+    """Scores on a small fixed set of problems while training goes on, by an engine of evaluation beside it; None:
+    none."""
+
+
+class SftConfig(Settings):
+    """Long-CoT supervised fine-tuning; defaults from Klear-Reasoner section 4.1 where it gives them."""
+
+    optim: SftOptimConfig = SftOptimConfig()
+    lora: LoraConfig | None = None
+    """Train LoRA adapters instead of all weights; None trains all, as the paper."""
+    num_epochs: int = Field(default=4, ge=1)
+    """Passes over the traces; section 4.1."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Maximum number of optimizer steps; the schedule ends there too. None: no limit."""
+    rows_per_step: int = Field(default=128, ge=1)
+    """Rows per optimizer step. Undisclosed in the paper."""
+    max_tokens: int = Field(default=32_768, ge=2)
+    """Maximum length of a row in tokens, prompt and response together."""
+    overlong: Literal["drop", "cut"] = "drop"
+    """Rows longer than `max_tokens` are dropped, or lose their end and with it the answer; both are counted. Ours;
+    undisclosed in the paper."""
+    normalise: Literal["token", "sample"] = "token"
+    """Divide the loss by all loss tokens of the step, or average within rows first. Equation 8 reads per sample."""
+    source_weights: dict[str, Annotated[float, Field(ge=0)]] = {}
+    """Number of times a source's rows occur in an epoch: 2 is twice, 0.5 a different half each epoch; unnamed sources
+    once. Undisclosed in the paper."""
+    validation_frac: float = Field(default=0.02, ge=0, lt=0.5)
+    """Share of the problems held out for validation, with all their traces."""
+    max_validation_rows: int = Field(default=512, ge=1)
+    """Maximum number of held-out rows; problems beyond it go back into training with all their traces."""
+    eval_every_steps: int = Field(default=100, ge=1)
+    """Optimizer steps between two validation losses; one is always computed at the end."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of forward and backward pass and of the saved model; weights that train and the optimizer are always
+    float32. Undisclosed in the paper."""
+    runtime: SftRuntime = SftRuntime()
+
+    @model_validator(mode="after")
+    def _moments_are_on_the_device(self) -> SftConfig:
+        check_moments(self.optim, self.runtime)
+        return self
+
+
+# ---- given ----
+# Define the settings of results that exist and take the place of the stage that would make them.
+
+
+class GivenFacts(Settings):
+    """Facts that the user declares about a given result; they change no result."""
+
+    licence: str = ""
+    """Licence, for the manifest; empty: what the card (README.md) beside the files states."""
+
+
+class GivenModelFacts(GivenFacts):
+    """Facts that the user declares about a given model."""
+
+    decontaminated_against: Literal["unknown"] | tuple[str, ...] = "unknown"
+    """Names of the benchmarks that its training data was compared with; scores on others carry a warning."""
+    chosen_on: tuple[str, ...] = ()
+    """Names of the benchmarks by whose scores it was chosen among several models, such as checkpoints, learning rates
+    or seeds. Its scores on them, and those of models trained from it, are marked."""
+
+
+class GivenFolder(GivenModelFacts):
+    """A model in a local folder, as transformers writes it."""
+
+    kind: Literal["folder"] = "folder"
+    path: Annotated[str, AfterValidator(os.path.expanduser)] = Field(min_length=1)
+    """Folder with config.json, safetensors weights and tokenizer; relative to the working directory."""
+    max_position_embeddings: int | None = Field(default=None, ge=16)
+    """New value for the config of models trained from it; None keeps it."""
+
+    def as_model(self) -> PublishedModel:
+        """Return the settings of the model alone."""
+        return HfModelConfig(path=self.path, max_position_embeddings=self.max_position_embeddings)
+
+
+class GivenRepo(GivenModelFacts):
+    """A model of the Hugging Face Hub, downloaded once into the Hub's cache."""
+
+    kind: Literal["hub"] = "hub"
+    repo: HubRepo
+    """Model repository, `owner/name`."""
+    revision: HubRevision
+    """Commit, 40 hex digits; the repository's page lists its commits."""
+    max_position_embeddings: int | None = Field(default=None, ge=16)
+    """New value for the config of models trained from it; None keeps it."""
+    runtime: HubRuntime = HubRuntime()
+    """The folder that keeps downloaded files, and the address that they come from."""
+
+    def as_model(self) -> PublishedModel:
+        """Return the settings of the model alone."""
+        window = self.max_position_embeddings
+        return HubModelConfig(
+            repo=self.repo, revision=self.revision, max_position_embeddings=window, runtime=self.runtime
+        )
+
+
+def _with_kind(value: object, *, local: str) -> object:
+    """Add the `kind` that the keys imply; a bare path means local files."""
+    if isinstance(value, str):
+        return {"kind": local, "path": value}
+    if isinstance(value, Mapping) and "kind" not in value:
+        return {"kind": "hub" if "repo" in value else local, **value}
+    return value
+
+
+GivenModel = Annotated[
+    Annotated[GivenFolder | GivenRepo, Field(discriminator="kind")],
+    BeforeValidator(lambda value: _with_kind(value, local="folder")),
+]
+"""A model that exists, by folder or by Hub id; a bare path means a folder."""
+
+
+class GivenFiles(FileSource, GivenFacts):
+    """Local files of traces or problems; the row format is detected from the first row."""
+
+    name: str = "given"
+    """Name under which the rows are counted, and weighted in `sft.source_weights`."""
+
+    def as_source(self) -> FileSource:
+        """Return the settings of the rows alone."""
+        return FileSource.model_validate(self.model_dump(exclude=set(GivenFacts.model_fields)))
+
+
+class GivenDataset(HubSource, GivenFacts):
+    """The data files of a dataset repository on the Hugging Face Hub, downloaded once into the Hub's cache."""
+
+    name: str = "given"
+    """Name under which the rows are counted, and weighted in `sft.source_weights`."""
+
+    def as_source(self) -> HubSource:
+        """Return the settings of the rows alone."""
+        return HubSource.model_validate(self.model_dump(exclude=set(GivenFacts.model_fields)))
+
+
+def _as_several(value: object) -> object:
+    """Return a list of sources, named `given_1`, `given_2` and so on if there are several without names."""
+    # A tuple if a validated config is validated again.
+    several = list(value) if isinstance(value, list | tuple) else [value]
+    found: list[object] = []
+    for number, one in enumerate(several, 1):
+        source = _with_kind(one, local="file")
+        is_unnamed = len(several) > 1 and isinstance(source, Mapping) and "name" not in source
+        found.append({"name": f"given_{number}", **source} if is_unnamed else source)  # type: ignore[dict-item]
+    return found
+
+
+GivenRows = Annotated[
+    tuple[Annotated[GivenFiles | GivenDataset, Field(discriminator="kind")], ...],
+    Field(min_length=1),
+    BeforeValidator(_as_several),
+]
+"""Rows that exist, in local files or on the Hub: one source, or a list of them."""
+
+
+class GivenConfig(Settings):
+    """Results that take the place of the stage of that name; stages that nothing else needs are left out."""
+
+    curate: GivenRows | None = None
+    """Problems of distillation and, without `curate_rl`, of RL, taken as they are: not selected, but kept apart
+    from the benchmarks; of the same question letter for letter only the first stays."""
+    curate_rl: GivenRows | None = None
+    """The same for the problems of RL alone."""
+    distill: GivenRows | None = None
+    """Traces to fine-tune on, in a published format; without it, `distill` makes them."""
+    sft: GivenModel | None = None
+    """The fine-tuned model from which RL starts; without it, `sft` makes one."""
+    rl: GivenModel | None = None
+    """The model after math RL, from which code RL starts."""
+    rl_code: GivenModel | None = None
+    """The model after code RL."""
+    evaluate: GivenModel | None = None
+    """A model to score, beside the others in this section. Nothing is trained."""
+    score_despite: tuple[str, ...] = ()
+    """Benchmarks to score although the lineage of a given model shows that its training data was not compared with
+    them; the report says so. Otherwise such a run is refused. A name that no benchmark has is refused too."""
+
+    def rows(self) -> dict[str, tuple[GivenFiles | GivenDataset, ...]]:
+        """Return the given problems and traces by the name of the stage that they replace, in the pipeline's order."""
+        named = {"curate": self.curate, "curate_rl": self.curate_rl, "distill": self.distill}
+        return {name: rows for name, rows in named.items() if rows is not None}
+
+    def models(self) -> dict[str, GivenFolder | GivenRepo]:
+        """Return the given models by the name of the stage that they replace, in the pipeline's order."""
+        # A model that is only scored replaces no stage: its stage is `model`, and the evaluation `evaluate_model`.
+        named = {"sft": self.sft, "rl": self.rl, "rl_code": self.rl_code, "model": self.evaluate}
+        return {name: model for name, model in named.items() if model is not None}
+
+
+# ---- tag ----
+# Define the settings of difficulty tags by sampling.
+
+
+class TagRuntime(PoolRuntime, EvaluateRuntime):
+    """Settings that do not change the tags, but for the endpoints: they draw other samples."""
+
+
+class TagConfig(Settings):
+    """Difficulty tags from the share of a model's answers that are right; a tag never drops a problem."""
+
+    model: GivenModel | None = None
+    """The tagger, by folder or by Hub id; None: the base model of this pipeline. Paper: Qwen3-8B (section 3.1)."""
+    samples_per_problem: int = Field(default=16, ge=1, le=1024)
+    """Answers per problem. Undisclosed for tags; 16 is the number that the paper's RL prompts were filtered by
+    (section 3.2.1)."""
+    engine: LocalEngineConfig = TorchEngineConfig()
+    sampling: EvaluateSamplingConfig = EvaluateSamplingConfig()
+    """Sampling parameters of the tagger; undisclosed in the paper."""
+    hard_below: float = Field(default=0.34, ge=0, le=1)
+    """Pass rate below which a problem is hard. Thirds, because the paper's thresholds are undisclosed."""
+    easy_from: float = Field(default=0.67, ge=0, le=1)
+    """Pass rate from which a problem is easy; between the two it is medium."""
+    max_unscored_rate: float = Field(default=0.02, ge=0, le=1)
+    """The stage stops above this share of answers that could not be judged."""
+    runtime: TagRuntime = TagRuntime()
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.hard_below > self.easy_from:
+            raise ValueError(f"hard_below = {self.hard_below} is above easy_from = {self.easy_from}")
+        return self
+
+    def difficulty_at(self, pass_rate: float) -> Difficulty:
+        """Return the tag of a problem with this pass rate."""
+        if pass_rate >= self.easy_from:
+            return Difficulty.EASY
+        return Difficulty.HARD if pass_rate < self.hard_below else Difficulty.MEDIUM
+
+    def as_evaluation(self) -> EvaluateConfig:
+        """Return the settings of an evaluation that samples the same answers, without greedy ones."""
+        return EvaluateConfig(
+            engine=self.engine,
+            sampling=self.sampling,
+            greedy=False,
+            max_unscored_rate=self.max_unscored_rate,
+            runtime=self.runtime,
         )

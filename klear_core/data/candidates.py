@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from klear_core.artifacts.tests_file import StoredTestsWriter
+from klear_core.artifacts.records import StoredTestsWriter
 from klear_core.config.curate import DifficultyConfig
-from klear_core.data.difficulty import difficulty_of
-from klear_core.types import Domain, Dropped, Problem, Reference, problem_id_of
+from klear_core.types import Difficulty, Domain, Dropped, Problem, Reference, problem_id_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +94,16 @@ def problem_from(candidate: Candidate, cfg: DifficultyConfig) -> Problem:
         reference=candidate.reference,
         difficulty=difficulty_of(candidate.rating, cfg),
     )
+
+
+# ---- difficulty ----
+# Derive difficulty tags from the source's rating.
+
+
+def difficulty_of(rating: float | None, cfg: DifficultyConfig) -> Difficulty:
+    """Return the tag of a rating in [0, 1]; unknown if the rating is None."""
+    if rating is None:
+        return Difficulty.UNKNOWN
+    if rating < cfg.easy_below:
+        return Difficulty.EASY
+    return Difficulty.HARD if rating >= cfg.hard_from else Difficulty.MEDIUM

@@ -9,16 +9,19 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar, assert_never
 
+from klear_core.artifacts.files import fixed_part, sha256_of_all
+from klear_core.artifacts.hub import fetch
+from klear_core.artifacts.manifest import FileRecord, GivenRecord
+from klear_core.artifacts.model_files import CARD, licence_in
 from klear_core.config.data import FileSource, GeneratedSource, HubSource, ProceduralSource, PuzzleSource, Source
 from klear_core.data.candidates import Candidate
-from klear_core.data.contest_ids import contest_id
-from klear_core.data.datafiles import DataFile, check_files, data_files, default_name, is_cached, origin
-from klear_core.data.fields import Fields, RowError, Schema, stated_id
-from klear_core.data.generated import check_generated, domain_of_generated, generate
-from klear_core.data.question_tables import QuestionTables
-from klear_core.data.references import has_half_character
-from klear_core.data.rowfiles import BrokenRow, FileRow, Span, read_rows
-from klear_core.data.schemas import schema_for
+from klear_core.data.datafiles import DataFile, check_files, data_files, default_name, is_cached, origin, repo_of
+from klear_core.data.formats.code_rows import QuestionTables
+from klear_core.data.formats.detect import schema_for
+from klear_core.data.formats.fields import Fields, RowError, Schema, contest_id, stated_id
+from klear_core.data.formats.references import has_half_character
+from klear_core.data.generated.puzzles import check_generated, domain_of_generated, generate
+from klear_core.data.readers import BrokenRow, FileRow, Span, read_rows
 from klear_core.errors import ConfigError, DataError
 from klear_core.types import CustomReference, Domain, Dropped, domain_of
 
@@ -276,3 +279,33 @@ def _candidate(fields: Fields, schema: Schema, row: str, *, source: str, domain:
 
 def _origin(source: Source) -> str:
     return source.kind if isinstance(source, GeneratedSource) else origin(source)
+
+
+# ---- given rows ----
+# Describe given traces and problems: the files that they come from, with checksums and a licence.
+
+
+def describe_rows(sources: Sequence[FileSource | HubSource], *, origin: str, licence: str) -> GivenRecord:
+    """Return the record of the sources' files, which are downloaded if they are not there.
+
+    If no licence is declared, the record has that of the dataset cards in the files' folders.
+    """
+    for source in sources:
+        if isinstance(source, HubSource) and not is_cached(source):
+            fetch(repo_of(source), [CARD])  # with the rows, because later there may be no network
+    files = [file for source in sources for file in data_files(source)]
+    checksums = sha256_of_all([file.path for file in files])
+    records = [
+        FileRecord(path=file.label, size=file.path.stat().st_size, sha256=sha256)
+        for file, sha256 in zip(files, checksums, strict=True)
+    ]
+    stated = dict.fromkeys(licence_in(folder) for source in sources for folder in _folders_of(source))
+    stated.pop("", None)
+    return GivenRecord(origin=origin, licence=licence or ", ".join(stated) or "not stated", files=tuple(records))
+
+
+def _folders_of(source: FileSource | HubSource) -> list[Path]:
+    """Return the folders in which a source's card may be."""
+    if isinstance(source, HubSource):
+        return [repo_of(source).folder]
+    return list(dict.fromkeys([fixed_part(source.path), *(file.path.parent for file in data_files(source))]))

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never
 
-from klear_core.artifacts.ledger import LedgerStep, StageSummary
-from klear_core.artifacts.records import read_shards
-from klear_core.artifacts.shards import plan_shards, work_shards
+from klear_core.artifacts.manifest import LedgerStep, StageSummary
+from klear_core.artifacts.records import plan_shards, read_shards, work_shards
 from klear_core.config.distill import (
     DistillConfig,
     HttpTeacherConfig,
@@ -26,12 +25,11 @@ from klear_core.config.distill import (
 )
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.collection import Collection
-from klear_core.distill.finished import FinishedShard, reopen_poor_shards
-from klear_core.distill.keys import NO_KEYS, BlockKeys
-from klear_core.distill.shard_files import JOURNAL_FOLDER
-from klear_core.distill.teacher import Teacher
+from klear_core.distill.shards import JOURNAL_FOLDER, FinishedShard, reopen_poor_shards
+from klear_core.distill.teachers.fleet import NO_KEYS, BlockKeys
+from klear_core.distill.teachers.teacher import Teacher
 from klear_core.errors import DataError
-from klear_core.evaluate.compute import Compute
+from klear_core.evaluate.run import Compute
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
 from klear_core.types import Judge, Problem
@@ -118,7 +116,7 @@ async def open_teacher(
     """Yield the teacher that the settings name; raise ConfigError if its API key is missing."""
     match cfg.teacher:
         case LocalTeacherConfig() as local:
-            from klear_core.distill.local import open_local_teacher
+            from klear_core.distill.teachers.teacher import open_local_teacher
 
             assert access.model is not None, "a local teacher needs its model"
             name, compute = access.model_name, access.compute
@@ -142,15 +140,15 @@ def build_teacher(
     """Build a teacher that needs no model here; raise ConfigError if its API key is missing."""
     match cfg:
         case ProceduralTeacherConfig():
-            from klear_core.distill.procedural import ProceduralTeacher
+            from klear_core.distill.teachers.procedural import ProceduralTeacher
 
             return ProceduralTeacher(cfg)
         case PuzzleTeacherConfig():
-            from klear_core.distill.puzzles import PuzzleTeacher
+            from klear_core.distill.teachers.procedural import PuzzleTeacher
 
             return PuzzleTeacher(cfg)
         case HttpTeacherConfig():
-            from klear_core.distill.http import HttpTeacher
+            from klear_core.distill.teachers.http_teacher import HttpTeacher
 
             return HttpTeacher(cfg, keys)
         case _:

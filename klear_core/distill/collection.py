@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from klear_core.artifacts.ledger import StageSummary
-from klear_core.artifacts.shards import Shard
+from klear_core.artifacts.manifest import StageSummary
+from klear_core.artifacts.records import Shard
 from klear_core.config.distill import DistillConfig, HttpTeacherConfig
-from klear_core.distill.checks import floor_warnings, too_many_failures, usage_warnings
-from klear_core.distill.finished import FinishedShard
-from klear_core.distill.journal import Journal
-from klear_core.distill.progress import Progress
-from klear_core.distill.select import drop_reason, dropped, why_incomplete
-from klear_core.distill.shard_files import ShardFiles, ShardRecords, UnusedReply, is_over_budget
-from klear_core.distill.teacher import OVER_BUDGET, BudgetError, Teacher, TeacherFailure, TeacherResult, Usage
-from klear_core.distill.trace_counts import FailureBudget, TraceCounts, failures_of
+from klear_core.distill.select import (
+    FailureBudget,
+    TraceCounts,
+    drop_reason,
+    dropped,
+    failures_of,
+    floor_warnings,
+    too_many_failures,
+    usage_warnings,
+    why_incomplete,
+)
+from klear_core.distill.shards import FinishedShard, Journal, ShardFiles, ShardRecords, UnusedReply, is_over_budget
+from klear_core.distill.teachers.teacher import (
+    OVER_BUDGET,
+    BudgetError,
+    Teacher,
+    TeacherFailure,
+    TeacherResult,
+    Usage,
+)
 from klear_core.metrics import Telemetry
 from klear_core.prompts import render_response
 from klear_core.types import Dropped, Judge, Problem, TeacherReply, TeacherTrace
@@ -308,3 +321,34 @@ def _unused(drop: Dropped, reply: TeacherReply, *, sample_idx: int, teacher: str
         finish_reason=reply.finish_reason,
         num_tokens=reply.num_tokens,
     )
+
+
+# ---- progress ----
+# Measure how fast and at what cost a distillation proceeds.
+
+
+class Progress:
+    """Measures this run's speed, and estimates the remaining time."""
+
+    def __init__(self) -> None:
+        self.num_done = 0
+        """Problems, those of earlier runs included."""
+
+    def start(self, used: Usage) -> None:
+        """Begin to measure; `used` is what earlier runs used."""
+        self._started, self._num_before, self._used_before = time.monotonic(), self.num_done, used
+
+    def tokens_per_s(self, used: Usage) -> float:
+        """Return the tokens of replies a second in this run."""
+        num_tokens = used.output_tokens - self._used_before.output_tokens
+        return num_tokens / max(time.monotonic() - self._started, 1e-9)
+
+    def text(self, used: Usage, num_problems: int) -> str:
+        """Return speed, cost and remaining time in words."""
+        cost = f", cost {used.cost:,.2f}" if used.cost else ""
+        num_new = self.num_done - self._num_before
+        if not num_new:
+            return cost
+        elapsed_s = time.monotonic() - self._started
+        left_h = elapsed_s / num_new * (num_problems - self.num_done) / 3600
+        return f", {self.tokens_per_s(used):,.0f} tokens/s{cost}, {left_h:.1f} h left"

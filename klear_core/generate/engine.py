@@ -1,16 +1,18 @@
-"""Define the interface of the engines that sample tokens: token ids in, token ids out."""
+"""Define the interface of the engines that sample tokens, track their open requests, and script one for tests."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from pydantic import TypeAdapter
 
-from klear_core.config.engine import SamplingConfig
-from klear_core.types import Completion
+from klear_core.config.evaluate import SamplingConfig
+from klear_core.errors import ResourceError
+from klear_core.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,3 +149,168 @@ class SleepingEngine(TrainableEngine, Protocol):
     async def wake(self) -> None:
         """Take the memory back, with the weights from before `sleep`. No effect on an engine that is awake."""
         ...
+
+
+# ---- requests ----
+# Track the open requests of an engine that runs on an event loop; fail them when it closes or falls silent.
+
+
+T = TypeVar("T")
+
+SILENCE_S = 600.0
+"""Longest wait for the answer to a ping, as for an engine's actor in Ray. A working engine answers between two of its
+steps, and the longest of them, a load of new weights, is given up after 300 s."""
+_PAUSE = 0.1
+"""Pause before each ping as a share of that wait: a minute, so that short requests cause no pings."""
+
+
+class OpenRequests:
+    """The open requests of an engine; `close` cancels them and refuses new ones."""
+
+    def __init__(
+        self,
+        engine_name: str,
+        *,
+        ping: Callable[[], Awaitable[object]] | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """`ping` returns once the engine's process answers; an engine without a process of its own needs none.
+
+        If an answer takes longer than `silence_s`, open and later requests fail with ResourceError.
+        """
+        self._engine_name = engine_name
+        self._ping, self._silence_s = ping, silence_s
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watch: asyncio.Task[None] | None = None
+        """Runs only while requests are open. Between them the event loop may stand still, as in a chat while its user
+        thinks, and a ping would then look unanswered."""
+        self._end = ""
+        """What ended the engine, in words; empty while it serves."""
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`. Raise ResourceError if the engine is closed or falls silent before that."""
+        if self._end:
+            work.close()  # or Python warns that the coroutine was never awaited
+            raise ResourceError(f"the {self._engine_name} {self._end}")
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        if self._ping is not None and self._watch is None:
+            self._watch = asyncio.create_task(self._watch_pings(self._ping))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            # a cancelled caller and an ended engine both arrive here; only the second is a ResourceError
+            if self._end and task.cancelled():
+                raise ResourceError(f"the {self._engine_name} {self._end}") from None
+            raise
+        finally:
+            self._tasks.discard(task)
+            if self._watch is not None and not self._tasks:
+                self._watch.cancel()
+                self._watch = None
+
+    def close(self) -> None:
+        """Fail all open requests and all later ones."""
+        self._fail("was closed")
+
+    async def _watch_pings(self, ping: Callable[[], Awaitable[object]]) -> None:
+        try:
+            while True:
+                await asyncio.sleep(_PAUSE * self._silence_s)
+                await asyncio.wait_for(ping(), self._silence_s)
+        except TimeoutError:
+            self._fail(f"gave no sign of life for {self._silence_s:g} s")
+
+    def _fail(self, end: str) -> None:
+        self._end = self._end or end
+        for task in self._tasks:
+            task.cancel()
+
+
+# ---- fake engine ----
+# Provide an engine that answers from a script, for tests of code that uses engines. No model, threads or clock.
+
+
+END_ID = 256
+"""Token id that ends every fake answer with finish reason `stop`. All other token ids are bytes of UTF-8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeAnswer:
+    """One scripted completion. With `after`, it is returned only once that event is set."""
+
+    text: str
+    logp: float = -0.5
+    """Log-probability of every token, in nats."""
+    finish_reason: FinishReason = "stop"
+    after: asyncio.Event | None = None
+
+
+Script = Callable[[tuple[int, ...], SamplingParams, int], FakeAnswer | Exception]
+"""Maps (prompt_ids, params, sample index) to the answer, or to the exception that the request fails with."""
+
+
+class FakeEngine:
+    """An `InferenceEngine` and `TrainableEngine` that answers from a script and records requests and weight loads.
+
+    Answers longer than `max_new_tokens` or `max_len` are cut and finish with `length`, as a model's would.
+    """
+
+    def __init__(self, script: Script, *, max_len: int = 1_000_000, version: int = 0) -> None:
+        self.version = version
+        self.requests: list[tuple[tuple[int, ...], SamplingParams]] = []
+        self.loads: list[tuple[WeightSource, int]] = []
+        self._script = script
+        self._max_len = max_len
+        self._open = OpenRequests("fake engine")
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """Return the script's answers, in sample order."""
+        if not 0 < len(prompt_ids) < self._max_len:
+            raise ValueError(f"prompt of {len(prompt_ids)} tokens: 1 to {self._max_len - 1} leave room for an answer")
+        return await self._open.run(self._answer(tuple(prompt_ids), params))
+
+    async def load_weights(self, weights: WeightSource, *, version: int) -> None:
+        """Record the weights, and label further tokens with this version."""
+        self.loads.append((weights, version))
+        self.version = version
+
+    async def close(self) -> None:
+        """Fail all open requests with ResourceError."""
+        self._open.close()
+
+    async def _answer(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[Completion]:
+        self.requests.append((prompt_ids, params))
+        budget = min(params.max_new_tokens, self._max_len - len(prompt_ids))
+        completions = []
+        for sample_idx in range(params.num_samples):
+            answer = self._script(prompt_ids, params, sample_idx)
+            if isinstance(answer, Exception):
+                raise answer
+            if answer.after is not None:
+                await answer.after.wait()
+            completions.append(_completion(answer, budget=budget, version=self.version))
+        return completions
+
+
+def scripted(answers: dict[str, str]) -> Script:
+    """Return a script that gives every sample of a prompt one text. A prompt's token ids are its UTF-8 bytes."""
+    return lambda prompt_ids, _params, _sample_idx: FakeAnswer(text=answers[bytes(prompt_ids).decode()])
+
+
+def _completion(answer: FakeAnswer, *, budget: int, version: int) -> Completion:
+    text, finish_reason = answer.text, answer.finish_reason
+    token_ids = tuple(text.encode())
+    if finish_reason == "stop":
+        token_ids += (END_ID,)
+    if len(token_ids) > budget:
+        token_ids = token_ids[:budget]
+        # the cut may fall inside a character
+        text, finish_reason = bytes(token_ids).decode(errors="replace"), "length"
+    return Completion(
+        text=text,
+        token_ids=token_ids,
+        logps=(answer.logp,) * len(token_ids),
+        finish_reason=finish_reason,
+        policy_versions=(version,) * len(token_ids),
+    )

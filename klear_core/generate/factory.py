@@ -1,26 +1,39 @@
-"""Build the engine that a config asks for. Each engine's library is imported only when it is needed."""
+"""Start the engines of a stage: the one that a config asks for, or a pool of engines and endpoints; ask a model by chat."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
-from klear_core.config.engine import (
+from klear_core.config.evaluate import (
     MAX_BATCH_SIZE,
     EngineConfig,
+    EnginesRuntime,
     HttpEngineConfig,
     LocalEngineConfig,
+    PoolRuntime,
     TorchEngineConfig,
     VllmEngineConfig,
 )
-from klear_core.generate.engine import InferenceEngine, TrainableEngine
+from klear_core.errors import DataError, ResourceError
+from klear_core.generate.engine import InferenceEngine, SamplingParams, TrainableEngine
+from klear_core.generate.http_engine import HttpEngine
+from klear_core.generate.pool import EngineLost, EnginePool, PooledEngine, RestartLimit
+from klear_core.hf_config import read_hf_config
+from klear_core.prompts import completed, load_tokenizer, opening_of, render_prompt
+from klear_core.types import Completion
 
 if TYPE_CHECKING:
-    from klear_core.artifacts.home import Home
+    from klear_core.artifacts.remote_paths import Home
+    from klear_core.prompts import Tokenizer
 
 _QUEUE_MARGIN = 1.25
 """Requests sent to an engine per request that it can decode at a time, so that its batch never waits for more."""
@@ -46,14 +59,14 @@ class EngineSpec:
         if self.home is None:
             return self
         if self.is_sent:
-            from klear_core.train.checkpoint_copies import fetch_folder
+            from klear_core.train.checkpoint_files import fetch_folder
 
             folder = self.home.here(self.model_folder.parent) / self.model_folder.name
             fetch_folder(folder)
             return replace(self, model_folder=folder)
         if self.artifact is None:
             return self
-        from klear_core.train.base import model_folder
+        from klear_core.train.base_model import model_folder
 
         return replace(self, model_folder=model_folder(self.home.here(self.artifact)))
 
@@ -133,7 +146,7 @@ async def build_trainable_engine(
     """Build an engine whose weights can be replaced; see `build_engine`. `version` numbers the folder's weights."""
     match cfg:
         case TorchEngineConfig():
-            from klear_core.generate.qwen3.engine import TorchEngine
+            from klear_core.generate.decoder.torch_engine import TorchEngine
 
             # loading takes seconds: keep the event loop free meanwhile
             return await asyncio.to_thread(
@@ -152,7 +165,303 @@ async def build_trainable_engine(
 def _has_gpu(cfg: LocalEngineConfig) -> bool:
     """Return whether an engine in this process samples on a GPU."""
     if isinstance(cfg, TorchEngineConfig):
-        from klear_core.generate.qwen3.engine import device_name
+        from klear_core.generate.decoder.torch_engine import device_name
 
         return device_name(cfg) == "cuda"
     return True  # also of vLLM on a CPU: the number of its slots does not depend on it
+
+
+# ---- pooled ----
+# Start the engines and endpoints of a stage as one pool.
+
+
+_WINDOW_S = 3600.0
+"""Window of `max_restarts`."""
+
+
+def endpoints_of(runtime: EnginesRuntime) -> tuple[HttpEngineConfig, ...]:
+    """Return the endpoints that the settings name; evaluation has none."""
+    return runtime.endpoints if isinstance(runtime, PoolRuntime) else ()
+
+
+async def start_with_endpoints(spec: EngineSpec, *, runtime: EnginesRuntime, key: str, num_here: int) -> Sampler:
+    """Start one engine in this process, or none (`num_here`), together with the endpoints that the settings name.
+
+    Raise ResourceError if an endpoint does not answer, ConfigError if it lacks its model; `key` is the stage's section.
+    """
+    if not endpoints_of(runtime):
+        return await start_here(spec)
+
+    here = [LocalMember("engine 0", partial(build_spec, spec), limit=limit_here(spec))] if num_here else []
+    return await start_members(here, runtime=runtime, key=key)
+
+
+async def start_members(
+    engines: Sequence[PooledEngine], *, runtime: EnginesRuntime, key: str, num_up: int | None = None
+) -> Sampler:
+    """Start these engines and the endpoints that the settings name as one pool; see `EnginePool.start`."""
+    endpoints = endpoints_of(runtime)
+    members = [*engines, *_members(endpoints)]
+    restarts = RestartLimit(runtime.max_restarts, window_s=_WINDOW_S, key=f"{key}.runtime.max_restarts")
+    pool = EnginePool(members, restarts.count)
+    try:
+        await pool.start(num_up=num_up)
+    except BaseException:  # also if cancelled: engines that are up hold GPUs
+        await pool.close()
+        raise
+    # An endpoint's own limit grows with what it can serve; requests above it wait in the pool.
+    limit_here = sum(engine.limit for engine in engines)
+    limit_there = sum(cfg.runtime.max_concurrency for cfg in endpoints)
+    return Sampler(engine=pool, limit=limit_here + limit_there, num_engines=len(members))
+
+
+def _members(endpoints: Sequence[HttpEngineConfig]) -> list[PooledEngine]:
+    if not endpoints:
+        return []
+
+    return [EndpointMember(cfg) for cfg in endpoints]
+
+
+# ---- members ----
+# Make members of a pool from engines in this process and from OpenAI-compatible endpoints.
+
+
+log = logging.getLogger(__name__)
+
+_AWAY_S = 1800.0
+"""Seconds for which an endpoint that was there may be away before it counts as lost once more."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0  # between two questions to an endpoint that is away; doubles
+
+
+class LocalMember:
+    """A `PooledEngine` over an engine in this process."""
+
+    is_queued = False
+
+    def __init__(self, name: str, build: Callable[[], Awaitable[InferenceEngine]], *, limit: int) -> None:
+        self.name = name
+        self.limit = limit
+        self._build = build
+        self._engine: InferenceEngine | None = None
+
+    async def start(self) -> None:
+        """Build the engine, in place of an earlier one."""
+        await self.close()
+        self._engine = await self._build()
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """Sample; see `PooledEngine.generate`."""
+        assert self._engine is not None, "the engine has not been started"
+        return await self._engine.generate(prompt_ids, params)
+
+    async def close(self) -> None:
+        """Close the engine."""
+        # Taken out first, so that a second close during the await does not close it again.
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+
+
+class EndpointMember:
+    """A `PooledEngine` over an endpoint. Klear cannot start it, and waits for it instead.
+
+    It draws other samples from a seed than our own engine does, so in a pool of both kinds an answer depends on which
+    of them gave it.
+    """
+
+    is_queued = False
+
+    def __init__(
+        self,
+        cfg: HttpEngineConfig,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = f"endpoint {cfg.base_url}"
+        self._cfg, self._sleep, self._clock = cfg, sleep, clock
+        self._engine: HttpEngine | None = None
+        self._was_there = False
+
+    @property
+    def limit(self) -> int:
+        """Return the number of requests at which the endpoint gives the most tokens per second, as far as known."""
+        return self._engine.limit if self._engine is not None else 1
+
+    async def start(self) -> None:
+        """Check that the endpoint serves the model; one that has gone away is waited for. See `PooledEngine.start`."""
+        await self.close()
+        self._engine = HttpEngine(self._cfg, sleep=self._sleep)  # its limit begins anew, for an idle server
+        # At first it must answer at once: a wrong address is reported before anything is spent.
+        if self._was_there:
+            await self._wait_for(self._engine)
+        else:
+            await self._engine.check()
+        self._was_there = True
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """Sample; see `PooledEngine.generate`."""
+        assert self._engine is not None, "the endpoint has not been checked"
+        return await self._engine.generate(prompt_ids, params)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+
+    async def _wait_for(self, engine: HttpEngine) -> None:
+        give_up_at = self._clock() + _AWAY_S
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await engine.check()
+            except ResourceError as error:  # a ConfigError (it now serves another model) rises at once
+                if self._clock() >= give_up_at:
+                    raise EngineLost(f"{self.name} was away for {_AWAY_S / 60:g} minutes: {error}") from error
+                log.warning("%s does not answer; asking again in %g s: %s", self.name, pause_s, error)
+            else:
+                return
+            await self._sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+# ---- longest first ----
+# Admit requests to an engine so that none is left over for long when all others are done.
+
+
+class LongestFirst:
+    """Limit the open requests. At the end of the queue, requests with the longest expected answers go first.
+
+    Answers to one key (a problem) have similar lengths, so the first answer to each key predicts the others. Until the
+    last request has come, requests go in order: reordered earlier, a few short answers would keep their shards open.
+    """
+
+    def __init__(self, limit: int, *, num_requests: int) -> None:
+        """`num_requests` will come in all."""
+        self._room = limit
+        self._num_to_come = num_requests
+        self._waiting: dict[asyncio.Future[None], Hashable] = {}
+        """Requests in the order in which they came, with their keys."""
+        self._asked: set[Hashable] = set()
+        self._lengths: dict[Hashable, tuple[int, int]] = {}
+        """Number of answers and of their tokens, by key."""
+        self._num_answers = self._num_tokens = 0
+
+    @asynccontextmanager
+    async def slot(self, key: Hashable) -> AsyncIterator[None]:
+        """Wait for room, and hold it during the block."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = key
+        self._num_to_come -= 1
+        self._admit()
+        try:
+            await turn
+            yield
+        finally:
+            # A turn that waits no longer was admitted, and its room is free now.
+            if self._waiting.pop(turn, None) is None:
+                self._room += 1
+            self._admit()
+
+    def record(self, key: Hashable, num_tokens: int) -> None:
+        """Note the length of an answer."""
+        num_answers, total = self._lengths.get(key, (0, 0))
+        self._lengths[key] = (num_answers + 1, total + num_tokens)
+        self._num_answers += 1
+        self._num_tokens += num_tokens
+
+    def _admit(self) -> None:
+        while self._room > 0 and self._waiting:
+            turn = self._next()
+            self._asked.add(self._waiting.pop(turn))
+            self._room -= 1
+            if turn.cancelled():  # its caller has yet to learn that, and to give the room back
+                continue
+            turn.set_result(None)
+
+    def _next(self) -> asyncio.Future[None]:
+        if self._num_to_come > 0:
+            return next(iter(self._waiting))
+        # Once for each key, not for each of its requests.
+        expected = {key: self._expected(key) for key in set(self._waiting.values())}
+        return max(self._waiting, key=lambda turn: expected[self._waiting[turn]])  # the first of equals
+
+    def _expected(self, key: Hashable) -> float:
+        """Return the expected length of an answer; a key that was never asked goes before all others."""
+        if key not in self._asked:
+            return float("inf")
+        # Before the first answer to a key has come, the average of all other keys is expected.
+        num_answers, num_tokens = self._lengths.get(key, (self._num_answers, self._num_tokens))
+        return num_tokens / max(1, num_answers)
+
+
+# ---- chat ----
+# Ask a trained model questions, with the engine, chat template and context window that the pipeline uses.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatParams:
+    """Sampling settings for one question."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    max_tokens: int | None = None
+    """Most tokens of one answer, thinking included; None uses all that the window leaves."""
+    num_samples: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatModel:
+    """A loaded model with its tokenizer; call `close` when done."""
+
+    engine: InferenceEngine
+    tokenizer: Tokenizer
+    window: int
+    """Positions for question and answer together."""
+
+    async def ask(self, question: str, chat_params: ChatParams) -> list[Completion]:
+        """Return the answers to one question, sent as one user turn.
+
+        Raise DataError if it leaves no room for an answer, or is not text.
+        """
+        try:
+            question.encode()
+        except UnicodeEncodeError as e:
+            raise DataError(f"the question is not text in UTF-8: {e}") from e
+        prompt_ids = render_prompt(self.tokenizer, question)
+        room = self.window - len(prompt_ids)
+        if room < 1:
+            raise DataError(
+                f"the question takes {len(prompt_ids)} tokens with the marks of its turn, "
+                f"and the model's window holds {self.window}, answer included; shorten it"
+            )
+        params = SamplingParams(
+            num_samples=chat_params.num_samples,
+            temperature=chat_params.temperature,
+            # no truncation: samples come from the model's own distribution at this temperature
+            top_p=1.0,
+            top_k=0,
+            repetition_penalty=1.0,
+            max_new_tokens=min(room, chat_params.max_tokens or room),
+            seed=chat_params.seed,
+        )
+        opening = opening_of(self.tokenizer)
+        return [completed(completion, opening) for completion in await self.engine.generate(prompt_ids, params)]
+
+    async def close(self) -> None:
+        """Release the engine."""
+        await self.engine.close()
+
+
+async def open_chat(
+    folder: Path, cfg: LocalEngineConfig, *, num_threads: int, seed: int, window: int | None = None
+) -> ChatModel:
+    """Load the model and tokenizer of a Hugging Face folder. `window` raises the positions that its config states.
+
+    Raise ConfigError if the engine cannot run this model, ResourceError if the engine is not installed.
+    """
+    tokenizer = load_tokenizer(folder)
+    engine = await build_engine(cfg, folder, num_threads=num_threads, seed=seed, window=window)
+    return ChatModel(engine=engine, tokenizer=tokenizer, window=read_hf_config(folder).window(window))

@@ -13,19 +13,29 @@ if it is set, also depends on the present champion.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from klear_core.config.data_jobs import BenchmarksJob, CurateJob
+from klear_core.artifacts.manifest import ArtifactId, InputRecord, file_ref, fingerprint, read_manifest
+from klear_core.artifacts.model_files import folder_of
+from klear_core.artifacts.store import CheckedBy, LocalStore
+from klear_core.config.data_jobs import (
+    BenchmarksJob,
+    CurateJob,
+    GivenModelJob,
+    GivenProblemsJob,
+    GivenTracesJob,
+    PromoteJob,
+    Rows,
+)
 from klear_core.config.distill import LocalTeacherConfig
-from klear_core.config.given import GivenFolder, GivenRepo
-from klear_core.config.given_jobs import GivenModelJob, GivenProblemsJob, GivenTracesJob, Rows
-from klear_core.config.jobs import BaseJob, DistillJob, EvaluateJob, ReportJob, RlJob, SftJob, TagJob
-from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.promote_job import PromoteJob
-from klear_core.config.stage import Job, Stage
-from klear_core.config.tag import TagConfig
-from klear_core.config.train import HubModelConfig
-from klear_core.errors import ConfigError
+from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.config.settings import result_settings
+from klear_core.config.stage import BaseJob, DistillJob, EvaluateJob, Job, ReportJob, RlJob, SftJob, Stage, TagJob
+from klear_core.config.train import GivenFolder, GivenRepo, HubModelConfig, PublishedModel, TagConfig, TinyModelConfig
+from klear_core.errors import ArtifactError, ConfigError
+from klear_core.train.base_model import pointed_folder
 
 
 def stages_of(config: PipelineConfig) -> tuple[Stage, ...]:
@@ -253,3 +263,127 @@ def _indices(stages: Sequence[Stage], which: str) -> list[int]:
     if which not in kinds:
         raise ConfigError(f"no stage {which!r}; there are {', '.join(dict.fromkeys([*names, *kinds]))}")
     return [i for i, kind in enumerate(kinds) if kind == which]
+
+
+# ---- fingerprints ----
+# Compute the names of the stages' artifacts, before anything has run.
+
+
+def fingerprints_of(stages: Sequence[Stage], workspace: WorkspaceConfig) -> dict[str, ArtifactId]:
+    """Return the name of each stage's artifact, by stage name, before anything has run.
+
+    `stages` must be in order and complete: each comes after all of its inputs. The artifact of a stage that asks the
+    registry is the newest one that was made from these inputs. ConfigError if a local file is missing.
+    """
+    ids: dict[str, ArtifactId] = {}
+    for stage in stages:
+        made_from = {role: ids[name] for role, name in stage.inputs.items()}
+        own = artifact_id(stage.job, made_from, workspace)
+        newest = _newest_made_from(stage.job, made_from, workspace) if stage.job.asks_registry else None
+        ids[stage.name] = newest or own
+    return ids
+
+
+def _newest_made_from(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> ArtifactId | None:
+    """Return the newest artifact with the job's settings and these inputs, whatever the registry added to them."""
+    wanted = {(role, own.kind, own.fingerprint) for role, own in inputs.items()}
+    # Settings that are filled in from the registry when the stage runs are empty here, and not compared.
+    settings = {key: value for key, value in result_settings(job).items() if value}
+    found = []
+    for folder in open_store(workspace).folders(job.kind):
+        try:
+            manifest = read_manifest(folder)
+        except ArtifactError:
+            continue  # damaged: a run makes it again
+        made_from = {(record.role, record.kind, record.fingerprint) for record in manifest.inputs}
+        is_same = all(manifest.result_config.get(key) == value for key, value in settings.items())
+        # A subset, and not equality: the run may have added the champion's scores to the inputs.
+        if is_same and wanted <= made_from and manifest.code_version == job.code_version:
+            found.append((manifest.created_at, manifest.fingerprint))
+    return ArtifactId(kind=job.kind, fingerprint=max(found)[1]) if found else None
+
+
+def artifact_id(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> ArtifactId:
+    """Return the name of the artifact of this job on these inputs."""
+    records = input_records(job, inputs, workspace)
+    return ArtifactId(kind=job.kind, fingerprint=fingerprint(job.kind, job.code_version, job, records))
+
+
+def input_records(job: Job, inputs: Mapping[str, ArtifactId], workspace: WorkspaceConfig) -> tuple[InputRecord, ...]:
+    """Return all inputs by role: the artifacts, sorted by role, then the local files and Hub repositories that the job
+    names."""
+    cache = workspace_root(workspace) / "file_hashes.json"
+    # The order of inputs is part of a fingerprint, and their roles are not: sorted, it follows from the roles alone.
+    artifacts = [InputRecord(kind=i.kind, fingerprint=i.fingerprint, role=role) for role, i in sorted(inputs.items())]
+    files = [InputRecord(role=path, **file_ref(path, cache=cache).model_dump()) for path in job.files()]
+    repos = [InputRecord(kind="hub", fingerprint=use.revision, role=use.repo) for use in job.repos()]
+    return (*artifacts, *files, *repos)
+
+
+# ---- moved ----
+# Find artifacts that point to a model elsewhere than the config does, so that they are made again.
+
+
+log = logging.getLogger(__name__)
+
+
+def set_moved_aside(config: PipelineConfig, chosen: Collection[str] | None = None) -> None:
+    """Set aside the artifacts of models that are now given by another folder; a run takes them again.
+
+    What was made from such a model stays valid: a fingerprint depends on the model's content and not on its place. The
+    old folder may be gone, or hold another model by now.
+    """
+    stages = stages_of(config)
+    names = [stage.name for stage in stages if chosen is None or stage.name in chosen]
+    published = {stage.name: model for stage in with_inputs(stages, names) if (model := _published(stage)) is not None}
+    if not published:
+        return
+    try:
+        ids = fingerprints_of(with_inputs(stages, published), config.workspace)
+    except ConfigError:
+        return  # preflight says what is missing
+    store = open_store(config.workspace)
+    for name, model in published.items():
+        own, folder = ids[name], folder_of(model).resolve()
+        artifact = store.folder(own.kind, own.fingerprint)
+        if artifact.is_dir() and pointed_folder(artifact) != folder:
+            log.warning("%s: the same model is now taken from %s", name, folder)
+            store.set_aside(own.kind, own.fingerprint, why="moved")
+
+
+def _published(stage: Stage) -> PublishedModel | None:
+    match stage.job:
+        case GivenModelJob() as job:
+            return job.model()
+        case BaseJob(model=model) if not isinstance(model, TinyModelConfig):
+            return model
+        case _:
+            return None
+
+
+# ---- workspace ----
+# Open the workspace of a run: its folder, and the store of its artifacts.
+
+
+def workspace_root(workspace: WorkspaceConfig) -> Path:
+    """Return the workspace as an absolute path."""
+    return Path(workspace.root).expanduser().absolute()
+
+
+def open_store(workspace: WorkspaceConfig, *, checked_by: CheckedBy | None = None) -> LocalStore:
+    """Return the store of the workspace's artifacts; `checked_by` replaces `workspace.check_artifacts`."""
+    root, checked_by = workspace_root(workspace) / "artifacts", checked_by or workspace.check_artifacts
+    if not workspace.store:
+        return LocalStore(root, checked_by=checked_by)
+    from klear_core.artifacts.bucket import LeaseTimes
+    from klear_core.artifacts.object_store import ObjectStore
+
+    times = LeaseTimes(expiry_s=workspace.lease_s)
+    return ObjectStore(
+        root,
+        workspace.store,
+        checked_by=checked_by,
+        cache_gb=workspace.cache_gb,
+        times=times,
+        share_work_s=workspace.share_work_s,
+    )

@@ -6,26 +6,21 @@ import asyncio
 import logging
 from pathlib import Path
 
-from klear_core.artifacts.floors import check_floor
-from klear_core.artifacts.ledger import StageSummary
-from klear_core.config.rl import RlConfig
-from klear_core.config.rollout import RolloutConfig
+from klear_core.artifacts.manifest import StageSummary, check_floor
+from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.settings import Floor
 from klear_core.config.verify import VerifyConfig
 from klear_core.generate.engine import SleepingEngine, TrainableEngine
 from klear_core.metrics import Telemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.continuous import ContinuousRollouts
-from klear_core.rl.curve import Curve, Exam, OpenExam, no_exam
-from klear_core.rl.groups import to_samples
-from klear_core.rl.metrics import describe_groups, gather_shown, last_shown, save_shown
-from klear_core.rl.problems import choose_problems
-from klear_core.rl.progress import Progress, ratios_one_note
-from klear_core.rl.rollout import PromptStream, Rollouts, Sampler, StepRollouts, no_rewards
-from klear_core.rl.rounds import Collector, Lookahead
-from klear_core.rl.user_rewards import UserRewards
-from klear_core.rl.workers import LearnerHandle, LearnerLost, RlSetup, Workers
-from klear_core.train.base import model_folder
+from klear_core.rl.groups import choose_problems, to_samples
+from klear_core.rl.interfaces import LearnerHandle, LearnerLost, RlSetup, Workers
+from klear_core.rl.rewards import UserRewards
+from klear_core.rl.rollout import Collector, Lookahead, PromptStream, Rollouts, Sampler, StepRollouts, no_rewards
+from klear_core.rl.state import Curve, Exam, OpenExam, Progress, no_exam, ratios_one_note
+from klear_core.rl.step_metrics import describe_groups, gather_shown, last_shown, save_shown
+from klear_core.train.base_model import model_folder
 from klear_core.types import Judge, Problem, RewardValues
 
 log = logging.getLogger(__name__)

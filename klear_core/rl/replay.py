@@ -19,11 +19,9 @@ from torch import Tensor
 from klear_core.config.losses import LossConfig
 from klear_core.config.rl import RlConfig
 from klear_core.metrics import NullTelemetry, Telemetry
-from klear_core.rl.learner import SAVED_STEPS, Learner
+from klear_core.rl.learner import SAVED_STEPS, Learner, SavedStep, SavedSteps
 from klear_core.rl.losses import k3, log_ratio
-from klear_core.rl.saved_steps import SavedStep, SavedSteps
-from klear_core.train.ranks import RunRanks, run_here
-from klear_core.train.world import World
+from klear_core.train.distributed import RunRanks, World, run_here
 from klear_core.types import TrainSample
 
 _MACHINE_METRICS = ("rl/speed/", "rl/batch/fill", "rl/batch/busy")

@@ -1,4 +1,4 @@
-"""Turn teacher traces into rows of tokens: render, mask and count them.
+"""Turn teacher traces into rows of tokens, and plan the rows of each step.
 
 Rows are kept on disk, because 1.5 million of them need not fit into memory.
 """
@@ -6,18 +6,21 @@ Rows are kept on disk, because 1.5 million of them need not fit into memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from klear_core.artifacts.floors import Share, check_floor
-from klear_core.artifacts.ledger import LedgerStep
+from klear_core.artifacts.manifest import LedgerStep, Share, check_floor
 from klear_core.config.settings import Floor
+from klear_core.config.train import SftConfig
+from klear_core.errors import DataError
 from klear_core.prompts import THINK_OPEN, continuation, encode_all, opening_of, prompt_text, render_response
+from klear_core.seeding import seed_for
 from klear_core.types import SftExample, TeacherTrace
 
 if TYPE_CHECKING:
@@ -191,3 +194,152 @@ def _stream(
     source = iter(traces)
     while batch := list(islice(source, 512)):
         yield from zip(batch, make_examples(batch, tokenizer, max_tokens=max_tokens, overlong=overlong), strict=True)
+
+
+# ---- order ----
+# Choose the rows of each training step: held-out problems, source weights, a new permutation every epoch.
+#
+# The choice depends on the seed and the step only.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Row numbers for training and for validation. All rows of a problem are in the same part."""
+
+    train: tuple[int, ...]
+    validation: tuple[int, ...]
+
+
+def split_rows(problem_ids: Sequence[str], *, frac: float, max_rows: int, seed: int) -> Split:
+    """Hold out about `frac` of the problems, at most `max_rows` rows: complete problems, lowest id hash first."""
+    # Draw in [0, 1) from the id alone, so that a problem's draw does not change when others are added.
+    draws = {p: seed_for(seed, "sft/validation", p) / 2**63 for p in set(problem_ids)}
+    # Complete problems: with one trace of a problem in training, its other traces would validate too well.
+    rows_of: dict[str, list[int]] = {}
+    for row, problem_id in enumerate(problem_ids):
+        rows_of.setdefault(problem_id, []).append(row)
+    validation: list[int] = []
+    drawn = [p for p in draws if draws[p] < frac]
+    # By draw, so that a lower `max_rows` holds out a subset, whatever the order of the rows.
+    for problem_id in sorted(drawn, key=lambda p: draws[p]):
+        if len(validation) + len(rows_of[problem_id]) > max_rows:
+            break
+        validation += rows_of[problem_id]
+    held_out = set(validation)
+    train = [r for r in range(len(problem_ids)) if r not in held_out]
+    return Split(train=tuple(train), validation=tuple(sorted(validation)))
+
+
+class RowOrder:
+    """Cuts the stream of training rows into steps; epochs follow without a gap.
+
+    Raise DataError if there are no rows.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        sources: Sequence[str],
+        *,
+        weights: Mapping[str, float],
+        num_epochs: int,
+        rows_per_step: int,
+        seed: int,
+    ) -> None:
+        by_source: dict[str, list[int]] = {}
+        for row in rows:
+            by_source.setdefault(sources[row], []).append(row)
+        # Sort by name, because `_epoch` draws from one generator source by source.
+        self._by_source = {source: np.array(by_source[source]) for source in sorted(by_source)}
+        self._weights = weights
+        self._rows_per_step = rows_per_step
+        self._seed = seed
+        self.rows_per_epoch = len(self._epoch(0)) if rows else 0
+        if not self.rows_per_epoch:
+            raise DataError(
+                f"nothing to train on: source_weights {dict(weights)} leave none of {len(rows)} rows "
+                f"that are not held out"
+            )
+        self.num_rows = self.rows_per_epoch * num_epochs
+        self.num_steps = -(-self.num_rows // rows_per_step)  # rounded up: the last step takes what is left
+        self._cached_epoch = lru_cache(maxsize=2)(self._epoch)  # a step can span two epochs
+
+    def step(self, step: int) -> list[int]:
+        """Return the row numbers of one step; the last step may be smaller."""
+        places = range(step * self._rows_per_step, min((step + 1) * self._rows_per_step, self.num_rows))
+        return [int(self._cached_epoch(i // self.rows_per_epoch)[i % self.rows_per_epoch]) for i in places]
+
+    def num_distinct(self, num_steps: int) -> int:
+        """Return the number of rows that occur at least once in the first `num_steps` steps."""
+        end = min(num_steps * self._rows_per_step, self.num_rows)
+        seen: set[int] = set()
+        # A row can occur several times: in other epochs, or in one by its source's weight.
+        for first in range(0, end, self.rows_per_epoch):
+            seen.update(self._cached_epoch(first // self.rows_per_epoch)[: end - first].tolist())
+        return len(seen)
+
+    def _epoch(self, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Return each source's rows as often as its weight says, shuffled together. All epochs have the same length."""
+        # Seeded by epoch, so that a resumed run finds its place without drawing the epochs before.
+        rng = np.random.default_rng(seed_for(self._seed, "sft/order", epoch))
+        parts = []
+        for source, rows in self._by_source.items():
+            weight = self._weights.get(source, 1.0)
+            # A weight of 2.3 takes all rows twice, and a random 30 % of them once more.
+            parts += [rows] * int(weight)
+            parts.append(rng.permutation(rows)[: round((weight - int(weight)) * len(rows))])
+        return rng.permutation(np.concatenate(parts))
+
+
+# ---- plan ----
+# Plan a fine-tuning run: the rows that are held out, the rows of each step, and the number of steps.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """The rows of a run. It depends on rows, settings and seed alone, so all ranks and a resumed run agree on it."""
+
+    split: Split
+    order: RowOrder
+    num_steps: int
+    """Steps to train for: all of `order`, or `max_steps` if that is less."""
+
+    def ledger(self) -> tuple[LedgerStep, ...]:
+        """Return the counts of rows that are held out, and of those that are never trained on, by setting."""
+        return self._held_out(), self._weighed()
+
+    def _held_out(self) -> LedgerStep:
+        num_train, num_held_out = len(self.split.train), len(self.split.validation)
+        return LedgerStep(
+            step="hold_out",
+            unit="row",
+            num_in=num_train + num_held_out,
+            num_out=num_train,
+            dropped={"validation": num_held_out},
+        )
+
+    def _weighed(self) -> LedgerStep:
+        """Count the rows that are trained on at least once, and the others by the setting that excludes them."""
+        num_rows = len(self.split.train)
+        # Without `max_steps` all of `order` is trained on, so what that lacks is left out by source_weights.
+        num_wanted, num_seen = self.order.num_distinct(self.order.num_steps), self.order.num_distinct(self.num_steps)
+        dropped = {"source_weights": num_rows - num_wanted, "max_steps": num_wanted - num_seen}
+        return LedgerStep(
+            step="weigh", unit="row", num_in=num_rows, num_out=num_seen, dropped={k: n for k, n in dropped.items() if n}
+        )
+
+
+def plan_training(cfg: SftConfig, store: TokenStore, *, seed: int) -> TrainingPlan:
+    """Split the rows and order those to train on. Raise DataError if none are left."""
+    split = split_rows(store.problem_ids, frac=cfg.validation_frac, max_rows=cfg.max_validation_rows, seed=seed)
+    order = RowOrder(
+        split.train,
+        store.sources,
+        weights=cfg.source_weights,
+        num_epochs=cfg.num_epochs,
+        rows_per_step=cfg.rows_per_step,
+        seed=seed,
+    )
+    # The learning rate's schedule ends with these steps, too, and not with the epochs.
+    num_steps = min(order.num_steps, cfg.max_steps or order.num_steps)
+    return TrainingPlan(split=split, order=order, num_steps=num_steps)

@@ -11,35 +11,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-from klear_core.artifacts.home import Home, fetch_results, home_of, send_results
-from klear_core.artifacts.ledger import FileRecord, StageSummary
+from klear_core.artifacts.manifest import FileRecord, StageSummary
 from klear_core.artifacts.records import read_shards
-from klear_core.config.curve import CurveConfig
-from klear_core.config.sft import SftConfig
+from klear_core.artifacts.remote_paths import Home, fetch_results, home_of, send_results
+from klear_core.config.evaluate import CurveConfig
+from klear_core.config.train import SftConfig
 from klear_core.hf_config import read_hf_config
 from klear_core.metrics import Telemetry, skipped_note
 from klear_core.prompts import check_template, load_tokenizer
 from klear_core.seeding import seed_for
-from klear_core.sft.examples import TokenStore, build_store, check_store
-from klear_core.sft.loss import sft_heads
-from klear_core.sft.plan import plan_training
-from klear_core.train.base import model_folder, wanted_window
+from klear_core.sft.examples import TokenStore, build_store, check_store, plan_training
+from klear_core.train.base_model import model_folder, wanted_window
 from klear_core.train.checkpoint import Checkpoints
-from klear_core.train.checkpoint_copies import fetch_folder, send_folder
-from klear_core.train.curve import OpenScorer, no_scorer, scoring
-from klear_core.train.flops import FlopCount, peak_flops
-from klear_core.train.gather import adapter_weights, full_weights
-from klear_core.train.lora import FOLDER, Adapters, save_adapter
-from klear_core.train.model import Policy, export_model
-from klear_core.train.packing import PackedBatch
-from klear_core.train.parallel import load_policy, pack_share
-from klear_core.train.points import PointWriter
-from klear_core.train.ranks import RunRanks, run_here
+from klear_core.train.checkpoint_files import fetch_folder, send_folder
+from klear_core.train.distributed import (
+    RunRanks,
+    World,
+    adapter_weights,
+    full_weights,
+    load_policy,
+    pack_share,
+    run_here,
+)
+from klear_core.train.inline_eval import OpenScorer, PointWriter, no_scorer, scoring
+from klear_core.train.logps import HeadOutput, fused_loss
+from klear_core.train.model import FOLDER, Adapters, FlopCount, Head, Policy, export_model, peak_flops, save_adapter
+from klear_core.train.packing import MicroBatch, PackedBatch, TokenRow
 from klear_core.train.step import StepResult, Updater, save_bad_batch
-from klear_core.train.world import World
 from klear_core.types import SftExample, TeacherTrace
 
 
@@ -116,7 +119,7 @@ def _run_rank(job: _Job, world: World, telemetry: Telemetry) -> tuple[StageSumma
 
 
 def _train_rank(job: _Job, world: World, telemetry: Telemetry) -> StageSummary:
-    from klear_core.train.proofs import prove_fast_paths  # imports a model of transformers, and what that uses
+    from klear_core.train.kernels.check import prove_fast_paths  # imports a model of transformers, and what that uses
 
     cfg, store = job.cfg, TokenStore(job.store)
     plan = plan_training(cfg, store, seed=job.seed)
@@ -294,3 +297,43 @@ def _validation_loss(
     losses = [policy(micro, head).loss for micro, head in zip(micro_batches, heads, strict=True)]
     policy.train()
     return float(world.sum(torch.stack(losses).sum()))  # each loss is divided by the counts of all rows already
+
+
+# ---- loss ----
+# Compute the SFT loss: token cross-entropy, divided once by counts of the complete step.
+#
+# So the loss does not depend on how rows are divided among micro-batches and ranks. Klear-Reasoner's equation 8 prints a
+# mean probability per sequence; we read it as the log-probability.
+
+
+Normalise = Literal["token", "sample"]
+
+
+def row_weights(rows: Sequence[TokenRow], normalise: Normalise) -> Tensor:
+    """Return the weight of each row's loss tokens, float32 [rows]; over all loss tokens the weights sum to 1.
+
+    `token`: 1 / loss tokens of the step. `sample`: 1 / (loss tokens of the row * rows).
+    """
+    # Of all rows of the step, on every rank: with local counts, tokens would weigh more on ranks that have few.
+    counts = torch.tensor([sum(r.loss_mask) for r in rows], dtype=torch.float32)
+    assert bool((counts > 0).all()), "a row without loss tokens has no gradient"
+    return torch.ones_like(counts) / counts.sum() if normalise == "token" else 1 / (counts * len(rows))
+
+
+def sft_heads(
+    micro_batches: Sequence[MicroBatch], rows: Sequence[TokenRow], normalise: Normalise
+) -> list[Head[HeadOutput]]:
+    """Return one head per micro-batch; losses of all micro-batches and ranks add up to the weighted cross-entropy."""
+    weights = row_weights(rows, normalise)
+    return [_sft_head(micro, weights) for micro in micro_batches]
+
+
+def _sft_head(micro: MicroBatch, weights: Tensor) -> Head[HeadOutput]:
+    # Each loss token takes the weight of its row, whichever micro-batch it is in.
+    weight_N = weights.to(micro.row_N.device)[micro.row_N]
+
+    def loss_fn(logp_C: Tensor, _entropy_C: Tensor, where: slice) -> Tensor:
+        return -weight_N[where] * logp_C  # minus: minimise the negative log-likelihood; `where` selects a chunk of N
+
+    # The temperature stays 1: the cross-entropy is of the model itself, not of a sampler.
+    return partial(fused_loss, target_N=micro.target_N, loss_fn=loss_fn)

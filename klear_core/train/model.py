@@ -5,21 +5,28 @@ Axis letters: T tokens, N loss tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from klear_core.config.train import LoraConfig
 from klear_core.errors import ConfigError
 from klear_core.hf_config import check_architecture
-from klear_core.progress import made_progress
+from klear_core.metrics import made_progress
 from klear_core.prompts import load_tokenizer
+from klear_core.train.balance import RowWork
 from klear_core.train.kernels import attention
-from klear_core.train.lora import Adapters, add_adapters
-from klear_core.train.packing import MicroBatch
+from klear_core.train.packing import MicroBatch, TokenRow
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
 
 R = TypeVar("R")
 Head = Callable[[Tensor, Tensor], R]
@@ -158,3 +165,243 @@ def _generation_config(source: Path, eos_token_id: int) -> Any:
     listed = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     config.eos_token_id = [eos_token_id, *(i for i in listed if i not in (None, eos_token_id))]
     return config
+
+
+# ---- lora ----
+# Wrap a model's linear layers with LoRA adapters, name them and the weights under them, and save them for peft.
+#
+# LoRA (arXiv 2106.09685) keeps a weight W and trains W + alpha / rank * B A. `peft` is imported nowhere else.
+# Axis letters: R rank, I and O inputs and outputs of a linear layer.
+
+
+FOLDER = "adapter"
+"""Folder of the adapter in an artifact, beside the merged model."""
+_NAME = "default"  # under which peft's layers keep their adapter
+_BASE = ".base_layer."
+_A, _B = f".lora_A.{_NAME}.", f".lora_B.{_NAME}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """The adapters of a model: their settings, and the seed of their initial weights."""
+
+    cfg: LoraConfig
+    seed: int
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of the product B A."""
+        return self.cfg.alpha / self.cfg.rank
+
+
+def add_adapters(hf: nn.Module, adapters: Adapters) -> None:
+    """Wrap the target layers in place and freeze all other weights, which keep their dtype; adapters are float32.
+
+    Raise ConfigError if a target names no linear layer of the blocks.
+    """
+    from peft import inject_adapter_in_model
+
+    cfg = _peft_config(adapters.cfg, _targets_in(hf, adapters.cfg))
+    # peft draws from the global generator: restore it afterwards, and draw the weights from our seed.
+    with torch.random.fork_rng(devices=[]):
+        inject_adapter_in_model(cfg, hf, _NAME)
+    generator = torch.Generator().manual_seed(adapters.seed)
+    for name, weight in hf.named_parameters():
+        if is_adapter(name):
+            # peft gives adapters the dtype of their layer: in bfloat16 small updates would be lost.
+            weight.data = weight.data.float()
+        # With B = 0 the first step sees the base model. The range of A is that of torch's linear layers and of peft.
+        if _B in name:
+            nn.init.zeros_(weight)
+        # On `meta` there is no memory to draw into; the caller fills it in later.
+        elif _A in name and not weight.is_meta:
+            bound = weight.shape[1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound, generator=generator)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a weight of this name belongs to an adapter."""
+    return _A in name or _B in name
+
+
+def base_name(name: str) -> str:
+    """Return the name of a weight in the model without adapters."""
+    return name.replace(_BASE, ".")
+
+
+def factor_names(name: str) -> tuple[str, str] | None:
+    """Return the names of A and B by which the weight `name` is changed; None if it has no adapter."""
+    # The bias of a wrapped layer stays as it is.
+    if _BASE not in name or not name.endswith(".weight"):
+        return None
+    return name.replace(_BASE, _A), name.replace(_BASE, _B)
+
+
+def merge(weight_OI: Tensor, factors: tuple[Tensor, Tensor], scale: float) -> Tensor:
+    """Return the weight with its adapter added, in float32 whatever the weight's own dtype is."""
+    a_RI, b_OR = factors
+    # The factors are float32, and torch widens the sum to it.
+    return weight_OI + (b_OR @ a_RI) * scale
+
+
+@contextmanager
+def without_adapters(hf: nn.Module) -> Iterator[None]:
+    """Make the model compute as its base model inside the context."""
+    layers: list[Any] = [module for module in hf.modules() if hasattr(module, "lora_A")]
+    scales = [layer.scaling[_NAME] for layer in layers]
+    # A scale of 0 leaves the weights alone; peft's own switch would also freeze the adapters.
+    for layer in layers:
+        layer.scaling[_NAME] = 0.0
+    try:
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling[_NAME] = scale
+
+
+def save_adapter(weights: Mapping[str, Tensor], adapters: Adapters, target: Path) -> None:
+    """Write adapter weights as a folder that `PeftModel.from_pretrained(base_model, folder)` loads."""
+    from safetensors.torch import save_file
+
+    temporary = target.with_name(target.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    renamed = {}
+    for name, weight in weights.items():
+        # peft's names in files: with the wrapper's prefix, and without the adapter's name.
+        renamed["base_model.model." + name.replace(f".{_NAME}.", ".")] = weight.contiguous()
+    save_file(renamed, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+    targets = {name.partition(_A)[0].rpartition(".")[2] for name in weights if _A in name}
+    settings = _peft_config(adapters.cfg, sorted(targets)).to_dict() | {"inference_mode": True}
+    # Sorted, because sets have another order in each process, and the same run must write the same file.
+    text = json.dumps(settings, indent=2, sort_keys=True, default=sorted)
+    (temporary / "adapter_config.json").write_text(text + "\n")
+    # Left by a run that was killed after its rename; the rename below needs the name to be free.
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+
+
+def _targets_in(hf: Any, cfg: LoraConfig) -> list[str]:
+    """Return the last parts of the names of the layers to wrap."""
+    # The LM head and the embedding lie outside the blocks: the fused head reads the plain weight.
+    blocks = hf.base_model.layers.named_modules()
+    linear = sorted({name.rpartition(".")[2] for name, module in blocks if isinstance(module, nn.Linear)})
+    if cfg.targets == "all-linear":
+        return linear
+    unknown = sorted(set(cfg.targets) - set(linear))
+    if unknown:
+        raise ConfigError(f"lora.targets: this model's blocks have no linear layer {unknown[0]!r}; they have {linear}")
+    return sorted(set(cfg.targets))
+
+
+def _peft_config(cfg: LoraConfig, targets: list[str]) -> PeftConfig:
+    from peft import LoraConfig as PeftConfig
+
+    return PeftConfig(
+        r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=targets, task_type="CAUSAL_LM"
+    )
+
+
+# ---- flops ----
+# Count the arithmetic of a training step, and look up the hardware's peak, for their ratio (MFU).
+
+
+BF16_PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+}
+"""Dense bf16 FLOP/s from NVIDIA's data sheets, by words of the device name; the first entry that fits counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlopCount:
+    """Sizes of a dense decoder's matrix products.
+
+    As is usual for MFU, norms, softmax and recomputed activations are not counted.
+    """
+
+    layer_params: int
+    """Number of weights in all matrices of the layers; every token passes through each."""
+    head_params: int
+    """Vocabulary * hidden size; only loss tokens pass through the head."""
+    attention_width: int
+    """Layers * query heads * head size."""
+    frozen_layer_params: int = 0
+    """Number of `layer_params` that do not train (LoRA); their gradient is not computed."""
+    frozen_head_params: int = 0
+    """The same of `head_params`."""
+
+    @classmethod
+    def of(cls, policy: Policy) -> FlopCount:
+        """Count a policy's matrices; sharded ones count in full."""
+        hf: Any = policy.hf
+        head = hf.get_output_embeddings().weight  # [V, H]; of FSDP's shards the shape is that of the whole
+        # A lookup is no product, and the head is counted by itself (tied, it is the embedding's tensor). By identity,
+        # because == on tensors compares element-wise.
+        embeddings = {id(head)} | {id(m.weight) for m in hf.modules() if isinstance(m, nn.Embedding)}
+        matrices = [p for p in hf.parameters() if p.ndim == 2 and id(p) not in embeddings]
+        frozen_layer_params = sum(p.numel() for p in matrices if not p.requires_grad)
+        config = hf.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = config.num_hidden_layers * config.num_attention_heads * head_dim
+        # numel() of a sharded weight (DTensor) is its global size.
+        layer_params = sum(p.numel() for p in matrices)
+        return cls(
+            layer_params=layer_params,
+            head_params=head.numel(),
+            attention_width=width,
+            frozen_layer_params=frozen_layer_params,
+            frozen_head_params=0 if head.requires_grad else head.numel(),
+        )
+
+    def step(self, rows: Sequence[TokenRow]) -> float:
+        """Return the FLOPs of forward and backward over `rows`.
+
+        That is 6 per weight and token (4 if it is frozen), and 2 * 6 per attention channel and pair of tokens that see
+        each other.
+        """
+        num_tokens = sum(len(r.token_ids) for r in rows)
+        # Attention is causal, so a token attends to half of its row on average.
+        num_pairs = sum(len(r.token_ids) ** 2 / 2 for r in rows)
+        num_loss_tokens = sum(sum(r.loss_mask) for r in rows)
+        # 6: multiply and add, once forward and twice backward. Attention has two products, scores and weighted values.
+        all_trained = 6.0 * (
+            self.layer_params * num_tokens + self.head_params * num_loss_tokens + 2 * self.attention_width * num_pairs
+        )
+        # 2 of the 6 are the product that forms a weight's own gradient.
+        return all_trained - 2.0 * (self.frozen_layer_params * num_tokens + self.frozen_head_params * num_loss_tokens)
+
+    def row_work(self, *, recomputes: bool) -> RowWork:
+        """Return the work of a row by its length, to balance ranks; with `recomputes` layers run forward twice.
+
+        Unlike in `step`, recomputation counts, because it takes time. All tokens pass through the head here: the
+        share that carries loss differs little between rows.
+        """
+        per_layer_weight = 8 if recomputes else 6  # the second forward pass takes 2; the head is not recomputed
+        all_trained = per_layer_weight * self.layer_params + 6 * self.head_params
+        # A frozen weight has no gradient of its own.
+        product_flops = all_trained - 2 * (self.frozen_layer_params + self.frozen_head_params)
+        return RowWork.of(product_flops=product_flops, attention_width=self.attention_width, recomputes=recomputes)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the peak bf16 FLOP/s of a device; None if it is not in `BF16_PEAKS`."""
+    if device.type != "cuda":
+        return None
+    return named_peak(torch.cuda.get_device_name(device))
+
+
+def named_peak(device_name: str) -> float | None:
+    """Return the peak bf16 FLOP/s of the GPU with this name, such as "NVIDIA A100-SXM4-80GB"; None if unknown."""
+    # Whole words, because "L4" is a part of "L40" and "B200" of "GB200", which are other chips.
+    words = set(device_name.replace("-", " ").split())
+    return next((peak for key, peak in BF16_PEAKS.items() if words.issuperset(key.split())), None)

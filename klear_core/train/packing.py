@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from klear_core.train.balance import Item, RowWork, busy_share, distribute
-from klear_core.train.context import ALONE, Context
+from klear_core.train.context_parallel import ALONE, Context
 
 TOKENS_ALONE = RowWork()
 """Work by the number of tokens, for callers that do not know the model."""

@@ -12,19 +12,125 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from klear_core.config.train import OptimConfig
-from klear_core.errors import TrainingError
-from klear_core.progress import made_progress
+from klear_core.config.train import NO_TORCHAO, OptimConfig
+from klear_core.errors import ConfigError, TrainingError
+from klear_core.metrics import made_progress
+from klear_core.train.distributed import World
 from klear_core.train.logps import HeadOutput
 from klear_core.train.model import Head
-from klear_core.train.optim import apply_update, grad_norm, lr_at, make_optimizer
 from klear_core.train.packing import PackedBatch
-from klear_core.train.world import World
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+# ---- optim ----
+# Build AdamW and its learning-rate schedule, measure the gradient norm, and apply a clipped update.
+#
+# `torchao` (8-bit moments) is imported nowhere else.
+
+
+def lr_at(step: int, cfg: OptimConfig, num_steps: int) -> float:
+    """Return the learning rate of update `step`, counted from 0.
+
+    It warms up linearly to `lr`, then follows a cosine that reaches `min_lr_ratio` of it at the last step.
+    """
+    if step < cfg.warmup_steps:
+        # step + 1, so that the first update has a rate above 0.
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    floor = cfg.lr * cfg.min_lr_ratio
+    left = max(1, num_steps - 1 - cfg.warmup_steps)  # the last update is number num_steps - 1
+    share = min(1.0, (step - cfg.warmup_steps) / left)
+    return floor + (cfg.lr - floor) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def make_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
+    """Return AdamW with weight decay on matrices only: not on norms and biases (one axis), nor on embeddings.
+
+    Raise ConfigError if `cfg.kind` needs torchao and it is not installed.
+    """
+    # By identity, because == on tensors compares element-wise. A tied LM head is the embedding's tensor and is not
+    # decayed either.
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        if p.ndim >= 2 and id(p) not in embeddings:
+            decayed.append(p)
+        else:
+            plain.append(p)
+    groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [g for g in groups if g["params"]]
+    if cfg.kind == "adamw_8bit":
+        return _adamw_8bit(groups, cfg)
+    # fused: one pass over weight, gradient and moments, where the plain form makes eight.
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=True)
+    # Create the moments now instead of in the first step: too little memory fails early, and any checkpoint has them.
+    for p in decayed + plain:
+        optimizer.state[p] = {
+            "step": torch.zeros((), device=p.device),  # a tensor beside the weight, as the fused kernel reads it
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
+    return optimizer
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], cfg: OptimConfig) -> torch.optim.Optimizer:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as e:
+        raise ConfigError(f"optim.kind = 'adamw_8bit': {NO_TORCHAO}") from e
+    optimizer: Any = AdamW8bit(groups, lr=cfg.lr, betas=cfg.betas)
+    # torchao makes the moments in its first step; `make_optimizer` says why they are made here.
+    for group in groups:
+        for p in group["params"]:
+            optimizer.state[p] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": optimizer._new_buffer(p, True),  # signed: a mean of gradients; squares need no sign
+                "exp_avg_sq": optimizer._new_buffer(p, False),
+            }
+    made: torch.optim.Optimizer = optimizer
+    return made
+
+
+def grad_norm(model: nn.Module) -> Tensor:
+    """Return the global 2-norm of all gradients over all ranks (collective call)."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    # Sharded gradients give a sharded norm (DTensor): full_tensor() combines it over the ranks.
+    full: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return full
+
+
+def apply_update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, norm: Tensor, max_grad_norm: float
+) -> None:
+    """Clip gradients of norm `norm` to `max_grad_norm`, update the weights, and clear the gradients."""
+    # Scales by min(1, max_grad_norm / norm): all ranks have the same norm, and so scale alike.
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm)
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)  # torchao's compiled step would be compiled again for another number
+        else:
+            group["lr"] = lr
+    _step(optimizer)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    first = optimizer.param_groups[0]["params"][0]
+    if isinstance(optimizer, torch.optim.AdamW) or first.device.type != "cpu":
+        optimizer.step()
+        return
+    # torchao compiles its step once per shape, which takes a CPU longer than the updates of a small model.
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+
+
+# ---- step ----
+
 
 log = logging.getLogger(__name__)
 

@@ -25,21 +25,19 @@ from typing import assert_never
 
 import pebble
 
-from klear_core.config.user_code import UserFunction
-from klear_core.config.verify import VerifyConfig
+from klear_core.config.verify import UserFunction, VerifyConfig
 from klear_core.cpus import usable_cpus
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome, Verdict
-from klear_core.verify import deadline, user_code
+from klear_core.verify import user_code
+from klear_core.verify.client import CheckSandbox, CodeTask, Fault, MathTask, Task, UserTask
 from klear_core.verify.code import judge as code_judge
-from klear_core.verify.code.limits import limits_for
-from klear_core.verify.concurrency import code_workers, math_workers
-from klear_core.verify.math import compare as math_compare  # before the first fork: workers share the loaded sympy
+from klear_core.verify.code.program import limits_for
+from klear_core.verify.judge_pool import code_workers, math_workers
+from klear_core.verify.math import algebra as math_compare  # before the first fork: workers share the loaded sympy
 from klear_core.verify.sandbox import selftest
-from klear_core.verify.sandbox.jail import STARVED_FACTOR
+from klear_core.verify.sandbox.jail import STARVED_FACTOR, adopt_orphans, end_orphans, forget_dead_jails
 from klear_core.verify.sandbox.jail_command import Backend
-from klear_core.verify.sandbox.orphans import adopt_orphans, end_orphans, forget_dead_jails
-from klear_core.verify.work import CheckSandbox, CodeTask, Fault, MathTask, Task, UserTask
 
 _PR_SET_PDEATHSIG = 1
 _MATH_BACKSTOP_S = 10.0  # added to the wall-clock limit; the worker enforces its limit of CPU time itself
@@ -188,7 +186,7 @@ def outcome_of(future: Future[Verdict]) -> Verdict | Fault:
             return future.result()
         case TimeoutError():
             return Fault(kind="timed_out", detail="a worker was killed at its wall clock")
-        case pebble.ProcessExpired() if error.exitcode in (-deadline.RAN_OUT, -signal.SIGALRM):  # SIGALRM: its own
+        case pebble.ProcessExpired() if error.exitcode in (-user_code.RAN_OUT, -signal.SIGALRM):  # SIGALRM: its own
             return Fault(kind="timed_out", detail="the function ran out of time, and its worker was killed")
         case pebble.ProcessExpired() if error.exitcode == -signal.SIGXCPU:
             return Fault(kind="timed_out", detail="a worker was killed at its limit of CPU time")

@@ -1,9 +1,9 @@
 from pathlib import Path
 
 from klear_core.artifacts.manifest import ArtifactId, file_ref, fingerprint
-from klear_core.config.jobs import SftJob
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
+from klear_core.config.stage import SftJob
+from klear_core.config.train import SftConfig, SftOptimConfig, SftRuntime
 
 JOB = SftJob(seed=1, sft=SftConfig())
 INPUT = ArtifactId(kind="distill", fingerprint="a" * 20)

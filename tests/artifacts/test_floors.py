@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from klear_core.artifacts.floors import Share, check_floor
+from klear_core.artifacts.manifest import Share, check_floor
 from klear_core.config.curate import CurateConfig, CurateRuntime, ReadFloor
 from klear_core.config.data_jobs import CurateJob
 from klear_core.config.load import load_profile

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from klear_core.artifacts.ledger import LedgerStep
+from klear_core.artifacts.manifest import LedgerStep
 
 
 def test_a_step_that_adds_up_is_accepted():

@@ -1,9 +1,11 @@
 import pytest
 
 from klear_core.artifacts.records import read_shard, read_shards, shard_name, write_shard
-from klear_core.code_tests import CallCase, CallTests, CodeReference
 from klear_core.errors import ArtifactError
 from klear_core.types import (
+    CallCase,
+    CallTests,
+    CodeReference,
     CustomReference,
     Difficulty,
     Domain,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.artifacts.shards import Shard, plan_shards, work_shards
+from klear_core.artifacts.records import Shard, plan_shards, work_shards
 
 
 def sizes(shards: list[Shard[int]]) -> list[int]:

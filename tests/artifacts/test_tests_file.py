@@ -8,12 +8,30 @@ import tracemalloc
 
 import pytest
 
-from klear_core.artifacts.records import read_shard, whole_tables, write_shard
-from klear_core.artifacts.tests_file import INLINE_BYTES, StoredTestsWriter, load_tests, sizes_of_tests
-from klear_core.code_tests import AssertTests, CallCase, CallTests, CodeReference, StdinCase, StdinTests, StoredTests
+from klear_core.artifacts.records import (
+    INLINE_BYTES,
+    StoredTestsWriter,
+    load_tests,
+    read_shard,
+    sizes_of_tests,
+    whole_tables,
+    write_shard,
+)
 from klear_core.data.candidates import Candidate
 from klear_core.errors import ArtifactError
-from klear_core.types import Difficulty, Domain, Problem, problem_id_of
+from klear_core.types import (
+    AssertTests,
+    CallCase,
+    CallTests,
+    CodeReference,
+    Difficulty,
+    Domain,
+    Problem,
+    StdinCase,
+    StdinTests,
+    StoredTests,
+    problem_id_of,
+)
 
 LARGE = 40_000
 """Characters of a test that is stored."""

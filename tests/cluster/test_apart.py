@@ -18,23 +18,22 @@ from test_engine_pool import answers
 from toy_curves import toy_curve
 from verify_builders import fenced, problem, stdin_reference
 
-from klear_core.artifacts.home import NODE_ROOT, home_of
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.artifacts.object_store import ObjectStore
+from klear_core.artifacts.records import StoredTestsWriter
+from klear_core.artifacts.remote_paths import NODE_ROOT, home_of
 from klear_core.artifacts.store import LocalStore
-from klear_core.artifacts.tests_file import StoredTestsWriter
-from klear_core.cluster.engine_plan import EnginePlan
-from klear_core.code_tests import CodeReference, StoredTests
-from klear_core.config.curve import ScorerConfig
-from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
+from klear_core.cluster.nodes import EnginePlan
+from klear_core.config.evaluate import TorchEngineConfig, TorchEngineRuntime
+from klear_core.config.pipeline import ScorerConfig
 from klear_core.errors import ResourceError
-from klear_core.evaluate.checkpoints import open_exam, score_with, spec_of
+from klear_core.evaluate.inline_eval import open_exam, score_with, spec_of
 from klear_core.generate.factory import start_here
+from klear_core.rl.interfaces import LocalWorkers, RlSetup, Workers
 from klear_core.rl.loop import run_rl
-from klear_core.rl.workers import LocalWorkers, RlSetup, Workers
-from klear_core.train.base import model_folder
-from klear_core.train.points import Points
-from klear_core.types import Outcome
+from klear_core.train.base_model import model_folder
+from klear_core.train.inline_eval import Points
+from klear_core.types import CodeReference, Outcome, StoredTests
 from klear_core.verify import build_judge_pool
 from tasks.resources import Needs, ray_session
 
@@ -44,9 +43,8 @@ from raylets import kill_a_rank_node
 from test_judge_pool import config as judge_config
 from two_nodes import actors_of
 
-from klear_core.cluster.judge_pool import build_cluster_judges
-from klear_core.cluster.model_scorer import RayScorer
 from klear_core.cluster.nodes import ray_nodes
+from klear_core.cluster.pools import RayScorer, build_cluster_judges
 from klear_core.cluster.rl_workers import RayWorkers
 
 pytestmark = pytest.mark.slow

@@ -2,9 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from klear_core.cluster.engine_plan import EnginePlan, check_engines_have_gpus, plan_engines
-from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime, VllmEngineConfig, VllmRuntime
-from klear_core.config.evaluate import EvaluateRuntime
+from klear_core.cluster.nodes import EnginePlan, check_engines_have_gpus, plan_engines
+from klear_core.config.evaluate import (
+    EvaluateRuntime,
+    TorchEngineConfig,
+    TorchEngineRuntime,
+    VllmEngineConfig,
+    VllmRuntime,
+)
 from klear_core.errors import ResourceError
 
 TORCH = TorchEngineConfig()

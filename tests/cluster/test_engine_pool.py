@@ -9,17 +9,21 @@ import psutil
 import pytest
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
-from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
+from klear_core.config.evaluate import (
+    EvaluateConfig,
+    EvaluateRuntime,
+    EvaluateSamplingConfig,
+    TorchEngineConfig,
+    TorchEngineRuntime,
+)
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
-from klear_core.evaluate.compute import Compute
-from klear_core.evaluate.run import answer_suite
-from klear_core.evaluate.suite import Benchmark
+from klear_core.evaluate.run import Compute, answer_suite
+from klear_core.evaluate.sample import Benchmark
 from klear_core.metrics import NullTelemetry
-from klear_core.train.base import prepare_base
+from klear_core.train.base_model import prepare_base
 from klear_core.types import Difficulty, Domain, EvalSample, MathReference, Problem
-from tasks.engines import open_compute
+from tasks.resources import open_compute
 
 pytest.importorskip("ray")
 from two_nodes import actors_of, two_nodes

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from klear_core.cluster.rank_actor import RankActor, Reports
+from klear_core.cluster.rank_actors import RankActor, Reports
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import TrainingError
-from klear_core.metrics import NullTelemetry
-from klear_core.progress import Progress
+from klear_core.metrics import NullTelemetry, Progress
 
 pytest.importorskip("ray")
 from klear_core.cluster.gang import Gang

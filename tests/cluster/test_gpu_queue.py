@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from virtual_clock import run_virtually
 
-from klear_core.cluster.places import Node
+from klear_core.cluster.placement import Node
 from klear_core.errors import ResourceError
 
 pytest.importorskip("ray")
-from klear_core.cluster.engine_pool import GpuQueue
-from klear_core.cluster.ray_engine import RayEngine
+from klear_core.cluster.engine_actors import RayEngine
+from klear_core.cluster.pools import GpuQueue
 
 HOUR = 3600.0
 

@@ -21,7 +21,7 @@ pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 from two_nodes import actors_of, two_nodes
 
-from klear_core.cluster.judge_pool import build_cluster_judges
+from klear_core.cluster.pools import build_cluster_judges
 
 pytestmark = pytest.mark.slow
 

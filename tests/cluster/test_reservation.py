@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from two_nodes import two_nodes
 
-from klear_core.cluster.places import Node, Place, Placement
+from klear_core.cluster.placement import Node, Place, Placement
 from klear_core.errors import ResourceError
 from tasks.resources import Needs, ray_session
 
@@ -18,7 +18,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from klear_core.cluster.reservation import Reservation
+from klear_core.cluster.ray_calls import Reservation
 
 pytestmark = pytest.mark.slow
 

@@ -10,14 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
-from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
-from klear_core.config.evaluate import EvaluateRuntime
+from klear_core.config.evaluate import EvaluateRuntime, TorchEngineConfig, TorchEngineRuntime
 from klear_core.config.train import TinyModelConfig
 from klear_core.generate.engine import InferenceEngine, SamplingParams
 from klear_core.generate.factory import EngineSpec, Sampler
 from klear_core.generate.pool import expect
 from klear_core.metrics import NullTelemetry
-from klear_core.train.base import model_folder, prepare_base
+from klear_core.train.base_model import model_folder, prepare_base
 from tasks.resources import Needs, ray_session
 
 pytest.importorskip("ray")
@@ -51,7 +50,7 @@ def params(seed: int, *, num_tokens: int) -> SamplingParams:
 
 
 async def start(spec: EngineSpec) -> Sampler:
-    from klear_core.cluster.engine_pool import start_pool
+    from klear_core.cluster.pools import start_pool
 
     return await start_pool(spec, runtime=RUNTIME, key="evaluate")
 

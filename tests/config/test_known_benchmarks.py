@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import FileSource, HubSource
+from klear_core.config.data import BenchmarkConfig, FileSource, HubSource
 from klear_core.config.data_jobs import BenchmarksJob
-from klear_core.config.jobs import EvaluateJob
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import result_settings
-from klear_core.data.schemas import SCHEMAS
+from klear_core.config.stage import EvaluateJob
+from klear_core.data.formats.detect import SCHEMAS
 
 DOCS = Path(__file__).parents[2] / "docs" / "data.md"
 

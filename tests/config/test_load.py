@@ -6,11 +6,10 @@ import pytest
 from pydantic import BaseModel
 
 from klear_core.config.data import FileSource
-from klear_core.config.load import apply_override, load_profile, profiles_in, validate
+from klear_core.config.load import apply_override, as_option, load_profile, profiles_in, validate
 from klear_core.config.losses import ClipConfig, GppoConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import config_digest
-from klear_core.config.toml import as_option
 from klear_core.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"

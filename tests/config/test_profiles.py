@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.engine import VllmEngineConfig
+from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.load import extended_by, load_profile, read_profile
 from klear_core.config.settings import config_digest
 from klear_core.errors import ConfigError
-from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.fits import memory_problems
 from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.plan import PendingWork
+from klear_core.pipeline.preflight.capacity import memory_problems
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PROFILES = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "ablations")

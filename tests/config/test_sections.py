@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from klear_core.config.data_jobs import STAGE_SECTIONS, section_of, sections_used
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.sections import STAGE_SECTIONS, section_of, sections_used
 from klear_core.pipeline.graph import stages_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"

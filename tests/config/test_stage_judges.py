@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.jobs import EvaluateJob, RlJob
 from klear_core.config.load import load_profile
 from klear_core.config.settings import config_digest
-from klear_core.config.stage import Stage
+from klear_core.config.stage import EvaluateJob, RlJob, Stage
 from klear_core.errors import ConfigError
 from klear_core.pipeline.graph import stages_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.user_code import source_digest, source_files
+from klear_core.config.verify import source_digest, source_files
 from klear_core.errors import ConfigError
 
 

@@ -11,16 +11,17 @@ from completions_endpoint import MODEL, serve
 from qwen3_folder import build_model, write_folder
 from vllm_marks import VLLM_MARKS
 
-from klear_core.config.engine import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig, VllmRuntime
-from klear_core.config.evaluate import EvaluateRuntime
+from klear_core.config.evaluate import (
+    EvaluateRuntime,
+    HttpEngineConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+    VllmRuntime,
+)
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import InferenceEngine, SamplingParams, TrainableEngine
-from klear_core.generate.factory import EngineSpec, build_engine, build_trainable_engine
-from klear_core.generate.fake_engine import FakeAnswer, FakeEngine
-from klear_core.generate.members import EndpointMember, LocalMember
-from klear_core.generate.pool import EnginePool
-from klear_core.generate.pool_slots import PooledEngine
-from klear_core.generate.restarts import RestartLimit
+from klear_core.generate.engine import FakeAnswer, FakeEngine, InferenceEngine, SamplingParams, TrainableEngine
+from klear_core.generate.factory import EndpointMember, EngineSpec, LocalMember, build_engine, build_trainable_engine
+from klear_core.generate.pool import EnginePool, PooledEngine, RestartLimit
 from klear_core.seeding import seed_for
 from klear_core.types import Completion
 from tasks.resources import Needs, ray_session
@@ -110,7 +111,7 @@ async def _started(members: Sequence[PooledEngine]) -> AsyncIterator[InferenceEn
 async def _ray_pool(folder: Path) -> AsyncIterator[InferenceEngine]:
     """Two engines in actors."""
     pytest.importorskip("ray")
-    from klear_core.cluster.engine_pool import start_pool
+    from klear_core.cluster.pools import start_pool
 
     spec = EngineSpec(cfg=TorchEngineConfig(), model_folder=folder, num_threads=1, seed=0)
     with ray_session(Needs(num_cpus=2, object_store_bytes=80 << 20)):

@@ -15,18 +15,15 @@ from pathlib import Path
 import pytest
 from manifests import manifest
 
-from klear_core.artifacts.bucket import Bucket
-from klear_core.artifacts.home import NODE_ROOT, fetch_results, home_of, send_results, share_given
-from klear_core.artifacts.lease import LeaseTimes
-from klear_core.artifacts.ledger import FileRecord, GivenRecord
-from klear_core.artifacts.manifest import MANIFEST_SUM, POINTER, ArtifactRef, InputRecord
+from klear_core.artifacts.bucket import Bucket, LeaseTimes
+from klear_core.artifacts.manifest import MANIFEST_SUM, POINTER, ArtifactRef, FileRecord, GivenRecord, InputRecord
 from klear_core.artifacts.object_store import ObjectStore
-from klear_core.artifacts.opened import store_of
+from klear_core.artifacts.remote_paths import NODE_ROOT, fetch_results, home_of, send_results, share_given, store_of
 from klear_core.artifacts.store import LocalStore
 from klear_core.errors import ArtifactError, ConfigError, ResourceError
-from klear_core.progress import progress
-from klear_core.report.ancestry import ancestors
-from klear_core.train.base import model_folder, wanted_window
+from klear_core.metrics import progress
+from klear_core.report.run.lineage import ancestors
+from klear_core.train.base_model import model_folder, wanted_window
 
 QUICK = LeaseTimes(expiry_s=0.4, poll_s=0.02)
 Node = Callable[[str], ObjectStore]

@@ -12,8 +12,8 @@ import pytest
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import FileSource
 from klear_core.data.candidates import Candidate
-from klear_core.data.curate import curate
-from klear_core.data.rowfiles import BrokenRow, FileRow, read_rows
+from klear_core.data.curation.curate import curate
+from klear_core.data.readers import BrokenRow, FileRow, read_rows
 from klear_core.data.sources import check_source, read_source
 from klear_core.errors import ConfigError, DataError
 from klear_core.metrics import NullTelemetry

@@ -2,14 +2,13 @@ import json
 
 import pytest
 
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import FileSource, ProceduralSource
+from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.data_jobs import BenchmarksJob, BenchmarksRuntime
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import config_digest
 from klear_core.config.verify import CodeConfig, MathConfig, VerifyConfig
 from klear_core.data.benchmarks import check_benchmarks, load_benchmark, prepare_benchmarks, read_benchmarks
-from klear_core.data.spaces import is_held_out
+from klear_core.data.generated.chains import is_held_out
 from klear_core.errors import ConfigError, DataError
 from klear_core.metrics import NullTelemetry
 from klear_core.types import Difficulty, Domain, problem_id_of

@@ -1,6 +1,6 @@
 import pytest
 
-from klear_core.data.contest_ids import contest_id
+from klear_core.data.formats.fields import contest_id
 
 
 @pytest.mark.parametrize(

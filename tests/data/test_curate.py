@@ -4,13 +4,12 @@ from collections import Counter
 import pytest
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import CurateConfig, CurateRuntime, DecontaminateConfig
-from klear_core.config.data import FileSource, ProceduralSource
+from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.data.benchmarks import prepare_benchmarks
-from klear_core.data.curate import check_curation, curate
-from klear_core.data.decontaminate import Leak
+from klear_core.data.curation.curate import check_curation, curate
+from klear_core.data.curation.decontaminate import Leak
 from klear_core.errors import ConfigError, DataError
 from klear_core.metrics import NullTelemetry
 from klear_core.types import Difficulty, Dropped, Problem

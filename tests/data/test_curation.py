@@ -9,7 +9,7 @@ from klear_core.artifacts.records import read_shards
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import FileSource
 from klear_core.data.candidates import DroppedRow
-from klear_core.data.curation.plan import make_plan
+from klear_core.data.curation.work_plan import make_plan
 from klear_core.errors import DataError
 
 

@@ -22,8 +22,8 @@ from klear_core.config.curate import (
     SlurmExecutorConfig,
 )
 from klear_core.config.data import FileSource
+from klear_core.data.curation.curate import num_workers, run_tasks
 from klear_core.data.curation.executors import run_on_executor, slurm_executor
-from klear_core.data.curation.tasks import num_workers, run_tasks
 from klear_core.errors import ConfigError, DataError, ResourceError
 
 IN_PROCESS = LocalExecutorConfig(workers=1)
@@ -190,7 +190,7 @@ CURATION = """
 import json, sys
 from pathlib import Path
 from klear_core.config.curate import CurateConfig
-from klear_core.data.curate import curate
+from klear_core.data.curation.curate import curate
 
 class Reports:
     def progress(self, done, total, note=""):

@@ -1,9 +1,14 @@
-from klear_core.code_tests import CodeReference, StdinCase, StdinTests
 from klear_core.config.curate import DedupConfig
 from klear_core.data.candidates import Candidate
-from klear_core.data.dedup import contradict, exact_key, first_with_key, keys_array, written_answers
-from klear_core.data.normalise import tokens_of
-from klear_core.types import Domain, MathReference
+from klear_core.data.curation.segment import (
+    contradict,
+    exact_key,
+    first_with_key,
+    keys_array,
+    written_answers,
+)
+from klear_core.data.curation.sketch import tokens_of
+from klear_core.types import CodeReference, Domain, MathReference, StdinCase, StdinTests
 
 
 def candidate(question, answer="1", source="a"):

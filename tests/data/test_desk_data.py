@@ -16,8 +16,8 @@ from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.data.candidates import Candidate, problem_from
-from klear_core.data.generated import generate
-from klear_core.distill.puzzles import PuzzleTeacher
+from klear_core.data.generated.puzzles import generate
+from klear_core.distill.teachers.procedural import PuzzleTeacher
 from klear_core.pipeline.graph import stages_of
 from klear_core.prompts import build_byte_tokenizer, encode_response, render_prompt, render_response
 from klear_core.types import TeacherReply

@@ -1,7 +1,7 @@
 import pytest
 
 from klear_core.config.curate import DifficultyConfig
-from klear_core.data.difficulty import difficulty_of
+from klear_core.data.candidates import difficulty_of
 from klear_core.types import Difficulty
 
 

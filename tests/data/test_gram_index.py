@@ -5,8 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from klear_core.data.gram_index import GramIndex
-from klear_core.data.hash_set import HashSet
+from klear_core.data.curation.decontaminate import GramIndex, HashSet
 
 
 def grams_of(tokens, length):

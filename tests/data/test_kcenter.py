@@ -3,8 +3,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from klear_core.data import kcenter
-from klear_core.data.kcenter import k_center, quantised, refined
+from klear_core.data.curation import kcenter
+from klear_core.data.curation.kcenter import k_center, quantised, refined
 
 
 def one_by_one(vectors, size, first, groups, quotas):

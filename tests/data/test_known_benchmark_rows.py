@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.code_tests import AssertTests, CodeReference
-from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.config.data import BenchmarkConfig
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import load_benchmark, prepare_benchmarks
 from klear_core.errors import DataError
 from klear_core.metrics import NullTelemetry
-from klear_core.types import MathReference
+from klear_core.types import AssertTests, CodeReference, MathReference
 from klear_core.verify import build_judge_pool
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

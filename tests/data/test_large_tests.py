@@ -5,21 +5,18 @@ import json
 import tracemalloc
 from pathlib import Path
 
-from klear_core.artifacts.records import read_shards
-from klear_core.artifacts.tests_file import StoredTestsWriter, load_tests
-from klear_core.code_tests import CodeReference, StoredTests
-from klear_core.config.benchmark import BenchmarkConfig
+from klear_core.artifacts.records import StoredTestsWriter, load_tests, read_shards
 from klear_core.config.curate import CurateConfig, CurateRuntime
-from klear_core.config.data import FileSource
+from klear_core.config.data import BenchmarkConfig, FileSource
 from klear_core.config.data_jobs import BenchmarksRuntime
-from klear_core.config.rollout import PromptFilterConfig
+from klear_core.config.rl import PromptFilterConfig
 from klear_core.data.benchmarks import prepare_benchmarks, read_benchmarks
-from klear_core.data.curate import curate
-from klear_core.data.meaning import marks_of
-from klear_core.data.references import code_reference_from_tests
+from klear_core.data.curation.curate import curate
+from klear_core.data.curation.near_duplicates import marks_of
+from klear_core.data.formats.references import code_reference_from_tests
 from klear_core.metrics import NullTelemetry
-from klear_core.rl.problems import choose_problems
-from klear_core.types import Problem
+from klear_core.rl.groups import choose_problems
+from klear_core.types import CodeReference, Problem, StoredTests
 
 NUM_TESTS = 20
 CASE_CHARS = 10_000

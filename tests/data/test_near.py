@@ -7,17 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from klear_core.code_tests import CallCase, CallTests, CodeReference, StdinCase, StdinTests
 from klear_core.config.curate import DedupConfig, NearConfig
 from klear_core.data.candidates import Candidate
-from klear_core.data.dedup import exact_key, first_with_key, keys_array
-from klear_core.data.meaning import marks_of
-from klear_core.data.near import candidate_pairs, compare, decide, near_table
-from klear_core.data.normalise import tokens_of
-from klear_core.data.ragged import ragged
-from klear_core.data.sketch import SKETCH_SIZE, similarities, sketches_of
-from klear_core.data.templates import templates_of
-from klear_core.types import Domain, MathReference, UnverifiableReference
+from klear_core.data.curation.near_duplicates import candidate_pairs, compare, decide, marks_of, near_table
+from klear_core.data.curation.segment import exact_key, first_with_key, keys_array
+from klear_core.data.curation.sketch import SKETCH_SIZE, ragged, similarities, sketches_of, tokens_of
+from klear_core.data.curation.work_plan import templates_of
+from klear_core.types import (
+    CallCase,
+    CallTests,
+    CodeReference,
+    Domain,
+    MathReference,
+    StdinCase,
+    StdinTests,
+    UnverifiableReference,
+)
 
 STORY = (
     "Every card in a deck has a picture of one shape, circle, square, or triangle, which is painted in one of the "
@@ -291,7 +296,7 @@ def test_a_sketch_does_not_depend_on_the_questions_beside_it():
 
 def test_sketches_are_the_same_in_another_process():
     code = (
-        "from klear_core.config.curate import NearConfig; from klear_core.data.sketch import sketches_of, hash_of;"
+        "from klear_core.config.curate import NearConfig; from klear_core.data.curation.sketch import sketches_of, hash_of;"
         "s = sketches_of(['the quick brown fox'.split()], NearConfig());"
         "print(s.shingles[0].tolist(), s.band_keys_BN.tolist(), hash_of('\\ud800'))"
     )

@@ -4,17 +4,17 @@ from itertools import product
 import pytest
 
 from klear_core.config.data import ProceduralSource
-from klear_core.data.procedural import (
+from klear_core.data.generated.chains import (
     ChainProblem,
     ChainStep,
     all_steps,
     check_procedural,
     generate_chains,
+    is_held_out,
     parse_chain,
     solve_chain,
     write_chain,
 )
-from klear_core.data.spaces import is_held_out
 from klear_core.errors import ConfigError, DataError
 from klear_core.types import Domain, MathReference
 

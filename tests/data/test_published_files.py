@@ -9,19 +9,17 @@ from pathlib import Path
 import pytest
 
 from klear_core.artifacts.records import read_shards
-from klear_core.code_tests import CallTests, CodeReference
-from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import CurateConfig, DecontaminateConfig
-from klear_core.config.data import FileSource
+from klear_core.config.data import BenchmarkConfig, FileSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.candidates import Candidate
-from klear_core.data.curate import curate
-from klear_core.data.decontaminate import Decontaminator, Protected
-from klear_core.data.normalise import is_word, tokens_of
+from klear_core.data.curation.curate import curate
+from klear_core.data.curation.decontaminate import Decontaminator, Protected
+from klear_core.data.curation.sketch import is_word, tokens_of
 from klear_core.data.sources import check_source, read_questions, read_source
 from klear_core.metrics import NullTelemetry
-from klear_core.types import Domain, Dropped, MathReference, Problem
+from klear_core.types import CallTests, CodeReference, Domain, Dropped, MathReference, Problem
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 

@@ -5,12 +5,20 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from klear_core.code_tests import AssertTests, CallTests, CodeReference, StdinTests
 from klear_core.config.data import FileSource
 from klear_core.data.candidates import Candidate
-from klear_core.data.schemas import schema_for
+from klear_core.data.formats.detect import schema_for
 from klear_core.data.sources import is_without_references, read_source
-from klear_core.types import Domain, Dropped, MathReference, UnverifiableReference
+from klear_core.types import (
+    AssertTests,
+    CallTests,
+    CodeReference,
+    Domain,
+    Dropped,
+    MathReference,
+    StdinTests,
+    UnverifiableReference,
+)
 
 TRACE = "<think>hm</think> so it is \\boxed{3}"
 STDIN = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})

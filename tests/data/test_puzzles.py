@@ -5,17 +5,25 @@ from collections import Counter
 
 import pytest
 
-from klear_core.code_tests import CodeReference
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import PuzzleSource
-from klear_core.data.generated import check_generated
-from klear_core.data.puzzles.brackets import count_brackets, parse_brackets, solve_brackets, write_brackets
-from klear_core.data.puzzles.generate import FAMILIES, generate_puzzles
-from klear_core.data.puzzles.programs import calls_of, parse_programs
-from klear_core.data.puzzles.residues import MODULI, parse_residues, solve_residues
+from klear_core.data.generated.puzzles import (
+    FAMILIES,
+    MODULI,
+    calls_of,
+    check_generated,
+    count_brackets,
+    generate_puzzles,
+    parse_brackets,
+    parse_programs,
+    parse_residues,
+    solve_brackets,
+    solve_residues,
+    write_brackets,
+)
 from klear_core.data.sources import check_source, domains_of, read_source
 from klear_core.errors import ConfigError
-from klear_core.types import Domain, MathReference
+from klear_core.types import CodeReference, Domain, MathReference
 
 LEVELS = {"brackets": (2, 3, 5), "residues": (1, 4, 10), "programs": (2, 3, 4)}
 

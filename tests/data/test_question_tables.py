@@ -15,7 +15,7 @@ from klear_core.config.data import FileSource
 from klear_core.config.data_jobs import CurateJob
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.data.candidates import Candidate
-from klear_core.data.curate import curate
+from klear_core.data.curation.curate import curate
 from klear_core.data.sources import check_source, domains_of, read_source
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry

@@ -11,14 +11,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from klear_core.code_tests import AssertTests, CallCase, CallTests, CodeReference, StdinCase, StdinTests
 from klear_core.config.data import FileSource
 from klear_core.data.candidates import Candidate
-from klear_core.data.own_references import reference_from_cell, reference_from_json
-from klear_core.data.references import code_reference_from_row, code_reference_from_tests
+from klear_core.data.formats.references import (
+    code_reference_from_row,
+    code_reference_from_tests,
+    reference_from_cell,
+    reference_from_json,
+)
 from klear_core.data.sources import read_source
 from klear_core.errors import DataError
-from klear_core.types import CustomReference, Domain, MathReference, domain_of
+from klear_core.types import (
+    AssertTests,
+    CallCase,
+    CallTests,
+    CodeReference,
+    CustomReference,
+    Domain,
+    MathReference,
+    StdinCase,
+    StdinTests,
+    domain_of,
+)
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 ONE_STDIN = StdinTests(cases=(StdinCase(input="1 2\n", output="3\n"),))

@@ -3,14 +3,13 @@ import re
 
 import pytest
 
-from klear_core.code_tests import AssertTests, CodeReference, StdinTests
 from klear_core.config.data import FileSource
 from klear_core.data.candidates import Candidate
-from klear_core.data.fields import RowError, bare_answer
-from klear_core.data.schemas import SCHEMAS, schema_for
+from klear_core.data.formats.detect import SCHEMAS, schema_for
+from klear_core.data.formats.fields import RowError, bare_answer
 from klear_core.data.sources import read_source
 from klear_core.errors import ConfigError
-from klear_core.types import Domain, MathReference
+from klear_core.types import AssertTests, CodeReference, Domain, MathReference, StdinTests
 
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is 1+1?"}]
 

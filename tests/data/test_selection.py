@@ -10,9 +10,17 @@ from klear_core.artifacts.records import read_shards
 from klear_core.config.curate import CurateConfig, HashedEmbedding, SelectConfig, SentenceEmbedding
 from klear_core.config.data import FileSource
 from klear_core.data.candidates import Candidate, DroppedRow
-from klear_core.data.curate import curate
-from klear_core.data.embed import check_embedding, embed
-from klear_core.data.selection import Pool, check_selection, left_out, mix, select_problems, sources_to_read
+from klear_core.data.curation.curate import curate
+from klear_core.data.curation.selection import (
+    Pool,
+    check_embedding,
+    check_selection,
+    embed,
+    left_out,
+    mix,
+    select_problems,
+    sources_to_read,
+)
 from klear_core.data.sources import read_source, source_name
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry

@@ -9,8 +9,7 @@ import pytest
 from klear_core.config.curate import CurateConfig, SelectConfig, SentenceEmbedding
 from klear_core.config.data import FileSource
 from klear_core.config.data_jobs import CurateJob
-from klear_core.data.embed import check_embedding, embed
-from klear_core.data.selection import Pool, select_problems
+from klear_core.data.curation.selection import Pool, check_embedding, embed, select_problems
 
 pytestmark = [
     pytest.mark.slow,

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.code_tests import CodeReference
 from klear_core.config.data import FileSource, ProceduralSource
 from klear_core.data.candidates import Candidate
 from klear_core.data.sources import (
@@ -15,7 +14,7 @@ from klear_core.data.sources import (
     source_name,
 )
 from klear_core.errors import ConfigError
-from klear_core.types import Dropped, MathReference
+from klear_core.types import CodeReference, Dropped, MathReference
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,10 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from klear_core.config.data import FileSource
-from klear_core.data.datafiles import data_files
-from klear_core.data.rowfiles import read_rows
+from klear_core.data.datafiles import data_files, spans_of
+from klear_core.data.readers import read_rows
 from klear_core.data.sources import Piece, first_row, read_pieces, read_source
-from klear_core.data.spans import spans_of
 from klear_core.errors import DataError
 
 ROWS = [{"problem": f"What is {i}+{i}?" + " Tell." * (i % 5), "answer": str(2 * i)} for i in range(50)]

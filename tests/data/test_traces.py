@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from klear_core.config.data import FileSource
-from klear_core.data.traces import FORMATS, PublishedTrace, check_traces, format_of, read_traces, split_reply
+from klear_core.data.formats.traces import (
+    FORMATS,
+    PublishedTrace,
+    check_traces,
+    format_of,
+    read_traces,
+    split_reply,
+)
 from klear_core.errors import ConfigError
 from klear_core.types import Domain, Dropped
 

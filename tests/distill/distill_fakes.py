@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import StageSummary
 from klear_core.config.distill import DistillConfig
 from klear_core.distill.collect import build_teacher, collect_traces
-from klear_core.distill.teacher import Teacher, TeacherFailure, TeacherResult, TeacherSample, Usage
+from klear_core.distill.teachers.teacher import Teacher, TeacherFailure, TeacherResult, TeacherSample, Usage
 from klear_core.metrics import NullTelemetry
 from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem, TeacherReply, TeacherTrace, Verdict
 

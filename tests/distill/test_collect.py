@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from distill_fakes import FAILED, UNJUDGED, FakeJudge, FakeTeacher, make_problem, make_reply
 
-from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, SelectConfig
 from klear_core.config.settings import Floor, result_settings

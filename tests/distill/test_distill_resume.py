@@ -10,12 +10,12 @@ import pytest
 from distill_fakes import FAILED, FakeTeacher, collect, make_problem, make_reply
 from scripted_server import STREAM, ScriptedServer, event, streamed
 
-from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import StageSummary
 from klear_core.artifacts.records import read_shards
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, SelectConfig
 from klear_core.config.settings import Floor
-from klear_core.distill.shard_files import UnusedReply
-from klear_core.distill.teacher import OVER_BUDGET, BudgetError, Teacher, TeacherFailure, Usage
+from klear_core.distill.shards import UnusedReply
+from klear_core.distill.teachers.teacher import OVER_BUDGET, BudgetError, Teacher, TeacherFailure, Usage
 from klear_core.types import Dropped, TeacherTrace
 
 PROBLEMS = [make_problem(i) for i in range(10)]

@@ -7,14 +7,13 @@ import pytest
 from hub_server import REVISION, hub
 
 from klear_core.artifacts.records import read_shards
-from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import DecontaminateConfig
-from klear_core.config.data import FileSource, HubRuntime, HubSource
+from klear_core.config.data import BenchmarkConfig, FileSource, HubRuntime, HubSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.settings import Floor
 from klear_core.data.benchmarks import prepare_benchmarks
-from klear_core.data.given_rows import describe_rows
-from klear_core.distill.given import take_traces
+from klear_core.data.sources import describe_rows
+from klear_core.distill.given_traces import take_traces
 from klear_core.errors import DataError
 from klear_core.metrics import NullTelemetry
 from klear_core.types import Dropped, Outcome, TeacherTrace

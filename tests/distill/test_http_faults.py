@@ -14,8 +14,8 @@ import pytest
 from scripted_server import DONE, GOOD, STREAM, Answer, Piece, ScriptedServer, event, streamed
 from test_http_teacher import REPLY, ask, ask_all, make_config, reason
 
-from klear_core.distill.http import HttpTeacher
-from klear_core.distill.teacher import TeacherFailure, TeacherRejectsError, Usage
+from klear_core.distill.teachers.http_teacher import HttpTeacher
+from klear_core.distill.teachers.teacher import TeacherFailure, TeacherRejectsError, Usage
 from klear_core.errors import ConfigError
 from klear_core.types import TeacherReply
 

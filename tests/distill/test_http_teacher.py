@@ -15,8 +15,14 @@ from distill_fakes import make_problem
 from scripted_server import DONE, STREAM, Answer, ScriptedServer, streamed
 
 from klear_core.config.distill import HttpTeacherConfig
-from klear_core.distill.http import HttpTeacher, check_endpoints
-from klear_core.distill.teacher import TeacherFailure, TeacherRejectsError, TeacherResult, TeacherSample, Usage
+from klear_core.distill.teachers.http_teacher import HttpTeacher, check_endpoints
+from klear_core.distill.teachers.teacher import (
+    TeacherFailure,
+    TeacherRejectsError,
+    TeacherResult,
+    TeacherSample,
+    Usage,
+)
 from klear_core.errors import TeacherError
 from klear_core.types import TeacherReply
 

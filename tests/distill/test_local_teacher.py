@@ -15,25 +15,21 @@ from completions_endpoint import MODEL, serve
 
 from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.config.distill import DistillConfig, DistillRuntime, LocalTeacherConfig, SelectConfig
-from klear_core.config.engine import HttpEngineConfig, SamplingConfig, TorchEngineConfig
-from klear_core.config.evaluate import PoolRuntime
+from klear_core.config.evaluate import HttpEngineConfig, PoolRuntime, SamplingConfig, TorchEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Floor, RareFloor
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.collect import TeacherAccess, distill
-from klear_core.distill.local import LocalTeacher
-from klear_core.distill.teacher import TeacherFailure, TeacherResult
+from klear_core.distill.teachers.teacher import LocalTeacher, TeacherFailure, TeacherResult
 from klear_core.errors import DataError
-from klear_core.evaluate.compute import Compute
-from klear_core.generate.engine import SamplingParams
-from klear_core.generate.factory import EngineSpec, Sampler
-from klear_core.generate.fake_engine import FakeAnswer, FakeEngine
-from klear_core.generate.pooled import start_with_endpoints
+from klear_core.evaluate.run import Compute
+from klear_core.generate.engine import FakeAnswer, FakeEngine, SamplingParams
+from klear_core.generate.factory import EngineSpec, Sampler, start_with_endpoints
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import stages_of
 from klear_core.prompts import build_byte_tokenizer
-from klear_core.train.base import prepare_base
+from klear_core.train.base_model import prepare_base
 from klear_core.types import Dropped, TeacherReply, TeacherTrace
 
 TINY = TinyModelConfig(

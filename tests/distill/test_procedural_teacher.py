@@ -6,8 +6,8 @@ import re
 from distill_fakes import make_problem
 
 from klear_core.config.distill import ProceduralTeacherConfig
-from klear_core.distill.procedural import ProceduralTeacher
-from klear_core.distill.teacher import TeacherFailure, TeacherResult
+from klear_core.distill.teachers.procedural import ProceduralTeacher
+from klear_core.distill.teachers.teacher import TeacherFailure, TeacherResult
 from klear_core.types import TeacherReply
 
 

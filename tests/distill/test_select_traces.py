@@ -4,8 +4,7 @@ import pytest
 from distill_fakes import RIGHT, UNJUDGED, WRONG, make_reply, make_trace
 
 from klear_core.config.distill import SelectConfig
-from klear_core.distill.select import drop_reason, why_incomplete
-from klear_core.distill.trace_counts import failures_of
+from klear_core.distill.select import drop_reason, failures_of, why_incomplete
 from klear_core.types import Difficulty, Outcome, Verdict
 
 

@@ -10,9 +10,9 @@ from distill_fakes import make_problem
 from scripted_server import ScriptedServer
 
 from klear_core.config.distill import HttpTeacherConfig, ProceduralTeacherConfig
-from klear_core.distill.http import HttpTeacher
-from klear_core.distill.procedural import ProceduralTeacher
-from klear_core.distill.teacher import Teacher, TeacherResult
+from klear_core.distill.teachers.http_teacher import HttpTeacher
+from klear_core.distill.teachers.procedural import ProceduralTeacher
+from klear_core.distill.teachers.teacher import Teacher, TeacherResult
 from klear_core.types import TeacherReply
 
 PROBLEM = make_problem(0, question="mod 10: 3,+4,*7,-2=?")

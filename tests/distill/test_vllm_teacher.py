@@ -18,14 +18,14 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("generate", 
 from loopback import free_port
 from vllm_marks import HAS_VLLM, VLLM_MARKS
 
-from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import StageSummary
 from klear_core.artifacts.records import read_shards
 from klear_core.config.distill import DistillConfig, DistillRuntime
 from klear_core.config.settings import Floor, RareFloor
 from klear_core.config.train import TinyModelConfig
-from klear_core.distill.shard_files import UnusedReply
+from klear_core.distill.shards import UnusedReply
 from klear_core.metrics import NullTelemetry
-from klear_core.train.base import model_folder, prepare_base
+from klear_core.train.base_model import model_folder, prepare_base
 from klear_core.types import Dropped, TeacherTrace
 
 pytestmark = list(VLLM_MARKS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from klear_core.evaluate.answering import EvalSetup
+from klear_core.evaluate.sample import EvalSetup
 from klear_core.generate.engine import SamplingParams
 from klear_core.types import (
     Completion,

@@ -8,9 +8,8 @@ import pytest
 from evaluations import write_scores
 
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.ablation import at_own_rate, rows_of
-from klear_core.evaluate.ablation_runs import TOKEN_SHARES, RunResult, read_run
-from klear_core.evaluate.ablation_table import AblationTable, as_markdown
+from klear_core.evaluate.compare.ablation import TOKEN_SHARES, RunResult, at_own_rate, read_run, rows_of
+from klear_core.evaluate.compare.published import AblationTable, as_markdown
 from klear_core.metrics import MetricsFile
 
 

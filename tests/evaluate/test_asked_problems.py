@@ -12,9 +12,8 @@ from stored_evaluations import RIGHT, evaluation, problem, sample
 from klear_core.artifacts.manifest import ArtifactRef, read_manifest
 from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.records import write_shard
-from klear_core.code_tests import CodeReference, StdinCase, StdinTests
-from klear_core.evaluate.asked_problems import num_other_references
-from klear_core.types import Domain, Problem
+from klear_core.evaluate.compare.promotion import num_other_references
+from klear_core.types import CodeReference, Domain, Problem, StdinCase, StdinTests
 
 
 def program(number: int, output: str) -> Problem:

@@ -9,10 +9,8 @@ from manifests import manifest
 from klear_core.artifacts.manifest import write_manifest
 from klear_core.config.ablation import PaperRows
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.ablation import rows_of
-from klear_core.evaluate.ablation_runs import RunResult, read_sft_run
-from klear_core.evaluate.ablation_table import AblationTable, as_markdown
-from klear_core.evaluate.beside_paper import beside_paper
+from klear_core.evaluate.compare.ablation import RunResult, read_sft_run, rows_of
+from klear_core.evaluate.compare.published import AblationTable, as_markdown, beside_paper
 
 
 def an_sft_run(after: float, **scores: float) -> RunResult:

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.ablation import rows_of
-from klear_core.evaluate.ablation_runs import TOKEN_SHARES, RunResult
-from klear_core.evaluate.cells import CellRecord, read_cells, table_of, write_cells
+from klear_core.evaluate.compare.ablation import TOKEN_SHARES, RunResult, rows_of
+from klear_core.evaluate.compare.published import CellRecord, read_cells, table_of, write_cells
 
 
 def a_cell(variant: str, rate: float, seed: int, after: float) -> CellRecord:

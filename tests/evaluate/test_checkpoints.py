@@ -10,7 +10,7 @@ from evaluate_fakes import FakeEngine, FakeJudge, make_problem, render
 from toy_curves import toy_curve
 
 from klear_core.errors import DataError, KlearError, ResourceError
-from klear_core.evaluate.checkpoints import CheckpointExam
+from klear_core.evaluate.inline_eval import CheckpointExam
 
 
 @pytest.mark.parametrize("error", [ResourceError("the engine died"), DataError("the prompt is too long")])

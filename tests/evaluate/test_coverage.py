@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from klear_core.evaluate.power import detectable
+from klear_core.evaluate.stats.significance import detectable
 
 
 @pytest.fixture(scope="module")

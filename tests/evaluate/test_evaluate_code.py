@@ -1,17 +1,15 @@
 from pathlib import Path
 
 from klear_core.artifacts.records import write_shard
-from klear_core.code_tests import CodeReference, StdinCase, StdinTests
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import ProceduralSource
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.run import evaluate
-from klear_core.evaluate.suite import read_suite
+from klear_core.evaluate.sample import read_suite
 from klear_core.metrics import NullTelemetry
-from klear_core.train.base import prepare_base
-from klear_core.types import Difficulty, Domain, Problem
+from klear_core.train.base_model import prepare_base
+from klear_core.types import CodeReference, Difficulty, Domain, Problem, StdinCase, StdinTests
 
 
 def test_code_judged_with_less_isolation_marks_the_artifact(tmp_path: Path) -> None:

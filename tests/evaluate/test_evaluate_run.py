@@ -7,18 +7,16 @@ from pathlib import Path
 import pytest
 from evaluate_fakes import UNJUDGED, FakeEngine, FakeJudge, make_exam, make_problem
 
-from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import StageSummary
 from klear_core.artifacts.records import read_shard, read_shards, write_shard
 from klear_core.config.evaluate import EvaluateConfig, EvaluateRuntime, EvaluateSamplingConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError, JudgeError, ResourceError
-from klear_core.evaluate.answering import EvalSetup
 from klear_core.evaluate.run import answer_benchmarks, report_scores
-from klear_core.evaluate.suite import Benchmark
+from klear_core.evaluate.sample import Benchmark, EvalSetup
 from klear_core.generate.engine import InferenceEngine
-from klear_core.generate.members import LocalMember
-from klear_core.generate.pool import EnginePool
-from klear_core.generate.restarts import RestartLimit
+from klear_core.generate.factory import LocalMember
+from klear_core.generate.pool import EnginePool, RestartLimit
 from klear_core.metrics import NullTelemetry
 from klear_core.scores import read_reports
 from klear_core.types import EvalSample, Problem, Verdict

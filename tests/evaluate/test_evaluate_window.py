@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import ProceduralSource
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
 from klear_core.config.train import HfModelConfig, TinyModelConfig
@@ -13,9 +12,9 @@ from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.errors import DataError
 from klear_core.evaluate.run import evaluate
-from klear_core.evaluate.suite import read_suite
+from klear_core.evaluate.sample import read_suite
 from klear_core.metrics import NullTelemetry
-from klear_core.train.base import model_folder, prepare_base
+from klear_core.train.base_model import model_folder, prepare_base
 
 CHAINS = BenchmarkConfig(name="chains", source=ProceduralSource(num_problems=2, num_operations=(2,)), num_samples=1)
 

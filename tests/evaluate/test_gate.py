@@ -6,13 +6,15 @@ import pytest
 from evaluate_fakes import RIGHT, UNJUDGED, WRONG, make_problem, make_sample
 
 from klear_core.artifacts.records import write_shard
-from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
-from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
+from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig, TorchEngineConfig, TorchEngineRuntime
 from klear_core.errors import ArtifactError, DataError
-from klear_core.evaluate.gate import compare, compare_pairs
-from klear_core.evaluate.intervals import estimates_of, paired_new_problems_interval, paired_rerun_interval
-from klear_core.evaluate.summarise import make_report
-from klear_core.evaluate.tally import tally
+from klear_core.evaluate.compare.paired import compare, compare_pairs
+from klear_core.evaluate.score import make_report, tally
+from klear_core.evaluate.stats.intervals import (
+    estimates_of,
+    paired_new_problems_interval,
+    paired_rerun_interval,
+)
 from klear_core.scores import write_reports
 from klear_core.types import EvalSample, Verdict
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from klear_core.evaluate.intervals import (
+from klear_core.evaluate.stats.intervals import (
     Estimates,
     estimates_of,
     new_problems_interval,

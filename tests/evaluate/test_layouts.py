@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from klear_core.errors import ConfigError, DataError
-from klear_core.evaluate.generations import Generation, UnreadRow
-from klear_core.evaluate.layouts import foreign_answers
+from klear_core.evaluate.answers.layouts import foreign_answers
+from klear_core.evaluate.answers.stored import Generation, UnreadRow
 from klear_core.types import problem_id_of
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

@@ -11,13 +11,19 @@ from stored_evaluations import evaluation, sample
 
 from klear_core.artifacts.records import write_shard
 from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
-from klear_core.config.promote import PromoteConfig
+from klear_core.config.pipeline import PromoteConfig
 from klear_core.config.verify import MathConfig, VerifyConfig
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.decision import Contender, Decision, read_decision
-from klear_core.evaluate.promotion import Candidate, Rival, are_comparable, decide
-from klear_core.evaluate.summarise import make_report
-from klear_core.evaluate.tally import tally
+from klear_core.evaluate.compare.promotion import (
+    Candidate,
+    Contender,
+    Decision,
+    Rival,
+    are_comparable,
+    decide,
+    read_decision,
+)
+from klear_core.evaluate.score import make_report, tally
 from klear_core.scores import JudgeRecord, write_reports
 from klear_core.types import Verdict
 

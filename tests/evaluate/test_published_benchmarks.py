@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import FileSource
+from klear_core.config.data import BenchmarkConfig, FileSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import prepare_benchmarks
-from klear_core.evaluate.answering import EvalSetup
 from klear_core.evaluate.run import answer_benchmarks, report_scores
-from klear_core.evaluate.suite import Benchmark, read_benchmark
+from klear_core.evaluate.sample import Benchmark, EvalSetup, read_benchmark
 from klear_core.generate.engine import SamplingParams
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import render_response

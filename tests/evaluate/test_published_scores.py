@@ -8,9 +8,14 @@ from evaluate_fakes import RIGHT, WRONG, make_problem, make_sample
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.load import load_profile
 from klear_core.errors import ConfigError
-from klear_core.evaluate.published import SIZES, PublishedModel, agreement_with, read_published, rerun_bound
-from klear_core.evaluate.summarise import make_report
-from klear_core.evaluate.tally import tally
+from klear_core.evaluate.compare.published import (
+    SIZES,
+    PublishedModel,
+    agreement_with,
+    read_published,
+    rerun_bound,
+)
+from klear_core.evaluate.score import make_report, tally
 from klear_core.scores import EvalReport
 
 CONFIGS = Path(__file__).parents[2] / "configs"

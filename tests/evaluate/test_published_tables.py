@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.grid import plan_runs
+from flows.ablate import plan_runs
 from klear_core.config.ablation import AblationConfig, load_ablation
-from klear_core.evaluate.ablation_table import as_markdown
-from klear_core.evaluate.cells import read_cells, table_of
-from klear_core.evaluate.stats import seed_spread
+from klear_core.evaluate.compare.published import as_markdown, read_cells, table_of
+from klear_core.evaluate.stats.intervals import seed_spread
 
 ROOT = Path(__file__).parents[2]
 DATA = sorted((ROOT / "docs" / "data").glob("*.jsonl"))

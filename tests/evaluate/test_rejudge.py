@@ -10,10 +10,9 @@ from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, said, sample
 
 from klear_core.config.verify import MathConfig, VerifyConfig
 from klear_core.errors import ConfigError, DataError
-from klear_core.evaluate.generations import evaluation_answers, rejudged_answers
-from klear_core.evaluate.layouts import foreign_answers
-from klear_core.evaluate.rejudge import CHANGES_FILE, check_folder, rejudge
-from klear_core.evaluate.rejudged import read_summary
+from klear_core.evaluate.answers.layouts import foreign_answers
+from klear_core.evaluate.answers.rejudge import CHANGES_FILE, check_folder, read_summary, rejudge
+from klear_core.evaluate.answers.stored import evaluation_answers, rejudged_answers
 
 ONE = VerifyConfig.model_validate({"runtime": {"math_workers": 1}})
 BARE = "<think>\nsteps\n</think>\nThe answer is 2."

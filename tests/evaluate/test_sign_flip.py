@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import binom, norm
 from test_intervals import VECTORS
 
-from klear_core.evaluate.sign_flip import holm, min_changed, sign_flip_test
+from klear_core.evaluate.stats.significance import holm, min_changed, sign_flip_test
 
 P_VALUES = {"V1": 1.86265e-09, "V2": 1, "V3": 0.5, "V4": 0.125, "V5": 1, "V6": 0.125}
 

@@ -7,7 +7,14 @@ from statistics import fmean
 
 import pytest
 
-from klear_core.evaluate.stats import g_pass_at_k, largest_rate, maj_at_n, pass_at_k, seed_spread, t_test_p
+from klear_core.evaluate.stats.intervals import (
+    g_pass_at_k,
+    largest_rate,
+    maj_at_n,
+    pass_at_k,
+    seed_spread,
+    t_test_p,
+)
 from klear_core.scores import Range
 
 # ---- pass@k ----

@@ -9,10 +9,9 @@ from pydantic import ValidationError
 
 from klear_core.artifacts.records import read_shards
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.tag import TagConfig
-from klear_core.evaluate.tag import write_tags
-from klear_core.pipeline.fingerprints import fingerprints_of
-from klear_core.pipeline.graph import stages_of
+from klear_core.config.train import TagConfig
+from klear_core.evaluate.run import write_tags
+from klear_core.pipeline.graph import fingerprints_of, stages_of
 from klear_core.scores import RATES_FOLDER
 from klear_core.types import Difficulty, Domain, EvalSample, MathReference, Outcome, PassRate, Problem, Verdict
 

@@ -17,7 +17,7 @@ from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.settings import config_digest
 from klear_core.config.verify import VerifyConfig
 from klear_core.evaluate.run import answer_benchmarks, report_scores
-from klear_core.evaluate.suite import Benchmark
+from klear_core.evaluate.sample import Benchmark
 from klear_core.generate.engine import SamplingParams
 from klear_core.metrics import NullTelemetry
 from klear_core.scores import EvalReport, read_reports

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main
-from flows.launch import prefect_home
+from flows.environment import prefect_home
 from klear_core.config.pipeline import WorkspaceConfig
 from tasks.tracking import tracking_uri
 

@@ -9,18 +9,27 @@ from evaluations import write_scores
 from klear_command import FEW_PROBLEMS, ROOT, start
 from manifests import manifest
 
-from flows.ablate import GridOptions, ablate_grid, record_choice, records_of, require_complete, run_grid
-from flows.grid import Cell, Compared, plan_runs, require_distinct_runs
+from flows.ablate import (
+    Cell,
+    Compared,
+    GridOptions,
+    ablate_grid,
+    plan_runs,
+    record_choice,
+    records_of,
+    require_complete,
+    require_distinct_runs,
+    run_grid,
+)
 from klear_core.config.ablation import AblationConfig, load_ablation
 from klear_core.config.data import ProceduralSource
 from klear_core.config.load import load_profile
 from klear_core.errors import ConfigError, KlearError, TrainingError
-from klear_core.evaluate.ablation_runs import TOKEN_SHARES, RunResult
-from klear_core.evaluate.ablation_table import AblationTable, as_markdown
-from klear_core.evaluate.cells import read_cells, table_of
-from klear_core.pipeline.preflight import require_ready
-from klear_core.pipeline.workspace import open_store
-from klear_core.report.chosen import Choice
+from klear_core.evaluate.compare.ablation import TOKEN_SHARES, RunResult
+from klear_core.evaluate.compare.published import AblationTable, as_markdown, read_cells, table_of
+from klear_core.pipeline.graph import open_store
+from klear_core.pipeline.preflight.checks import require_ready
+from klear_core.report.run.warnings import Choice
 
 GRID = AblationConfig(
     profile="smoke",

@@ -11,7 +11,7 @@ from stored_evaluations import RIGHT, WRONG, evaluation, given_model, made_model
 
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
-from klear_core.train.base import prepare_base
+from klear_core.train.base_model import prepare_base
 
 TINY = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
 

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 from conftest import Klear
 
-from klear_core.config.pipeline import WorkspaceConfig
-from klear_core.config.promote import PromoteConfig
-from klear_core.evaluate.decision import DECISION_FILE, Check, Contender, Decision
-from tasks.registry import open_registry
-from tasks.registry_records import Promotion
+from klear_core.config.pipeline import PromoteConfig, WorkspaceConfig
+from klear_core.evaluate.compare.promotion import DECISION_FILE, Check, Contender, Decision
+from tasks.model_registry import Promotion, open_registry
 
 
 @pytest.fixture(autouse=True)

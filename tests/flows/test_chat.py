@@ -17,8 +17,8 @@ from klear_core.artifacts.store import LocalStore
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import decode_response
-from klear_core.report.text import visible
-from klear_core.train.base import prepare_base
+from klear_core.scores import visible
+from klear_core.train.base_model import prepare_base
 
 TINY = TinyModelConfig(
     hidden_size=16,

@@ -9,7 +9,7 @@ from klear_command import ROOT, start
 from manifests import manifest
 
 from flows.doctor import Check, show_checks
-from flows.find import name_of
+from flows.show import name_of
 from klear_core.artifacts.manifest import read_manifest
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore

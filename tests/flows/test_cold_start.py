@@ -13,15 +13,13 @@ from evaluations import write_scores
 from klear_command import ROOT
 from manifests import manifest
 
-from flows.grid import plan_runs
+from flows.ablate import plan_runs
 from klear_core.config.ablation import load_ablation
 from klear_core.config.load import load_profile
-from klear_core.evaluate.ablation_runs import TOKEN_SHARES
-from klear_core.evaluate.ablation_table import AblationTable
+from klear_core.evaluate.compare.ablation import TOKEN_SHARES
+from klear_core.evaluate.compare.published import AblationTable
 from klear_core.metrics import METRICS_FILE, MetricsFile
-from klear_core.pipeline.fingerprints import fingerprints_of
-from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.workspace import open_store
+from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 
 HEAVY = {"torch", "transformers", "ray", "vllm", "mlflow", "prefect", "sqlalchemy", "fastapi", "math_verify"}
 LOOK = """
@@ -151,7 +149,7 @@ def test_a_damaged_artifact_is_not_reused_without_a_run(made: Path):
     (content,) = made.glob("artifacts/curate/*/content")
     content.write_text("CURATE")  # as long as before
     config = load_profile(ROOT / "configs/smoke", [f"workspace.root={made}"])
-    from flows.reuse import reuse_all
+    from flows.terminal import reuse_all
 
     assert reuse_all(config, ("benchmarks",)) is not None
     assert reuse_all(config, ("benchmarks", "curate")) is None
@@ -160,7 +158,7 @@ def test_a_damaged_artifact_is_not_reused_without_a_run(made: Path):
 
 
 def test_a_server_that_the_user_named_lists_every_run(made: Path, monkeypatch: pytest.MonkeyPatch):
-    from flows.reuse import reuse_all
+    from flows.terminal import reuse_all
 
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
     assert reuse_all(load_profile(ROOT / "configs/smoke", [f"workspace.root={made}"]), ("benchmarks",)) is None

@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flows.run_console import RunConsole
+from flows.terminal import RunConsole
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.errors import TeacherError
-from tasks.task import Attempt
+from tasks.progress import Attempt
 
 COUNTS = {f"benchmark_{i}_avg_at_64": 0.125 for i in range(8)} | {"problems": 2048, "tokens": 2855520.0}
 REF = ArtifactRef(

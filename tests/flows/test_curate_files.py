@@ -9,7 +9,7 @@ import pytest
 from curations import Stopper
 
 from flows.curate_files import config_of
-from klear_core.data.curate import curate
+from klear_core.data.curation.curate import curate
 
 REPEATED = "Tom has 3 red apples and 4 green apples in his bag. How many apples does Tom have in his bag?"
 LEAKED = "What is the sum of all integer bases b greater than nine for which seventeen divides ninety seven?"

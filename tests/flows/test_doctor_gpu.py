@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.doctor_gpu import PathCheck, check_paths, check_transfer, show_paths
+from flows.doctor import PathCheck, check_paths, check_transfer, show_paths
 
 
 def test_a_path_that_disagrees_or_crashes_fails_the_command_and_a_missing_one_does_not(capsys):

@@ -11,13 +11,13 @@ from conftest import Klear
 from stored_evaluations import RIGHT, evaluation, made_model, said, sample
 
 from flows.evaluate_model import Asked, evaluation_config
-from klear_core.config.engine import VllmEngineConfig
+from klear_core.config.evaluate import VllmEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.pipeline.graph import stages_of
-from klear_core.train.base import prepare_base
+from klear_core.train.base_model import prepare_base
 
 
 def config(tmp_path: Path, *benchmarks: str, model_type: str = "qwen3", **options: object) -> PipelineConfig:

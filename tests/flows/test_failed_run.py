@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 from manifests import manifest
 
-from flows.execute import PipelineRun, reporting_failures
+from flows.pipeline import PipelineRun, reporting_failures
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import TrainingError
 from klear_core.metrics import METRICS_FILE, MetricsFile
-from klear_core.pipeline.fingerprints import fingerprints_of
-from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.workspace import open_store
-from tasks.report import failed_report
-from tasks.run_info import RunInfo
+from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
+from tasks.stages import failed_report
+from tasks.tracking import RunInfo
 
 CHOSEN = ("base", "distill", "sft", "rl", "report")
 

@@ -9,7 +9,7 @@ from klear_command import ROOT
 
 SCRIPT = """
 import signal, sys, time
-from flows.interrupts import reliable_interrupts
+from flows.process import reliable_interrupts
 
 class Interrupted:
     def __del__(self):
@@ -46,7 +46,7 @@ def test_what_else_is_raised_there_is_reported_as_ever() -> None:
 IN_AN_EVENT_LOOP = """
 import asyncio, os, signal
 from prefect.utilities.engine import capture_sigterm
-from flows.interrupts import make_terminations_interrupts
+from flows.process import make_terminations_interrupts
 
 async def go_on():
     asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
@@ -72,7 +72,7 @@ def test_a_termination_that_comes_in_a_callback_of_an_event_loop_ends_the_loop()
 CLEARED_IN_A_FLOW = """
 import signal, time
 from prefect.utilities.engine import capture_sigterm
-from flows.interrupts import make_terminations_interrupts, reliable_interrupts
+from flows.process import make_terminations_interrupts, reliable_interrupts
 
 class Terminated:
     def __del__(self):
@@ -97,7 +97,7 @@ def test_a_termination_of_a_flow_that_comes_while_python_clears_something_away_i
 
 ENDING = """
 import atexit, time
-from flows.interrupts import exit_at_once_when_interrupted
+from flows.process import exit_at_once_when_interrupted
 
 def wait():
     print("ending", flush=True)

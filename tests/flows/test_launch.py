@@ -14,7 +14,7 @@ import httpx
 import pytest
 from klear_command import ROOT
 
-from flows.proxies import bypass_proxies_for_loopback
+from flows.process import bypass_proxies_for_loopback
 
 NOBODY = "http://127.0.0.1:1"
 """A proxy that does not answer."""
@@ -72,12 +72,12 @@ def test_a_command_knows_it_before_it_asks_anything_of_a_server(
 
 OUTSIDE_OF_A_FLOW = """
 import logging, sys
-from flows.launch import prepare_environment
+from flows.environment import prepare_environment
 from klear_core.config.pipeline import WorkspaceConfig
 
 prepare_environment(WorkspaceConfig(root=sys.argv[1]))
 import flows.pipeline
-logging.getLogger("flows.local_runs").info("a run was killed")
+logging.getLogger("flows.outages").info("a run was killed")
 """
 
 

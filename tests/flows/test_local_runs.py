@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from uuid import UUID
 
-from flows.local_runs import killed_runs
+from flows.outages import killed_runs
 
 RUN = "5f2c0000-0000-0000-0000-000000000001"
 HOLD = f"""
 import sys
 from uuid import UUID
-from flows.local_runs import record_run
+from flows.outages import record_run
 
 record_run(UUID("{RUN}"))
 print("recorded", flush=True)

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.execute import StageSelection, PipelineRun, tracked_run
+from flows.pipeline import StageSelection, PipelineRun, tracked_run
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import StageSummary
 from tasks.stage import run_stage
-from tasks.task import stage_task
+from tasks.stage import stage_task
 
 
 @stage_task

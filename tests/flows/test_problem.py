@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from manifests import manifest
 
-from klear_core.artifacts.ledger import LedgerStep
+from klear_core.artifacts.manifest import LedgerStep
 from klear_core.artifacts.store import LocalStore
 
 SUM, PRODUCT, LEAK = "5a0c11d2e3f40516", "5a77b0c1d2e3f405", "9e01aa55cc33dd77"

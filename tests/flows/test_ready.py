@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.execute import StageSelection, tracked_run
-from flows.pipeline import run_stages
-from klear_core.config.benchmark import BenchmarkConfig
+from flows.pipeline import StageSelection, run_stages, tracked_run
 from klear_core.config.curate import CurateConfig
-from klear_core.config.data import FileSource, ProceduralSource
+from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.errors import ConfigError
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from manifests import manifest
 
-from flows.replay import parse_loss
+from flows.compare import parse_loss
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.jobs import RlJob
 from klear_core.config.losses import BetaSchedule, ClipConfig, DgpoConfig, GppoConfig
 from klear_core.config.rl import RlConfig, RlRuntime
+from klear_core.config.stage import RlJob
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.learner import Learner
-from klear_core.train.base import prepare_base
-from klear_core.train.world import World
+from klear_core.train.base_model import prepare_base
+from klear_core.train.distributed import World
 from klear_core.types import TrainSample
 
 SCHEDULE = "schedule={start_step=1, end_step=2, beta_low=0.5, beta_high=1}"

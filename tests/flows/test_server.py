@@ -26,12 +26,12 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.execute import StageSelection, PipelineRun, tracked_run
+from flows.pipeline import StageSelection, PipelineRun, tracked_run
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.artifacts.ledger import StageSummary
-from tasks.all import task_of
+from klear_core.artifacts.manifest import StageSummary
+from tasks.stages import TASKS
 from tasks.stage import run_stage
-from tasks.task import stage_task
+from tasks.stage import stage_task
 
 
 @stage_task
@@ -49,7 +49,7 @@ def rl(info, job, inputs):
 def run_stages(run: PipelineRun):
     for stage in run.stages:
         if stage.name in run.chosen:
-            task = rl if stage.name == "rl" else task_of(stage.kind)  # all stages are real but one, which can be broken
+            task = rl if stage.name == "rl" else TASKS[stage.kind]  # all stages are real but one, which can be broken
             run.artifacts[stage.name] = run.call(task, stage, run.inputs_of(stage))
 
 

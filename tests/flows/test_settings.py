@@ -2,9 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.execute import label_of
-from flows.resolve import resolve
-from flows.retrain import with_seed
+from flows.environment import resolve
+from flows.pipeline import label_of, with_seed
 from klear_core.config.distill import ProceduralTeacherConfig
 from klear_core.config.losses import GppoConfig
 from klear_core.config.pipeline import PipelineConfig

@@ -9,8 +9,7 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 
-from flows.sweep import Sweeper
-from flows.sweep_rules import (
+from flows.sweep import (
     LONG_S,
     RECENT_S,
     SETTLE_S,
@@ -19,6 +18,7 @@ from flows.sweep_rules import (
     Change,
     SeenRun,
     StateType,
+    Sweeper,
     Watch,
     verdict_on,
 )

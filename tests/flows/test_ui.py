@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flows.ui import SURVIVES_RESTARTS, prefect_environment, runs_page
-from tasks.mlflow_view import VIEW_TAG
+from flows.serve import SURVIVES_RESTARTS, prefect_environment, runs_page
+from tasks.mlflow_backend import VIEW_TAG
 
 
 def mlflow(experiments: dict[str, str], *tags: str) -> httpx.MockTransport:

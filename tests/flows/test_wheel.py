@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from klear_command import FEW_PROBLEMS, ROOT
 
-from flows.resolve import CONFIGS, grid_file
+from flows.environment import CONFIGS, grid_file
 from klear_core.artifacts.manifest import read_manifest
 
 OURS = ("KLEAR", "PREFECT", "MLFLOW", "RAY")

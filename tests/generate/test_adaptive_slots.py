@@ -7,7 +7,7 @@ import heapq
 import itertools
 from collections.abc import Awaitable, Callable
 
-from klear_core.generate.concurrency import AdaptiveSlots
+from klear_core.generate.http_engine import AdaptiveSlots
 
 
 class Clock:

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from klear_core.generate.chat import ChatModel, ChatParams
-from klear_core.generate.fake_engine import FakeAnswer, FakeEngine
+from klear_core.generate.engine import FakeAnswer, FakeEngine
+from klear_core.generate.factory import ChatModel, ChatParams
 from klear_core.prompts import build_byte_tokenizer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from klear_core.generate.concurrency import ConcurrencyLimit
+from klear_core.generate.http_engine import ConcurrencyLimit
 
 
 def make_limit(minimum: int = 8, maximum: int = 1024) -> ConcurrencyLimit:

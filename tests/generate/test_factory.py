@@ -5,7 +5,7 @@ from pathlib import Path
 
 from qwen3_folder import build_model, write_folder
 
-from klear_core.config.engine import HttpEngineConfig, TorchEngineConfig
+from klear_core.config.evaluate import HttpEngineConfig, TorchEngineConfig
 from klear_core.generate.factory import build_engine, build_trainable_engine
 
 
@@ -28,7 +28,7 @@ def test_each_kind_of_config_gives_its_engine(tmp_path: Path) -> None:
 
 def test_importing_the_factory_and_the_light_engines_loads_nothing_heavy() -> None:
     program = """
-import sys, klear_core.generate.factory, klear_core.generate.fake_engine, klear_core.generate.http_engine, klear_core.generate.vllm_engine
+import sys, klear_core.generate.factory, klear_core.generate.engine, klear_core.generate.http_engine, klear_core.generate.vllm_engine
 print(sorted({m.split(".")[0] for m in sys.modules} & {"torch", "transformers", "vllm", "ray", "prefect", "mlflow", "pyarrow"}))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -37,7 +37,7 @@ print(sorted({m.split(".")[0] for m in sys.modules} & {"torch", "transformers", 
 
 def test_the_torch_engine_needs_torch_and_nothing_heavier() -> None:
     program = """
-import sys, klear_core.generate.qwen3.engine
+import sys, klear_core.generate.decoder.torch_engine
 print(sorted({m.split(".")[0] for m in sys.modules} & {"transformers", "vllm", "ray", "prefect", "mlflow", "pyarrow"}))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -3,8 +3,7 @@ import asyncio
 import pytest
 
 from klear_core.errors import ResourceError
-from klear_core.generate.engine import SamplingParams
-from klear_core.generate.fake_engine import END_ID, FakeAnswer, FakeEngine, scripted
+from klear_core.generate.engine import END_ID, FakeAnswer, FakeEngine, SamplingParams, scripted
 
 PARAMS = SamplingParams(
     num_samples=2, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=10, seed=3

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from completions_endpoint import MODEL, choice
 
-from klear_core.config.engine import HttpEngineConfig, HttpRuntime
+from klear_core.config.evaluate import HttpEngineConfig, HttpRuntime
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import SamplingParams
 from klear_core.generate.http_engine import HttpEngine

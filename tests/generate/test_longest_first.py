@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from klear_core.generate.longest_first import LongestFirst
+from klear_core.generate.factory import LongestFirst
 
 LENGTHS = {"a": 10, "b": 30, "c": 20}
 

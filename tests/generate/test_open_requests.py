@@ -7,7 +7,7 @@ import pytest
 from virtual_clock import run_virtually
 
 from klear_core.errors import ResourceError
-from klear_core.generate.requests import OpenRequests
+from klear_core.generate.engine import OpenRequests
 
 
 async def never() -> None:

@@ -10,9 +10,7 @@ import pytest
 
 from klear_core.errors import ResourceError
 from klear_core.generate.engine import SamplingParams
-from klear_core.generate.pool import EnginePool
-from klear_core.generate.pool_slots import EngineLost
-from klear_core.generate.restarts import RestartLimit
+from klear_core.generate.pool import EngineLost, EnginePool, RestartLimit
 from klear_core.types import Completion
 
 

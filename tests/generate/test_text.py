@@ -5,7 +5,7 @@ import pytest
 from qwen3_folder import END_ID, build_model, write_folder
 
 from klear_core.errors import ConfigError
-from klear_core.generate.text import FolderTokenizer
+from klear_core.hf_config import FolderTokenizer
 
 
 @pytest.fixture

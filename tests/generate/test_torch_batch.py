@@ -6,11 +6,11 @@ import pytest
 import torch
 from qwen3_folder import build_model, write_folder
 
+from klear_core.generate.decoder.batch import Batch, BatchRow, EndedRow
+from klear_core.generate.decoder.decode import NativeStep
+from klear_core.generate.decoder.model import Qwen3
+from klear_core.generate.decoder.shape import read_shape
 from klear_core.generate.engine import SamplingParams
-from klear_core.generate.qwen3.batch import Batch, BatchRow, EndedRow
-from klear_core.generate.qwen3.model import Qwen3
-from klear_core.generate.qwen3.native import NativeStep
-from klear_core.generate.qwen3.shape import read_shape
 
 PROMPTS = [tuple(65 + (7 * i + j) % 50 for j in range(length)) for i, length in enumerate((1, 2, 17, 90))]
 NEVER = 1000

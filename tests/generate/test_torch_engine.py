@@ -10,10 +10,10 @@ import torch
 from qwen3_folder import END_ID, build_model, write_folder
 from transformers import Qwen3ForCausalLM
 
-from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime
+from klear_core.config.evaluate import TorchEngineConfig, TorchEngineRuntime
 from klear_core.errors import ConfigError, ResourceError
+from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import SamplingParams
-from klear_core.generate.qwen3.engine import TorchEngine
 from klear_core.types import Completion
 
 MAX_LEN = 256

@@ -8,13 +8,11 @@ import torch
 from qwen3_folder import VOCAB_SIZE, build_model, write_folder
 from torch import Tensor
 
+from klear_core.generate.decoder.batch import Batch, BatchRow, EndedRow
+from klear_core.generate.decoder.decode import Decoding, NativeStep, RowState, draw, penalise
+from klear_core.generate.decoder.model import Qwen3
+from klear_core.generate.decoder.shape import read_shape
 from klear_core.generate.engine import SamplingParams
-from klear_core.generate.qwen3.batch import Batch, BatchRow, EndedRow
-from klear_core.generate.qwen3.model import Qwen3
-from klear_core.generate.qwen3.native import NativeStep
-from klear_core.generate.qwen3.sampling import Decoding, draw, penalise
-from klear_core.generate.qwen3.shape import read_shape
-from klear_core.generate.qwen3.state import RowState
 
 PROMPTS = [tuple(65 + (7 * i + j) % 50 for j in range(length)) for i, length in enumerate((1, 2, 17, 60))]
 STOP_ID = 70

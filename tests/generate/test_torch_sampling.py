@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from klear_core.generate.qwen3.sampling import Decoding, draw, penalise, truncate, uniforms
+from klear_core.generate.decoder.decode import Decoding, draw, penalise, truncate, uniforms
 
 
 def decoding(num_rows: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Decoding:

@@ -1,4 +1,4 @@
-from klear_core.generate.qwen3.slots import PrefixSlots
+from klear_core.generate.decoder.batch import PrefixSlots
 
 
 def test_readers_of_the_same_tokens_share_a_slot() -> None:

@@ -17,13 +17,19 @@ import pytest
 import torch
 from qwen3_folder import build_model, write_folder
 
-from klear_core.config.engine import TorchEngineConfig
+from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.errors import ConfigError
+from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import TensorSpec, WeightOffer, dump_offer, load_offer
-from klear_core.generate.qwen3.engine import TorchEngine
-from klear_core.generate.transfer import WeightServer, fetch, split_chunks
-from klear_core.generate.transfer_group import nccl_env, wait_for_work
-from klear_core.generate.weights import tensor_shapes, tensors
+from klear_core.generate.model_weights import (
+    WeightServer,
+    fetch,
+    nccl_env,
+    split_chunks,
+    tensor_shapes,
+    tensors,
+    wait_for_work,
+)
 
 WEIGHTS = {
     "a": torch.randn(3, 5),
@@ -36,7 +42,7 @@ WEIGHTS = {
 ENGINE = """
 import sys
 from klear_core.generate.engine import load_offer
-from klear_core.generate.transfer import fetch
+from klear_core.generate.model_weights import fetch
 print("ready", flush=True)
 arriving = fetch(load_offer(input()), rank=1)
 print(next(arriving)[0], flush=True)

@@ -15,9 +15,8 @@ from family_models import write_family
 from tiny_models import ONE, nll_heads, packed, random_rows
 
 from klear_core.config.train import LoraConfig, OptimConfig
-from klear_core.train.gather import full_weights
-from klear_core.train.lora import Adapters
-from klear_core.train.model import export_model, load_model
+from klear_core.train.distributed import full_weights
+from klear_core.train.model import Adapters, export_model, load_model
 from klear_core.train.step import Updater
 
 pytestmark = list(VLLM_MARKS)

@@ -6,7 +6,7 @@ from qwen3_folder import build_model, write_folder
 from safetensors.torch import save_file
 
 from klear_core.errors import ConfigError
-from klear_core.generate.weights import HEAD, check_shapes, tensor_shapes, tensors, wanted_shapes
+from klear_core.generate.model_weights import HEAD, check_shapes, tensor_shapes, tensors, wanted_shapes
 
 
 def test_one_file_many_shards_and_a_mapping_are_the_same_weights(tmp_path: Path) -> None:

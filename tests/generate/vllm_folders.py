@@ -13,8 +13,8 @@ os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR"
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from klear_core.config.engine import VllmEngineConfig, VllmRuntime
-from klear_core.generate.vllm_arguments import engine_arguments
+from klear_core.config.evaluate import VllmEngineConfig, VllmRuntime
+from klear_core.generate.vllm_engine import engine_arguments
 
 PROMPT = [65 + (i * i) % 97 for i in range(24)]
 ENGINE = VllmEngineConfig(dtype="float32", runtime=VllmRuntime(enforce_eager=True, kv_cache_mb=16, max_num_seqs=4))

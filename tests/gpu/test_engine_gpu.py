@@ -12,10 +12,10 @@ from qwen3_folder import build_model, write_folder
 from transformers import Qwen3ForCausalLM
 from vllm_marks import HAS_VLLM
 
-from klear_core.config.engine import TorchEngineConfig, TorchEngineRuntime, VllmEngineConfig, VllmRuntime
+from klear_core.config.evaluate import TorchEngineConfig, TorchEngineRuntime, VllmEngineConfig, VllmRuntime
+from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import SamplingParams, TensorSpec
-from klear_core.generate.qwen3.engine import TorchEngine
-from klear_core.generate.transfer import WeightServer
+from klear_core.generate.model_weights import WeightServer
 from klear_core.generate.vllm_engine import VllmEngine
 from klear_core.types import Completion
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from klear_core.train.logits import Passes, passes_on
-from klear_core.train.logps import fused_loss, token_logps
+from klear_core.train.logps import Passes, fused_loss, passes_on, token_logps
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from klear_core.train.kernels import attention, paths
-from klear_core.train.kernels.cases import ModelSizes
-from klear_core.train.kernels.proof import Conditions
-from klear_core.train.proofs import prove_in_process
+from klear_core.train.kernels import attention, registry
+from klear_core.train.kernels.check import Conditions, prove_in_process
+from klear_core.train.kernels.check_cases import ModelSizes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +34,7 @@ def asserts_on_the_device(x, _weight, _eps):
 
 
 def test_a_kernel_that_breaks_its_process_costs_that_path_alone():
-    with paths.replaced({"norm/cuda": asserts_on_the_device}):
+    with registry.replaced({"norm/cuda": asserts_on_the_device}):
         found = {p.name: p.verdict for p in prove_in_process(HERE)}
     assert found["norm/cuda"] == "crashed"
     assert found["gate/cuda"] == found["rotate/cuda"] == found["head/cuda"] == "agrees"

@@ -13,16 +13,15 @@ from tiny_models import random_rows, tiny_base
 
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 from klear_core.metrics import NullTelemetry
-from klear_core.sft.loss import sft_heads
-from klear_core.train.base import model_folder
+from klear_core.sft.loop import sft_heads
+from klear_core.train.base_model import model_folder
 from klear_core.train.checkpoint import Checkpoints
-from klear_core.train.gather import full_weights
+from klear_core.train.distributed import full_weights, load_policy, parallelise
 from klear_core.train.kernels import fused
-from klear_core.train.kernels.fused_cuda import kernels
+from klear_core.train.kernels.fused import kernels
 from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.parallel import load_policy, parallelise
 from klear_core.train.step import Updater
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import ProceduralSource
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
 from klear_core.config.load import load_profile
-from klear_core.pipeline.fingerprints import fingerprints_of
-from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.graph import fingerprints_of, stages_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -3,9 +3,9 @@
 import pytest
 
 from klear_core.config.rl import RlConfig
-from klear_core.config.sft import SftConfig
-from klear_core.pipeline.busy import ENOUGH, estimate_busy, row_work
-from klear_core.pipeline.known_models import known_size
+from klear_core.config.train import SftConfig
+from klear_core.pipeline.costs.model_size import known_size
+from klear_core.pipeline.costs.throughput import ENOUGH, estimate_busy, row_work
 
 QWEN3_8B = known_size("Qwen/Qwen3-8B")
 

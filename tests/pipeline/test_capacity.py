@@ -8,21 +8,18 @@ from pathlib import Path
 import pytest
 from test_hf_config import QWEN3, write_config
 
-from klear_core.cluster.placement import GpuPlan, check_cpu_is_meant, gpus_here
-from klear_core.cluster.places import Node
-from klear_core.config.engine import TorchEngineConfig
+from klear_core.cluster.placement import GpuPlan, Node, check_cpu_is_meant, gpus_here
+from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlRuntime
 from klear_core.errors import ResourceError
 from klear_core.hf_config import HfConfig
-from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.capacity import disk_parts, disk_problem, pool_problems_on
-from klear_core.pipeline.fingerprints import fingerprints_of
-from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.placed import problems_on, stage_lines
-from klear_core.pipeline.preflight import problems_with
-from klear_core.pipeline.workspace import open_store
+from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
+from klear_core.pipeline.plan import PendingWork
+from klear_core.pipeline.preflight.capacity import disk_parts, disk_problem, pool_problems_on
+from klear_core.pipeline.preflight.checks import problems_with
+from klear_core.pipeline.preflight.model_checks import problems_on, stage_lines
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QWEN3_8B = QWEN3 | {

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import FileSource, ProceduralSource
+from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.pipeline.detectable import detectable_lines
+from klear_core.pipeline.plan import detectable_lines
 
 
 def lines_of(*benchmarks: BenchmarkConfig) -> list[str]:

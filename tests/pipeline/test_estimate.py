@@ -3,20 +3,21 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import CurateConfig
-from klear_core.config.curve import CurveConfig
-from klear_core.config.data import FileSource, ProceduralSource
+from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.distill import DistillConfig
-from klear_core.config.engine import SamplingConfig, TorchEngineConfig, VllmEngineConfig
-from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
+from klear_core.config.evaluate import (
+    CurveConfig,
+    EvaluateConfig,
+    EvaluateSamplingConfig,
+    SamplingConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+)
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.rl import RlConfig, RlRuntime
-from klear_core.config.rollout import RolloutConfig
-from klear_core.config.sft import SftConfig, SftRuntime
-from klear_core.config.tag import TagConfig
-from klear_core.config.train import TinyModelConfig
-from klear_core.pipeline.estimate import estimate
+from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
+from klear_core.config.train import SftConfig, SftRuntime, TagConfig, TinyModelConfig
+from klear_core.pipeline.costs.estimate import estimate
 
 
 def test_only_what_is_chosen_is_counted() -> None:

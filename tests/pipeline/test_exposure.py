@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 from manifests import manifest
 
-from klear_core.artifacts.ledger import GivenRecord
-from klear_core.artifacts.manifest import Manifest, write_manifest
+from klear_core.artifacts.manifest import GivenRecord, Manifest, write_manifest
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError
-from klear_core.pipeline.exposure import Exposure, exposures
-from klear_core.pipeline.fingerprints import fingerprints_of, input_records
-from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.preflight import problems_with
+from klear_core.pipeline.graph import fingerprints_of, input_records, stages_of
+from klear_core.pipeline.preflight.checks import Exposure, exposures, problems_with
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke"
 

@@ -7,8 +7,8 @@ import pytest
 from test_hf_config import write_config
 
 from klear_core.config.load import load_profile
-from klear_core.pipeline.ahead import PendingWork
-from klear_core.pipeline.fits import memory_problems
+from klear_core.pipeline.plan import PendingWork
+from klear_core.pipeline.preflight.capacity import memory_problems
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QWEN3_8B = {

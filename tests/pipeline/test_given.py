@@ -13,26 +13,21 @@ from test_hf_config import QWEN3, write_config
 from klear_core.artifacts.manifest import POINTER, ArtifactRef
 from klear_core.artifacts.model_files import folder_of
 from klear_core.artifacts.records import read_shards
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import FileSource
-from klear_core.config.data_jobs import BenchmarksRuntime
-from klear_core.config.given_jobs import GivenModelJob, GivenProblemsJob
+from klear_core.config.data import BenchmarkConfig, FileSource
+from klear_core.config.data_jobs import BenchmarksRuntime, GivenModelJob, GivenProblemsJob
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.train import HfModelConfig
 from klear_core.data.benchmarks import prepare_benchmarks
-from klear_core.data.curate import curate
+from klear_core.data.curation.curate import curate
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
-from klear_core.pipeline.estimate import estimate
-from klear_core.pipeline.fingerprints import fingerprints_of, input_records
-from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.model_size import model_size
-from klear_core.pipeline.moved import set_moved_aside
+from klear_core.pipeline.costs.estimate import estimate
+from klear_core.pipeline.costs.model_size import model_size
+from klear_core.pipeline.graph import fingerprints_of, input_records, open_store, set_moved_aside, stages_of
 from klear_core.pipeline.plan import plan_stages
-from klear_core.pipeline.preflight import problems_with
-from klear_core.pipeline.workspace import open_store
-from klear_core.train.base import model_folder
+from klear_core.pipeline.preflight.checks import problems_with
+from klear_core.train.base_model import model_folder
 from klear_core.types import Problem
 
 CONFIGS = Path(__file__).parents[2] / "configs"

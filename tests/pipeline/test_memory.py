@@ -6,17 +6,18 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from klear_core.config.engine import SamplingConfig, VllmEngineConfig, VllmRuntime
-from klear_core.config.hardware import HardwareConfig
-from klear_core.config.rl import RlConfig, RlRuntime
-from klear_core.config.rollout import RolloutConfig
-from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
-from klear_core.config.train import LoraConfig
-from klear_core.pipeline.engines import engine_fit
-from klear_core.pipeline.fits import _fits_offloaded, _remedy, with_margin_gb
-from klear_core.pipeline.known_models import known_size
-from klear_core.pipeline.memory import LearnerLoad, learner_load, learner_peak, resident_bytes, state_bytes
-from klear_core.pipeline.model_size import ModelSize
+from klear_core.config.evaluate import HardwareConfig, SamplingConfig, VllmEngineConfig, VllmRuntime
+from klear_core.config.rl import RlConfig, RlRuntime, RolloutConfig
+from klear_core.config.train import LoraConfig, SftConfig, SftOptimConfig, SftRuntime
+from klear_core.pipeline.costs.memory import (
+    LearnerLoad,
+    learner_load,
+    learner_peak,
+    resident_bytes,
+    state_bytes,
+)
+from klear_core.pipeline.costs.model_size import ModelSize, engine_fit, known_size
+from klear_core.pipeline.preflight.capacity import _fits_offloaded, _remedy, with_margin_gb
 
 
 def _of(name: str) -> ModelSize:

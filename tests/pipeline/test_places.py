@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from klear_core.cluster.placement import GpuPlan, plan_gpus
-from klear_core.cluster.places import Node, Place, Room, check_tensor_parallel, place_ranks, place_rl
-from klear_core.config.engine import TorchEngineConfig, VllmEngineConfig, VllmRuntime
+from klear_core.cluster.placement import (
+    GpuPlan,
+    Node,
+    Place,
+    Room,
+    check_tensor_parallel,
+    place_ranks,
+    place_rl,
+    plan_gpus,
+)
+from klear_core.config.evaluate import TorchEngineConfig, VllmEngineConfig, VllmRuntime
 from klear_core.config.rl import RlRuntime
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import ResourceError

@@ -4,20 +4,24 @@ from pathlib import Path
 import pytest
 from manifests import manifest
 
-from klear_core.config.benchmark import BenchmarkConfig
 from klear_core.config.curate import CurateConfig
-from klear_core.config.data import FileSource, ProceduralSource
+from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.reward import CustomReward, RewardConfig
-from klear_core.config.rl import RlConfig
+from klear_core.config.rl import CustomReward, RewardConfig, RlConfig
 from klear_core.config.settings import result_settings
-from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
-from klear_core.config.train import HfModelConfig
+from klear_core.config.train import HfModelConfig, SftConfig, SftOptimConfig, SftRuntime
 from klear_core.errors import ConfigError
-from klear_core.pipeline.fingerprints import fingerprints_of, input_records
-from klear_core.pipeline.graph import downstream_of, select_stages, stages_again, stages_of, with_inputs
+from klear_core.pipeline.graph import (
+    downstream_of,
+    fingerprints_of,
+    input_records,
+    open_store,
+    select_stages,
+    stages_again,
+    stages_of,
+    with_inputs,
+)
 from klear_core.pipeline.plan import plan_stages
-from klear_core.pipeline.workspace import open_store
 
 
 def config(root: Path, **changes) -> PipelineConfig:

@@ -14,7 +14,7 @@ from manifests import manifest
 from pydantic import SecretStr
 from test_hf_config import QWEN3, write_config
 
-from klear_core.artifacts.ledger import LedgerStep
+from klear_core.artifacts.manifest import LedgerStep
 from klear_core.cluster.placement import GpuPlan, gpus_here, plan_gpus
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import FileSource
@@ -22,15 +22,13 @@ from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlConfig
-from klear_core.config.sft import SftConfig, SftRuntime
+from klear_core.config.train import SftConfig, SftRuntime
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.metrics import NullTelemetry
-from klear_core.pipeline.estimate import estimate
-from klear_core.pipeline.fingerprints import fingerprints_of
-from klear_core.pipeline.graph import select_stages, stages_of
-from klear_core.pipeline.preflight import problems_with, require_ready
-from klear_core.pipeline.workspace import open_store
+from klear_core.pipeline.costs.estimate import estimate
+from klear_core.pipeline.graph import fingerprints_of, open_store, select_stages, stages_of
+from klear_core.pipeline.preflight.checks import problems_with, require_ready
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 KLEAR_8B = CONFIGS / "klear_8b"

@@ -8,18 +8,14 @@ from pathlib import Path
 import pytest
 from manifests import manifest
 
-from flows.reuse import intact_artifacts
+from flows.terminal import intact_artifacts
 from klear_core.artifacts.manifest import ArtifactRef, InputRecord
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import ProceduralSource
-from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.promote import Champion, PromoteConfig
-from klear_core.config.promote_job import PromoteJob
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.data_jobs import PromoteJob
+from klear_core.config.pipeline import Champion, PipelineConfig, PromoteConfig, WorkspaceConfig
 from klear_core.config.settings import result_settings
-from klear_core.pipeline.fingerprints import fingerprints_of
-from klear_core.pipeline.graph import stages_of
+from klear_core.pipeline.graph import fingerprints_of, open_store, stages_of
 from klear_core.pipeline.plan import plan_stages
-from klear_core.pipeline.workspace import open_store
 
 BENCH = BenchmarkConfig(name="b", source=ProceduralSource(split="heldout"))
 OFF = PipelineConfig(benchmarks=(BENCH,))

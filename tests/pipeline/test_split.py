@@ -2,11 +2,10 @@
 
 import pytest
 
-from klear_core.config.hardware import HardwareConfig
+from klear_core.config.evaluate import HardwareConfig
 from klear_core.config.rl import RlConfig
-from klear_core.pipeline.engines import step_seconds
-from klear_core.pipeline.known_models import known_size
-from klear_core.pipeline.split import estimate_split
+from klear_core.pipeline.costs.model_size import known_size, step_seconds
+from klear_core.pipeline.costs.throughput import estimate_split
 
 QWEN3_8B = known_size("Qwen/Qwen3-8B")
 H100 = HardwareConfig(gpu_memory_gb=80)

@@ -10,19 +10,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from klear_core.artifacts.ledger import LedgerStep
-from klear_core.artifacts.manifest import ArtifactRef, InputRecord, Manifest, fingerprint
+from klear_core.artifacts.manifest import ArtifactRef, InputRecord, LedgerStep, Manifest, fingerprint
 from klear_core.artifacts.records import write_shard
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import ProceduralSource
-from klear_core.config.engine import TorchEngineConfig
-from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.evaluate import EvaluateConfig, EvaluateSamplingConfig, TorchEngineConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.settings import Settings
 from klear_core.metrics import MetricsFile
 from klear_core.pipeline.graph import stages_of
-from klear_core.report.inputs import PairedDifference, ReportInputs, RunInfo, StageFolder
+from klear_core.report.run.data import PairedDifference, ReportInputs, RunInfo, StageFolder
 from klear_core.scores import DecodingProfile, DifficultyScore, EvalReport, PassAtK, Range, Score, write_reports
 from klear_core.types import Difficulty, EvalSample, Outcome, Verdict
 

@@ -12,9 +12,9 @@ import pytest
 from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, said, sample
 
 from klear_core.errors import ConfigError, DataError
-from klear_core.evaluate.generations import AnswerSource, Generation, evaluation_answers
+from klear_core.evaluate.answers.stored import AnswerSource, Generation, evaluation_answers
 from klear_core.report.answers import DATA_FOLDER, write_viewer
-from klear_core.report.text import percent
+from klear_core.scores import percent
 from klear_core.types import MathReference
 
 

@@ -13,13 +13,13 @@ import pytest
 from report_runs import WHEN, Made, config, laptop_run, publish, samples, stage_folder, with_stage, write_evaluation
 
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.promote import PromoteConfig
-from klear_core.config.promote_job import PromoteJob
+from klear_core.config.data_jobs import PromoteJob
+from klear_core.config.pipeline import PromoteConfig
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.decision import DECISION_FILE, Check, Contender, Decision, SharedProblems
+from klear_core.evaluate.compare.promotion import DECISION_FILE, Check, Contender, Decision, SharedProblems
 from klear_core.pipeline.graph import stages_of
-from klear_core.report.build import build_report
-from klear_core.report.inputs import ReportInputs, StageFolder
+from klear_core.report.run.build import build_report
+from klear_core.report.run.data import ReportInputs, StageFolder
 from klear_core.scores import TemplateScore, read_reports, write_reports
 from klear_core.types import EvalSample
 

@@ -11,19 +11,17 @@ from rich.console import Console
 from stored_evaluations import RIGHT, evaluation, given_model, made_model, published_report, said, sample
 
 from klear_core.artifacts.manifest import read_manifest, write_manifest
-from klear_core.config.given import GivenFolder
-from klear_core.config.given_jobs import GivenModelJob
-from klear_core.config.train import TinyModelConfig
+from klear_core.config.data_jobs import GivenModelJob
+from klear_core.config.train import GivenFolder, TinyModelConfig
 from klear_core.errors import ArtifactError
 from klear_core.metrics import NullTelemetry
-from klear_core.report.build import build_report
-from klear_core.report.chosen import Choice, chosen_on, write_choice
-from klear_core.report.compared_runs import read_run
-from klear_core.report.comparison import COMPARISON_PAGE, compare_runs
-from klear_core.report.inputs import ReportInputs
-from klear_core.report.read import read_facts
-from klear_core.report.terminal import score_table
-from klear_core.train.base import prepare_base
+from klear_core.report.run.build import build_report
+from klear_core.report.run.data import ReportInputs, read_facts
+from klear_core.report.run.final_table import score_table
+from klear_core.report.run.warnings import Choice, chosen_on, write_choice
+from klear_core.report.several.compared_runs import read_run
+from klear_core.report.several.comparison import COMPARISON_PAGE, compare_runs
+from klear_core.train.base_model import prepare_base
 
 TINY = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
 

@@ -6,12 +6,9 @@ from pathlib import Path
 import pytest
 from report_runs import laptop_run
 
-from klear_core.report.claims import headline, standing_of
-from klear_core.report.facts import Facts
-from klear_core.report.inputs import PairedDifference
-from klear_core.report.read import read_facts
-from klear_core.report.text import MINUS
-from klear_core.scores import Range
+from klear_core.report.run.claims import headline, standing_of
+from klear_core.report.run.data import Facts, PairedDifference, read_facts
+from klear_core.scores import MINUS, Range
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,14 @@ from stored_evaluations import (
     sample,
 )
 
+from klear_core.config.settings import different_settings
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ArtifactError, DataError
 from klear_core.metrics import NullTelemetry
-from klear_core.report.compared_runs import different_settings, read_run
-from klear_core.report.comparison import COMPARISON_PAGE, compare_runs
+from klear_core.report.several.compared_runs import read_run
+from klear_core.report.several.comparison import COMPARISON_PAGE, compare_runs
 from klear_core.scores import Range, Score, TemplateScore
-from klear_core.train.base import prepare_base
+from klear_core.train.base_model import prepare_base
 
 
 def run(root: Path, marks: str, *, seed: int = 0, first: int = 1, **config: object) -> Path:

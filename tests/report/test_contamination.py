@@ -14,13 +14,12 @@ from klear_core.artifacts.manifest import ArtifactRef, InputRecord
 from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.store import LocalStore
 from klear_core.config.train import TinyModelConfig
-from klear_core.data.decontaminate import Leak
-from klear_core.data.leak_table import write_leaks
+from klear_core.data.curation.decontaminate import Leak
+from klear_core.data.curation.write import write_leaks
 from klear_core.metrics import NullTelemetry
-from klear_core.report.contamination import kept_leaks, num_contaminated, num_overlapping
-from klear_core.report.inputs import ScoreWarning
-from klear_core.report.read import read_facts
-from klear_core.train.base import prepare_base
+from klear_core.report.run.data import ScoreWarning, read_facts
+from klear_core.report.run.warnings import kept_leaks, num_contaminated, num_overlapping
+from klear_core.train.base_model import prepare_base
 
 
 def leak(question: str, *, is_dropped: bool) -> Leak:

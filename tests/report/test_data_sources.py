@@ -7,9 +7,9 @@ from pathlib import Path
 
 from manifests import manifest
 
-from klear_core.artifacts.ledger import GivenRecord
-from klear_core.report.ancestry import Ancestor, data_sources
-from klear_core.report.model_card import CardFacts, model_card
+from klear_core.artifacts.manifest import GivenRecord
+from klear_core.report.publish import CardFacts, model_card
+from klear_core.report.run.lineage import Ancestor, data_sources
 
 COMMIT = "0123456" + "0" * 33
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from klear_core.artifacts.ledger import GivenRecord
-from klear_core.artifacts.manifest import InputRecord, Manifest
-from klear_core.report.ancestry import NOT_STATED, Ancestor, own_licence
+from klear_core.artifacts.manifest import GivenRecord, InputRecord, Manifest
+from klear_core.report.run.lineage import NOT_STATED, Ancestor, own_licence
 
 
 def artifact(stage: str, kind: str, licence: str = "", **inputs: Ancestor) -> Ancestor:

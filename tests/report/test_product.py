@@ -12,13 +12,10 @@ from report_runs import laptop_run
 
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
-from klear_core.report.build import build_report
-from klear_core.report.examples import pick_examples
-from klear_core.report.facts import Facts
-from klear_core.report.inputs import ReportInputs
-from klear_core.report.product import product_of
-from klear_core.report.read import read_facts
-from klear_core.train.base import prepare_base
+from klear_core.report.run.build import build_report
+from klear_core.report.run.data import Facts, ReportInputs, read_facts
+from klear_core.report.run.shown_answers import pick_examples, product_of
+from klear_core.train.base_model import prepare_base
 
 TINY = TinyModelConfig(
     hidden_size=16,

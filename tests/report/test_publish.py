@@ -11,14 +11,13 @@ from stored_evaluations import RIGHT, SILENT, WRONG, evaluation, published_repor
 
 from klear_core.artifacts.hub import upload
 from klear_core.artifacts.store import LocalStore
-from klear_core.config.load import load_profile, validate
+from klear_core.config.load import load_profile, profile_toml, validate
 from klear_core.config.settings import config_digest
-from klear_core.config.toml import profile_toml
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.report.publish import check_published, write_model
-from klear_core.train.base import prepare_base
+from klear_core.train.base_model import prepare_base
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from klear_core.report.text import duration, number, percent, points, shares, visible
+from klear_core.scores import duration, number, percent, points, shares, visible
 
 
 @pytest.mark.parametrize(

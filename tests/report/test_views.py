@@ -13,27 +13,22 @@ import pytest
 from report_runs import BROKEN_BY_RL, config, laptop_run, stage_folder, with_stage
 from rich.console import Console
 
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.curve import CurveConfig, CurveJob, CurveRuntime
-from klear_core.config.data import FileSource
+from klear_core.config.data import BenchmarkConfig, FileSource
+from klear_core.config.evaluate import CurveConfig
 from klear_core.config.losses import ClipConfig
-from klear_core.config.pipeline import PipelineConfig
-from klear_core.evaluate.published import PublishedModel
-from klear_core.report import curves
+from klear_core.config.pipeline import CurveJob, CurveRuntime, PipelineConfig
+from klear_core.evaluate.compare.published import PublishedModel
 from klear_core.report.charts import Series
-from klear_core.report.config_view import changed_settings
-from klear_core.report.curves import RL_CHARTS, SFT_CHARTS, stage_curves
-from klear_core.report.examples import pick_examples
-from klear_core.report.facts import Facts
-from klear_core.report.inputs import ReportInputs
-from klear_core.report.ledger_view import stage_ledgers
-from klear_core.report.lineage import NODE_WIDTH, lineage_graph
-from klear_core.report.notices import notices
-from klear_core.report.published_view import published_rows
-from klear_core.report.read import read_facts
-from klear_core.report.scores_view import benchmark_views
-from klear_core.report.terminal import score_table
-from klear_core.train.curve import POINT
+from klear_core.report.run import build
+from klear_core.report.run.build import RL_CHARTS, SFT_CHARTS, stage_curves
+from klear_core.report.run.data import Facts, ReportInputs, read_facts
+from klear_core.report.run.final_table import score_table
+from klear_core.report.run.lineage import NODE_WIDTH, lineage_graph
+from klear_core.report.run.scores_view import benchmark_views, published_rows
+from klear_core.report.run.sections import changed_settings, stage_ledgers
+from klear_core.report.run.shown_answers import pick_examples
+from klear_core.report.run.warnings import notices
+from klear_core.train.inline_eval import POINT
 from klear_core.types import Outcome, Verdict
 
 
@@ -94,7 +89,7 @@ def test_no_logged_metric_is_left_out(facts: Facts) -> None:
 
 
 def test_what_the_charts_name_is_what_the_stages_log() -> None:
-    core = Path(curves.__file__).parents[1]
+    core = Path(build.__file__).parents[2]
     for stage, specs in (("sft", SFT_CHARTS), ("rl", RL_CHARTS)):
         source = "".join(path.read_text() for path in sorted((core / stage).glob("*.py")))
         points = {f"eval/{name}" for name in POINT}

@@ -11,11 +11,10 @@ import pytest
 from processes import alive, title
 from rl_builders import Recorder, low_byte_judge, problem, rl_config
 
-from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime
-from klear_core.config.rollout import RolloutConfig
+from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
+from klear_core.rl.interfaces import RlSetup, Workers
 from klear_core.rl.loop import run_rl
-from klear_core.rl.progress import Progress
-from klear_core.rl.workers import RlSetup, Workers
+from klear_core.rl.state import Progress
 from klear_core.types import Judge, Problem, Verdict
 
 pytest.importorskip("ray")

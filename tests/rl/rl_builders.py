@@ -10,15 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from klear_core.artifacts.records import shard_name, write_shard
-from klear_core.config.engine import SamplingConfig
+from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.losses import GppoConfig
-from klear_core.config.reward import RewardConfig
-from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlOptimConfig, RlRuntime
-from klear_core.config.rollout import RolloutConfig
+from klear_core.config.rl import RewardConfig, RlCheckpointConfig, RlConfig, RlOptimConfig, RlRuntime, RolloutConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
-from klear_core.train.base import prepare_base
-from klear_core.train.world import World
+from klear_core.train.base_model import prepare_base
+from klear_core.train.distributed import World
 from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem, TrainSample, Verdict
 
 ONE = World(rank=0, size=1, device=torch.device("cpu"))

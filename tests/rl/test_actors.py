@@ -19,23 +19,25 @@ import torch
 from ray_builders import NUM_STEPS, PROBLEMS, Saboteur, actors_of, config, kill, run
 from rl_builders import low_byte_judge, same_weights, weights
 
-from klear_core.cluster.actors import split_parts, to_arrays, to_tensors
 from klear_core.cluster.placement import GpuPlan, is_direct, plan_gpus
-from klear_core.config.engine import TorchEngineConfig
+from klear_core.cluster.rank_actors import split_parts, to_arrays, to_tensors
+from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.config.rl import RlRuntime
 from klear_core.errors import ResourceError, TrainingError
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightOffer, WeightSource
 from klear_core.metrics import NullTelemetry
+from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup
 from klear_core.rl.loop import run_rl
-from klear_core.rl.progress import Progress
-from klear_core.rl.workers import LearnerHandle, LearnerLost, LocalWorkers, RlSetup
+from klear_core.rl.state import Progress
 from klear_core.types import Completion
 
 ray = pytest.importorskip("ray")
-from klear_core.cluster.calls import Restarts, StoredWeights  # noqa: E402
-from klear_core.cluster.rl_learner import RayLearner  # noqa: E402
-from klear_core.cluster.rl_workers import RayWorkers  # noqa: E402
-from klear_core.cluster.rollout_engines import RayRolloutEngines  # noqa: E402
+from klear_core.cluster.ray_calls import Restarts, StoredWeights  # noqa: E402
+from klear_core.cluster.rl_workers import (  # noqa: E402
+    RayLearner,
+    RayRolloutEngines,
+    RayWorkers,
+)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams
 from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import to_samples
-from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts
+from klear_core.rl.state import Progress
 from klear_core.types import Completion, Judge
 
 PROBLEMS = [problem(f"q{i}") for i in range(1000)]

@@ -7,8 +7,8 @@ from rl_builders import problem
 
 from klear_core.rl.groups import DropCounts
 from klear_core.rl.loop import speed
-from klear_core.rl.metrics import describe_groups
 from klear_core.rl.rollout import StepRollouts
+from klear_core.rl.step_metrics import describe_groups
 from klear_core.types import Completion, FinishReason, Outcome, Rollout, RolloutGroup, Verdict
 
 

@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from klear_core.config.reward import OverlongConfig
-from klear_core.config.rollout import GroupFilterConfig
+from klear_core.config.rl import GroupFilterConfig, OverlongConfig
 from klear_core.rl.groups import DropCounts, keep_informative
 from klear_core.types import (
     Completion,

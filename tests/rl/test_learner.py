@@ -22,8 +22,8 @@ from klear_core.rl.groups import cut_minibatches
 from klear_core.rl.learner import Learner
 from klear_core.rl.losses import k3
 from klear_core.seeding import seed_for
-from klear_core.train.base import model_folder
-from klear_core.train.gather import full_weights
+from klear_core.train.base_model import model_folder
+from klear_core.train.distributed import full_weights
 from klear_core.train.logps import token_logps
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack

@@ -17,7 +17,7 @@ from klear_core.config.train import TrainRuntime
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.rl.learner import Learner
-from klear_core.train.world import World
+from klear_core.train.distributed import World
 
 SAMPLES = random_samples(8)
 RUNTIME = {"device": "cpu", "tokens_per_microbatch": 24}

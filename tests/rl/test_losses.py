@@ -25,8 +25,7 @@ from klear_core.config.losses import (
     SapoConfig,
     TrmConfig,
 )
-from klear_core.rl.losses import TokenLoss, at_step, joins_tokens, k3, token_loss
-from klear_core.rl.weights import TrainBatch, row_max, row_mean
+from klear_core.rl.losses import TokenLoss, TrainBatch, at_step, joins_tokens, k3, row_max, row_mean, token_loss
 
 RATIOS = (0.25, 0.5, 0.9, 1.0, 1.2, 1.29, 1.5, 3.0, 12.0)
 ALL_LOSSES: tuple[LossConfig, ...] = (

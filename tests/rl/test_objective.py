@@ -10,9 +10,9 @@ from rl_builders import rl_config, sample
 
 from klear_core.config.losses import LOSS_KINDS
 from klear_core.config.rl import GrpoAdvantage, MismatchConfig, RlConfig
-from klear_core.rl.metrics import TokenStats
 from klear_core.rl.objective import Denominators, OldPolicy, loss_head, make_targets
 from klear_core.rl.rewards import advantages
+from klear_core.rl.step_metrics import TokenStats
 from klear_core.train.packing import MicroBatch, pack
 from klear_core.types import TrainSample
 

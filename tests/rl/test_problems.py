@@ -9,17 +9,24 @@ from pydantic import ValidationError
 from rl_builders import problem, problem_artifact
 
 from klear_core.artifacts.records import shard_name, write_shard
-from klear_core.code_tests import AssertTests, CodeReference, StdinCase, StdinTests
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.rl import RlConfig
-from klear_core.config.rollout import PromptFilterConfig
-from klear_core.config.tag import TagConfig
+from klear_core.config.rl import PromptFilterConfig, RlConfig
+from klear_core.config.train import TagConfig
 from klear_core.errors import ConfigError, DataError
 from klear_core.pipeline.graph import stages_of
-from klear_core.pipeline.preflight import problems_with
-from klear_core.rl.problems import choose_problems, drop_reason
+from klear_core.pipeline.preflight.checks import problems_with
+from klear_core.rl.groups import choose_problems, drop_reason
 from klear_core.scores import RATES_FOLDER
-from klear_core.types import Domain, PassRate, Problem, UnverifiableReference
+from klear_core.types import (
+    AssertTests,
+    CodeReference,
+    Domain,
+    PassRate,
+    Problem,
+    StdinCase,
+    StdinTests,
+    UnverifiableReference,
+)
 
 MATH = [problem(f"p{i}") for i in range(4)]
 EVERYTHING = PromptFilterConfig()

@@ -17,12 +17,11 @@ from klear_core.config.losses import LOSS_KINDS, AspoConfig, ClipConfig, GppoCon
 from klear_core.config.rl import RlConfig, RlRuntime
 from klear_core.errors import ArtifactError
 from klear_core.metrics import NullTelemetry, Telemetry
-from klear_core.rl.learner import SAVED_STEPS, Learner
+from klear_core.rl.interfaces import LocalWorkers, RlSetup
+from klear_core.rl.learner import SAVED_STEPS, Learner, SavedSteps
 from klear_core.rl.loop import run_rl
 from klear_core.rl.replay import Replay, Replayed, replay
-from klear_core.rl.saved_steps import SavedSteps
-from klear_core.rl.workers import LocalWorkers, RlSetup
-from klear_core.train.world import World
+from klear_core.train.distributed import World
 from klear_core.types import TrainSample
 
 

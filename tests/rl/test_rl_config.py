@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from klear_core.config.reward import OverlongConfig
-from klear_core.config.rl import RlConfig
+from klear_core.config.rl import OverlongConfig, RlConfig
 
 
 def rl(sampling: dict[str, object], **settings: object) -> RlConfig:

@@ -11,20 +11,20 @@ import pytest
 from rl_builders import Recorder, low_byte_judge, problem, problem_artifact, rl_config, same_weights
 from toy_curves import toy_curve
 
-from klear_core.config.curve import CurveConfig
-from klear_core.config.jobs import RlJob
+from klear_core.config.evaluate import CurveConfig
 from klear_core.config.load import validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime
 from klear_core.config.settings import config_digest
+from klear_core.config.stage import RlJob
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ConfigError
-from klear_core.evaluate.checkpoints import fixed_set, open_exam
+from klear_core.evaluate.inline_eval import fixed_set, open_exam
+from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import InferenceEngine
-from klear_core.generate.qwen3.engine import TorchEngine
 from klear_core.metrics import METRICS_FILE, MetricsFile, read_metrics
+from klear_core.rl.interfaces import LocalWorkers, RlSetup
 from klear_core.rl.loop import run_rl, train_rl
-from klear_core.rl.workers import LocalWorkers, RlSetup
 from klear_core.verify import build_judge_pool
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]

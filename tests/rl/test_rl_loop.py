@@ -22,25 +22,23 @@ from rl_builders import (
 )
 from safetensors.torch import load_file
 
-from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard
-from klear_core.config.engine import SamplingConfig, TorchEngineConfig
-from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime
-from klear_core.config.rollout import RolloutConfig
+from klear_core.config.evaluate import SamplingConfig, TorchEngineConfig
+from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.config.settings import RareFloor
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
+from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
-from klear_core.generate.qwen3.engine import TorchEngine
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.groups import DropCounts
+from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlSetup, Workers
 from klear_core.rl.loop import check_trained_share, run_rl, train_rl
-from klear_core.rl.metrics import ShownRollout
-from klear_core.rl.progress import Progress
-from klear_core.rl.rollout import StepRollouts
-from klear_core.rl.rounds import Lookahead
-from klear_core.rl.workers import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlSetup, Workers
-from klear_core.train.base import model_folder
+from klear_core.rl.rollout import Lookahead, StepRollouts
+from klear_core.rl.state import Progress
+from klear_core.rl.step_metrics import ShownRollout
+from klear_core.train.base_model import model_folder
 from klear_core.types import Completion, Domain, Judge, Outcome, Problem, TrainSample, Verdict
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]

@@ -11,17 +11,13 @@ from pathlib import Path
 import pytest
 from rl_builders import problem, rl_config, tiny_base
 
-from klear_core.config.engine import SamplingConfig
-from klear_core.config.reward import OverlongConfig, RewardConfig
-from klear_core.config.rl import RlConfig, RlRuntime
-from klear_core.config.rollout import RolloutConfig
+from klear_core.config.evaluate import SamplingConfig
+from klear_core.config.rl import OverlongConfig, RewardConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.errors import TrainingError
-from klear_core.generate.engine import SamplingParams
-from klear_core.generate.fake_engine import FakeAnswer, FakeEngine, Script
+from klear_core.generate.engine import FakeAnswer, FakeEngine, SamplingParams, Script
 from klear_core.prompts import build_byte_tokenizer, load_tokenizer
-from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts
-from klear_core.rl.rounds import Collector
-from klear_core.train.base import model_folder
+from klear_core.rl.rollout import Collector, PromptStream, Sampler, StepRollouts
+from klear_core.train.base_model import model_folder
 from klear_core.types import Judge, Outcome, Problem, Verdict
 
 RIGHT, WRONG = (Verdict(outcome=Outcome.SCORED, score=s) for s in (1.0, 0.0))

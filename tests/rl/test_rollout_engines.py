@@ -13,25 +13,26 @@ from ray_builders import Saboteur, actors_of, config, kill, run
 from rl_builders import Recorder
 from safetensors.torch import load_file
 
-from klear_core.cluster.actors import Arrays, to_arrays
 from klear_core.cluster.engine_actors import Reply, Request, RolloutActor
-from klear_core.cluster.rank_actor import Reports
+from klear_core.cluster.rank_actors import Arrays, Reports, to_arrays
 from klear_core.config.rl import RlCheckpointConfig
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.generate.engine import SamplingParams, WeightOffer
-from klear_core.generate.pool_slots import EngineLost
-from klear_core.progress import Progress
-from klear_core.rl.workers import RlSetup
-from klear_core.train.base import model_folder
+from klear_core.generate.pool import EngineLost
+from klear_core.metrics import Progress
+from klear_core.rl.interfaces import RlSetup
+from klear_core.train.base_model import model_folder
 from klear_core.types import Completion
 
 ray = pytest.importorskip("ray")
 from ray.exceptions import OutOfMemoryError  # noqa: E402
 
-from klear_core.cluster.calls import Restarts, StoredWeights, within  # noqa: E402
-from klear_core.cluster.ray_engine import RayEngine  # noqa: E402
-from klear_core.cluster.rl_learner import RayLearner  # noqa: E402
-from klear_core.cluster.rollout_engines import RayRolloutEngines  # noqa: E402
+from klear_core.cluster.engine_actors import RayEngine  # noqa: E402
+from klear_core.cluster.ray_calls import Restarts, StoredWeights, within  # noqa: E402
+from klear_core.cluster.rl_workers import (  # noqa: E402
+    RayLearner,
+    RayRolloutEngines,
+)
 
 PARAMS = SamplingParams(
     num_samples=1, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, max_new_tokens=4, seed=0

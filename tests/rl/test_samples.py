@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from klear_core.config.reward import OverlongConfig
-from klear_core.config.rl import GrpoAdvantage
+from klear_core.config.rl import GrpoAdvantage, OverlongConfig
 from klear_core.rl.groups import cut_minibatches, to_samples
 from klear_core.types import (
     Completion,

@@ -14,20 +14,19 @@ import pytest
 import torch
 from rl_builders import rl_config, tiny_base
 
-from klear_core.cluster.actors import LearnerActor
 from klear_core.cluster.engine_actors import RolloutActor
+from klear_core.cluster.rank_actors import LearnerActor
 from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams, WeightOffer
-from klear_core.generate.transfer_check import digest_of, known_tensors
-from klear_core.rl.start_checks import TOLERANCES, check_engine
-from klear_core.rl.workers import LocalWorkers, RlSetup
+from klear_core.generate.model_weights import digest_of, known_tensors
+from klear_core.rl.interfaces import TOLERANCES, LocalWorkers, RlSetup, check_engine
 from klear_core.types import Completion
 
 pytest.importorskip("ray")
-from klear_core.cluster.calls import Restarts
-from klear_core.cluster.rank_actor import LOGGER
-from klear_core.cluster.rl_learner import RayLearner
+from klear_core.cluster.rank_actors import LOGGER
+from klear_core.cluster.ray_calls import Restarts
+from klear_core.cluster.rl_workers import RayLearner
 
 
 @pytest.fixture(scope="module")

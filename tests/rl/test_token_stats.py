@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from klear_core.config.losses import AspoConfig, CispoConfig, ErcConfig, GppoConfig, LossConfig
-from klear_core.rl.losses import token_loss
-from klear_core.rl.metrics import TokenStats
-from klear_core.rl.weights import TrainBatch
+from klear_core.rl.losses import TrainBatch, token_loss
+from klear_core.rl.step_metrics import TokenStats
 
 CPU = torch.device("cpu")
 

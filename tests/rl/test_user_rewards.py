@@ -11,21 +11,17 @@ import pytest
 from pydantic import ValidationError
 from rl_builders import problem, rl_config, tiny_base
 
-from klear_core.config.engine import SamplingConfig
-from klear_core.config.reward import CustomReward, OverlongConfig, RewardConfig
-from klear_core.config.rl import RlConfig
-from klear_core.config.rollout import GroupFilterConfig, RolloutConfig
+from klear_core.config.evaluate import SamplingConfig
+from klear_core.config.rl import CustomReward, GroupFilterConfig, OverlongConfig, RewardConfig, RlConfig, RolloutConfig
 from klear_core.config.verify import VerifyConfig, VerifyRuntime
 from klear_core.errors import RewardError
-from klear_core.generate.fake_engine import FakeAnswer, FakeEngine
+from klear_core.generate.engine import FakeAnswer, FakeEngine
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.groups import DropCounts, keep_informative, to_samples
-from klear_core.rl.metrics import describe_groups
-from klear_core.rl.rewards import custom_reward
-from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts
-from klear_core.rl.rounds import Collector
-from klear_core.rl.user_rewards import UserRewards
-from klear_core.train.base import model_folder
+from klear_core.rl.rewards import UserRewards, custom_reward
+from klear_core.rl.rollout import Collector, PromptStream, Sampler, StepRollouts
+from klear_core.rl.step_metrics import describe_groups
+from klear_core.train.base_model import model_folder
 from klear_core.types import Completion, Outcome, Problem, Rollout, RolloutGroup, Verdict
 from klear_core.verify import JudgePool
 

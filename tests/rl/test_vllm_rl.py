@@ -17,16 +17,15 @@ from transformers import Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1] / "generate"))
 from vllm_marks import needs_vllm
 
-from klear_core.config.engine import VllmEngineConfig, VllmRuntime
-from klear_core.config.rl import RlConfig
-from klear_core.config.rollout import RolloutConfig
+from klear_core.config.evaluate import VllmEngineConfig, VllmRuntime
+from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightSource
 from klear_core.generate.factory import build_trainable_engine
 from klear_core.metrics import NullTelemetry
+from klear_core.rl.interfaces import LocalWorkers, RlSetup, Workers
 from klear_core.rl.loop import run_rl
-from klear_core.rl.workers import LocalWorkers, RlSetup, Workers
-from klear_core.train.base import model_folder, prepare_base
+from klear_core.train.base_model import model_folder, prepare_base
 from klear_core.types import Completion
 
 PROBLEMS = [problem(f"q{i}") for i in range(6)]

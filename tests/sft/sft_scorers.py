@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from klear_core.config.curve import CurveConfig
-from klear_core.config.sft import SftConfig
+from klear_core.config.evaluate import CurveConfig
+from klear_core.config.train import SftConfig
 from klear_core.errors import ResourceError
-from klear_core.train.curve import ModelScorer
+from klear_core.train.inline_eval import ModelScorer
 
 
 class Scorer:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from klear_core.artifacts.records import shard_name, write_shard
-from klear_core.config.sft import SftConfig, SftOptimConfig, SftRuntime
-from klear_core.config.train import CheckpointConfig, TinyModelConfig
+from klear_core.config.train import CheckpointConfig, SftConfig, SftOptimConfig, SftRuntime, TinyModelConfig
 from klear_core.metrics import NullTelemetry
-from klear_core.train.base import prepare_base
+from klear_core.train.base_model import prepare_base
 from klear_core.types import Difficulty, Domain, FinishReason, Outcome, TeacherTrace, Verdict, problem_id_of
 
 TINY = TinyModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=24)

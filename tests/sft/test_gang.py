@@ -19,23 +19,25 @@ from object_server import object_server
 from safetensors.torch import load_file
 from sft_traces import config, inputs
 
-from klear_core.artifacts.home import NODE_ROOT
 from klear_core.artifacts.object_store import ObjectStore
+from klear_core.artifacts.remote_paths import NODE_ROOT
 from klear_core.artifacts.store import LocalStore
-from klear_core.cluster.rank_actor import RankActor
+from klear_core.cluster.rank_actors import RankActor
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import DataError, TrainingError
 from klear_core.metrics import NullTelemetry, Telemetry
 from klear_core.sft.loop import train_sft
-from klear_core.train.world import World
+from klear_core.train.distributed import World
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 from raylets import kill_a_rank_node  # noqa: E402
 
-from klear_core.cluster.gang import Gang  # noqa: E402
+from klear_core.cluster.gang import (  # noqa: E402
+    Gang,
+    run_on_ray,
+)
 from klear_core.cluster.nodes import ray_nodes  # noqa: E402
-from klear_core.cluster.run_ranks import run_on_ray  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -13,13 +13,12 @@ from sft_traces import config, inputs, trace
 from transformers import AutoModelForCausalLM
 
 from klear_core.artifacts.records import shard_name, write_shard
-from klear_core.config.sft import SftOptimConfig, SftRuntime
-from klear_core.config.train import LoraConfig
+from klear_core.config.train import LoraConfig, SftOptimConfig, SftRuntime
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import CHAT_TEMPLATE, load_tokenizer
 from klear_core.sft.loop import train_sft
-from klear_core.train.curve import no_scorer
+from klear_core.train.inline_eval import no_scorer
 
 
 class KilledError(Exception):

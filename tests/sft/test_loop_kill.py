@@ -20,7 +20,7 @@ SCRIPT = """
 import sys
 import time
 from pathlib import Path
-from klear_core.config.sft import SftConfig
+from klear_core.config.train import SftConfig
 from klear_core.metrics import MetricsFile
 from klear_core.sft.loop import train_sft
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from klear_core.sft.loss import row_weights, sft_heads
+from klear_core.sft.loop import row_weights, sft_heads
 from klear_core.train.packing import pack
 from klear_core.types import SftExample
 

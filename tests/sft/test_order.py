@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from klear_core.errors import DataError
-from klear_core.sft.order import RowOrder, split_rows
+from klear_core.sft.examples import RowOrder, split_rows
 
 
 def order(num_rows=10, *, weights=None, num_epochs=2, rows_per_step=4, seed=0, sources=None):

@@ -16,27 +16,26 @@ from sft_scorers import Scorer, opened, with_curve
 from sft_traces import config, inputs
 from toy_curves import toy_curve
 
-from klear_core.cluster.engine_plan import EnginePlan, plan_scorer
-from klear_core.cluster.places import Node
-from klear_core.config.curve import CurveConfig, ScorerConfig
-from klear_core.config.engine import (
+from klear_core.cluster.nodes import EnginePlan, plan_scorer
+from klear_core.cluster.placement import Node
+from klear_core.config.evaluate import (
+    CurveConfig,
     LocalEngineConfig,
     TorchEngineConfig,
     TorchEngineRuntime,
     VllmEngineConfig,
     VllmRuntime,
 )
-from klear_core.config.jobs import SftJob
 from klear_core.config.load import validate
-from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.pipeline import PipelineConfig, ScorerConfig
 from klear_core.config.settings import config_digest
-from klear_core.config.sft import SftConfig
-from klear_core.config.train import TrainRuntime
+from klear_core.config.stage import SftJob
+from klear_core.config.train import SftConfig, TrainRuntime
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.evaluate.model_process import process_scorer
+from klear_core.evaluate.inline_eval import process_scorer
 from klear_core.metrics import METRICS_FILE, MetricsFile, read_metrics
 from klear_core.sft.loop import train_sft
-from klear_core.train.curve import ModelScorer
+from klear_core.train.inline_eval import ModelScorer
 
 Given = tuple[Path, Path]
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from klear_core.artifacts.ledger import StageSummary
-from klear_core.config.jobs import BaseJob
+from klear_core.artifacts.manifest import StageSummary
 from klear_core.config.pipeline import WorkspaceConfig
+from klear_core.config.stage import BaseJob
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import Telemetry
-from klear_core.pipeline.workspace import open_store
+from klear_core.pipeline.graph import open_store
 from tasks import tracking
-from tasks.run_info import RunInfo
+from tasks.delivery import Undelivered
 from tasks.stage import run_stage
-from tasks.tracked import Undelivered
+from tasks.tracking import RunInfo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 _IN_TIME_S = 300.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import mlflow
 
-from tasks.mlflow_view import VIEW_PARAMETER, VIEW_TAG, scores_view
+from tasks.mlflow_backend import VIEW_PARAMETER, VIEW_TAG, scores_view
 
 
 def columns(tag: str | None) -> list[str]:

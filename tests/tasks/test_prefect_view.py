@@ -13,8 +13,8 @@ import pytest
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks import prefect_view
-from tasks.prefect_view import deliver_summaries
+from tasks import progress
+from tasks.progress import deliver_summaries
 
 AWAY = "http://127.0.0.1:1/api"
 
@@ -54,11 +54,11 @@ def prefect(*, refuses: str = "") -> Iterator[list[str]]:
 @pytest.fixture
 def waiting() -> Iterator[list[ArtifactCreate]]:
     """The summaries of two stages, which no server has taken yet."""
-    prefect_view._undelivered.extend(
+    progress._undelivered.extend(
         ArtifactCreate(key=key, type="markdown", data="# x") for key in ("klear-sft", "klear-rl")
     )
-    yield prefect_view._undelivered
-    prefect_view._undelivered.clear()
+    yield progress._undelivered
+    progress._undelivered.clear()
 
 
 def test_what_a_server_that_is_away_cannot_take_is_sent_in_order_once_it_is_back(waiting: list[ArtifactCreate]):

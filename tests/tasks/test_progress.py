@@ -11,8 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from tasks.latest import Latest
-from tasks.progress import CLOSE_S, PrefectProgress, ProgressArtifact, Shown, artifact_of_current_run
+from tasks.progress import CLOSE_S, Latest, PrefectProgress, ProgressArtifact, Shown, artifact_of_current_run
 
 SOON_S = 60.0
 """Of what takes no time, on any machine."""

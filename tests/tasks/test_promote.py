@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 from stored_evaluations import made_model
 
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import ProceduralSource
-from klear_core.config.given import GivenConfig, GivenFolder
-from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.promote import PromoteConfig
-from klear_core.config.promote_job import PromoteJob
-from tasks.promote import contaminated
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.data_jobs import PromoteJob
+from klear_core.config.pipeline import PipelineConfig, PromoteConfig
+from klear_core.config.train import GivenConfig, GivenFolder
+from tasks.evaluate import contaminated
 
 BENCH = BenchmarkConfig(name="b", source=ProceduralSource(split="heldout"))
 UNKNOWN = GivenFolder(path="unknown")

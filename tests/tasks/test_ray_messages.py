@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from flows.run_console import RunConsole
-from tasks.ray_messages import RAYS_THREAD, ray_messages_logged
+from flows.terminal import RunConsole
+from tasks.resources import RAYS_THREAD, ray_messages_logged
 
 DIED = "\x1b[33m(raylet)\x1b[0m A worker died or was killed while executing a task by an unexpected system error."
 MEMORY = "\x1b[33m(raylet)\x1b[0m 2 Workers (tasks / actors) killed due to memory pressure (OOM)"

@@ -10,7 +10,7 @@ from processes import alive
 
 DRIVER = """
 import subprocess, sys, time
-from tasks.reaper import no_orphans
+from tasks.resources import no_orphans
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 with no_orphans(), no_orphans():

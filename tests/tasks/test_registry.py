@@ -17,25 +17,20 @@ from mlflow import MlflowClient
 from stored_evaluations import RIGHT, WRONG, evaluation, said, sample
 
 from klear_core.artifacts.manifest import ArtifactRef, read_manifest
-from klear_core.config.benchmark import BenchmarkConfig
-from klear_core.config.data import ProceduralSource
-from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
-from klear_core.config.promote import PromoteConfig
-from klear_core.config.promote_job import PromoteJob
+from klear_core.config.data import BenchmarkConfig, ProceduralSource
+from klear_core.config.data_jobs import PromoteJob
+from klear_core.config.pipeline import PipelineConfig, PromoteConfig, WorkspaceConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError, ResourceError
-from klear_core.evaluate.decision import read_decision
-from klear_core.evaluate.promotion import are_comparable
+from klear_core.evaluate.compare.promotion import are_comparable, read_decision
 from klear_core.metrics import NullTelemetry
-from klear_core.pipeline.workspace import open_store
-from klear_core.train.base import prepare_base
+from klear_core.pipeline.graph import open_store
+from klear_core.train.base_model import prepare_base
+from tasks.evaluate import promote
 from tasks.mlflow_backend import mlflow_client
+from tasks.model_registry import Promotion, Registry, open_registry
 from tasks.progress import SilentConsole, set_console
-from tasks.promote import promote
-from tasks.registry import Registry, open_registry
-from tasks.registry_records import Promotion
-from tasks.run_info import RunInfo
-from tasks.tracking import tracking_uri
+from tasks.tracking import RunInfo, tracking_uri
 
 _names = count()
 
@@ -343,8 +338,8 @@ CONTENDER = """
 import sys, time
 from pathlib import Path
 from klear_core.config.pipeline import WorkspaceConfig
-from tasks.registry import open_registry
-from tasks.registry_records import Promotion
+from tasks.model_registry import open_registry
+from tasks.model_registry import Promotion
 
 folder, who, name = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 registry = open_registry(WorkspaceConfig(root=str(folder / who)), name)

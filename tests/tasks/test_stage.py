@@ -6,21 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.artifacts.ledger import LedgerStep, StageSummary
+from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.config.evaluate import EvaluateConfig
-from klear_core.config.jobs import BaseJob, EvaluateJob
 from klear_core.config.pipeline import WorkspaceConfig
+from klear_core.config.stage import BaseJob, EvaluateJob
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.metrics import Telemetry, read_metrics
-from klear_core.pipeline.workspace import open_store
+from klear_core.pipeline.graph import open_store
 from tasks import tracking
-from tasks.mlflow_view import VIEW_TAG
+from tasks.delivery import Undelivered
+from tasks.mlflow_backend import VIEW_TAG
 from tasks.progress import SilentConsole, set_console
-from tasks.provenance import code_commit
-from tasks.run_info import RunInfo
 from tasks.stage import run_stage
-from tasks.tracked import Undelivered
+from tasks.tracking import RunInfo, code_commit
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +160,7 @@ def test_mlflow_has_parameters_inputs_counts_and_the_model_by_reference(workspac
     assert run.data.params["model.hidden_size"] == "64"
     assert run.data.metrics["sft/counts/steps"] == 4
     assert [(i.dataset.name, i.dataset.digest) for i in run.inputs.dataset_inputs] == [("base", source.fingerprint)]
-    assert run.data.tags["mlflow.source.name"] == "klear/tasks/base.py"
+    assert run.data.tags["mlflow.source.name"] == "klear/tasks/stages.py"
     assert run.data.tags["mlflow.source.git.commit"] == code_commit().sha
     model = client(workspace).get_logged_model(run.data.tags["klear.model_id"])
     assert model.params == {"klear.uri": ref.uri, "klear.fingerprint": ref.fingerprint}

@@ -5,14 +5,14 @@ import pytest
 from prefect.client.schemas.objects import State, StateType
 from pydantic import ValidationError
 
-from klear_core.config.jobs import BaseJob, SftJob
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
+from klear_core.config.stage import BaseJob, SftJob
 from klear_core.errors import ConfigError, DataError, ResourceError, TeacherError
-from klear_core.pipeline.fingerprints import fingerprints_of
-from klear_core.pipeline.graph import stages_of
-from tasks.all import task_of
-from tasks.run_info import RunInfo
-from tasks.task import Attempt, cache_key, in_workspace, is_worth_a_retry, this_attempt
+from klear_core.pipeline.graph import fingerprints_of, stages_of
+from tasks.progress import Attempt
+from tasks.stage import cache_key, in_workspace, is_worth_a_retry, this_attempt
+from tasks.stages import TASKS
+from tasks.tracking import RunInfo
 
 
 def validation_error() -> ValidationError:
@@ -37,7 +37,7 @@ def validation_error() -> ValidationError:
 )
 def test_what_cannot_get_better_is_not_tried_again(error: Exception, is_retried: bool):
     state = State(type=StateType.FAILED, data=error)
-    assert is_worth_a_retry(task_of("sft"), None, state) is is_retried  # type: ignore[arg-type]
+    assert is_worth_a_retry(TASKS["sft"], None, state) is is_retried  # type: ignore[arg-type]
 
 
 def test_the_cache_key_is_the_fingerprint_and_ignores_who_runs_the_stage(tmp_path: Path):
@@ -60,17 +60,17 @@ def test_the_cache_key_is_the_fingerprint_and_ignores_who_runs_the_stage(tmp_pat
 
 def test_there_is_a_task_for_every_kind_of_stage():
     kinds = [stage.kind for stage in stages_of(PipelineConfig())]
-    assert [task_of(kind).name for kind in kinds] == kinds
+    assert [TASKS[kind].name for kind in kinds] == kinds
 
 
 def test_results_lie_in_the_workspace_whatever_the_working_directory(tmp_path: Path):
-    task = in_workspace(task_of("sft"), WorkspaceConfig(root=str(tmp_path), retries=5, timeout_s=7))
+    task = in_workspace(TASKS["sft"], WorkspaceConfig(root=str(tmp_path), retries=5, timeout_s=7))
     assert (task.retries, task.timeout_seconds, task.persist_result) == (5, 7, True)
     assert Path(str(task.result_storage)) == tmp_path / "prefect-results"
 
 
 def test_every_further_try_waits_twice_as_long(tmp_path: Path):
-    task = in_workspace(task_of("sft"), WorkspaceConfig(root=str(tmp_path), retries=3))
+    task = in_workspace(TASKS["sft"], WorkspaceConfig(root=str(tmp_path), retries=3))
     assert task.retry_delay_seconds == [5, 10, 20]
 
 

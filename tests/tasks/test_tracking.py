@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from klear_core.metrics import MetricsFile
-from tasks.delivery import Connection, Limits, StageRun
-from tasks.tracked import (
+from tasks.delivery import (
+    Connection,
+    Limits,
     MetricPoint,
     OpenRun,
     Refused,
     RunStatus,
+    StageRun,
     TrackedRun,
     Undelivered,
     Unreachable,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from klear_core.train.kernels import paths
-from klear_core.train.logits import Passes, Reading
+from klear_core.train.kernels import registry
+from klear_core.train.logps import Passes, Reading
 
 SHORT = 40
 """Tokens up to which a kernel that is right for short inputs is right."""
@@ -57,12 +57,12 @@ def ends_the_process(_out: Tensor) -> Tensor:
 FAULTS = [wrong_by_a_factor, not_a_number, wrong_gradient, raises, right_for_short]
 
 
-def with_fault(name: str, fault: Callable[[Tensor], Tensor]) -> dict[str, paths.Run]:
+def with_fault(name: str, fault: Callable[[Tensor], Tensor]) -> dict[str, registry.Run]:
     """The fast path of this name with a fault in its results."""
-    return {name: partial(_spoilt, paths.provided()[name], fault)}
+    return {name: partial(_spoilt, registry.provided()[name], fault)}
 
 
-def _spoilt(run: paths.Run, fault: Callable[[Tensor], Tensor], *arguments: Any, **others: Any) -> Any:
+def _spoilt(run: registry.Run, fault: Callable[[Tensor], Tensor], *arguments: Any, **others: Any) -> Any:
     found = run(*arguments, **others)
     return tuple(map(fault, found)) if isinstance(found, tuple) else fault(found)
 

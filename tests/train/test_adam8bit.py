@@ -11,13 +11,11 @@ from torch import nn
 
 from klear_core.config.train import CheckpointConfig, OptimConfig, TinyModelConfig, TrainRuntime
 from klear_core.metrics import NullTelemetry
-from klear_core.train.base import model_folder, prepare_base
+from klear_core.train.base_model import model_folder, prepare_base
 from klear_core.train.checkpoint import Checkpoints
-from klear_core.train.gather import full_weights
-from klear_core.train.optim import apply_update, make_optimizer
+from klear_core.train.distributed import full_weights, load_policy
 from klear_core.train.packing import pack
-from klear_core.train.parallel import load_policy
-from klear_core.train.step import Updater
+from klear_core.train.step import Updater, apply_update, make_optimizer
 
 if os.environ.get("KLEAR_REQUIRE_TORCHAO") != "1":
     pytest.importorskip("torchao", reason="torchao is not installed; make test-adam8bit installs and tests it")

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from klear_core.native import compile_c
-from klear_core.train.kernels import attention_cpu
+from klear_core.train.kernels import attention
 from klear_core.train.kernels.attention import by_segment
 
 needs_compiler = pytest.mark.skipif(
-    compile_c(attention_cpu._SOURCE, {"HEAD_DIM": 16}) is None,
+    compile_c(attention._SOURCE, {"HEAD_DIM": 16}) is None,
     reason="no C compiler on this machine: attention is torch's alone",
 )
-WAYS = [pytest.param(attention_cpu.attend_on_cpu, marks=needs_compiler), by_segment]
+WAYS = [pytest.param(attention.attend_on_cpu, marks=needs_compiler), by_segment]
 
 GROUPS = [[1], [20], [8, 5, 1, 30], [3, 16, 17]]
 """Lengths of segments; where there are several, the first is what the others share. Blocks of 8 queries and 16 keys, whole and not."""
@@ -71,7 +71,7 @@ def test_scores_of_any_size_give_finite_numbers():
     """Scores of some +-5000: the softmax is one token's, and its gradient is 0, not NaN."""
     cu_seqlens, group_bounds, seen = packed(GROUPS)
     *qkv, dout = draw(len(seen), 2, 1, 16, size=50.0)
-    out = attention_cpu.attend_on_cpu(*qkv, cu_seqlens, group_bounds, 0.25)
+    out = attention.attend_on_cpu(*qkv, cu_seqlens, group_bounds, 0.25)
     assert out.isfinite().all()
     assert all(g.isfinite().all() for g in torch.autograd.grad(out, qkv, dout))
 
@@ -82,15 +82,15 @@ def test_what_is_not_finite_shows_where_it_is_seen_and_nowhere_else():
     *qkv, _ = draw(12, 2, 1, 16)
     with torch.no_grad():
         qkv[1][5] = math.nan  # the second token of the second row
-        out = attention_cpu.attend_on_cpu(*qkv, cu_seqlens, group_bounds, 0.25)
+        out = attention.attend_on_cpu(*qkv, cu_seqlens, group_bounds, 0.25)
     assert out.isnan().flatten(1).any(1).tolist() == [5 in places for places in seen]
 
 
 @needs_compiler
 def test_a_row_has_the_same_bits_whatever_lies_beside_it():
     q, k, v, _ = draw(40, 4, 2, 16)
-    together = attention_cpu.attend_on_cpu(q, k, v, *packed([[13], [27]])[:2], 0.25)
-    alone = attention_cpu.attend_on_cpu(q[13:], k[13:], v[13:], *packed([[27]])[:2], 0.25)
+    together = attention.attend_on_cpu(q, k, v, *packed([[13], [27]])[:2], 0.25)
+    alone = attention.attend_on_cpu(q[13:], k[13:], v[13:], *packed([[27]])[:2], 0.25)
     assert torch.equal(together[13:], alone)
 
 
@@ -102,12 +102,12 @@ def test_the_number_of_threads_does_not_show():
     results = []
     for num_threads in (1, 4):
         torch.set_num_threads(num_threads)
-        out = attention_cpu.attend_on_cpu(*qkv, cu_seqlens, group_bounds, 0.25)
+        out = attention.attend_on_cpu(*qkv, cu_seqlens, group_bounds, 0.25)
         results.append([out, *torch.autograd.grad(out, qkv, dout)])
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_heads_that_do_not_fill_vectors_and_other_types_are_not_for_the_compiled_one():
-    assert not attention_cpu.supports(torch.zeros(3, 2, 8))
-    assert not attention_cpu.supports(torch.zeros(3, 2, 16, dtype=torch.bfloat16))
+    assert not attention.supports(torch.zeros(3, 2, 8))
+    assert not attention.supports(torch.zeros(3, 2, 16, dtype=torch.bfloat16))

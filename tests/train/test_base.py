@@ -9,12 +9,11 @@ import torch
 from tiny_models import tiny_folder
 from transformers import AutoModelForCausalLM
 
-from klear_core.config.given import GivenFolder
-from klear_core.config.train import HfModelConfig, TinyModelConfig
+from klear_core.config.train import GivenFolder, HfModelConfig, TinyModelConfig
 from klear_core.errors import ArtifactError, ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import check_template, load_tokenizer
-from klear_core.train.base import model_folder, prepare_base, take_model, wanted_window
+from klear_core.train.base_model import model_folder, prepare_base, take_model, wanted_window
 
 
 def point(path: Path, workdir: Path, window: int | None = None):

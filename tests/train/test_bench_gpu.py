@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.bench import run_bench
+from flows.cli import run_bench
 from klear_core.errors import ConfigError
 
 BENCH = runpy.run_path(str(Path(__file__).parents[1] / "bench" / "train" / "bench_gpu.py"))

@@ -11,14 +11,13 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from tiny_models import ONE, nll_heads, packed, random_rows, tiny_folder
 
-from klear_core.artifacts.opened import write_shared
+from klear_core.artifacts.shared import write_shared
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 from klear_core.errors import ResourceError
 from klear_core.metrics import NullTelemetry
 from klear_core.train.checkpoint import Checkpoints
-from klear_core.train.gather import local_weights
+from klear_core.train.distributed import load_policy, local_weights
 from klear_core.train.model import load_model
-from klear_core.train.parallel import load_policy
 from klear_core.train.step import Updater
 
 BATCHES = [packed(random_rows([9, 20], seed=s)) for s in range(6)]

@@ -9,17 +9,14 @@ from pydantic import ValidationError
 from tiny_models import TINY, random_rows, rows_of_groups, tiny_base, tiny_folder
 from torch.nn.functional import scaled_dot_product_attention
 
-from klear_core.config.sft import SftConfig, SftRuntime
-from klear_core.config.train import OptimConfig, TrainRuntime
+from klear_core.config.train import OptimConfig, SftConfig, SftRuntime, TrainRuntime
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
-from klear_core.sft.loop import train_sft
-from klear_core.sft.loss import sft_heads
-from klear_core.train.context import ALONE, Context
-from klear_core.train.gather import full_weights
+from klear_core.sft.loop import sft_heads, train_sft
+from klear_core.train.context_parallel import ALONE, Context
+from klear_core.train.distributed import full_weights, parallelise
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.parallel import parallelise
 from klear_core.train.step import Updater
 
 

@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from klear_core.config.train import LoraConfig
 from klear_core.errors import ConfigError
-from klear_core.train.gather import full_weights
+from klear_core.train.distributed import full_weights
 from klear_core.train.logps import token_logps
-from klear_core.train.lora import Adapters
-from klear_core.train.model import export_model, load_model
+from klear_core.train.model import Adapters, export_model, load_model
 
 
 @pytest.fixture(params=FAMILIES, scope="module")

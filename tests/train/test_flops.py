@@ -4,8 +4,7 @@ import pytest
 import torch
 from tiny_models import random_rows, tiny_folder
 
-from klear_core.train.flops import FlopCount, named_peak, peak_flops
-from klear_core.train.model import load_model
+from klear_core.train.model import FlopCount, load_model, named_peak, peak_flops
 
 
 def test_a_tiny_model_is_counted_by_hand(tmp_path):

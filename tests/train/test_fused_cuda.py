@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from klear_core.train.kernels.fused_cuda import Kernels
+from klear_core.train.kernels.fused import Kernels
 
 B, T, HEADS, KV_HEADS, D, HIDDEN = 1, 37, 4, 2, 16, 48
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from klear_core.train.logits import Passes
+from klear_core.train.logps import Passes
 
 
 def chunk(num_tokens, vocab, *, seed=0):

@@ -16,16 +16,13 @@ from transformers import AutoModelForCausalLM
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import CheckpointConfig, LoraConfig, OptimConfig, TrainRuntime
 from klear_core.errors import ConfigError
-from klear_core.generate.weights import tensor_shapes
+from klear_core.generate.model_weights import tensor_shapes
 from klear_core.metrics import NullTelemetry
 from klear_core.train.checkpoint import Checkpoints
-from klear_core.train.flops import FlopCount
-from klear_core.train.gather import adapter_weights, full_weights, weight_shapes
+from klear_core.train.distributed import adapter_weights, full_weights, load_policy, weight_shapes
 from klear_core.train.logps import token_logps
-from klear_core.train.lora import Adapters, save_adapter, without_adapters
-from klear_core.train.model import export_model, load_model
+from klear_core.train.model import Adapters, FlopCount, export_model, load_model, save_adapter, without_adapters
 from klear_core.train.packing import pack
-from klear_core.train.parallel import load_policy
 from klear_core.train.step import Updater
 
 BATCHES = [packed(random_rows([9, 20], seed=s)) for s in range(4)]

@@ -12,9 +12,9 @@ from tiny_models import packed, random_rows, rows_of_groups, tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klear_core.errors import ConfigError
-from klear_core.generate.weights import tensor_shapes
+from klear_core.generate.model_weights import tensor_shapes
 from klear_core.hf_config import check_architecture
-from klear_core.train.gather import full_weights, weight_shapes
+from klear_core.train.distributed import full_weights, weight_shapes
 from klear_core.train.logps import fused_loss, token_logps
 from klear_core.train.model import export_model, load_model, pick_device
 

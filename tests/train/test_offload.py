@@ -12,10 +12,9 @@ from klear_core.config.train import CheckpointConfig, LoraConfig, OptimConfig, T
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.train.checkpoint import Checkpoints
-from klear_core.train.gather import full_weights
-from klear_core.train.lora import Adapters
+from klear_core.train.distributed import full_weights, load_policy
+from klear_core.train.model import Adapters
 from klear_core.train.packing import pack
-from klear_core.train.parallel import load_policy
 from klear_core.train.step import Updater
 
 CASES = {"float32": None, "bfloat16": None, "bfloat16 with adapters": Adapters(cfg=LoraConfig(rank=4), seed=1)}

@@ -4,9 +4,9 @@ import torch
 from tiny_models import ONE, packed, random_rows, tiny_folder
 
 from klear_core.config.train import OptimConfig
-from klear_core.sft.loss import sft_heads
+from klear_core.sft.loop import sft_heads
+from klear_core.train.distributed import parallelise
 from klear_core.train.model import load_model
-from klear_core.train.parallel import parallelise
 from klear_core.train.step import Updater
 
 

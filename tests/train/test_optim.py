@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from klear_core.config.train import OptimConfig
-from klear_core.train.optim import apply_update, grad_norm, lr_at, make_optimizer
+from klear_core.train.step import apply_update, grad_norm, lr_at, make_optimizer
 
 
 def test_warmup_climbs_in_equal_steps_to_the_peak():

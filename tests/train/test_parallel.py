@@ -12,11 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from klear_core.config.train import CheckpointConfig, OptimConfig, TrainRuntime
 from klear_core.metrics import NullTelemetry
 from klear_core.train.checkpoint import Checkpoints
-from klear_core.train.gather import full_weights
+from klear_core.train.distributed import full_weights, load_policy, parallelise
 from klear_core.train.logps import fused_loss
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
-from klear_core.train.parallel import load_policy, parallelise
 from klear_core.train.step import Updater
 
 ROWS = [random_rows([9, 30, 14, 22, 5], seed=s) for s in range(3)] + [

@@ -20,20 +20,19 @@ from gloo_ranks import run_ranks
 from safetensors.torch import load_file
 from sft_traces import config, inputs
 
-from klear_core.artifacts.ledger import StageSummary
+from klear_core.artifacts.manifest import StageSummary
 from klear_core.config.train import TrainRuntime
 from klear_core.hf_config import HfConfig
 from klear_core.metrics import NullTelemetry
 from klear_core.native import compile_c
 from klear_core.sft.loop import train_sft
-from klear_core.train.kernels import attention_cpu, fused_cuda, paths
-from klear_core.train.kernels.cases import PARTS, ModelSizes, is_used
-from klear_core.train.kernels.proof import Conditions, Proof, prove
-from klear_core.train.logits import Passes
-from klear_core.train.proofs import prove_fast_paths, prove_in_process
+from klear_core.train.kernels import attention, fused, registry
+from klear_core.train.kernels.check import Conditions, Proof, prove, prove_fast_paths, prove_in_process
+from klear_core.train.kernels.check_cases import PARTS, ModelSizes, is_used
+from klear_core.train.logps import Passes
 
 needs_compiler = pytest.mark.skipif(
-    compile_c(attention_cpu._SOURCE, {"HEAD_DIM": 16}) is None, reason="no C compiler on this machine: no compiled C"
+    compile_c(attention._SOURCE, {"HEAD_DIM": 16}) is None, reason="no C compiler on this machine: no compiled C"
 )
 ON_CPU = ["attention/cpu", "norm/cpu", "gate/cpu", "rotate/cpu"]
 CONFIG = HfConfig(
@@ -57,7 +56,7 @@ Fault = Callable[[Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def own_paths() -> Iterator[None]:
     """What a test leaves out is in use again after it."""
-    with paths.replaced({}):
+    with registry.replaced({}):
         yield
 
 
@@ -68,7 +67,7 @@ def verdicts(proofs: Iterator[Proof]) -> dict[str, str]:
 @needs_compiler
 def test_the_compiled_c_of_this_machine_agrees_and_stays(caplog: pytest.LogCaptureFixture) -> None:
     assert prove_fast_paths(CONFIG, ONE, "float32") == ()
-    assert all(paths.in_use(name) for name in ON_CPU)
+    assert all(registry.in_use(name) for name in ON_CPU)
     assert not caplog.records
     assert all(proof.error < 0.2 for proof in prove(HERE))
 
@@ -79,14 +78,14 @@ def test_the_compiled_c_of_this_machine_agrees_and_stays(caplog: pytest.LogCaptu
 def test_a_broken_kernel_is_left_out_with_a_warning_and_a_note(
     name: str, fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with paths.replaced(broken.with_fault(name, fault)):
+    with registry.replaced(broken.with_fault(name, fault)):
         (note,) = prove_fast_paths(CONFIG, ONE, "float32")
-        assert paths.in_use(name) is None
-        assert all(paths.in_use(other) for other in ON_CPU if other != name)
+        assert registry.in_use(name) is None
+        assert all(registry.in_use(other) for other in ON_CPU if other != name)
     assert note.startswith(f"fast path {name} was left out: it ")
     assert note.endswith(f"{PARTS[name.split('/', maxsplit=1)[0]].plain} took its place")
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [note]
-    assert paths.in_use(name)  # nothing of it is left behind
+    assert registry.in_use(name)  # nothing of it is left behind
 
 
 @pytest.mark.parametrize("is_gradient", [False, True])
@@ -95,12 +94,12 @@ def test_a_broken_kernel_is_left_out_with_a_warning_and_a_note(
 )
 def test_a_head_with_broken_passes_is_left_out(fault: Fault, is_gradient: bool) -> None:
     passes = broken.SpoiltPasses(fault, is_gradient=is_gradient)
-    with paths.replaced({"head/cpu": lambda: passes}):
+    with registry.replaced({"head/cpu": lambda: passes}):
         assert len([note for note in prove_fast_paths(CONFIG, ONE, "float32") if "head/cpu" in note]) == 1
 
 
 def test_a_sound_head_stays() -> None:
-    with paths.replaced({"head/cpu": Passes}):
+    with registry.replaced({"head/cpu": Passes}):
         assert not [note for note in prove_fast_paths(CONFIG, ONE, "float32") if "head" in note]
 
 
@@ -122,10 +121,10 @@ def test_a_stage_with_a_broken_kernel_ends_with_the_weights_of_plain_operations(
 ) -> None:
     for name in ON_CPU:
         part = name.split("/")[0]
-        with paths.replaced({}):
-            paths.leave_out(name, "for comparison")
+        with registry.replaced({}):
+            registry.leave_out(name, "for comparison")
             _, plain = train(given, tmp_path / part / "plain")
-        with paths.replaced(broken.with_fault(name, broken.wrong_gradient)):
+        with registry.replaced(broken.with_fault(name, broken.wrong_gradient)):
             summary, found = train(given, tmp_path / part / "broken")
         assert all(torch.equal(found[key], plain[key]) for key in plain), name
         assert [note for note in summary.notes if f"fast path {name} was left out" in note]
@@ -142,8 +141,8 @@ def rounded_between(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("run", "verdict"), [(in_float32, "agrees"), (rounded_between, "disagrees")])
-def test_products_of_halves_may_not_be_rounded_to_halves(run: paths.Run, verdict: str) -> None:
-    with paths.replaced({"products/cpu": run}):
+def test_products_of_halves_may_not_be_rounded_to_halves(run: registry.Run, verdict: str) -> None:
+    with registry.replaced({"products/cpu": run}):
         assert verdicts(prove(replace(HERE, dtype=torch.bfloat16))) == {"products/cpu": verdict}
 
 
@@ -157,13 +156,13 @@ def test_no_trial_moves_torchs_random_numbers() -> None:
 
 def test_a_process_tries_a_path_once() -> None:
     tried: list[str] = []
-    norm = paths.provided()["norm/cpu"]
+    norm = registry.provided()["norm/cpu"]
 
     def counted(*arguments: object) -> object:
         tried.append("norm")
         return norm(*arguments)
 
-    with paths.replaced({"norm/cpu": counted}):
+    with registry.replaced({"norm/cpu": counted}):
         prove_fast_paths(CONFIG, ONE, "float32")
         after_first = len(tried)
         prove_fast_paths(CONFIG, ONE, "float32")
@@ -173,7 +172,7 @@ def test_a_process_tries_a_path_once() -> None:
 @pytest.mark.slow
 @needs_compiler
 def test_a_kernel_that_ends_its_process_costs_that_path_alone() -> None:
-    with paths.replaced(broken.with_fault("norm/cpu", broken.ends_the_process)):
+    with registry.replaced(broken.with_fault("norm/cpu", broken.ends_the_process)):
         found = {proof.name: proof for proof in prove_in_process(HERE)}
     assert {name: proof.verdict for name, proof in found.items()} == dict.fromkeys(ON_CPU, "agrees") | {
         "norm/cpu": "crashed"
@@ -191,8 +190,8 @@ def test_where_no_other_process_can_start_paths_are_tried_in_this_one(caplog: py
 
 def test_a_path_is_tried_only_where_it_would_be_used() -> None:
     half, single, gpu = torch.bfloat16, torch.float32, torch.device("cuda")
-    assert [n for n in paths.provided() if is_used(n, SIZES, CPU, half)] == []
-    assert {n for n in paths.provided() if is_used(n, SIZES, CPU, single)} == set(ON_CPU)
+    assert [n for n in registry.provided() if is_used(n, SIZES, CPU, half)] == []
+    assert {n for n in registry.provided() if is_used(n, SIZES, CPU, single)} == set(ON_CPU)
     assert not is_used("attention/cpu", replace(SIZES, head_dim=24), CPU, single)
     assert not is_used("norm/cuda", replace(SIZES, is_qwen3=False), gpu, half)
     assert Conditions(device=gpu, dtype=half, sizes=SIZES).names() == [
@@ -217,9 +216,9 @@ def test_context_parallelism_leaves_a_rank_its_share_of_the_heads() -> None:
 @pytest.mark.timeout(900)
 def test_what_torch_compile_makes_for_a_cpu_agrees_in_bfloat16() -> None:
     """The compiler is that of CUDA; its kernels for CPU stand in for Triton's. The doctor's test has float32."""
-    kernels = fused_cuda.Kernels("inductor")
+    kernels = fused.Kernels("inductor")
     runs = {"norm/cpu": kernels.norm, "rotate/cpu": kernels.rotate, "head/cpu": partial(Passes, "inductor")}
-    with paths.replaced(runs):
+    with registry.replaced(runs):
         conditions = replace(HERE, dtype=torch.bfloat16)
         assert verdicts(prove(conditions, list(runs))) == dict.fromkeys(runs, "agrees")
     assert kernels.norm.is_compiled
@@ -228,9 +227,9 @@ def test_what_torch_compile_makes_for_a_cpu_agrees_in_bfloat16() -> None:
 
 def prove_on_rank(world: object, _telemetry: object) -> tuple[tuple[str, ...], bool]:
     fault = broken.with_fault("norm/cpu", broken.wrong_by_a_factor) if world.rank == 1 else {}
-    with paths.replaced(fault):
+    with registry.replaced(fault):
         notes = prove_fast_paths(CONFIG, world, "float32")
-        return notes, paths.in_use("norm/cpu") is None
+        return notes, registry.in_use("norm/cpu") is None
 
 
 @needs_compiler

@@ -12,7 +12,7 @@ from klear_core.artifacts.model_files import check_folder, check_model, folder_o
 from klear_core.config.train import HfModelConfig, HubModelConfig
 from klear_core.errors import ConfigError, DataError, ResourceError
 from klear_core.metrics import NullTelemetry
-from klear_core.train.base import model_folder, prepare_base, take_model, wanted_window
+from klear_core.train.base_model import model_folder, prepare_base, take_model, wanted_window
 
 REPO = "some/sft-model"
 CARD = b"---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\nlicense: mit\n"

@@ -9,11 +9,11 @@ import torch
 
 from klear_core.config.train import TinyModelConfig
 from klear_core.metrics import NullTelemetry
-from klear_core.train.base import model_folder, prepare_base
+from klear_core.train.base_model import model_folder, prepare_base
+from klear_core.train.distributed import World
 from klear_core.train.logps import HeadOutput, fused_loss
 from klear_core.train.model import Head
 from klear_core.train.packing import PackedBatch, pack
-from klear_core.train.world import World
 from klear_core.types import SftExample
 
 ONE = World(rank=0, size=1, device=torch.device("cpu"))

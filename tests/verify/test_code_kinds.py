@@ -13,8 +13,7 @@ from verify_builders import (
     stdin_reference,
 )
 
-from klear_core.code_tests import CodeReference
-from klear_core.types import Outcome
+from klear_core.types import CodeReference, Outcome
 from klear_core.verify import JudgePool
 
 RIGHT = {

@@ -4,8 +4,7 @@
 import pytest
 from verify_builders import ADD_STDIN, asserts_reference, call_reference, fenced, problem, stdin_reference
 
-from klear_core.code_tests import CodeReference
-from klear_core.types import Outcome
+from klear_core.types import CodeReference, Outcome
 from klear_core.verify import JudgePool
 
 FIVE = stdin_reference(("", "5\n"))

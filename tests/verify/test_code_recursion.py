@@ -3,8 +3,7 @@
 import pytest
 from verify_builders import asserts_reference, call_reference, code_config, fenced, problem, stdin_reference
 
-from klear_core.code_tests import CodeReference
-from klear_core.types import Outcome
+from klear_core.types import CodeReference, Outcome
 from klear_core.verify import JudgePool, build_judge_pool
 
 DOWN = "def down(n):\n    return 0 if n == 0 else 1 + down(n - 1)\n"

@@ -3,10 +3,10 @@
 import pytest
 from verify_builders import stdin_reference
 
-from klear_core.code_tests import StdinTests
 from klear_core.config.verify import CodeConfig
-from klear_core.verify.code.text import chosen_tests, find_program, reference_fault
-from klear_core.verify.window import NoAnswer
+from klear_core.prompts import NoAnswer
+from klear_core.types import StdinTests
+from klear_core.verify.code.program import chosen_tests, find_program, reference_fault
 
 ANY = CodeConfig()
 

@@ -4,8 +4,8 @@
 import pytest
 
 from klear_core.config.verify import CodeConfig
-from klear_core.verify.code.compare import same_output, same_value
-from klear_core.verify.sandbox.wire import WireError, plain_value
+from klear_core.verify.code.program import same_output, same_value
+from klear_core.verify.sandbox.jail import WireError, plain_value
 
 TOKENS, WHITESPACE, EXACT, DECIMAL = (CodeConfig(compare=c) for c in ("tokens", "whitespace", "exact", "decimal"))
 

@@ -11,8 +11,7 @@ from verify_builders import (
     stdin_reference,
 )
 
-from klear_core.code_tests import CodeReference
-from klear_core.types import MathReference, Outcome
+from klear_core.types import CodeReference, MathReference, Outcome
 from klear_core.verify import JudgePool, faulty_references, has_test_program
 
 NEVER_RIGHT = "def check(input, output, expected):\n    return False"

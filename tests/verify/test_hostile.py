@@ -10,9 +10,8 @@ import pytest
 from hostile_programs import ASSERTED, CALLS, HOSTILE_FILES, SCRIPTS, SPINNING, WAITING
 from verify_builders import ADD_ASSERTS, ADD_CALL, ADD_STDIN, code_config, fenced, problem, stdin_reference
 
-from klear_core.code_tests import CodeReference
 from klear_core.config.verify import CodeConfig, SandboxConfig, VerifyConfig, VerifyRuntime
-from klear_core.types import Outcome, Verdict
+from klear_core.types import CodeReference, Outcome, Verdict
 from klear_core.verify import JudgePool, build_judge_pool
 
 EVIDENCE = ("OPEN", "READ", "KILLED", "LIMITED", "RENICED", "RAISED", "LINKED", "UNSHARED", "TRACED", "SHARED", "ROOT")

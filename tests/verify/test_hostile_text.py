@@ -5,9 +5,9 @@ import time
 import pytest
 
 from klear_core.config.verify import CodeConfig, MathConfig
-from klear_core.verify.code.text import find_program
+from klear_core.verify.code.program import find_program
+from klear_core.verify.math.answer_text import MathAnswer, find_answer
 from klear_core.verify.math.rules import decide, unboxed_verdict
-from klear_core.verify.math.text import MathAnswer, find_answer
 
 MEGABYTE = 1 << 20
 LITTLE_S = 20.0  # of CPU time; they take a tenth of a second, and backtracking through a megabyte would take days

@@ -11,7 +11,7 @@ from verify_builders import boxed, code_config, fenced
 
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.errors import ConfigError, DataError
-from klear_core.evaluate.judge_file import judge_file
+from klear_core.evaluate.answers.judge_file import judge_file
 from klear_core.types import Outcome
 
 CFG = VerifyConfig(runtime=VerifyRuntime(math_workers=1, code_workers=1))

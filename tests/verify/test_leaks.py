@@ -14,8 +14,8 @@ import pytest
 from hostile_programs import CALLS, HOSTILE_FILES, SCRIPTS, SPINNING, WAITING
 from verify_builders import ADD_CALL, ADD_STDIN, fenced, problem
 
-from klear_core.code_tests import CodeReference
 from klear_core.config.verify import CodeConfig, SandboxConfig, VerifyConfig, VerifyRuntime
+from klear_core.types import CodeReference
 from klear_core.verify import JudgePool, build_judge_pool
 
 RARE = (

@@ -11,12 +11,12 @@ from verify_builders import boxed, math_problem
 from klear_core.config.verify import MathConfig, VerifyConfig, VerifyRuntime
 from klear_core.types import Outcome, Verdict
 from klear_core.verify import build_judge_pool
+from klear_core.verify.client import Fault
 from klear_core.verify.server import outcome_of
-from klear_core.verify.work import Fault
 
 LIMITS = """
 import contextlib, signal, time
-from klear_core.verify.math.compare import CpuLimitError, cpu_limit
+from klear_core.verify.math.algebra import CpuLimitError, cpu_limit
 
 def spend(*, cpu_s, num_swallowed=0):
     "Compute for ever under a limit, and swallow what stops it so many times, as a library's bare `except` may."

@@ -6,8 +6,7 @@ from concurrent.futures import Future
 
 from klear_core.config.verify import MathConfig
 from klear_core.types import Outcome, Verdict
-from klear_core.verify.nodes import JudgeNodes
-from klear_core.verify.work import CheckSandbox, Fault, MathTask, Task
+from klear_core.verify.client import CheckSandbox, Fault, JudgeNodes, MathTask, Task
 
 TASK = MathTask(golds=("1",), comparison=None, unboxed="1", answer="1", cfg=MathConfig())
 RIGHT = Verdict(outcome=Outcome.SCORED, score=1.0, detail="")

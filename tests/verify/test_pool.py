@@ -17,8 +17,7 @@ from klear_core.config.verify import MathConfig, SandboxConfig, VerifyConfig, Ve
 from klear_core.errors import JudgeError, SandboxError
 from klear_core.types import Domain, Outcome, UnverifiableReference, Verdict
 from klear_core.verify import JudgeHealth, JudgePool, build_judge_pool
-from klear_core.verify.client import JudgeClient
-from klear_core.verify.work import CheckSandbox
+from klear_core.verify.client import CheckSandbox, JudgeClient
 
 ONE_WORKER = VerifyConfig(math=MathConfig(cpu_s=60.0), runtime=VerifyRuntime(math_workers=1, code_workers=1))
 PATIENCE_S = 120.0

@@ -10,9 +10,9 @@ from klear_core.config.curate import DifficultyConfig
 from klear_core.config.data import PuzzleSource
 from klear_core.config.distill import PuzzleTeacherConfig
 from klear_core.data.candidates import Candidate, problem_from
-from klear_core.data.puzzles.generate import generate_puzzles
-from klear_core.distill.puzzles import PuzzleTeacher
-from klear_core.distill.teacher import TeacherFailure
+from klear_core.data.generated.puzzles import generate_puzzles
+from klear_core.distill.teachers.procedural import PuzzleTeacher
+from klear_core.distill.teachers.teacher import TeacherFailure
 from klear_core.prompts import build_byte_tokenizer, decode_response, encode_response, render_response
 from klear_core.types import Difficulty, Domain, MathReference, Problem, TeacherReply, Verdict
 from klear_core.verify import JudgePool

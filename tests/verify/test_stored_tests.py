@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 from verify_builders import asserts_reference, call_reference, fenced, problem, stdin_reference
 
-from klear_core.artifacts.tests_file import INLINE_BYTES, StoredTestsWriter
-from klear_core.code_tests import CodeReference, StoredTests
+from klear_core.artifacts.records import INLINE_BYTES, StoredTestsWriter
 from klear_core.config.verify import CodeConfig, VerifyConfig
 from klear_core.errors import JudgeError
-from klear_core.types import Outcome, Verdict
+from klear_core.types import CodeReference, Outcome, StoredTests, Verdict
 from klear_core.verify import JudgeHealth, JudgePool, build_judge_pool, faulty_references
-from klear_core.verify.code.text import reference_fault
-from klear_core.verify.work import CodeTask
+from klear_core.verify.client import CodeTask
+from klear_core.verify.code.program import reference_fault
 
 PADDING = "# " + "x" * 2000 + "\n"
 CHECKER = "def check(input, output, expected):\n    return output.split() == expected.split()"

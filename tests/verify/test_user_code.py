@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from klear_core.config.reward import CustomReward
-from klear_core.config.user_code import source_digest
-from klear_core.config.verify import VerifyConfig, VerifyRuntime
+from klear_core.config.rl import CustomReward
+from klear_core.config.verify import VerifyConfig, VerifyRuntime, source_digest
 from klear_core.errors import ConfigError
 from klear_core.types import JudgedAnswer, Outcome, Verdict
 from klear_core.verify import JudgePool

@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from verify_builders import boxed, math_problem, problem
 
 from klear_core.config.verify import VerifyConfig
-from klear_core.data.reference_check import check_references
+from klear_core.data.benchmarks import check_references
 from klear_core.errors import ConfigError, DataError
-from klear_core.evaluate.judge_file import BadRow, judge_file
+from klear_core.evaluate.answers.judge_file import BadRow, judge_file
 from klear_core.types import CustomReference, Domain, Outcome, Problem, Verdict
 from klear_core.verify import JudgePool
-from klear_core.verify.work import Fault, Task
+from klear_core.verify.client import Fault, Task
 
 SOURCE = """
 import os, time

@@ -1,8 +1,19 @@
 """Small builders for the judges' tests."""
 
-from klear_core.code_tests import AssertTests, CallCase, CallTests, CodeReference, StdinCase, StdinTests
 from klear_core.config.verify import CodeConfig, VerifyConfig, VerifyRuntime
-from klear_core.types import Difficulty, Domain, MathReference, Problem, Reference
+from klear_core.types import (
+    AssertTests,
+    CallCase,
+    CallTests,
+    CodeReference,
+    Difficulty,
+    Domain,
+    MathReference,
+    Problem,
+    Reference,
+    StdinCase,
+    StdinTests,
+)
 from klear_core.verify import JudgePool
 
 THINK = "<think>\nlet me see\n</think>\n\n"

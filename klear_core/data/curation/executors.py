@@ -28,7 +28,7 @@ from loguru import logger
 
 from klear_core import errors
 from klear_core.config.curate import ExecutorConfig, LocalExecutorConfig, RayExecutorConfig, SlurmExecutorConfig
-from klear_core.data.curation.protocol import Progress, Tasks
+from klear_core.data.curation.work_plan import Progress, Tasks
 from klear_core.errors import ConfigError, KlearError, ResourceError
 
 # datatrove sends its log to the terminal. Also in workers, which import this module before their first task.

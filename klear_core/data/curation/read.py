@@ -13,25 +13,28 @@ from uuid import uuid4
 
 import numpy as np
 
-from klear_core.artifacts.tests_file import StoredTestsWriter, sizes_of_tests
-from klear_core.code_tests import CodeReference, StoredTests
+from klear_core.artifacts.records import StoredTestsWriter, sizes_of_tests
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import GeneratedSource, QuestionSet
-from klear_core.data.candidates import Candidate, dropped_row
-from klear_core.data.curation.plan import Block, Plan, SourcePlan, load_plan
-from klear_core.data.curation.segment import PlacedDrop, PlacedLeak, write_rest, write_segment
-from klear_core.data.decontaminate import Decontaminator, Leak
-from klear_core.data.dedup import exact_key, keys_array, written_answers
-from klear_core.data.difficulty import difficulty_of
-from klear_core.data.generated import generate
-from klear_core.data.meaning import marks_of
-from klear_core.data.near import near_table
-from klear_core.data.normalise import tokens_of
-from klear_core.data.question_tables import QuestionTables
-from klear_core.data.ragged import Numbers, Ragged, joined, ragged
+from klear_core.data.candidates import Candidate, difficulty_of, dropped_row
+from klear_core.data.curation.decontaminate import Decontaminator, Leak
+from klear_core.data.curation.near_duplicates import marks_of, near_table
+from klear_core.data.curation.segment import (
+    PlacedDrop,
+    PlacedLeak,
+    exact_key,
+    keys_array,
+    write_rest,
+    write_segment,
+    written_answers,
+)
+from klear_core.data.curation.sketch import Numbers, Ragged, joined, ragged, tokens_of
+from klear_core.data.curation.work_plan import Block, Plan, SourcePlan, load_plan
+from klear_core.data.formats.code_rows import QuestionTables
+from klear_core.data.generated.puzzles import generate
 from klear_core.data.sources import READ, read_pieces
 from klear_core.seeding import seed_for
-from klear_core.types import CustomReference, Difficulty, Dropped, MathReference, Reference
+from klear_core.types import CodeReference, CustomReference, Difficulty, Dropped, MathReference, Reference, StoredTests
 
 TAGS = tuple(Difficulty)
 """Difficulty tags by their code in the column `tag`."""

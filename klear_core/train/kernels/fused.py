@@ -19,8 +19,64 @@ from torch.autograd import Function
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 
 from klear_core.native import call, compile_c
-from klear_core.train.kernels import attention, paths
-from klear_core.train.kernels.fused_cuda import kernels
+from klear_core.train.kernels import attention, registry
+from klear_core.train.kernels.registry import Backend, Compiled
+
+# ---- fused cuda ----
+# Compile the norms, rotations and gates of a Qwen3 for CUDA.
+#
+# Each is one kernel forward and one backward instead of five to ten. They compute in float32 and round once, where
+# transformers rounds between its operations.
+# Axis letters: B rows, T tokens, K query heads, G key heads, D head size.
+
+
+class Kernels:
+    """Kernels compiled by one backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.norm = Compiled(norm, backend)
+        self.gate = Compiled(gate, backend)
+        self.rotate = Compiled(rotate, backend)
+
+
+@cache
+def kernels() -> Kernels:
+    """Return the kernels of this process."""
+    return Kernels("inductor")
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the root-mean-square norm over the last axis, times `weight`."""
+    return _normed(x, weight, eps).to(x.dtype)
+
+
+def gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up."""
+    return (F.silu(gate.float()) * up.float()).to(up.dtype)
+
+
+def rotate(
+    q_BTKD: Tensor, k_BTGD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Normalise each head of queries and keys, then rotate it by the token's angles (RoPE)."""
+    cos_BT1D, sin_BT1D = cos_BTD[:, :, None].float(), sin_BTD[:, :, None].float()  # the same for all heads
+
+    def rotated(x: Tensor, weight_D: Tensor) -> Tensor:
+        normed = _normed(x, weight_D, eps)
+        # Element d is rotated with element d + D/2, as in transformers.
+        first, second = normed.chunk(2, dim=-1)
+        return (normed * cos_BT1D + torch.cat((-second, first), dim=-1) * sin_BT1D).to(x.dtype)
+
+    return rotated(q_BTKD, q_weight_D), rotated(k_BTGD, k_weight_D)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()  # float32 up to the caller's single rounding
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+# ---- fused ----
+
 
 _SOURCE = Path(__file__).with_name("fused.c")
 _PART = 256
@@ -41,7 +97,7 @@ def fuse(hf: nn.Module) -> None:
 
 class _Norm(Qwen3RMSNorm):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
-        norm = paths.on_device("norm", x)
+        norm = registry.on_device("norm", x)
         if norm is None or not (x.is_cuda or _fits(x, self.weight)):
             return super().forward(x)  # type: ignore[no-any-return]
         return norm(x, self.weight, self.variance_epsilon)  # type: ignore[no-any-return]
@@ -49,7 +105,7 @@ class _Norm(Qwen3RMSNorm):  # type: ignore[misc]
 
 class _Mlp(Qwen3MLP):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
-        gate = paths.on_device("gate", x) if self.config.hidden_act == "silu" else None
+        gate = registry.on_device("gate", x) if self.config.hidden_act == "silu" else None
         if gate is not None and x.is_cuda:
             return self.down_proj(gate(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
         if gate is not None and _fits(x, self.gate_proj.weight):
@@ -62,7 +118,7 @@ class _FusedAttention(Qwen3Attention):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
     ) -> tuple[Tensor, None]:
-        rotate = paths.on_device("rotate", hidden_states)
+        rotate = registry.on_device("rotate", hidden_states)
         if rotate is None:
             return super().forward(hidden_states, position_embeddings, **others)  # type: ignore[no-any-return]
         if hidden_states.is_cuda:
@@ -79,13 +135,13 @@ class _FusedAttention(Qwen3Attention):  # type: ignore[misc]
         )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
-    def _on_cuda(self, rotate: paths.Run, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
+    def _on_cuda(self, rotate: registry.Run, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q_BTHD, k_BTHD, v_BTHD = (p(x).view(*x.shape[:-1], -1, self.head_dim) for p in projections)
         eps = self.q_norm.variance_epsilon
         return *rotate(q_BTHD, k_BTHD, self.q_norm.weight, self.k_norm.weight, *angles, eps), v_BTHD
 
-    def _on_cpu(self, rotate: paths.Run, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
+    def _on_cpu(self, rotate: registry.Run, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
         # transformers gives one table of angles for all rows; the C code reads one per token.
         angles = tuple(a.expand(*x.shape[:2], -1).contiguous() for a in angles)
         qkv_BTHD = _project(x, self.q_proj, self.k_proj, self.v_proj).view(*x.shape[:-1], -1, self.head_dim)
@@ -241,9 +297,9 @@ def has_library(head_dim: int = _ANY_HEAD_DIM) -> bool:
     return _library(head_dim) is not None
 
 
-paths.provide("norm/cpu", _norm_cpu)
-paths.provide("gate/cpu", _gate_cpu)
-paths.provide("rotate/cpu", _rotate_cpu)
-paths.provide("norm/cuda", _norm_cuda)
-paths.provide("gate/cuda", _gate_cuda)
-paths.provide("rotate/cuda", _rotate_cuda)
+registry.provide("norm/cpu", _norm_cpu)
+registry.provide("gate/cpu", _gate_cpu)
+registry.provide("rotate/cpu", _rotate_cpu)
+registry.provide("norm/cuda", _norm_cuda)
+registry.provide("gate/cuda", _gate_cuda)
+registry.provide("rotate/cuda", _rotate_cuda)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
+import json
 import marshal
 import os
 import select
+import signal
 import struct
 import subprocess
 import time
@@ -13,11 +17,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Literal
 
 from klear_core.config.verify import SandboxConfig
 from klear_core.errors import SandboxError
-from klear_core.verify.sandbox import orphans
 from klear_core.verify.sandbox.jail_command import Account, Backend, account_for, clean_environment, jail_command
 
 _HEAD = struct.Struct(">BiIII")
@@ -84,7 +88,7 @@ class Jail:
         account = account_for(cfg)
         command = jail_command(backend, cfg, account)
         self._process = _start(command, account)
-        orphans.LIVE_GUARDS.add(self._process.pid)
+        LIVE_GUARDS.add(self._process.pid)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -128,10 +132,10 @@ class Jail:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            orphans.kill_tree(self._process)
-            orphans.forget_dead_jails()
-        orphans.LIVE_GUARDS.discard(self._process.pid)
-        orphans.reap_orphans()
+            kill_tree(self._process)
+            forget_dead_jails()
+        LIVE_GUARDS.discard(self._process.pid)
+        reap_orphans()
 
     def _greet(self) -> dict[str, str]:
         # The jail's interpreter waits for the supervisor's source on its standard input (`_BOOT` of jail_command.py).
@@ -248,3 +252,158 @@ del name, source, module
 exec(compile({guest_source("supervisor.py")!r}, "<klear supervisor>", "exec"))
 """
     return program.encode()
+
+
+# ---- orphans ----
+# Clean up what a jail may leave behind: processes, which we adopt in order to kill them, and files of firejail.
+
+
+LIVE_GUARDS: set[int] = set()
+"""Process ids of the jails in use. In a process without other children, any child not listed here is an orphan."""
+
+_FIREJAIL_RUNS = Path("/run/firejail/sandbox")
+_PR_SET_CHILD_SUBREAPER = 36
+_KILL_S = 10.0
+_may_reap = False
+
+
+def adopt_orphans(*, has_other_children: bool) -> None:
+    """Make this process the parent of all processes that a killed jail leaves behind.
+
+    If it has other children, `reap_orphans` does nothing, and orphans stay until `end_orphans`. Without adoption they
+    would go to the machine's init, which in many containers reaps nothing.
+    """
+    global _may_reap  # noqa: PLW0603  a property of the process
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _may_reap = not has_other_children
+
+
+def reap_orphans() -> None:
+    """Kill and reap all children except jails in use, if this process adopts orphans and has no other children."""
+    if _may_reap:
+        _reap_all_but(LIVE_GUARDS)
+
+
+def _reap_all_but(kept: set[int]) -> None:
+    for child in _children_of(os.getpid()):
+        if child not in kept:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                # Waiting for a process that we may not kill could take for ever.
+                os.waitpid(child, 0 if _kill(child) else os.WNOHANG)
+
+
+def end_orphans() -> None:
+    """Kill and reap all children, and their descendants, which then become our children.
+
+    Processes that only root may kill end by themselves.
+    """
+    deadline = time.monotonic() + _KILL_S
+    while _children_of(os.getpid()) and time.monotonic() < deadline:
+        _reap_all_but(set())
+        time.sleep(0.01)
+
+
+def kill_tree(guard: subprocess.Popen[bytes]) -> None:
+    """Kill what the guard started, then the guard. Killing firejail itself ends everything in its PID namespace."""
+    for child in _children_of(guard.pid):
+        with contextlib.suppress(ProcessLookupError):
+            _kill(child)
+    guard.terminate()
+    try:
+        guard.wait(3.0)
+    except subprocess.TimeoutExpired:
+        guard.kill()
+        guard.wait()
+
+
+def forget_dead_jails() -> None:
+    """Remove the files in /run/firejail that killed firejails left behind. Only root may; others leave them."""
+    if os.geteuid() != 0 or not _FIREJAIL_RUNS.is_dir():
+        return
+    for file in _FIREJAIL_RUNS.iterdir():
+        if file.name.isdigit() and not _is_alive(int(file.name)):
+            file.unlink(missing_ok=True)
+
+
+def _kill(pid: int) -> bool:
+    """Kill a process. Return False if only root may: such a process is setuid, and it ends when its guard does."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except PermissionError:
+        return False
+    return True
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in ("Z", "X")
+
+
+def _children_of(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as f:
+            return [int(child) for child in f.read().split()]
+    except OSError:
+        return []
+
+
+# ---- wire ----
+# Decode the results that a program's process sends, from tagged JSON to plain JSON values and nothing else.
+
+
+class WireError(ValueError):
+    """Raised if the program raised, or sent something that is not a result."""
+
+
+def plain_value(frame: bytes) -> object:
+    """Return the result of a call as lists, dicts and scalars; tuples and iterators become lists, sets are refused."""
+    try:
+        reply = json.loads(frame)
+        match reply:
+            case {"value": value}:
+                return _plain(value)
+            case {"error": str(error), "text": str(text)}:
+                raise WireError(f"{error}: {text}")
+            case _:
+                raise WireError("the program's process sent no result")
+    except (ValueError, RecursionError) as e:
+        raise e if isinstance(e, WireError) else WireError(f"the program's process sent no JSON: {e}") from e
+
+
+def _plain(value: object) -> object:
+    match value:
+        case ["l" | "t" | "i", [*items]]:
+            return [_plain(v) for v in items]
+        case ["d", [*pairs]]:
+            return {_key(pair): _plain(pair[1]) for pair in pairs if isinstance(pair, list) and len(pair) == 2}
+        case ["x", "inf" | "-inf" | "nan" as text]:
+            return float(text)
+        case ["n", "ListNode", [value, following]]:
+            return _list_values(value, following)
+        case [str(tag), *_]:
+            raise WireError(f"the result is no JSON value (kind {tag!r:.20})")
+        case None | bool() | int() | float() | str():
+            return value
+        case _:
+            raise WireError("the program's process sent no result")
+
+
+def _key(pair: list[object]) -> str:
+    key = _plain(pair[0])
+    return key if isinstance(key, str) else json.dumps(key)
+
+
+def _list_values(value: object, following: object) -> list[object]:
+    """Return the values of a LeetCode linked list as a list, which is how expected results are written."""
+    values = [_plain(value)]
+    while isinstance(following, list):
+        match following:
+            case ["n", "ListNode", [value, rest]]:
+                values.append(_plain(value))
+                following = rest
+            case _:
+                raise WireError("a linked list with a node of another kind")
+    return values

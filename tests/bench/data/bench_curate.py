@@ -127,7 +127,7 @@ def klear(data: Path, work: Path) -> Callable[[], int]:
     """Return our curation in one process."""
     from klear_core.config.curate import CurateConfig, CurateRuntime, DecontaminateConfig, LocalExecutorConfig
     from klear_core.config.data import FileSource
-    from klear_core.data.curate import curate
+    from klear_core.data.curation.curate import curate
     from klear_core.metrics import NullTelemetry
 
     cfg = CurateConfig(

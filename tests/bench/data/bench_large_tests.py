@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from klear_core.data.puzzles.programs import count_programs, parse_programs, write_programs
+from klear_core.data.generated.puzzles import count_programs, parse_programs, write_programs
 
 NUM_ROWS = int(os.environ.get("KLEAR_BENCH_ROWS", "2000"))
 NUM_TESTS, NUMBERS_PER_TEST, DIGITS_PER_TEST = 40, 1000, 2300
@@ -152,7 +152,7 @@ def _read(folder: Path) -> dict[str, float]:
 def _curate(folder: Path) -> dict[str, float]:
     from klear_core.config.curate import CurateConfig
     from klear_core.config.data import FileSource
-    from klear_core.data.curate import curate
+    from klear_core.data.curation.curate import curate
     from klear_core.metrics import NullTelemetry
 
     (folder / "no_benchmarks").mkdir()
@@ -169,9 +169,9 @@ def _curate(folder: Path) -> dict[str, float]:
 
 def _rl(folder: Path) -> dict[str, float]:
     """Hold the prompts as RL does, and judge answers to some of them: every second program is wrong in half of the tests."""
-    from klear_core.config.rollout import PromptFilterConfig
+    from klear_core.config.rl import PromptFilterConfig
     from klear_core.config.verify import VerifyConfig
-    from klear_core.rl.problems import choose_problems
+    from klear_core.rl.groups import choose_problems
     from klear_core.rl.rollout import PromptStream
     from klear_core.types import Verdict
     from klear_core.verify import build_judge_pool

@@ -13,9 +13,8 @@ from importlib.metadata import version
 import numpy as np
 
 from klear_core.config.curate import HashedEmbedding, SelectConfig
-from klear_core.data.embed import embed
-from klear_core.data.kcenter import Indices
-from klear_core.data.selection import Pool, select_problems
+from klear_core.data.curation.kcenter import Indices
+from klear_core.data.curation.selection import Pool, embed, select_problems
 
 NUM_PROMPTS = 100_000
 NUM_CHOSEN = 31_600  # the paper's Tables 4 and 5

@@ -21,7 +21,7 @@ from importlib.metadata import version
 import httpx
 
 from klear_core.config.distill import HttpTeacherConfig
-from klear_core.distill.http import HttpTeacher
+from klear_core.distill.teachers.http_teacher import HttpTeacher
 from klear_core.types import Difficulty, Domain, MathReference, Problem, TeacherReply
 
 CAPACITY = 64

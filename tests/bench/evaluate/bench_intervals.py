@@ -1,4 +1,4 @@
-"""Coverage and power of the intervals in klear_core/evaluate/intervals.py, by simulation: `klear bench intervals`.
+"""Coverage and power of the intervals in klear_core/evaluate/stats/intervals.py, by simulation: `klear bench intervals`.
 
 A replication draws problems from a difficulty shape, changes each of them (the pairing: after is a function of the
 same problem's before), samples n answers of both, and asks whether the intervals hold the true values: the mean over the
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import ttest_rel
 
-from klear_core.evaluate.intervals import (
+from klear_core.evaluate.stats.intervals import (
     Estimates,
     estimates_of,
     new_problems_interval,
@@ -24,7 +24,7 @@ from klear_core.evaluate.intervals import (
     paired_rerun_interval,
     rerun_interval,
 )
-from klear_core.evaluate.sign_flip import sign_flip_test
+from klear_core.evaluate.stats.significance import sign_flip_test
 from klear_core.seeding import seed_for
 
 Floats = npt.NDArray[np.float64]

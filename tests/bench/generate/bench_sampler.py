@@ -18,9 +18,9 @@ import transformers
 from tokenizers import Tokenizer, models
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from klear_core.config.engine import TorchEngineConfig
+from klear_core.config.evaluate import TorchEngineConfig
+from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import SamplingParams
-from klear_core.generate.qwen3.engine import TorchEngine
 
 BATCH_SIZES, PROMPT_LEN, NEW_TOKENS, GROUP, VOCAB = (64, 256, 512), 24, 80, 8, 264
 END_IDS, NEVER_ID, PAD_ID = list(range(200, 209)), VOCAB, 256

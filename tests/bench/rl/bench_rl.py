@@ -18,22 +18,20 @@ from typing import Any
 
 import torch
 
-from klear_core.config.engine import SamplingConfig
+from klear_core.config.evaluate import SamplingConfig
 from klear_core.config.losses import CispoConfig, ClipConfig, GspoConfig, LossConfig
-from klear_core.config.reward import RewardConfig
-from klear_core.config.rl import RlConfig, RlOptimConfig
-from klear_core.config.rollout import RolloutConfig
+from klear_core.config.rl import RewardConfig, RlConfig, RlOptimConfig, RolloutConfig
 from klear_core.config.train import TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
+from klear_core.rl.interfaces import LocalWorkers, RlSetup
 from klear_core.rl.loop import run_rl
-from klear_core.rl.metrics import TokenStats
 from klear_core.rl.objective import Denominators, OldPolicy, loss_head, make_targets
-from klear_core.rl.workers import LocalWorkers, RlSetup
-from klear_core.train.base import model_folder, prepare_base
+from klear_core.rl.step_metrics import TokenStats
+from klear_core.train.base_model import model_folder, prepare_base
 from klear_core.train.model import load_model
-from klear_core.train.optim import grad_norm
 from klear_core.train.packing import pack
+from klear_core.train.step import grad_norm
 from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem, TrainSample, Verdict
 
 TARGET_PROMPTS, MORE_PROMPTS, GROUP, NEW_TOKENS, STEPS, LR = 8, 32, 8, 64, 6, 3e-4

@@ -18,19 +18,19 @@ from pathlib import Path
 
 import torch
 
-from klear_core.config.jobs import RlJob
 from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.rl import RlConfig
+from klear_core.config.stage import RlJob
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.metrics import NullTelemetry, Telemetry
+from klear_core.rl.interfaces import RlSetup
 from klear_core.rl.loop import run_rl
-from klear_core.rl.workers import RlSetup
-from klear_core.train.base import prepare_base
+from klear_core.train.base_model import prepare_base
 from klear_core.types import Difficulty, Domain, MathReference, Outcome, Problem, Verdict
 from tasks import tracking
-from tasks.run_info import RunInfo
 from tasks.stage import StageTelemetry
+from tasks.tracking import RunInfo
 
 STEPS, TARGET_S = 20, 0.3
 

@@ -31,18 +31,15 @@ from simulated_cluster import (
 )
 from virtual_clock import run_virtually
 
-from klear_core.config.engine import VllmEngineConfig
-from klear_core.config.hardware import HardwareConfig
+from klear_core.config.evaluate import HardwareConfig, VllmEngineConfig
 from klear_core.config.rl import RlConfig
 from klear_core.generate.factory import num_slots
 from klear_core.metrics import NullTelemetry
-from klear_core.pipeline.engines import engine_fit
-from klear_core.pipeline.known_models import known_size
-from klear_core.rl.curve import Curve
+from klear_core.pipeline.costs.model_size import engine_fit, known_size
+from klear_core.rl.interfaces import RlSetup
 from klear_core.rl.loop import rollouts_of, run_steps
-from klear_core.rl.progress import Progress
 from klear_core.rl.rollout import PromptStream, Sampler
-from klear_core.rl.workers import RlSetup
+from klear_core.rl.state import Curve, Progress
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
 TURNS_S = 30.0

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from klear_core.pipeline.busy import draw_lengths, row_work
-from klear_core.pipeline.known_models import known_size
+from klear_core.pipeline.costs.model_size import known_size
+from klear_core.pipeline.costs.throughput import draw_lengths, row_work
 from klear_core.train.balance import Item, Plan, best_fit, busy_bound, distribute, lockstep_work
 
 CAPACITY, DRAWS = 32768, 10

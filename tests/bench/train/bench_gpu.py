@@ -2,7 +2,7 @@
 what the fused head costs beside its bare matrix products.
 
 Needs torch, transformers and pydantic, no tokenizer and no file: see tests/gpu/README.md for how to run it on a bare machine.
-MFU is `klear_core.train.flops` over the peak of NVIDIA's data sheet, or over a measured product for a device that is not in its table.
+MFU is `klear_core.train.model` over the peak of NVIDIA's data sheet, or over a measured product for a device that is not in its table.
 """
 
 from __future__ import annotations
@@ -24,19 +24,16 @@ from torch import Tensor
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import OptimConfig
 from klear_core.errors import ConfigError
-from klear_core.rl.metrics import TokenStats
 from klear_core.rl.objective import Denominators, OldPolicy, loss_head, make_targets
-from klear_core.sft.loss import sft_heads
-from klear_core.train.flops import FlopCount, peak_flops
+from klear_core.rl.step_metrics import TokenStats
+from klear_core.sft.loop import sft_heads
+from klear_core.train.distributed import World, parallelise
 from klear_core.train.kernels import attention
 from klear_core.train.kernels.fused import fuse
-from klear_core.train.logits import passes_on
-from klear_core.train.logps import HeadOutput, fused_loss, token_logps
-from klear_core.train.model import DTYPES, Dtype, Head, Policy
+from klear_core.train.logps import HeadOutput, fused_loss, passes_on, token_logps
+from klear_core.train.model import DTYPES, Dtype, FlopCount, Head, Policy, peak_flops
 from klear_core.train.packing import MicroBatch, PackedBatch, TokenRow, pack
-from klear_core.train.parallel import parallelise
 from klear_core.train.step import Updater
-from klear_core.train.world import World
 from klear_core.types import SftExample, TrainSample
 
 Measure = dict[str, object]

@@ -17,12 +17,12 @@ from klear_core.config.train import OptimConfig, TinyModelConfig
 from klear_core.errors import ConfigError
 from klear_core.metrics import NullTelemetry
 from klear_core.prompts import build_byte_tokenizer, encode_response, render_prompt, render_response
-from klear_core.sft.loss import sft_heads
-from klear_core.train.base import model_folder, prepare_base
+from klear_core.sft.loop import sft_heads
+from klear_core.train.base_model import model_folder, prepare_base
+from klear_core.train.distributed import World
 from klear_core.train.model import load_model
 from klear_core.train.packing import pack
 from klear_core.train.step import Updater
-from klear_core.train.world import World
 from klear_core.types import SftExample
 
 NUM_ROWS, ROWS_PER_STEP, LR, ROUNDS = 1024, 32, 1e-3, 3

@@ -11,8 +11,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from klear_core.code_tests import CodeReference, StdinCase, StdinTests
 from klear_core.config.verify import SandboxConfig, VerifyConfig, VerifyRuntime
+from klear_core.types import CodeReference, StdinCase, StdinTests
 from klear_core.verify import build_judge_pool
 from klear_core.verify.sandbox.jail_command import account_for, clean_environment, jail_command
 

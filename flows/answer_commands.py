@@ -1,0 +1,274 @@
+"""Find stored answers by a name that the user typed, and run `klear rejudge` and `klear answers` on them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from flows.curate_files import check_folder_place, folder_name
+from flows.show import find_artifact
+from klear_core.artifacts.manifest import InputRecord, Manifest, manifest_folder, read_manifest
+from klear_core.artifacts.model_files import is_same_model
+from klear_core.artifacts.store import LocalStore
+from klear_core.config.load import apply_override, validate
+from klear_core.config.settings import config_digest
+from klear_core.config.verify import VerifyConfig
+from klear_core.data.readers import SUFFIXES
+from klear_core.errors import ArtifactError, ConfigError, DataError
+from klear_core.evaluate.answers.counts import Estimate, Shares
+from klear_core.evaluate.answers.layout_rows import Layout
+from klear_core.evaluate.answers.layouts import foreign_answers
+from klear_core.evaluate.answers.rejudge import CHANGES_FILE, RejudgeSummary, Rescored, check_folder, rejudge
+from klear_core.evaluate.answers.stored import (
+    AnswerSource,
+    CheckedAnswers,
+    check_answers,
+    evaluation_answers,
+    in_template,
+    is_evaluation,
+    is_rejudged,
+    rejudged_answers,
+)
+from klear_core.prompts import NO_CLOSE_TAG
+from klear_core.report.answers import ALL_TEMPLATES, shown_shares, write_viewer
+from klear_core.scores import points, range_text
+
+_SHOWN_CHANGES = 8
+_MAX_DETAIL = 60
+
+
+def find_answers(which: str, root: Path, layout: Layout | None = None) -> AnswerSource:
+    """Return the stored answers that `which` names.
+
+    It is a stage that scored a model or made one (its newest evaluation), a fingerprint, the folder of an evaluation or
+    of `klear rejudge`, or a file or folder of answers that another program wrote.
+    """
+    path = Path(which)
+    if is_rejudged(path):
+        return rejudged_answers(path)
+    if is_evaluation(path):
+        return evaluation_answers(path)
+    if layout is not None or path.is_file() or path.name.endswith(SUFFIXES):
+        return foreign_answers(path, layout=layout)
+    # Names of stages come before folders of the working directory, which may be called `rl` as well.
+    try:
+        folder = find_artifact(which, root)
+    except ArtifactError:
+        if path.is_dir():
+            return foreign_answers(path, layout=layout)
+        raise
+    return evaluation_answers(folder if is_evaluation(folder) else newest_evaluation(folder))
+
+
+def newest_evaluation(model: Path) -> Path:
+    """Return the newest evaluation of a model's artifact, or of the same model as a given one; ArtifactError if there
+    is none."""
+    own = read_manifest(model)
+    store = model.absolute().parents[1]
+    found = []
+    for folder in LocalStore(store).folders():
+        if not is_evaluation(folder):
+            continue
+        manifest = read_manifest(folder)
+        if any(record.role == "model" and _is_of(own, record, store) for record in manifest.inputs):
+            found.append((manifest.created_at, folder))
+    if not found:
+        raise ArtifactError(f"{model}: there is no evaluation of it in this workspace, so there are no answers")
+    return max(found)[1]
+
+
+def _is_of(model: Manifest, scored: InputRecord, store: Path) -> bool:
+    """Return whether the model that an evaluation scored is this one."""
+    if (model.kind, model.fingerprint) == (scored.kind, scored.fingerprint):
+        return True
+    folder = manifest_folder(store, scored)  # None if the artifact was deleted
+    return folder is not None and is_same_model(model, read_manifest(folder))
+
+
+def rejudge_answers(
+    which: str,
+    overrides: Sequence[str],
+    *,
+    root: Path,
+    layout: Layout | None,
+    out: Path | None,
+    num_samples: int | None = None,
+) -> None:
+    """Judge stored answers again, print what changed, and write the answers with both verdicts and their page.
+
+    With `num_samples`, raise DataError first if a problem has fewer.
+    """
+    if out is not None:
+        check_folder_place("--out", out)
+    source = find_answers(which, root, layout)
+    verify = _judge_settings(source, overrides)
+    if _is_foreign(source) or num_samples is not None:
+        checked = check_answers(source, num_samples=num_samples, judges={judge.name for judge in verify.judges})
+        _show_notes(checked)
+    if source.verify is not None and config_digest(source.verify) == config_digest(verify):
+        same = (
+            "the settings are those that these answers were judged with; verdicts change only if the judge's code did"
+        )
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[yellow]note[/] {same}")
+    folder = out or root / "rejudged" / folder_name([_as_file_name(source), config_digest(verify)[:8]])
+    check_folder_place("--out", folder)
+    check_folder(folder)
+    console = Console(highlight=False, soft_wrap=True)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("judging", total=None)
+        summary = rejudge(source, verify, folder, progress=lambda done: progress.update(task, completed=done))
+    before = "judged before" if source.verify else "stated by the file"
+    pair = [rejudged_answers(folder, which="before", name=before), rejudged_answers(folder, name="judged again")]
+    has_before = any(b.before.num_without_verdict < b.before.num_answers for b in summary.benchmarks)
+    viewer = write_viewer(
+        pair if has_before else pair[1:], folder, title=f"{source.name}, judged again", is_one_text=True
+    )
+    show_rejudged(console, summary)
+    page = f"{viewer.page}{_flipped_view(source) if has_before else ''}"
+    console.print(f"\nanswers  {page}\nchanges  {folder / CHANGES_FILE}", markup=False)
+    if summary.num_unread:
+        raise DataError(f"{source.origin}: {summary.num_unread:,} rows could not be read, and are in no count")
+
+
+def _flipped_view(source: AnswerSource) -> str:
+    """Return the part of the page's address that shows flipped answers, those to prompt templates among them."""
+    return f"#show=flipped&template={ALL_TEMPLATES}" if source.templates else "#show=flipped"
+
+
+def show_rejudged(console: Console, summary: RejudgeSummary) -> None:
+    """Print the scores under both judgements with their shares, and the first answers that changed."""
+    for part in summary.benchmarks:
+        console.print(_scores(part, summary))
+        for change, count in part.changes.items():
+            console.print(f"  {change}: {count:,}")
+        if not part.changes and part.before.num_without_verdict < part.before.num_answers:
+            console.print("  no verdict changed")
+    if summary.first_changes:
+        console.print(_changes(summary))
+    missing_tag = sum(NO_CLOSE_TAG in c.detail_after for c in summary.first_changes)
+    has_few_answers = any(2 * b.after.num_no_answer > b.after.num_answers for b in summary.benchmarks)
+    if missing_tag or (has_few_answers and summary.verify_after.tags != "none"):
+        console.print(
+            "[yellow]note[/] many answers lack </think>: for models that write no think tags, "
+            "add --set verify.tags=none"
+        )
+    for line in summary.notes:
+        console.print(f"[yellow]note[/] {escape(line)}")
+
+
+def view_answers(which: Sequence[str], *, root: Path, layout: Layout | None, out: Path | None) -> None:
+    """Write the page with all answers of the sources that `which` names, and print where it is."""
+    if out is not None:
+        check_folder_place("--out", out)
+    sources = _distinct([find_answers(name, root, layout) for name in which])
+    for source in sources:
+        if _is_foreign(source):
+            _show_notes(check_answers(source))
+    title = ", ".join(source.name for source in sources)
+    folder = out or root / "answers" / folder_name([_as_file_name(source) for source in sources])
+    check_folder_place("--out", folder)
+    viewer = write_viewer(sources, folder, title=title)
+    console = Console(highlight=False, soft_wrap=True)
+    counts = f"{viewer.num_answers:,} answers to {viewer.num_problems:,} problems"
+    console.print(f"{counts}\nanswers  {viewer.page}", markup=False)
+    if viewer.num_unread:
+        raise DataError(f"{viewer.num_unread:,} rows could not be read, and are not on the page")
+
+
+def _is_foreign(source: AnswerSource) -> bool:
+    """Return whether another program wrote the answers; those of an evaluation of ours were checked when it ended."""
+    return source.verify is None
+
+
+def _show_notes(checked: CheckedAnswers) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for line in checked.notes:
+        console.print(f"[yellow]note[/] {escape(line)}")
+
+
+def _judge_settings(source: AnswerSource, overrides: Sequence[str]) -> VerifyConfig:
+    """Return the settings that the stored verdicts were made with, or the defaults, with the overrides."""
+    stored = source.verify or VerifyConfig()
+    settings: dict[str, object] = {"verify": stored.model_dump(mode="json")}
+    for override in overrides:
+        if not override.startswith("verify."):
+            raise ConfigError(f"--set {override!r}: this command takes only verify.* settings")
+        settings = apply_override(settings, override)
+    return validate(settings, origin="--set").verify
+
+
+def _as_file_name(source: AnswerSource) -> str:
+    path = Path(source.origin)
+    name = f"{source.name}-{path.name[:8]}" if source.layout == "klear" and is_evaluation(path) else source.name
+    return re.sub(r"[^\w.=-]+", "_", name)
+
+
+def _distinct(sources: Sequence[AnswerSource]) -> list[AnswerSource]:
+    """Return the sources with names that differ.
+
+    Evaluations of one name also have the start of their fingerprint, files of one name their folder, and what is still
+    alike its number.
+    """
+    num_of = Counter(source.name for source in sources)
+    places = [_place(source) for source in sources]
+    num_at = Counter((source.name, place) for source, place in zip(sources, places, strict=True))
+    named = []
+    for i, (source, place) in enumerate(zip(sources, places, strict=True), start=1):
+        is_unique = num_of[source.name] == 1
+        mark = place if num_at[source.name, place] == 1 else f"{place} ({i})"
+        named.append(source if is_unique else replace(source, name=f"{source.name} {mark}"))
+    return named
+
+
+def _place(source: AnswerSource) -> str:
+    """Return the start of a fingerprint, or the name of the folder that a file of another program is in."""
+    path = Path(source.origin).absolute()
+    return path.parent.name if _is_foreign(source) else path.name[:8]
+
+
+def _scores(part: Rescored, summary: RejudgeSummary) -> Table:
+    what = escape(in_template(part.benchmark, part.template))
+    title = f"{what}, {part.decoding}: {part.before.num_problems:,} problems"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("judged")
+    for name in ("answers", "score", "cut off", "no answer", "not judged", "change, points"):
+        table.add_column(name, justify="right")
+    if part.before.num_without_verdict < part.before.num_answers:
+        table.add_row("before" if summary.verify_before else "by the file", *_cells(part.before), "")
+    change = _change(part.difference) if part.changes else ""
+    table.add_row("again", *_cells(part.after), change)
+    return table
+
+
+def _cells(shares: Shares) -> list[str]:
+    _, num_answers, score, interval, *others = shown_shares(shares)
+    return [num_answers, f"{score}\n[dim]{interval}[/]", *others]
+
+
+def _change(difference: Estimate | None) -> str:
+    if difference is None:
+        return ""
+    return f"{points(difference.value)}\n[dim]{range_text(difference.new_problems)}[/]"
+
+
+def _changes(summary: RejudgeSummary) -> Table:
+    num_changed = sum(part.num_changed for part in summary.benchmarks)
+    shown = summary.first_changes[:_SHOWN_CHANGES]
+    title = f"{num_changed:,} verdicts changed; the first {len(shown)}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
+    for name in ("problem", "answer", "before", "again", "why"):
+        table.add_column(name)
+    for change in shown:
+        answer = "greedy" if change.decoding == "greedy" else f"sample {change.sample_idx}"
+        answer = in_template(answer, change.template)
+        detail = change.detail_after[:_MAX_DETAIL]
+        table.add_row(escape(change.problem_id[:8]), answer, change.before, change.after, escape(detail))
+    return table

@@ -1,0 +1,337 @@
+"""The commands of `klear` about results, and those that serve until Ctrl-C. Importing this loads no work of theirs."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from klear_core.errors import ConfigError
+
+evaluations = typer.Typer(rich_markup_mode="rich")
+
+Root = Annotated[Path, typer.Option(help="Workspace to look in.")]
+ChampionOf = Annotated[
+    str, typer.Option("--model", help="Registered model in MLflow, as promote.registered_model names it.")
+]
+LayoutOption = Annotated[
+    Literal["klear", "lm-eval", "lighteval", "matharena", "qwen-math", "rows"] | None,
+    typer.Option(help="Layout of another program's files; by default detected from the first row."),
+]
+
+
+@evaluations.command()
+def rejudge(
+    which: Annotated[
+        str,
+        typer.Argument(
+            metavar="ANSWERS",
+            help="A stage (its newest evaluation), a fingerprint, a folder, or a file of another program.",
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="verify.KEY=VALUE", help="Override a judge setting.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the result; by default below rejudged/ in the workspace.")
+    ] = None,
+    layout: LayoutOption = None,
+    num_samples: Annotated[
+        int | None, typer.Option("--samples", min=1, help="Stop if a problem has fewer stored samples than this.")
+    ] = None,
+    root: Root = Path("runs"),
+) -> None:
+    """Judge stored answers again with another judge or setting, and show what changed, answer by answer.
+
+    klear rejudge rl --set verify.math.box=required
+
+    klear rejudge samples_gsm8k_2026-01-31.jsonl --set verify.tags=none     (lm-evaluation-harness)
+    """
+    from flows.answer_commands import rejudge_answers
+
+    rejudge_answers(which, overrides or [], root=root, layout=layout, out=out, num_samples=num_samples)
+
+
+@evaluations.command()
+def answers(
+    which: Annotated[
+        list[str],
+        typer.Argument(metavar="ANSWERS...", help="Stages, fingerprints, folders, or files of another program."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the page; by default below answers/ in the workspace.")
+    ] = None,
+    layout: LayoutOption = None,
+    root: Root = Path("runs"),
+) -> None:
+    """Write a page with every answer of one or several evaluations: filter by flipped, truncated, disagreed, unparsed.
+
+    klear answers sft rl
+
+    klear answers evaluate_rl samples_aime24.jsonl --root /data/klear
+    """
+    from flows.answer_commands import view_answers
+
+    view_answers(which, root=root, layout=layout, out=out)
+
+
+@evaluations.command()
+def compare(
+    which: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN RUN...", help="The fingerprint or folder of a run's report, or a workspace (its newest run)."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the page; by default below compared/ in the workspace.")
+    ] = None,
+    root: Root = Path("runs"),
+) -> None:
+    """Put runs side by side on one page: scores, paired differences, flipped answers, curves, cost and settings.
+
+    klear compare 06a1a551 9cd23e10
+
+    klear compare runs /data/other_runs
+    """
+    from flows.compare import compare as compare_runs
+
+    compare_runs(which, root=root, out=out)
+
+
+@evaluations.command()
+def champion(root: Root = Path("runs"), model: ChampionOf = "klear") -> None:
+    """Show the champion in MLflow's model registry, the evidence that it was promoted on, and earlier champions.
+
+    klear champion
+
+    klear champion --root /data/klear --model math
+    """
+    from flows.compare import show_champion
+
+    show_champion(model, root=root)
+
+
+@evaluations.command()
+def rollback(
+    why: Annotated[str, typer.Option(help="Reason, for the record.")],
+    by: Annotated[str, typer.Option(help="Person, for the record; by default the name of the user.")] = "",
+    root: Root = Path("runs"),
+    model: ChampionOf = "klear",
+) -> None:
+    """Make the previous champion the champion again. The model that is rolled back is not promoted again.
+
+    klear rollback --why "answers in Chinese"
+    """
+    from flows.compare import roll_back
+
+    roll_back(model, root=root, why=why, by=by)
+
+
+@evaluations.command()
+def publish(
+    model: Annotated[str, typer.Argument(help="A stage that makes a model (its newest), a fingerprint, or a folder.")],
+    to: Annotated[str, typer.Option(help="A new folder, or a name on the Hub, owner/name, to upload to.")],
+    licence: Annotated[
+        str, typer.Option(help="Licence of the model, as the Hub spells it: apache-2.0; by default the base model's.")
+    ] = "",
+    is_private: Annotated[
+        bool, typer.Option("--private/--public", help="Whether a repository that is made on the Hub is private.")
+    ] = True,
+    root: Root = Path("runs"),
+) -> None:
+    """Write a model as a Hugging Face folder with a card: scores with intervals, data, licences, lineage, settings.
+
+    klear publish rl --to ./published/my-model --licence apache-2.0
+
+    klear publish rl --to my-name/my-model     (needs HF_TOKEN)
+    """
+    from flows.compare import publish as publish_model
+
+    publish_model(model, to, root=root, licence=licence, is_private=is_private)
+
+
+@evaluations.command()
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face folder, owner/name or owner/name@revision on the Hub, or a stage: rl."),
+    ],
+    benchmarks: Annotated[
+        list[str] | None,
+        typer.Option("--benchmarks", help="A file of problems, or a name such as aime24; may be repeated."),
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Profile whose benchmarks, sampling and judges to use, such as klear_8b.")
+    ] = None,
+    num_samples: Annotated[
+        int | None,
+        typer.Option("--samples", min=1, help="Number of answers to each problem; by default that of the benchmark."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer; by default 32,768, or that of the profile.")
+    ] = None,
+    engine: Annotated[
+        Literal["auto", "torch", "vllm"], typer.Option(help="auto: torch for Qwen3 folders, vLLM for other models.")
+    ] = "auto",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; may be repeated.")
+    ] = None,
+    root: Annotated[Path, typer.Option(help="Workspace for the result.")] = Path("runs"),
+) -> None:
+    """Score any model on benchmarks, with intervals; nothing is trained.
+
+    klear evaluate models/Qwen3-8B --benchmarks aime24 --benchmarks mine.jsonl
+
+    klear evaluate owner/name --benchmarks math500.jsonl --samples 4 --engine vllm
+    """
+    from flows.evaluate_model import Asked, evaluate_model
+
+    asked = Asked(
+        model=model,
+        benchmarks=benchmarks or [],
+        profile=profile,
+        num_samples=num_samples,
+        max_tokens=max_tokens,
+        engine=engine,
+        overrides=overrides or [],
+        root=root,
+    )
+    evaluate_model(asked)
+
+
+# ---- inspection commands ----
+# The commands of `klear` that inspect results: show an artifact, ask a model, replay a step of RL.
+
+
+def show(
+    artifact: Annotated[
+        str,
+        typer.Argument(
+            help="A stage or kind (its newest artifact), a fingerprint or its first digits, a folder; or: problem."
+        ),
+    ],
+    problem_id: Annotated[
+        str | None, typer.Argument(help="After the word problem: the id of the problem or its first digits.")
+    ] = None,
+    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    num_records: Annotated[
+        int, typer.Option("--records", min=0, help="Number of records to print from each table.")
+    ] = 2,
+) -> None:
+    """Show an artifact: its manifest, its ledger and its first records; or everything about one problem.
+
+    klear show evaluate_sft --root /data/klear
+
+    klear show 3f2a91 --records 5
+
+    klear show problem 91b0c2
+    """
+    from flows.show import show_artifact, show_problem
+
+    if artifact == "problem":
+        show_problem(problem_id or "", root=root)
+        return
+    if problem_id is not None:
+        raise ConfigError(f"show {artifact} {problem_id}: only `klear show problem` takes a second argument")
+    show_artifact(artifact, root=root, num_records=num_records)
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A stage (base, sft, rl: its newest model), an artifact, a model folder, or owner/name on the Hub."
+        ),
+    ],
+    question: Annotated[
+        str | None, typer.Argument(help="The question; without it, every line of standard input is one.")
+    ] = None,
+    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer; by default what the model's window leaves.")
+    ] = None,
+    num_samples: Annotated[int, typer.Option("--samples", min=1, help="Number of answers to each question.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    engine: Annotated[
+        Literal["auto", "torch", "vllm"], typer.Option(help="auto: torch for Qwen3 models, vLLM for others.")
+    ] = "auto",
+) -> None:
+    """Ask a model of this workspace, any model folder, or a model of the Hub, a question of your own.
+
+    klear chat rl 'mod 10: 3,+4,*7,-2,+5=?'
+
+    klear chat sft --temperature 1 --samples 4 < questions.txt
+
+    klear chat owner/name@revision 'What is 2+2?' --engine vllm
+    """
+    from flows.evaluate_model import chat as ask
+    from klear_core.generate.factory import ChatParams
+
+    params = ChatParams(temperature=temperature, max_tokens=max_tokens, num_samples=num_samples, seed=seed)
+    ask(model, question, params, root=root, engine=engine)
+
+
+def replay(
+    step: Annotated[int, typer.Argument(min=1, help="RL step as logged; it must be in rl.runtime.save_steps.")],
+    losses: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--loss",
+            metavar="KIND[,KEY=VALUE]",
+            help="Loss to try; may be repeated. Default: all losses with their defaults.",
+        ),
+    ] = None,
+    artifact: Annotated[
+        str,
+        typer.Option("--of", help="An RL stage (its newest artifact), a fingerprint or its first digits, or a folder."),
+    ] = "rl",
+    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of learner processes; by default that of the run.")
+    ] = None,
+) -> None:
+    """Train other losses on a saved step of a run, and show what would have differed. Samples nothing.
+
+    klear rl replay 40
+
+    klear rl replay 40 --loss clip --loss gppo,beta_low=0.25 --loss dgpo,high_root=3 --root /data/klear
+    """
+    from flows.compare import replay_step
+
+    replay_step(step, artifact, losses or [], root=root, num_workers=workers)
+
+
+# ---- server commands ----
+# The commands of `klear` that run until Ctrl-C: serve the UIs, and restart crashed runs.
+
+
+def ui(
+    root: Annotated[Path, typer.Option(help="Workspace whose runs to look at.")] = Path("runs"),
+    prefect_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the Prefect UI.")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the MLflow UI.")] = 5000,
+) -> None:
+    """Serve the Prefect and MLflow UIs of a workspace, until Ctrl-C.
+
+    klear ui
+
+    klear ui --root /data/klear --prefect-port 4201
+    """
+    from flows.serve import serve_uis
+
+    serve_uis(root, prefect_port=prefect_port, mlflow_port=mlflow_port)
+
+
+def sweep(
+    pool: Annotated[str, typer.Option(help="Work pool whose crashed runs to restart.")] = "klear",
+) -> None:
+    """Restart crashed runs of a work pool until Ctrl-C. Start it beside the worker; the server is at PREFECT_API_URL.
+
+    klear sweep --pool klear
+    """
+    from flows.sweep import sweep_until_interrupted
+
+    sweep_until_interrupted(pool, lambda line: typer.echo(f"{datetime.now():%H:%M:%S} {line}"))

@@ -1,0 +1,200 @@
+"""Call Ray actors with a timeout, limit their restarts, and reserve their places as placement groups."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from klear_core.cluster.nodes import ray_nodes
+from klear_core.cluster.placement import Node, Place, Placement
+from klear_core.cluster.rank_actors import Arrays, to_tensors
+from klear_core.errors import KlearError, ResourceError, TrainingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+RemoteCall = Callable[[Any], Awaitable[Any]]
+"""Function of an actor's handle that starts a call, such as `lambda actor: actor.sleep.remote()`."""
+
+LOST = (RayActorError, OutOfMemoryError)
+"""Errors of a call whose actor is gone. OutOfMemoryError, no RayActorError, means Ray killed it to free memory."""
+START_S = 300.0  # least timeout for starting a process and loading a model, even if `stall_timeout_s` is shorter
+
+
+class StoredWeights(Mapping[str, "Tensor"]):
+    """Weights in Ray's object store, in parts, fetched only if this process reads them."""
+
+    def __init__(self, parts: Sequence[ray.ObjectRef]) -> None:
+        self.parts = parts
+
+    def __getitem__(self, name: str) -> Tensor:
+        return to_tensors({name: self._arrays()[name]})[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays())
+
+    def __len__(self) -> int:
+        return len(self._arrays())
+
+    def _arrays(self) -> Arrays:
+        found: list[Arrays] = ray.get(list(self.parts))
+        return {name: array for part in found for name, array in part.items()}
+
+
+class Restarts:
+    """Count lost actors against the number of allowed restarts."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
+        self.used = 0
+
+    def count(self, who: str, error: BaseException) -> None:
+        """Count one more lost actor. Raise TrainingError if that exceeds the limit."""
+        self.used += 1
+        lost = f"{who} was lost ({error})" if isinstance(error, KlearError) else f"{who} was lost"
+        if self.used > self.allowed:
+            raise TrainingError(f"{lost}; runtime.max_restarts = {self.allowed} allows no more") from error
+        log.warning("%s (%s); starting another", lost, type(error).__name__)
+
+
+async def within(awaitable: Awaitable[T], timeout_s: float, who: str, what: str) -> T:
+    """Return a remote call's result or raise its original error; on a timeout TrainingError names `who` and `what`."""
+    try:
+        return await asyncio.wait_for(awaited(awaitable), timeout_s)
+    except RayTaskError as e:
+        raise cause_of(e) from e
+    except TimeoutError:
+        raise TrainingError(f"stalled: waited {timeout_s:g} s for {who} to {what}") from None
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the error raised in the actor, without Ray's wrapper."""
+    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+
+
+def rollout_name(index: int) -> str:
+    """Return a rollout actor's name for messages."""
+    return f"rollout actor {index}"
+
+
+async def awaited(awaitable: Awaitable[T]) -> T:
+    """Return the result of any awaitable as a coroutine's: asyncio makes tasks of coroutines only."""
+    return await awaitable
+
+
+# ---- reservation ----
+# Reserve the places of learner ranks as Ray placement groups, and say where RL's engines go.
+
+
+_NODES_S = 2.0  # seconds between two checks that the planned nodes are alive
+_NODE_LABEL = "ray.io/node-id"
+
+Plan = Callable[[Sequence[Node]], Placement]
+"""Returns the places of all ranks and engines on these nodes."""
+
+
+class Reservation:
+    """The placement groups of all ranks, one for each context-parallel group of `width` ranks."""
+
+    def __init__(self, plan: Plan, *, width: int, threads_per_rank: int) -> None:
+        """Reserve nothing yet. `plan` chooses the places; a rank without a GPU reserves `threads_per_rank` CPUs."""
+        self.placement = Placement(ranks=())
+        """Places of ranks and engines; empty before `hold`."""
+        self._plan = plan
+        self._width = width
+        self._threads_per_rank = threads_per_rank
+        self._groups: list[PlacementGroup] = []
+        self._lock = asyncio.Lock()
+        """Held while places are reserved: ranks and engines that restart at once must not replace each other's."""
+
+    async def hold(self) -> None:
+        """Reserve the places of all ranks. Raise ResourceError if the cluster has no room.
+
+        Those of an earlier call are kept, unless one of their nodes has died, which Ray notices only after some
+        seconds.
+        """
+        deadline = time.monotonic() + START_S
+        async with self._lock:
+            while not (self._groups and await self._are_ready(deadline)):
+                # First, because the new groups would wait for what these hold on nodes that live.
+                self.release()
+                self.placement = self._plan(ray_nodes())
+                self._reserve(self.placement.ranks)
+
+    def _reserve(self, places: Sequence[Place]) -> None:
+        for first in range(0, len(places), self._width):
+            own = places[first : first + self._width]
+            # The label pins the group to the node that was planned for it.
+            on_node = [{_NODE_LABEL: place.node.node_id} for place in own]
+            bundles = [self._bundle(place) for place in own]
+            self._groups.append(placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=on_node))
+
+    def bundle_of(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Return the strategy that puts an actor into a rank's bundle."""
+        group, index = divmod(rank, self._width)
+        return PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=index)
+
+    async def engine_options(self, index: int) -> dict[str, Any]:
+        """Return where Ray shall start an engine: on its rank's GPU if it shares one, else on its node or a free one.
+
+        The places must be held. If a node has died, an engine that shares a GPU moves with the ranks.
+        """
+        if not self.placement.engines:
+            return {}
+        if self._rank_beside(index) is not None:
+            await self.hold()
+        rank = self._rank_beside(index)  # again, because `hold` may have made a new plan
+        if rank is not None:
+            return {"scheduling_strategy": self.bundle_of(rank)}
+        # Soft: if the node has died, any other with enough free GPUs will do.
+        node_id = self.placement.engines[index].node.node_id
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
+
+    def _rank_beside(self, index: int) -> int | None:
+        """Return the rank whose GPU an engine shares; None if the engine has GPUs of its own."""
+        place = self.placement.engines[index]
+        for rank, own in enumerate(self.placement.ranks):
+            if own.node == place.node and set(place.gpus) & set(own.gpus):
+                return rank
+        return None
+
+    def release(self) -> None:
+        """Return all places to the cluster."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
+
+    async def _are_ready(self, deadline: float) -> bool:
+        """Wait until all places are reserved; return False if a node of theirs has died."""
+        ranks = self.placement.ranks
+        planned = {place.node.node_id for place in ranks}
+        waiting = list(self._groups)
+        while time.monotonic() < deadline:
+            if not planned <= {node.node_id for node in ray_nodes()}:
+                return False
+            # In a thread, because it blocks; `ready()` would start a process for each group.
+            if await asyncio.to_thread(waiting[-1].wait, _NODES_S):
+                waiting.pop()
+            if not waiting:
+                return True
+        free = {name: number for name, number in ray.available_resources().items() if name in ("CPU", "GPU")}
+        raise ResourceError(
+            f"the learner waited {START_S:g} s for {len(ranks)} x {self._bundle(ranks[0])} of the Ray cluster, which "
+            f"has {free} free: other work holds the rest"
+        )
+
+    def _bundle(self, place: Place) -> dict[str, float]:
+        """Return the Ray resources of one rank: whole GPUs, or the CPUs of its threads."""
+        # Whole, even if the rank takes a share: engines beside it use the rest (see `engine_options`).
+        return {"GPU": float(len(place.gpus))} if place.gpus else {"CPU": float(self._threads_per_rank)}

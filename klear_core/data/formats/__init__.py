@@ -1,0 +1,1 @@
+"""Read published row formats: problems, references, tests and traces."""

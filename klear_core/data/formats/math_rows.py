@@ -1,0 +1,230 @@
+"""Define the row formats of math sources and benchmarks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from klear_core.data.formats.fields import (
+    Fields,
+    RowError,
+    Schema,
+    answer_at,
+    answers_at,
+    bare_answer,
+    keys,
+    no_rating,
+    number_at,
+    rating_at,
+    text_at,
+    user_message,
+)
+from klear_core.types import Domain, MathReference, Reference, UnverifiableReference
+from klear_core.verify.math.answer_text import boxed_texts
+
+_TOP_OF_MATH_LEVELS = 5
+"""Highest level in MATH, which rates problems 1 to 5."""
+_TOP_OF_AOPS_SCALE = 10
+"""Top of the Art of Problem Solving's scale of 1 to 10, which DeepScaleR's AIME rows and DeepMath use."""
+
+_GSM8K_ANSWER = re.compile(r"####\s*(\S.*)$", re.MULTILINE)
+_THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}\b)")
+
+_NUMINA_MARKS = ("problem_is_valid", "solution_is_valid")
+
+
+def _one_answer(fields: Fields, *path: str) -> MathReference:
+    return MathReference(answers=(answer_at(fields, *path),))
+
+
+def _gsm8k_reference(fields: Fields) -> MathReference:
+    """Return the number after `####` in the worked solution, without thousands commas."""
+    match = _GSM8K_ANSWER.search(text_at(fields, "answer"))
+    if match is None:
+        bare = "; if answers are bare, call the column of the questions `problem`"
+        raise RowError("no_reference", "answer", f"no '#### ' before a final answer, as GSM8K has it{bare}")
+    return MathReference(answers=(without_thousands_commas(match[1].strip()),))
+
+
+def without_thousands_commas(answer: str) -> str:
+    """Return an answer of GSM8K with `1,234` as `1234`."""
+    return _THOUSANDS_COMMA.sub("", answer)
+
+
+def _klear_bench_reference(fields: Fields) -> MathReference:
+    """Return the answer from Klear-Reasoner's benchmark files.
+
+    AIME 2024 has it in `meta.answer`, AIME 2025 in `meta.solution` (the bare answer), HMMT in `answer`.
+    """
+    meta = fields.get("meta")
+    if not isinstance(meta, Mapping):
+        return _one_answer(fields, "answer")
+    return _one_answer(fields, "meta", "answer" if "answer" in meta else "solution")
+
+
+def _benchmark_question(fields: Fields) -> str:
+    """Return the question of a math benchmark: a chat's only question, `problem` or `question`.
+
+    OlympiadBench has what several of its questions share in `context`.
+    """
+    if "messages" in fields:
+        return user_message(fields, "messages")
+    question = text_at(fields, "problem" if "problem" in fields else "question")
+    context = fields.get("context")
+    return f"{context.strip()}\n{question}" if isinstance(context, str) and context.strip() else question
+
+
+def _benchmark_reference(fields: Fields) -> Reference:
+    """Return the answer of a math benchmark; for rows that have only a worked solution, the boxed answer in it."""
+    if isinstance(fields.get("meta"), Mapping):
+        return _klear_bench_reference(fields)
+    if "final_answer" in fields:  # OlympiadBench: all elements are the answer, and not alternatives
+        return MathReference(answers=(", ".join(answers_at(fields, "final_answer")),))
+    for key in ("answer", "expected_answer"):
+        if key in fields:
+            return _one_answer(fields, key)
+    return boxed_reference(fields, "solution")
+
+
+def _benchmark_rating(fields: Fields) -> float | None:
+    """Return the level of a MATH problem; other benchmarks have no rating that we read."""
+    return rating_at(fields, "level", top=_TOP_OF_MATH_LEVELS) if "subject" in fields else None
+
+
+def _deepscaler_rating(fields: Fields) -> float | None:
+    """Return the rating; rows with a `type` come from MATH (levels 1 to 5), all others use the 10-point scale."""
+    return rating_at(fields, "difficulty", top=_TOP_OF_MATH_LEVELS if "type" in fields else _TOP_OF_AOPS_SCALE)
+
+
+def boxed_reference(fields: Fields, key: str) -> Reference:
+    """Return the boxed answer of a worked solution; a solution without one single answer is unverifiable."""
+    boxes = {box and box.strip() for box in boxed_texts(text_at(fields, key))}
+    answer = boxes.pop() if len(boxes) == 1 else None
+    if answer:
+        return MathReference(answers=(bare_answer(answer),))
+    return UnverifiableReference(domain=Domain.MATH, why=f"{key} has {len(boxes) or 'no'} different boxed answers")
+
+
+def _numina_mark(fields: Fields, key: str) -> object:
+    mark = fields.get(key)
+    return "Yes" if mark is None else mark
+
+
+def _numina_reference(fields: Fields) -> Reference:
+    """Return the answer of a NuminaMath 1.5 row; proofs and answers marked as not found or wrong are unverifiable.
+
+    OpenR1 has the same columns without the two marks; in a table of both they are null.
+    """
+    is_valid, is_solved = (_numina_mark(fields, key) for key in _NUMINA_MARKS)
+    if is_valid != "Yes":
+        raise RowError("marked_invalid", "problem_is_valid", f"the source says {is_valid!r}")
+    why = ""
+    answer = fields.get("answer")
+    if answer is None or str(answer).strip().lower() in ("", "proof", "notfound"):
+        why = f"the source gives the answer {answer!r}"
+    elif fields.get("question_type") == "proof":
+        why = "it asks for a proof"
+    elif is_solved != "Yes":
+        why = f"the source says of its solution {is_solved!r}"
+    return UnverifiableReference(domain=Domain.MATH, why=why) if why else _one_answer(fields, "answer")
+
+
+def _unsolved_share(fields: Fields) -> float | None:
+    """Return the share of Llama 3.1 8B's attempts that failed; None if it was not measured."""
+    if fields.get("llama8b_solve_rate") is None:
+        return None
+    solved = number_at(fields, "llama8b_solve_rate")
+    if not 0 <= solved <= 1:
+        raise RowError("bad_rating", "llama8b_solve_rate", f"{solved:g} is outside of 0 to 1")
+    return 1 - solved
+
+
+MATH_SCHEMAS = (
+    Schema(  # nvidia/AceReason-Math, agentica-org/DeepScaleR-Preview-Dataset
+        name="problem_answer",
+        signatures=keys("problem answer"),
+        question=lambda fields: text_at(fields, "problem"),
+        reference=lambda fields: _one_answer(fields, "answer"),
+        rating=no_rating,
+    ),
+    Schema(  # SynthLabsAI/Big-Math-RL-Verified
+        name="big_math",
+        signatures=keys("problem answer llama8b_solve_rate"),
+        question=lambda fields: text_at(fields, "problem"),
+        reference=lambda fields: _one_answer(fields, "answer"),
+        rating=_unsolved_share,
+    ),
+    Schema(  # AI-MO/NuminaMath-CoT
+        name="numinamath_cot",
+        signatures=keys("source problem solution messages"),
+        question=lambda fields: text_at(fields, "problem"),
+        reference=lambda fields: boxed_reference(fields, "solution"),
+        rating=no_rating,
+    ),
+    Schema(  # AI-MO/NuminaMath-1.5; open-r1/OpenR1-Math-220k, which keeps its columns and adds traces
+        name="numinamath",
+        signatures=keys(
+            "problem solution answer problem_type question_type source",
+            "problem solution answer problem_type question_type source messages",
+        ),
+        question=lambda fields: text_at(fields, "problem"),
+        reference=_numina_reference,
+        rating=no_rating,
+    ),
+    Schema(
+        name="klear_bench",
+        signatures=keys("messages meta", "messages answer"),
+        question=lambda fields: user_message(fields, "messages"),
+        reference=_klear_bench_reference,
+        rating=no_rating,
+    ),
+    Schema(  # the columns of all math benchmarks in klear_core/config/known_benchmarks.py; never detected, but named
+        name="math_benchmark",
+        signatures=(),
+        question=_benchmark_question,
+        reference=_benchmark_reference,
+        rating=_benchmark_rating,
+    ),
+    Schema(
+        name="gsm8k",
+        signatures=keys("question answer"),
+        question=lambda fields: text_at(fields, "question"),
+        reference=_gsm8k_reference,
+        rating=no_rating,
+    ),
+    Schema(
+        name="math500",
+        signatures=keys("problem answer subject level"),
+        question=lambda fields: text_at(fields, "problem"),
+        reference=lambda fields: _one_answer(fields, "answer"),
+        rating=lambda fields: rating_at(fields, "level", top=_TOP_OF_MATH_LEVELS),
+    ),
+    Schema(
+        name="amc23",
+        signatures=keys("problem question answer"),
+        question=lambda fields: text_at(fields, "problem"),
+        reference=lambda fields: _one_answer(fields, "answer"),
+        rating=no_rating,
+    ),
+    Schema(
+        name="deepscaler",
+        signatures=keys("problem answer difficulty"),
+        question=lambda fields: text_at(fields, "problem"),
+        reference=lambda fields: _one_answer(fields, "answer"),
+        rating=_deepscaler_rating,
+    ),
+    Schema(
+        name="deepmath",
+        signatures=keys("prompt messages ground_truth difficulty"),
+        question=lambda fields: text_at(fields, "prompt"),
+        reference=lambda fields: _one_answer(fields, "ground_truth"),
+        rating=lambda fields: rating_at(fields, "difficulty", top=_TOP_OF_AOPS_SCALE),
+    ),
+    Schema(
+        name="nemo",
+        signatures=keys("problem expected_answer"),
+        question=lambda fields: text_at(fields, "problem"),
+        reference=lambda fields: _one_answer(fields, "expected_answer"),
+        rating=no_rating,
+    ),
+)

@@ -1,0 +1,500 @@
+"""Read published reasoning traces: the question, and one or more replies of a teacher, in the formats of data cards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from klear_core.config.data import FileSource, HubSource
+from klear_core.data.datafiles import check_files, data_files, origin
+from klear_core.data.formats.code_rows import (
+    ELSEWHERE,
+    QuestionTables,
+    code_rating,
+    reference_in,
+    with_instructions,
+    without_wrapping,
+)
+from klear_core.data.formats.fields import (
+    Fields,
+    RowError,
+    Schema,
+    contest_id,
+    is_from_user,
+    keys,
+    message_text,
+    no_rating,
+    rating_at,
+    stated_id,
+    text_at,
+    user_message,
+    value_at,
+)
+from klear_core.data.formats.math_rows import boxed_reference
+from klear_core.data.readers import BrokenRow, FileRow, read_rows
+from klear_core.errors import ConfigError
+from klear_core.prompts import THINK_CLOSE, THINK_OPEN, split_response
+from klear_core.types import Domain, Dropped, Reference, TeacherFinish, problem_id_of
+
+# ---- trace schemas ----
+# Define the row formats of published reasoning traces, from which the prompts alone are taken.
+#
+# The traces are no references, because a teacher's answer may be wrong. So problems from these rows are distilled and not
+# judged, except rows of the OpenThoughts metadata, which hold the original solution or tests.
+
+
+_PYTHON = "Generate an executable Python function generated from the given prompt. "
+_BY_STDIN = _PYTHON + (
+    "The function should take stdin as input and print the output. Simply call the function after the definition."
+)
+_BY_CALL = _PYTHON + "Return the function body without invoking it at the final solution."
+_BOXED = "Return your final response within \\boxed{}."
+_OPENINGS = {_BY_STDIN: Domain.CODE, _BY_CALL: Domain.CODE, _BOXED: Domain.MATH}
+"""Instructions that OpenThoughts puts before a question; they tell its domain."""
+
+
+def _opening_of(prompt: str) -> str:
+    return next((opening for opening in _OPENINGS if prompt.startswith(opening)), "")
+
+
+def _conversation_question(fields: Fields) -> str:
+    prompt = user_message(fields, "conversations")
+    opening = _opening_of(prompt)
+    question = without_wrapping(prompt.removeprefix(opening))
+    if not question:
+        raise RowError("empty_field", "conversations", "no question follows the instruction")
+    return with_instructions(question, None) if opening == _BY_STDIN else question
+
+
+def _conversation_domain(fields: Fields) -> Domain | None:
+    """Return the domain by `domain` (OpenThoughts3), else by the instruction; None if neither tells."""
+    if fields.get("domain") is not None:
+        return _math_or_code(text_at(fields, "domain"), "domain")
+    return _OPENINGS.get(_opening_of(user_message(fields, "conversations")))
+
+
+def _math_or_code(value: str, key: str) -> Domain:
+    """Return the domain of this name; raise RowError `other_domain` for science, puzzles and the like."""
+    try:
+        return Domain(value.lower())
+    except ValueError:
+        raise RowError("other_domain", key, f"{value!r} is neither math nor code") from None
+
+
+def _metadata_question(fields: Fields) -> str:
+    problem = text_at(fields, "problem")
+    if _math_or_code(text_at(fields, "domain"), "domain") is Domain.MATH:
+        return problem
+    return with_instructions(problem, fields.get("starter_code"))
+
+
+def _metadata_reference(fields: Fields) -> Reference:
+    if _math_or_code(text_at(fields, "domain"), "domain") is Domain.MATH:
+        return boxed_reference(fields, "ground_truth_solution")
+    return reference_in(value_at(fields, "test_cases"))
+
+
+def _question_of_ocr(fields: Fields, key: str) -> str:
+    question = text_at(fields, key)
+    if question != ELSEWHERE:
+        return question
+    place = f"row {fields.get('index')} of split {fields.get('split')!r} of {fields.get('dataset')}"
+    raise RowError("question_elsewhere", key, f"it is {place}; name that data set in the source's `lookup`")
+
+
+TRACE_SCHEMAS = (
+    Schema(  # open-thoughts/OpenThoughts-114k, OpenThoughts2-1M, OpenThoughts3-1.2M (with domain, difficulty)
+        name="open_thoughts",
+        signatures=keys("conversations"),
+        question=_conversation_question,
+        reference=None,
+        rating=lambda fields: rating_at(fields, "difficulty", top=10),
+        domain=_conversation_domain,
+    ),
+    Schema(  # open-thoughts/OpenThoughts-114k, subset metadata
+        name="open_thoughts_metadata",
+        signatures=keys("problem ground_truth_solution domain test_cases starter_code"),
+        question=_metadata_question,
+        reference=_metadata_reference,
+        rating=no_rating,
+    ),
+    Schema(  # nvidia/AceReason-1.1-SFT
+        name="acereason_sft",
+        signatures=keys("category source input output"),
+        question=lambda fields: without_wrapping(text_at(fields, "input")),
+        reference=None,
+        rating=no_rating,
+        domain=lambda fields: _math_or_code(text_at(fields, "category"), "category"),
+    ),
+    Schema(  # nvidia/OpenCodeReasoning
+        name="open_code_reasoning",
+        signatures=keys("input output license dataset split difficulty"),
+        question=lambda fields: _question_of_ocr(fields, "input"),
+        reference=None,
+        rating=code_rating,
+        domain=lambda _fields: Domain.CODE,
+    ),
+    Schema(  # nvidia/OpenCodeReasoning-2
+        name="open_code_reasoning_2",
+        signatures=keys("question r1_generation license dataset split difficulty"),
+        question=lambda fields: _question_of_ocr(fields, "question"),
+        reference=None,
+        rating=code_rating,
+        domain=lambda _fields: Domain.CODE,
+    ),
+)
+
+
+# ---- traces ----
+
+
+READ = "read"
+"""Ledger step of the rows that this module drops."""
+_FIRST_ROWS = 5
+_THOUGHT_OPEN, _THOUGHT_CLOSE = "<|begin_of_thought|>", "<|end_of_thought|>"
+_SOLUTION_OPEN, _SOLUTION_CLOSE = "<|begin_of_solution|>", "<|end_of_solution|>"
+"""Tags of Sky-T1 and of OpenThoughts-114k."""
+_REPLY_ROLES = ("assistant", "gpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One published reply."""
+
+    reasoning: str
+    answer: str
+    finish_reason: TeacherFinish = "stop"
+    published_verdict: str = ""
+    """The row's own verdict on it: `right`, `wrong`, or nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedTrace:
+    """One row: a question with its replies."""
+
+    question: str
+    domain: Domain
+    replies: tuple[Reply, ...]
+    row: str
+    """Place of the row in its source."""
+    contest_id: str
+
+    @property
+    def problem_id(self) -> str:
+        """Return the id that a problem with this question has."""
+        return problem_id_of(self.question, self.domain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFormat:
+    """One row format: the keys that identify it, and its field readers, which raise RowError."""
+
+    name: str
+    signatures: tuple[frozenset[str], ...]
+    """A row has this format if it has all keys of one of these sets."""
+    question: Callable[[Fields], str]
+    replies: Callable[[Fields], Sequence[Reply]]
+    domain: Callable[[Fields], Domain | None] = field(default=lambda _fields: None)
+
+
+def format_of(first_row: Fields, *, where: str) -> TraceFormat:
+    """Return the format that fits the keys of a row, the one with the most keys if several do; ConfigError if none."""
+    fits = [(len(s), f) for f in FORMATS for s in f.signatures if s <= first_row.keys()]
+    if not fits:
+        known = ", ".join(f.name for f in FORMATS)
+        raise ConfigError(
+            f"{where}: no known format of traces has the keys {sorted(first_row)}; known formats: {known}. Rows with "
+            "`messages` (a user's and an assistant's message, the thinking in <think> tags) can always be read"
+        )
+    return max(fits, key=lambda fit: fit[0])[1]
+
+
+def read_traces(source: FileSource | HubSource) -> Iterator[PublishedTrace | Dropped]:
+    """Yield all rows of a source in order, each as a trace or a drop record; the first row determines the format."""
+    complete = QuestionTables(source.lookup).completed
+    yield from _rows(source, complete)
+
+
+def check_traces(source: FileSource | HubSource) -> None:
+    """Raise ConfigError or DataError if files of a source are missing or cut short, or none of its first rows is a
+    trace. Of a Hub source that is not in the cache only the names of its files are checked."""
+    if source.row_schema != "auto":
+        raise ConfigError(
+            f"{origin(source)}: row_schema = {source.row_schema!r} is for prompts; the format of traces is detected"
+        )
+    if check_files(source) is None:
+        return
+    head = list(islice(_rows(source, QuestionTables(source.lookup).checked), _FIRST_ROWS))
+    if not head:
+        raise ConfigError(f"{origin(source)}: holds no row")
+    dropped = [row for row in head if isinstance(row, Dropped)]
+    if len(dropped) == len(head):
+        raise ConfigError(
+            f"{origin(source)}: none of the first {len(head)} rows can be used as a trace; {dropped[0].detail}"
+        )
+
+
+def split_reply(text: str) -> Reply:
+    """Split a reply in reasoning and answer at its tags; without tags all of it is the answer.
+
+    A reply whose thinking never ends ran out of tokens.
+    """
+    if _THOUGHT_CLOSE in text:
+        before, _, after = text.partition(_THOUGHT_CLOSE)
+        is_whole = _SOLUTION_OPEN not in after or _SOLUTION_CLOSE in after
+        answer = after.replace(_SOLUTION_OPEN, "").replace(_SOLUTION_CLOSE, "").strip()
+        reasoning = before.replace(_THOUGHT_OPEN, "").strip()
+        return Reply(reasoning=reasoning, answer=answer, finish_reason="stop" if is_whole else "length")
+    if _THOUGHT_OPEN in text:
+        return Reply(reasoning=text.replace(_THOUGHT_OPEN, "").strip(), answer="", finish_reason="length")
+    if THINK_CLOSE in text:
+        split = split_response(text)
+        return Reply(reasoning=_without_tags(split.reasoning), answer=split.answer)
+    if THINK_OPEN in text:
+        return Reply(reasoning=text.partition(THINK_OPEN)[2].strip(), answer="", finish_reason="length")
+    return Reply(reasoning="", answer=text.strip())
+
+
+def _without_tags(reasoning: str) -> str:
+    """Return the thinking without tags around it, of which some rows have several pairs; SFT writes one of its own."""
+    bare = reasoning.strip()
+    while bare.startswith(THINK_OPEN) or bare.endswith(THINK_CLOSE):
+        bare = bare.removeprefix(THINK_OPEN).removesuffix(THINK_CLOSE).strip()
+    return bare
+
+
+def _rows(source: FileSource | HubSource, complete: Callable[[Fields], Fields]) -> Iterator[PublishedTrace | Dropped]:
+    found: TraceFormat | None = None
+    stated = None if source.domain is None else Domain(source.domain)
+    rows = (row for file in data_files(source) for row in read_rows(file.path, label=file.label))
+    for row in islice(rows, source.limit):
+        if isinstance(row, BrokenRow):
+            yield Dropped(problem_id=row.where, step=READ, reason=row.reason, detail=f"{row.where}: {row.detail}")
+            continue
+        found = found or format_of(row.fields, where=row.where)
+        try:
+            yield _trace(row, complete(row.fields), found, stated)
+        except RowError as e:
+            given = stated_id(row.fields)
+            named = f"{row.where} (id {given})" if given else row.where
+            yield Dropped(problem_id=row.where, step=READ, reason=e.reason, detail=f"{named}: {e}")
+
+
+def _trace(row: FileRow, fields: Fields, found: TraceFormat, stated: Domain | None) -> PublishedTrace:
+    replies = tuple(found.replies(fields))
+    if not replies:
+        raise RowError("no_reply", found.name, "the row has no reply")
+    return PublishedTrace(
+        question=found.question(fields),
+        # The domain is only part of the id here: nothing is judged, so that science and puzzles can be learnt too.
+        domain=_domain(found, fields) or stated or Domain.MATH,
+        replies=replies,
+        row=row.where,
+        contest_id=contest_id(fields),
+    )
+
+
+def _domain(found: TraceFormat, fields: Fields) -> Domain | None:
+    try:
+        return found.domain(fields)
+    except RowError:
+        return None
+
+
+def _text(*path: str) -> Callable[[Fields], str]:
+    return lambda fields: text_at(fields, *path)
+
+
+def _reply_at(*path: str) -> Callable[[Fields], Sequence[Reply]]:
+    return lambda fields: (split_reply(text_at(fields, *path)),)
+
+
+def _two_fields(reasoning: str, answer: str) -> Callable[[Fields], Sequence[Reply]]:
+    """Return a reader of replies whose thinking and answer are in two columns, with or without tags."""
+
+    def replies(fields: Fields) -> Sequence[Reply]:
+        thinking = _without_tags(text_at(fields, reasoning))
+        return (Reply(reasoning=thinking, answer=str(value_at(fields, answer) or "").strip()),)
+
+    return replies
+
+
+def _question_in(*path: str) -> Callable[[Fields], str]:
+    return lambda fields: user_message(fields, *path)
+
+
+def _replies_in(*path: str) -> Callable[[Fields], Sequence[Reply]]:
+    """Return a reader of the only assistant message in a chat; its thinking may be in `reasoning_content`."""
+
+    def replies(fields: Fields) -> Sequence[Reply]:
+        messages = value_at(fields, *path)
+        if not isinstance(messages, list):
+            raise RowError("wrong_type", ".".join(path), f"expected a list, found {type(messages).__name__}")
+        said = [m for m in messages if isinstance(m, Mapping) and (m.get("role") or m.get("from")) in _REPLY_ROLES]
+        if len(said) != 1:
+            raise RowError("not_single_turn", ".".join(path), f"expected one assistant message, found {len(said)}")
+        if not any(map(is_from_user, messages[: messages.index(said[0])])):
+            raise RowError("not_single_turn", ".".join(path), "the assistant's message comes before the user's")
+        text = message_text(said[0])
+        thinking = said[0].get("reasoning_content") or said[0].get("reasoning")
+        if isinstance(thinking, str) and thinking.strip():
+            # Some rows have the thinking a second time, in tags at the beginning of the text.
+            is_repeated = text.startswith((THINK_OPEN, _THOUGHT_OPEN))
+            reply = split_reply(text) if is_repeated else Reply(reasoning="", answer=text)
+            return (replace(reply, reasoning=_without_tags(thinking)),)
+        return (split_reply(text),)
+
+    return replies
+
+
+def _completion_question(fields: Fields) -> str:
+    """Return the prompt of TRL's rows, which is a text or a list of messages."""
+    return text_at(fields, "prompt") if isinstance(fields.get("prompt"), str) else user_message(fields, "prompt")
+
+
+def _completion(fields: Fields) -> Sequence[Reply]:
+    """Return the completion of TRL's rows, which is a text or the rest of the prompt's messages."""
+    prompt, completion = value_at(fields, "prompt"), value_at(fields, "completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _replies_in("messages")({"messages": [*prompt, *completion]})
+    return (split_reply(text_at(fields, "completion")),)
+
+
+def _input_question(fields: Fields) -> str:
+    """Return the prompt of Llama-Nemotron, which is a text in some files and a list of messages in others."""
+    return text_at(fields, "input") if isinstance(fields.get("input"), str) else user_message(fields, "input")
+
+
+def _generations(fields: Fields) -> Sequence[Reply]:
+    """Return the replies of OpenR1-Math; `finish_reasons` and `correctness_math_verify` are lists beside them, or
+    null."""
+    texts = value_at(fields, "generations")
+    if not isinstance(texts, list):
+        raise RowError("wrong_type", "generations", f"expected a list, found {type(texts).__name__}")
+    whole, right = fields.get("is_reasoning_complete"), fields.get("correctness_math_verify")
+    replies = []
+    for index, text in enumerate(texts):
+        reply = split_reply("" if text is None else str(text))
+        finish: TeacherFinish = "length" if _flag_at(whole, index) is False else reply.finish_reason
+        verdict = _as_verdict(_flag_at(right, index))
+        replies.append(replace(reply, finish_reason=finish, published_verdict=verdict))
+    return replies
+
+
+def _graded_samples(fields: Fields) -> Sequence[Reply]:
+    """Return the samples of SkyThought's evaluations: lists `code` and `score`."""
+    texts, scores = value_at(fields, "code"), fields.get("score")
+    if not isinstance(texts, list):
+        raise RowError("wrong_type", "code", f"expected a list, found {type(texts).__name__}")
+    replies = []
+    for index, text in enumerate(texts):
+        verdict = _as_verdict(_flag_at(scores, index))
+        replies.append(replace(split_reply("" if text is None else str(text)), published_verdict=verdict))
+    return replies
+
+
+def _prompt(fields: Fields) -> str:
+    """Return the question of a plain pair; an instruction's `input` (Alpaca) belongs to it."""
+    question = text_at(fields, _first_key(fields, "prompt", "question", "instruction"))
+    given = fields.get("input") if "instruction" in fields else None
+    return f"{question}\n\n{given.strip()}" if isinstance(given, str) and given.strip() else question
+
+
+def _first_key(fields: Fields, *names: str) -> str:
+    return next(name for name in names if name in fields)
+
+
+def _flag_at(values: object, index: int) -> bool | None:
+    is_there = isinstance(values, list) and index < len(values) and isinstance(values[index], bool)
+    return bool(values[index]) if is_there else None  # type: ignore[index]
+
+
+def _as_verdict(is_right: bool | None) -> str:
+    if is_right is None:
+        return ""
+    return "right" if is_right else "wrong"
+
+
+_SCHEMAS = {schema.name: schema for schema in TRACE_SCHEMAS}
+
+
+def _as_prompts(
+    schema: str, replies: Callable[[Fields], Sequence[Reply]], signatures: tuple[frozenset[str], ...] = ()
+) -> TraceFormat:
+    """Return the format whose questions are read as those of the prompts in the same rows, without their wrapping."""
+    of = _SCHEMAS[schema]  # type: ignore[index]
+    return TraceFormat(
+        name=schema,
+        signatures=signatures or of.signatures,
+        question=of.question,
+        replies=replies,
+        domain=of.domain,
+    )
+
+
+FORMATS = (
+    TraceFormat(  # plain chats; nvidia/Nemotron-Post-Training-Dataset-v1 and -v2
+        name="messages",
+        signatures=keys("messages"),
+        question=_question_in("messages"),
+        replies=_replies_in("messages"),
+    ),
+    # plain ShareGPT chats; open-thoughts/OpenThoughts-114k, OpenThoughts2-1M, OpenThoughts3-1.2M
+    _as_prompts("open_thoughts", _replies_in("conversations")),
+    _as_prompts(  # open-thoughts/OpenThoughts-114k, subset metadata
+        "open_thoughts_metadata",
+        _two_fields("deepseek_reasoning", "deepseek_solution"),
+        keys("problem deepseek_reasoning deepseek_solution domain"),
+    ),
+    TraceFormat(  # open-r1/OpenR1-Math-220k; it has `messages` too, with the first of the generations
+        name="openr1_math",
+        signatures=keys("problem generations is_reasoning_complete"),
+        question=_text("problem"),
+        replies=_generations,
+        domain=lambda _fields: Domain.MATH,
+    ),
+    TraceFormat(  # nvidia/Llama-Nemotron-Post-Training-Dataset
+        name="llama_nemotron",
+        signatures=keys("input output category generator"),
+        question=_input_question,
+        replies=_reply_at("output"),
+        domain=lambda fields: Domain(text_at(fields, "category")) if fields["category"] in ("math", "code") else None,
+    ),
+    _as_prompts("acereason_sft", _reply_at("output")),
+    _as_prompts("open_code_reasoning", _reply_at("output")),
+    _as_prompts("open_code_reasoning_2", _reply_at("r1_generation")),
+    TraceFormat(  # simplescaling/s1K-1.1
+        name="s1k",
+        signatures=keys("question deepseek_thinking_trajectory deepseek_attempt"),
+        question=_text("question"),
+        replies=_two_fields("deepseek_thinking_trajectory", "deepseek_attempt"),
+    ),
+    TraceFormat(  # rasbt/reasoning-from-scratch: thinking and answer as the endpoint returned them
+        name="message_thinking",
+        signatures=keys("problem message_thinking message_content"),
+        question=_text("problem"),
+        replies=_two_fields("message_thinking", "message_content"),
+        domain=lambda _fields: Domain.MATH,
+    ),
+    TraceFormat(  # NovaSky-AI/SkyThought: samples of an evaluation in the layout of Qwen2.5-Math
+        name="graded_samples",
+        signatures=keys("question code score"),
+        question=_text("question"),
+        replies=_graded_samples,
+        domain=lambda _fields: Domain.MATH,
+    ),
+    TraceFormat(  # TRL's rows for SFT
+        name="prompt_completion",
+        signatures=keys("prompt completion"),
+        question=_completion_question,
+        replies=_completion,
+    ),
+    TraceFormat(
+        name="prompt_response",
+        signatures=keys("prompt response", "question response", "instruction output"),
+        question=_prompt,
+        replies=lambda fields: (split_reply(text_at(fields, _first_key(fields, "response", "output"))),),
+    ),
+)
+"""All formats of traces; the one with the most keys wins."""

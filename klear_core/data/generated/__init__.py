@@ -1,0 +1,1 @@
+"""Generate problems: chains of operations, and puzzles with long solutions."""

@@ -1,1 +1,0 @@
-"""Families of generated problems with long solutions: nested brackets, residues by search, and small programs."""

@@ -1,0 +1,495 @@
+"""Stream the rows of JSONL, JSON, Parquet and Arrow files with their positions; broken rows are reported."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
+
+from klear_core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_PACKED = {".gz": "gzip", ".zst": "zstd"}
+"""Codec by the suffix of a compressed JSON file."""
+_JSON_KINDS = (".jsonl", ".ndjson", ".json")
+SUFFIXES = (*_JSON_KINDS, *(kind + packed for kind in _JSON_KINDS for packed in _PACKED), ".parquet", ".arrow")
+"""Names of data files end in one of these."""
+
+MAX_ROW_BYTES = 128 << 20
+"""Limit for one row of a JSON file, twice `verify.code.max_test_mb`. A longer row is dropped unparsed: one takes 5
+times its size in memory, and 15 times if every text has a character of four bytes."""
+
+ALL_COLUMNS: frozenset[str] = frozenset()
+"""Stands for all columns of a file."""
+
+_BATCH_BYTES = 16 << 20
+"""Size of the part of a Parquet or Arrow file that is turned into Python objects at a time."""
+_MAX_BATCH_ROWS = 1024
+_READ_AHEAD_BYTES = 1 << 20
+_CHUNK_CHARS = 1 << 20
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+"""Last bytes of a whole Arrow stream. Arrow itself reads a stream without them as if it were whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRow:
+    """One object (JSON object, Parquet or Arrow row) of a file."""
+
+    where: str
+    """File and line number, or row number in other files than JSONL (both from 1), for messages."""
+    fields: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenRow:
+    """A row that could not be read as an object."""
+
+    where: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A range of a file that can be read without what comes before it: bytes of a JSONL file, rows of a table."""
+
+    start: int
+    stop: int
+    rows_before: int
+    """Lines of a JSONL file, rows of a table."""
+    num_rows: int
+    """Rows in the span; blank lines are none."""
+    num_bytes: int
+    """Size on disk of JSONL, in memory of a table."""
+
+
+def read_rows(
+    path: Path,
+    *,
+    label: str = "",
+    max_row_bytes: int = MAX_ROW_BYTES,
+    columns: frozenset[str] = ALL_COLUMNS,
+    span: Span | None = None,
+) -> Iterator[FileRow | BrokenRow]:
+    """Yield all rows of the file or of one span, in order, without loading the file into memory.
+
+    Messages call the file `label`. Of Parquet and Arrow files only `columns` are read, as far as they exist; JSON rows
+    come whole. Raise ConfigError if it is missing or of an unknown kind, DataError if it cannot be
+    read to its end.
+    """
+    check_file(path)
+    label = label or str(path)
+    with damage_as_data_error(label) as progress:
+        progress.num_rows = span.rows_before if span else 0
+        for row in _rows_of(path, label, max_row_bytes, columns, span):
+            yield row
+            progress.num_rows += 1
+
+
+@dataclass(slots=True)
+class ReadProgress:
+    """The number of rows that were read so far."""
+
+    num_rows: int = 0
+
+
+@contextmanager
+def damage_as_data_error(label: str) -> Iterator[ReadProgress]:
+    """Turn a library's error about a damaged file into a DataError that says how far it was read."""
+    import pyarrow as pa
+
+    progress = ReadProgress()
+    try:
+        yield progress
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as e:
+        raise DataError(
+            f"{label}: cannot be read beyond row {progress.num_rows} ({e}); the file is damaged or cut short: fetch it "
+            "again"
+        ) from e
+
+
+def check_file(path: Path) -> None:
+    """Raise ConfigError if `path` is not an existing file of a supported kind."""
+    if not path.is_file():
+        raise ConfigError(
+            f"{path}: no such file; relative paths are taken from the working directory, which is {Path.cwd()}"
+        )
+    if not path.name.endswith(SUFFIXES):
+        raise ConfigError(f"{path}: unknown kind of file; allowed: {', '.join('*' + s for s in SUFFIXES)}")
+
+
+def check_ends(path: Path, *, label: str) -> None:
+    """Raise DataError if a Parquet file lacks its footer or an Arrow stream its end mark; rows are not read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if path.suffix == ".parquet":
+            pq.read_metadata(path)
+        elif path.suffix == ".arrow":
+            check_arrow_end(path, label)
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as e:
+        raise DataError(f"{label}: not a whole Parquet file ({e}): fetch it again") from e
+
+
+def stem_of(path: Path) -> str:
+    """Return the file's name without its format suffix (`.jsonl.gz` is one suffix)."""
+    suffix = max((s for s in SUFFIXES if path.name.endswith(s)), key=len, default="")
+    return path.name.removesuffix(suffix)
+
+
+def _rows_of(
+    path: Path, label: str, max_row_bytes: int, columns: frozenset[str], span: Span | None
+) -> Iterator[FileRow | BrokenRow]:
+    if path.suffix == ".parquet":
+        return _table_rows(parquet_batches(path, columns, span), label, first=span.rows_before if span else 0)
+    if path.suffix == ".arrow":
+        check_arrow_end(path, label)
+        batches = arrow_batches(path, columns)
+        if span is None:
+            return _table_rows(batches, label, first=0)
+        return _table_rows(_rows_within(batches, 0, span), label, first=span.rows_before)
+    if span is None and is_array(path):
+        return _array_rows(path, label, max_row_bytes)
+    return _line_rows(path, label, max_row_bytes, span)
+
+
+def _open(path: Path) -> BinaryIO:
+    codec = _PACKED.get(path.suffix)
+    if codec is None:
+        return path.open("rb")
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.input_stream(str(path), compression=codec))  # raises OSError if it is cut short
+
+
+def is_array(path: Path) -> bool:
+    """Return whether a JSON file holds one array, by its first character; published suffixes are unreliable."""
+    with _open(path) as f:
+        while chunk := f.read(64):
+            if text := chunk.lstrip(b" \t\r\n\xef\xbb\xbf"):
+                return text.startswith(b"[")
+    return False
+
+
+def whole_text(path: Path) -> str:
+    """Return the text of a JSON file, unpacked. Raise OSError or UnicodeDecodeError if it is damaged."""
+    with _open(path) as f:
+        return f.read().decode("utf-8-sig")
+
+
+def _line_rows(path: Path, label: str, max_row_bytes: int, span: Span | None) -> Iterator[FileRow | BrokenRow]:
+    with _open(path) as f:
+        number = 0
+        if span is not None:
+            f.seek(span.start)
+            number = span.rows_before
+        # a span ends at the end of a line
+        while (span is None or f.tell() < span.stop) and (line := f.readline(max_row_bytes + 1)):
+            number += 1
+            where = f"{label}:{number}"
+            if len(line) > max_row_bytes:
+                _skip_line(f, line)
+                yield _too_large(where, max_row_bytes)
+            elif line.strip():
+                yield _parsed(line, where=where)
+
+
+def _too_large(where: str, max_row_bytes: int) -> BrokenRow:
+    return BrokenRow(where=where, reason="row_too_large", detail=f"more than {max_row_bytes} bytes")
+
+
+def _skip_line(f: BinaryIO, line: bytes) -> None:
+    while line and not line.endswith(b"\n"):
+        line = f.readline(_CHUNK_CHARS)
+
+
+def line_ends(path: Path) -> Iterator[tuple[int, bool]]:
+    """Yield the position after each line of an uncompressed file, and whether the line is blank."""
+    with path.open("rb") as f:
+        position = 0
+        is_blank = True
+        while piece := f.readline(_CHUNK_CHARS):
+            position += len(piece)
+            is_blank = is_blank and piece.isspace()
+            if piece.endswith(b"\n"):
+                yield position, is_blank
+                is_blank = True
+        if not is_blank:
+            yield position, False
+
+
+def _parsed(line: bytes, *, where: str) -> FileRow | BrokenRow:
+    try:
+        text = line.decode("utf-8-sig")
+        value = DECODER.decode(text.strip())
+    except UnicodeDecodeError as e:
+        return BrokenRow(where=where, reason="not_utf8", detail=str(e))
+    except json.JSONDecodeError as e:
+        if line.endswith(b"\n"):
+            return BrokenRow(where=where, reason="not_json", detail=str(e))
+        return BrokenRow(where=where, reason="cut_short", detail=f"the file ends in the middle of this row: {e}")
+    except RecursionError:
+        return BrokenRow(where=where, reason="not_json", detail="nested too deeply")
+    return _as_row(value, where=where, text=text)
+
+
+def _array_rows(path: Path, label: str, max_row_bytes: int) -> Iterator[FileRow | BrokenRow]:
+    """Yield the rows of a JSON array one element at a time; published arrays reach several gigabytes."""
+    number = 0
+    # surrogateescape: bytes that are not UTF-8 cost their own row alone, which `_as_row` finds
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape") as f:
+        try:
+            for element in array_elements(f, max_row_bytes):
+                number += 1
+                where = f"{label} row {number}"
+                if element is None:
+                    yield _too_large(where, max_row_bytes)
+                    continue
+                text, value = element
+                row = _as_row(value, where=where, text=text)
+                del element, text, value  # the caller may take long, and more memory, for a large row
+                yield row
+        except (json.JSONDecodeError, RecursionError) as e:
+            raise DataError(
+                f"{label}: starts like a JSON array but is not one to its end; row {number + 1} cannot be read ({e})"
+            ) from e
+
+
+def parquet_batches(
+    path: Path, columns: frozenset[str] = ALL_COLUMNS, span: Span | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file or of one span in batches of about 16 MB, or of one row if rows are larger."""
+    import pyarrow.parquet as pq
+
+    # Pages are read one by one: a column of a row group may have hundreds of megabytes.
+    with pq.ParquetFile(path, buffer_size=_READ_AHEAD_BYTES, pre_buffer=False) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        batch_size = _rows_at_a_time(file.metadata.num_rows, sum(group.total_byte_size for group in groups))
+        wanted = _wanted(file.schema_arrow, columns)
+        if span is None:
+            yield from file.iter_batches(batch_size=batch_size, columns=wanted)
+            return
+        end = 0
+        for i, group in enumerate(groups):
+            start, end = end, end + group.num_rows
+            if start < span.stop and span.start < end:
+                batches = file.iter_batches(batch_size=batch_size, row_groups=[i], columns=wanted)
+                yield from _rows_within(batches, start, span)
+
+
+def _wanted(schema: pa.Schema, columns: frozenset[str]) -> list[str]:
+    return [name for name in schema.names if not columns or name in columns]
+
+
+def _rows_within(batches: Iterable[pa.RecordBatch], first: int, span: Span) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a span. `first` is the number of the first row in the batches."""
+    end = first
+    for batch in batches:
+        start, end = end, end + batch.num_rows
+        if start >= span.stop:
+            return
+        if end > span.start:
+            skipped = max(0, span.start - start)
+            yield batch.slice(skipped, min(end, span.stop) - start - skipped)
+
+
+def arrow_batches(path: Path, columns: frozenset[str] = ALL_COLUMNS) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a file that `datasets` wrote: an Arrow stream, or an Arrow file in random-access format.
+
+    The file is mapped into memory, so that a batch costs little until its values are read.
+    """
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source:
+        if source.read(6) == b"ARROW1":
+            reader = pa.ipc.open_file(source)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            source.seek(0)
+            batches = iter(pa.ipc.open_stream(source))
+        yield from (batch.select(_wanted(batch.schema, columns)) for batch in batches)
+
+
+def check_arrow_end(path: Path, label: str) -> None:
+    """Raise DataError if an Arrow stream lacks its end mark."""
+    with path.open("rb") as f:
+        is_file_format = f.read(6) == b"ARROW1"  # its footer is checked when it is opened
+        f.seek(max(0, path.stat().st_size - 8))
+        if not is_file_format and not f.read().endswith(_END_OF_STREAM):
+            raise DataError(f"{label}: the Arrow stream lacks its end mark, so it was cut short: fetch it again")
+
+
+def _rows_at_a_time(num_rows: int, num_bytes: int) -> int:
+    return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1)))
+
+
+def _table_rows(batches: Iterator[pa.RecordBatch], label: str, *, first: int) -> Iterator[FileRow | BrokenRow]:
+    import pyarrow as pa
+
+    number = first
+    for batch in batches:
+        step = _rows_at_a_time(batch.num_rows, batch.nbytes)
+        for start in range(0, batch.num_rows, step):
+            for value in _values(batch.slice(start, step)):
+                number += 1
+                where = f"{label} row {number}"
+                if isinstance(value, Exception):
+                    reason = "not_utf8" if isinstance(value, pa.ArrowInvalid) else "bad_value"
+                    yield BrokenRow(where=where, reason=reason, detail=str(value))
+                else:
+                    yield FileRow(where=where, fields=value)
+
+
+def _values(batch: pa.RecordBatch) -> list[dict[str, object] | Exception]:
+    """Return the rows as dicts; a row with text that is not UTF-8, or with a value that Python has no type for (a day
+    in the year 300,000, an unknown time zone), as the error that says so.
+
+    Arrow trusts the offsets in a file. In a damaged one they lead outside of its memory, so they are checked first.
+    """
+    import pyarrow as pa
+
+    try:
+        batch.validate(full=True)
+        return cast("list[dict[str, object] | Exception]", batch.to_pylist())
+    except (ValueError, OverflowError, LookupError) as e:  # ArrowInvalid is a ValueError
+        is_damage = isinstance(e, pa.ArrowInvalid) and "UTF8" not in str(e)
+        if batch.num_rows == 1 and not is_damage:
+            return [e]
+        if batch.num_rows <= 1:
+            raise
+    middle = batch.num_rows // 2
+    return _values(batch.slice(0, middle)) + _values(batch.slice(middle))
+
+
+def _as_row(value: object, *, where: str, text: str) -> FileRow | BrokenRow:
+    try:
+        text.encode()
+        if _ESCAPED_SURROGATE.search(text):  # a pair of them is a character, a lone one cannot be written anywhere
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        return BrokenRow(where=where, reason="not_utf8", detail=f"bytes that are not text, or half a character: {e}")
+    if not isinstance(value, dict):
+        return BrokenRow(
+            where=where, reason="not_an_object", detail=f"expected an object, found {type(value).__name__}"
+        )
+    return FileRow(where=where, fields=value)
+
+
+# ---- json arrays ----
+# Read the elements of a JSON array one at a time, however large the array is.
+
+
+_SCANNED_CHARS = 8 << 20
+"""Longer elements are parsed once, after a scan has found their end, and not again with each part of the file."""
+_MAX_INT_DIGITS = 4300
+"""Longest integer that Python converts from text (`sys.set_int_max_str_digits`)."""
+_SPACE = re.compile(r"[ \t\r\n]*")
+# Possessive quantifiers, so that nothing is remembered for backtracking.
+_IN_STRING = re.compile(r"(?:[^\"\\]++|\\.)*+", re.DOTALL)
+_BETWEEN_STRINGS = re.compile(r"[^\"\[\]{},]*+")
+_IN_ELEMENT = re.compile(r"[^\"\[\]{}]*+")
+
+
+def _integer(digits: str) -> int | str:
+    """Return the integer, or its digits if they are more than Python converts."""
+    return int(digits) if len(digits) <= _MAX_INT_DIGITS else digits
+
+
+DECODER = json.JSONDecoder(parse_int=_integer)
+
+
+def array_elements(f: TextIO, max_chars: int) -> Iterator[tuple[str, object] | None]:
+    """Yield each element's JSON text and value; None for an element of more than `max_chars`."""
+    text = f.read(_CHUNK_CHARS)
+    at = _after_space(text, text.index("[") + 1)
+    while text[at : at + 1] != "]":
+        try:
+            value, end = DECODER.raw_decode(text, at)
+            after = _after_space(text, end)
+        except json.JSONDecodeError:
+            end = after = len(text)
+        if after < len(text) and text[after] in ",]":  # otherwise the element may be cut: "12" of "123"
+            yield (text[at:end], value) if end - at <= max_chars else None
+            at = _after_space(text, after + (text[after] == ","))
+            continue
+        if len(text) - at > _SCANNED_CHARS:
+            large, text = large_element(f, text[at:], max_chars)
+            yield None if large is None else (large, DECODER.decode(large))
+            at = _after_space(text, int(text[0] == ","))
+            continue
+        more = f.read(max(_CHUNK_CHARS, len(text) - at))  # doubling: linear time for a large element
+        if not more:
+            DECODER.raw_decode(text, at)  # end of file: raises the decoder's own error if the element is broken
+            raise json.JSONDecodeError(
+                "an element is followed by neither a comma nor the end of the array", text, after
+            )
+        text, at = text[at:] + more, 0
+    if (text[at + 1 :] + f.read(_CHUNK_CHARS)).strip():
+        raise json.JSONDecodeError("more text follows the end of the array", text, at + 1)
+
+
+def large_element(f: TextIO, text: str, max_chars: int) -> tuple[str | None, str]:
+    """Return the element that begins with `text`, or None if it is too long, and the text that follows it."""
+    parts: list[str] = []
+    num_chars = 0
+    nesting = _Nesting()
+    while text:
+        end = nesting.end_of_element(text)
+        num_chars += len(text) if end is None else end
+        if num_chars <= max_chars:
+            parts.append(text[:end])
+        else:
+            parts.clear()
+        if end is not None:
+            return ("".join(parts) if parts else None), text[end:]
+        text = f.read(_CHUNK_CHARS)
+    raise json.JSONDecodeError("the file ends in the middle of an element", "", 0)
+
+
+class _Nesting:
+    """Finds the end of an element of an array whose text comes in parts, without parsing it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_string = False
+        self._is_escaped = False
+        """Whether the last part ended with a backslash, which belongs to the first character of the next."""
+
+    def end_of_element(self, part: str) -> int | None:
+        """Return the index of the comma or bracket after the element; None if the element does not end in this part."""
+        at = int(self._is_escaped)
+        self._is_escaped = False
+        while at < len(part):
+            pattern = _IN_ELEMENT if self._depth else _BETWEEN_STRINGS
+            match = (_IN_STRING if self._is_string else pattern).match(part, at)
+            assert match is not None, at
+            at = match.end()
+            sign = part[at : at + 1]
+            match sign:
+                case '"':
+                    self._is_string = not self._is_string
+                case "\\":
+                    self._is_escaped = True
+                case "[" | "{":
+                    self._depth += 1
+                case "," | "]" | "}" if not self._depth:
+                    return at
+                case "]" | "}":
+                    self._depth -= 1
+            at += 1
+        return None
+
+
+def _after_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    assert match is not None, at
+    return match.end()

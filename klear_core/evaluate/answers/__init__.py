@@ -1,0 +1,1 @@
+"""Read, judge again and count stored answers, whoever sampled them."""

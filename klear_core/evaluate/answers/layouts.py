@@ -1,0 +1,250 @@
+"""Read files of answers that other programs wrote: one reader for each layout, chosen by the keys of the first row.
+
+| layout | rows |
+|---|---|
+| `klear` | Klear-Reasoner's published generations: `messages` that end with the assistant's, `meta` or `answer` |
+| `lm-eval` | `samples_*.jsonl` of lm-evaluation-harness: `doc`, `target`, `resps` |
+| `lighteval` | details in Parquet: `doc` and `model_response`, or `predictions` and `gold` (before version 0.11) |
+| `matharena` | outputs by answer (`problem`, `gold_answer`, `answer`), or a file per problem (`messages`) |
+| `qwen-math` | Qwen2.5-Math's harness, also SimpleRL's and SkyThought's: `question`, `answer`, `code`, `score` |
+| `rows` | `id`, `response` and `reference`, as `klear judge` reads them |
+
+Only answers to math problems are read. A row that does not fit is returned as `UnreadRow`, and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from klear_core.data.formats.fields import RowError
+from klear_core.data.formats.references import has_half_character
+from klear_core.data.readers import SUFFIXES, BrokenRow, FileRow, is_array, read_rows, stem_of, whole_text
+from klear_core.errors import ConfigError, DataError
+from klear_core.evaluate.answers.layout_rows import READERS, SIGNATURES, AnswerRow, Layout
+from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadRow
+from klear_core.types import Outcome, Verdict, domain_of, problem_id_of
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+_JSON = (".json", ".json.gz", ".json.zst")
+_DATE = re.compile(r"_\d{4}-\d{2}-\d{2}T[\d.:-]+$")
+"""End of a file's name that says when it was written."""
+_SCORES = re.compile(r"results_.*\.json")
+"""Name of the file of scores that lm-evaluation-harness and lighteval write beside the answers."""
+
+
+def foreign_answers(path: Path, *, layout: Layout | None = None, name: str = "") -> AnswerSource:
+    """Return the answers in a file, or in all data files of a folder.
+
+    Raise ConfigError if there is none or a name is not UTF-8, DataError if a file has no row, its layout is not known,
+    or files differ in it.
+    """
+    files = _files_in(path)
+    _check_names(files)
+    found = _common_layout(files, layout)
+    names = _benchmark_names(files, path, found)
+    return AnswerSource(
+        name=name or stem_of(path),
+        origin=str(path),
+        layout=found,
+        verify=None,
+        read=lambda: _generations(names, found),
+    )
+
+
+def _files_in(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    found = (f for f in path.rglob("*") if f.is_file() and f.name.endswith(SUFFIXES))
+    files = sorted(f for f in found if not _SCORES.fullmatch(f.name))
+    if not files:
+        raise ConfigError(f"{path}: no such file, or a folder without data files ({', '.join(SUFFIXES)})")
+    return files
+
+
+def _check_names(files: Sequence[Path]) -> None:
+    """Raise ConfigError for a name that is not text: it stands on the page and in the record of what was judged."""
+    for file in files:
+        try:
+            str(file).encode()
+        except UnicodeEncodeError as e:
+            raise ConfigError(f"{str(file)!a}: the name is not UTF-8; rename the file, or link to it") from e
+
+
+def _common_layout(files: Sequence[Path], wanted: Layout | None) -> Layout:
+    layouts = {file: _layout_of(file, wanted) for file in files}
+    first = files[0]
+    for file, layout in layouts.items():
+        if layout != layouts[first]:
+            raise DataError(
+                f"{file}: has the layout {layout}, but {first} has {layouts[first]}; give one of them at a time"
+            )
+    return layouts[first]
+
+
+def _layout_of(file: Path, wanted: Layout | None) -> Layout:
+    """Return the layout of a file's first row that can be read; of such a file it is `wanted`, if that is given."""
+    broken = ""
+    for row in _rows(file):
+        if isinstance(row, BrokenRow):
+            broken = broken or f"; the first, {row.where}: {row.reason}: {row.detail}"
+            continue
+        found = wanted or _fitting_layout(row.fields.keys())
+        if found:
+            return found
+        raise DataError(
+            f"{file}: a row with the keys {sorted(row.fields)[:12]} fits none of the layouts {', '.join(LAYOUTS)}; "
+            "choose one with --layout"
+        )
+    raise DataError(f"{file}: has no row that can be read{broken}")
+
+
+def _fitting_layout(keys: Set[str]) -> Layout | None:
+    for layout, signatures in SIGNATURES.items():
+        if any(signature <= keys for signature in signatures):
+            return layout
+    return None
+
+
+def _benchmark_names(files: Sequence[Path], root: Path, layout: Layout) -> dict[Path, str]:
+    """Return the name of each file's benchmark.
+
+    Files of one benchmark are runs of several models, or of one at several times: their names have the folder, or the
+    rest of the file's name, too. Only MathArena has a file for each problem of a benchmark.
+    """
+    names = {file: _benchmark_name(file, root, layout) for file in files}
+    if layout == "matharena":
+        return names
+    files_of = Counter(names.values())
+    folders_of = Counter((names[file], file.parent) for file in files)
+    distinct = {}
+    for file, name in names.items():
+        is_alone_here = folders_of[name, file.parent] == 1
+        place = file.parent if is_alone_here else file.with_name(stem_of(file))
+        distinct[file] = name if files_of[name] == 1 else f"{name}, {place.relative_to(root)}"
+    return distinct
+
+
+def _benchmark_name(file: Path, root: Path, layout: Layout) -> str:
+    """Return the task that a file's name states: `samples_gsm8k_2026-01-31T10-00-00.0.jsonl` is `gsm8k`."""
+    stem = _DATE.sub("", stem_of(file))
+    match layout:
+        case "lm-eval":
+            return stem.removeprefix("samples_")
+        case "lighteval":
+            return stem.removeprefix("details_")
+        case "matharena" if stem.isdecimal():  # a file for each problem
+            is_below = root in file.parent.parents
+            return str(file.parent.relative_to(root)) if is_below else file.parent.name
+        case _:
+            return stem
+
+
+def _rows(file: Path) -> Iterator[FileRow | BrokenRow]:
+    """Yield the rows of a file; a `.json` file that is one object is one row, compressed or not."""
+    if file.name.endswith(_JSON) and not is_array(file):
+        try:
+            value = json.loads(whole_text(file))
+        except (ValueError, RecursionError, OSError):
+            value = None  # several objects: lines of JSON under another suffix; or damaged, which `read_rows` reports
+        if isinstance(value, dict):
+            yield FileRow(where=str(file), fields=value)
+            return
+    yield from read_rows(file)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Content of earlier rows; a row that repeats or contradicts one is not read."""
+
+    num_answers: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By benchmark and problem."""
+    rows: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """Places of named rows, by benchmark, question and name."""
+    namesakes: dict[tuple[str, str], str] = field(default_factory=dict)
+    """The file's name for the first problem with a question, by benchmark and question."""
+    references: dict[tuple[str, str], tuple[bytes, str]] = field(default_factory=dict)
+    """Digest of each problem's reference, and the place that states it; tests of programs may be large."""
+
+    def problem_of(self, row: AnswerRow, benchmark: str, where: str) -> str:
+        """Return the id of the row's problem. Raise DataError if the row repeats or contradicts an earlier one."""
+        question_id = problem_id_of(row.question, domain_of(row.reference)) if row.question else row.problem
+        problem_id = question_id
+        if not question_id:
+            raise DataError("has neither a question nor an id")
+        if row.row:
+            earlier = self.rows.setdefault((benchmark, question_id, row.row), where)
+            if earlier != where:
+                raise DataError(f"{row.row} is in {earlier} already")
+            # one question may be asked twice, with other choices or in another task: these are two problems
+            if self.namesakes.setdefault((benchmark, question_id), row.problem) != row.problem:
+                problem_id = f"{question_id}-{row.problem}"
+        digest = hashlib.blake2b(repr(row.reference).encode("utf-8", "replace"), digest_size=16).digest()
+        known, earlier = self.references.setdefault((benchmark, problem_id), (digest, where))
+        if known != digest:
+            raise DataError(f"has another reference than {earlier}, which has the same problem {problem_id}")
+        return problem_id
+
+
+def _generations(names: Mapping[Path, str], layout: Layout) -> Iterator[Generation | UnreadRow]:
+    """Yield the answers of all files. Answers to one problem that come in several rows are numbered in their order."""
+    seen = _Seen()
+    for file, benchmark in names.items():
+        first_filter: object = None
+        for raw in _rows(file):
+            if isinstance(raw, BrokenRow):
+                yield UnreadRow(where=raw.where, reason=f"{raw.reason}: {raw.detail}")
+                continue
+            if layout == "lm-eval" and "filter" in raw.fields:
+                # the harness repeats each answer for every filter that it scored
+                first_filter = first_filter or raw.fields["filter"]
+                if raw.fields["filter"] != first_filter:
+                    continue
+            try:
+                row = READERS[layout](raw.fields)
+                _require_whole_characters(row)
+                of = f"{benchmark}, {row.model}" if row.model else benchmark
+                problem_id = seen.problem_of(row, of, raw.where)
+            except (RowError, DataError) as e:
+                yield UnreadRow(where=raw.where, reason=str(e))
+                continue
+            yield from _numbered(row, of, problem_id, seen)
+
+
+def _require_whole_characters(row: AnswerRow) -> None:
+    """Raise DataError if a text has half of a surrogate pair, which texts inside of a row's texts can escape."""
+    texts = (row.question, *(answer.text for answer in row.answers))
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as e:
+        raise DataError(f"has half a character: {e}") from e
+    if has_half_character(row.reference):
+        raise DataError("its reference has half a character")
+
+
+def _numbered(row: AnswerRow, benchmark: str, problem_id: str, seen: _Seen) -> Iterator[Generation]:
+    for answer in row.answers:
+        index = seen.num_answers[benchmark, problem_id]
+        seen.num_answers[benchmark, problem_id] += 1
+        verdict = None
+        if answer.score is not None:
+            verdict = Verdict(outcome=Outcome.SCORED, score=answer.score, detail="stated by the file")
+        yield Generation(
+            benchmark=benchmark,
+            problem_id=problem_id,
+            question=row.question,
+            reference=row.reference,
+            decoding="sampled",
+            sample_idx=index,
+            response=answer.text,
+            num_tokens=answer.num_tokens,
+            finish_reason=None,
+            verdict=verdict,
+        )

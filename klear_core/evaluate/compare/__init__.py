@@ -1,0 +1,1 @@
+"""Compare models, runs and published results, and decide on promotion."""

@@ -1,0 +1,185 @@
+"""Compare models' evaluations problem by problem, to decide whether the later model is better."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from klear_core.artifacts.records import read_shards
+from klear_core.config.settings import Settings, result_settings
+from klear_core.errors import DataError
+from klear_core.evaluate.stats.intervals import (
+    estimates_of,
+    paired_new_problems_interval,
+    paired_rerun_interval,
+)
+from klear_core.evaluate.stats.significance import holm, sign_flip_test
+from klear_core.scores import EvalReport, Range, read_reports
+from klear_core.types import EvalSample
+
+Decoding = Literal["sampled", "greedy"]
+_DECODINGS: tuple[Decoding, ...] = ("sampled", "greedy")
+Counts = Mapping[str, tuple[int, int]]
+"""Right and scored answers by problem id."""
+
+
+class Comparison(Settings):
+    """Difference of two models' scores on one benchmark: after minus before, over the problems scored for both."""
+
+    benchmark: str
+    decoding: Decoding
+    num_problems: int = Field(ge=1)
+    num_unpaired: int = Field(ge=0)
+    """Problems scored for only one of the two models; they are left out."""
+    before: float = Field(ge=0, le=1)
+    after: float = Field(ge=0, le=1)
+    difference: float = Field(ge=-1, le=1)
+    new_problems: Range
+    """Interval of the difference over other problems of this kind."""
+    floor_binds: bool
+    """Whether `new_problems` has the least width for so few problems, which could miss a change of two of them."""
+    rerun: Range | None
+    """Interval of the difference over other samples of the same problems; None for greedy answers."""
+    p: float = Field(ge=0, le=1)
+    """Two-sided p-value of the sign-flip test."""
+    p_corrected: float = Field(ge=0, le=1)
+    """`p` by Holm's correction for all comparisons that were made together; it decides whether the models differ."""
+    num_changed: int = Field(ge=0)
+    """Problems with different scores; fewer than six are too few for a test at 95 %."""
+    confidence: float = Field(gt=0, lt=1)
+    is_same_decoding: bool
+    """Whether both models were decoded with the same settings; if not, these may explain part of the difference."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the corrected test says that the models differ."""
+        # Not p < 1 - confidence: 1 - 0.95 is rounded to slightly more than 0.05.
+        return self.p_corrected + self.confidence < 1
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the later model is clearly better."""
+        return self.is_clear and self.difference > 0
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the later model is clearly worse."""
+        return self.is_clear and self.difference < 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The reports and the counts of one evaluation's artifact folder."""
+
+    folder: Path
+    reports: Mapping[str, EvalReport]
+    counts: Mapping[tuple[str, Decoding], Counts]
+
+    def problem_ids(self, benchmark: str) -> frozenset[str]:
+        """Return the ids of all problems of a benchmark that were asked, scored or not."""
+        scored = self.counts.get((benchmark, "sampled"), {})
+        # The counts lack problems without a judged answer, and the report lists these alone.
+        return frozenset([*scored, *self.reports[benchmark].unscored_problems])
+
+
+def compare(before: Path, after: Path) -> tuple[Comparison, ...]:
+    """Compare two evaluations' artifact folders; see `compare_pairs`."""
+    (comparisons,) = compare_pairs([(before, after)])
+    return comparisons
+
+
+def compare_pairs(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Comparison, ...]]:
+    """Compare pairs of evaluations, before and after, on each benchmark and in each decoding that both have.
+
+    p-values are corrected for all comparisons of the call. The confidence level is that of the later evaluation. Raise
+    DataError if the benchmarks of a pair differ or one has no scored problem in common.
+    """
+    folders = dict.fromkeys(folder for pair in pairs for folder in pair)
+    # An evaluation is in several pairs; its answers are read once.
+    evaluations = {folder: read_evaluation(folder) for folder in folders}
+    compared = [_compare(evaluations[before], evaluations[after]) for before, after in pairs]
+    corrected = iter(holm([c.p for comparisons in compared for c in comparisons]))
+    results = []
+    for comparisons in compared:
+        results.append(tuple(c.model_copy(update={"p_corrected": next(corrected)}) for c in comparisons))
+    return results
+
+
+def compare_sampled(before: Evaluation, after: Evaluation) -> tuple[Comparison, ...]:
+    """Compare avg@n alone: greedy answers are no part of the correction for several comparisons."""
+    compared = [c for c in _compare(before, after) if c.decoding == "sampled"]
+    corrected = holm([c.p for c in compared])
+    return tuple(c.model_copy(update={"p_corrected": p}) for c, p in zip(compared, corrected, strict=True))
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Read the reports and count the answers of an evaluation's artifact folder."""
+    reports = {report.benchmark: report for report in read_reports(folder)}
+    return Evaluation(folder=folder, reports=reports, counts=_problem_counts(folder))
+
+
+def _compare(before: Evaluation, after: Evaluation) -> list[Comparison]:
+    if before.reports.keys() != after.reports.keys():
+        raise DataError(
+            f"{before.folder} and {after.folder} cannot be compared: the one has the benchmarks "
+            f"{sorted(before.reports)}, the other {sorted(after.reports)}"
+        )
+    comparisons: list[Comparison] = []
+    for name in after.reports:
+        for decoding in _DECODINGS:
+            if (name, decoding) in before.counts and (name, decoding) in after.counts:
+                comparisons.append(_compare_one(before, after, benchmark=name, decoding=decoding))
+    return comparisons
+
+
+def _compare_one(before: Evaluation, after: Evaluation, *, benchmark: str, decoding: Decoding) -> Comparison:
+    counts_before, counts_after = before.counts[benchmark, decoding], after.counts[benchmark, decoding]
+    # Sorted, because sums of floats must not depend on the order of a set.
+    shared = sorted(counts_before.keys() & counts_after.keys())
+    if not shared:
+        raise DataError(f"benchmark {benchmark!r}: the two evaluations have no scored problem in common")
+    report_before, report_after = before.reports[benchmark], after.reports[benchmark]
+    confidence = report_after.confidence
+    x = estimates_of([counts_before[problem_id] for problem_id in shared])
+    y = estimates_of([counts_after[problem_id] for problem_id in shared])
+    new = paired_new_problems_interval(x, y, confidence=confidence)
+    # another run would give the same greedy answers
+    rerun = paired_rerun_interval(x, y, confidence=confidence) if decoding == "sampled" else None
+    test = sign_flip_test([b - a for a, b in zip(x.exact, y.exact, strict=True)])
+    return Comparison(
+        benchmark=benchmark,
+        decoding=decoding,
+        num_problems=len(shared),
+        num_unpaired=len(counts_before.keys() ^ counts_after.keys()),
+        before=x.mean,
+        after=y.mean,
+        difference=y.mean - x.mean,
+        new_problems=new.range,
+        floor_binds=new.floor_binds,
+        rerun=rerun,
+        p=test.p,
+        p_corrected=test.p,
+        num_changed=test.num_changed,
+        confidence=confidence,
+        is_same_decoding=result_settings(report_before.decoding) == result_settings(report_after.decoding),
+    )
+
+
+def _problem_counts(folder: Path) -> dict[tuple[str, Decoding], Counts]:
+    """Return right and scored answers of every problem with a scored answer, by benchmark and decoding."""
+    num_scored: Counter[tuple[str, Decoding, str]] = Counter()
+    num_correct: Counter[tuple[str, Decoding, str]] = Counter()
+    for sample in read_shards(folder / "samples", EvalSample):
+        if sample.verdict.outcome.counts_for_model:
+            key = (sample.benchmark, sample.decoding, sample.problem_id)
+            num_scored[key] += 1
+            num_correct[key] += sample.verdict.is_correct
+    counts: dict[tuple[str, Decoding], dict[str, tuple[int, int]]] = defaultdict(dict)
+    for (benchmark, decoding, problem_id), n in num_scored.items():
+        counts[benchmark, decoding][problem_id] = (num_correct[benchmark, decoding, problem_id], n)
+    return dict(counts)

@@ -1,0 +1,403 @@
+"""Decide whether a model becomes champion, by a rule of several parts that must all be passed.
+
+The new model must be non-inferior to the champion on every benchmark and better on at least one. Asking for all needs
+no correction for several tests (an intersection-union test, Berger 1982); asking for one of several does (Holm).
+docs/promotion.md explains the parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import JsonValue, ValidationError
+
+from klear_core.artifacts.manifest import MANIFEST, InputRecord, StageSummary, read_manifest
+from klear_core.artifacts.records import read_shards
+from klear_core.artifacts.remote_paths import store_of
+from klear_core.config.data_jobs import BenchmarksJob
+from klear_core.config.pipeline import PromoteConfig
+from klear_core.config.settings import Settings, different_settings, result_settings
+from klear_core.errors import ArtifactError
+from klear_core.evaluate.compare.paired import Comparison, Evaluation, compare_sampled, read_evaluation
+from klear_core.evaluate.stats.intervals import least_half_width
+from klear_core.scores import EvalReport, p_value, percent, points, range_text
+from klear_core.types import CodeReference, Problem, Reference, StoredTests
+
+# ---- decision ----
+# Define the record of a decision on the champion, as stored in `decision.json`.
+
+
+DECISION_FILE = "decision.json"
+PROBLEMS_FILE = "problems.json"
+"""Ids of the problems that both models were asked, by benchmark."""
+
+RuleName = Literal[
+    "comparable", "non-inferior", "better", "contaminated", "truncated", "no answer", "judge failed", "not rolled back"
+]
+RivalIs = Literal["champion", "first model of the run", "nobody"]
+
+
+class Contender(Settings):
+    """A model of the comparison and its scores, as artifacts `kind/fingerprint`."""
+
+    model: str
+    evaluation: str
+    run: str
+    """Flow run that made it champion, or that is being decided on."""
+    version: int | None = None
+    """Version in the registry; None for a model that is not champion."""
+
+
+class Check(Settings):
+    """One part of the rule, on one benchmark or on all."""
+
+    rule: RuleName
+    benchmark: str = ""
+    """Empty: all benchmarks."""
+    is_passed: bool
+    text: str
+    """Figures and limit."""
+
+    @property
+    def name(self) -> str:
+        """The rule, and the benchmark if it is about one: `non-inferior on aime24`."""
+        return f"{self.rule} on {self.benchmark}" if self.benchmark else self.rule
+
+
+class SharedProblems(Settings):
+    """The problems of one benchmark that both models were asked."""
+
+    benchmark: str
+    num_shared: int
+    num_only_new: int
+    num_only_old: int
+
+
+class Decision(Settings):
+    """The decision on one model, with its evidence."""
+
+    is_passed: bool
+    sentence: str
+    candidate: Contender
+    rival: Contender | None
+    rival_is: RivalIs
+    rule: PromoteConfig
+    checks: tuple[Check, ...]
+    comparisons: tuple[Comparison, ...]
+    """Paired differences, the new model minus the other; empty if the two cannot be compared."""
+    shared: tuple[SharedProblems, ...]
+
+
+def read_decision(folder: Path) -> Decision:
+    """Return the decision of an artifact folder; ArtifactError names the file."""
+    path = folder / DECISION_FILE
+    try:
+        return Decision.model_validate_json(path.read_bytes())
+    except OSError as e:
+        raise ArtifactError(f"{path}: cannot be read ({e.strerror})") from e
+    except ValidationError as e:
+        raise ArtifactError(f"{path}: not a decision of this version of Klear: {e}") from e
+
+
+def short_name(artifact: str) -> str:
+    """Shorten `kind/fingerprint` for people: `rl 259c66eb`."""
+    kind, _, fingerprint = artifact.partition("/")
+    return f"{kind} {fingerprint[:8]}"
+
+
+# ---- promotion ----
+
+
+_MAX_NAMED = 4
+"""Settings that a sentence names."""
+_ROUNDING = 1e-6
+"""Points within which the end of an interval is at the margin, so not above it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """The model to compare with."""
+
+    contender: Contender
+    is_: RivalIs
+    evaluation: Path | None
+    """Folder of its scores; None if it is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """The model to decide on."""
+
+    contender: Contender
+    evaluation: Path
+    contaminated: Mapping[str, int | None]
+    """Problems that overlap with its training data, by benchmark; None where that is not known."""
+    withdrawn: str
+    """Why it was rolled back earlier; empty if it was not."""
+    chosen_on: Mapping[str, str]
+    """Why it is marked as chosen by its score, by benchmark: a gain there does not count."""
+
+
+def decide(rule: PromoteConfig, candidate: Candidate, rival: Rival | None, *, workdir: Path) -> StageSummary:
+    """Write the decision with its evidence to `workdir`."""
+    new = read_evaluation(candidate.evaluation)
+    old = read_evaluation(rival.evaluation) if rival and rival.evaluation else None
+    checks = [_not_rolled_back(candidate.withdrawn)]
+    for report in new.reports.values():
+        checks += _own_checks(rule, report, candidate.contaminated.get(report.benchmark))
+    comparisons: tuple[Comparison, ...] = ()
+    if rival is None:
+        checks.append(_without_rival(rule))
+    else:
+        reasons = _comparable(new, old, is_=rival.is_) if old else [_gone(rival)]
+        checks += reasons
+        is_comparable = all(check.is_passed for check in reasons)
+        if old is not None and is_comparable:
+            comparisons = compare_sampled(old, new)
+            checks += [_non_inferior(rule, c) for c in comparisons]
+            checks.append(_better(comparisons, candidate.chosen_on))
+    failed = [check for check in checks if not check.is_passed]
+    rival_contender = rival.contender if rival else None
+    rival_is: RivalIs = rival.is_ if rival else "nobody"
+    decision = Decision(
+        is_passed=not failed,
+        sentence=_sentence(candidate, rival, checks),
+        candidate=candidate.contender,
+        rival=rival_contender,
+        rival_is=rival_is,
+        rule=rule,
+        checks=tuple(checks),
+        comparisons=comparisons,
+        shared=tuple(_shared(new, old)),
+    )
+    _write(decision, new, old, workdir)
+    counts = {"promoted": int(decision.is_passed), "checks": len(checks), "failed_checks": len(failed)}
+    return StageSummary(counts=counts)
+
+
+def are_comparable(new: Path, old: Path) -> bool:
+    """Return whether two evaluations have the same benchmarks, problems, decoding and judge."""
+    checks = _comparable(read_evaluation(new), read_evaluation(old), is_="champion")
+    return all(check.is_passed for check in checks)
+
+
+def _write(decision: Decision, new: Evaluation, old: Evaluation | None, workdir: Path) -> None:
+    ids: dict[str, list[str]] = {}
+    for shared in decision.shared:
+        assert old is not None, "problems are shared with another evaluation"
+        # A set of texts has another order in every process, and the same decision must write the same file.
+        ids[shared.benchmark] = sorted(new.problem_ids(shared.benchmark) & old.problem_ids(shared.benchmark))
+    (workdir / PROBLEMS_FILE).write_text(json.dumps(ids, indent=1) + "\n")
+    (workdir / DECISION_FILE).write_text(decision.model_dump_json(indent=2) + "\n")
+
+
+# ---- the parts of the rule ----
+
+
+def _not_rolled_back(withdrawn: str) -> Check:
+    return Check(rule="not rolled back", is_passed=not withdrawn, text=withdrawn or "this model was never rolled back")
+
+
+def _own_checks(rule: PromoteConfig, report: EvalReport, num_contaminated: int | None) -> list[Check]:
+    """Return the checks of the new model's own answers to one benchmark."""
+    num_samples = report.num_problems * report.num_samples
+    contaminated = None if num_contaminated is None else num_contaminated / report.num_problems
+    shares: list[tuple[RuleName, float | None, float]] = [
+        ("contaminated", contaminated, rule.max_contaminated),
+        ("truncated", report.truncated_frac, rule.max_truncated),
+        ("no answer", report.no_answer_frac, rule.max_no_answer),
+        ("judge failed", sum(report.unscored.values()) / num_samples, rule.max_judge_failed),
+    ]
+    checks = []
+    for name, share, limit in shares:
+        # what is not known counts as everything
+        is_passed = (1.0 if share is None else share) <= limit
+        found = "not known" if share is None else percent(share)
+        text = f"{found}, at most {percent(limit)} allowed"
+        checks.append(Check(rule=name, benchmark=report.benchmark, is_passed=is_passed, text=text))
+    return checks
+
+
+def _without_rival(rule: PromoteConfig) -> Check:
+    if rule.first == "any":
+        text = 'there is no champion, and promote.first = "any" asks for no comparison'
+        return Check(rule="better", is_passed=True, text=text)
+    text = (
+        "there is no champion, and the run scored no other model to compare with; "
+        'promote.first = "any" promotes without a comparison'
+    )
+    return Check(rule="better", is_passed=False, text=text)
+
+
+def _gone(rival: Rival) -> Check:
+    text = f"the scores of the {rival.is_} ({rival.contender.evaluation}) are gone"
+    return Check(rule="comparable", is_passed=False, text=text)
+
+
+def _comparable(new: Evaluation, old: Evaluation, *, is_: RivalIs) -> list[Check]:
+    """Return a check for each reason for which the scores cannot be compared, or one that they can."""
+    failed = []
+    for name in sorted(new.reports.keys() ^ old.reports.keys()):
+        which = "new model" if name in new.reports else is_
+        text = f"only the {which} was scored on it"
+        failed.append(Check(rule="comparable", benchmark=name, is_passed=False, text=text))
+    for name in new.reports:
+        if name in old.reports:
+            reasons = [
+                _other_problems(new, old, name),
+                _other_references(new, old, name),
+                *_other_settings(new.reports[name], old.reports[name]),
+            ]
+            failed += [
+                Check(rule="comparable", benchmark=name, is_passed=False, text=reason) for reason in reasons if reason
+            ]
+    if failed:
+        return failed
+    text = f"same problems, decoding and judge as the {is_}"
+    return [Check(rule="comparable", is_passed=True, text=text)]
+
+
+def _other_problems(new: Evaluation, old: Evaluation, benchmark: str) -> str:
+    """Return how the problems differ; empty if they are the same."""
+    ours, theirs = new.problem_ids(benchmark), old.problem_ids(benchmark)
+    if ours == theirs:
+        scored = new.counts.get((benchmark, "sampled"), {}).keys() & old.counts.get((benchmark, "sampled"), {}).keys()
+        return "" if scored else "no problem has a judged answer of both models"
+    return (
+        f"other problems: {len(ours & theirs):,} are shared, {len(ours - theirs):,} are new, "
+        f"{len(theirs - ours):,} are gone"
+    )
+
+
+def _other_references(new: Evaluation, old: Evaluation, benchmark: str) -> str:
+    """Return how many references differ; empty if none does."""
+    num = num_other_references(new.folder, old.folder, benchmark)
+    return f"{num:,} of the problems have another reference now" if num else ""
+
+
+def _other_settings(new: EvalReport, old: EvalReport) -> list[str]:
+    """Return how decoding and judge differ; empty if they are the same."""
+    reasons = []
+    decodings = [result_settings(report.decoding) for report in (old, new)]
+    judges = [result_settings(report.judge.settings) for report in (old, new) if report.judge]
+    decoding = _differences(decodings)
+    if decoding:
+        reasons.append(f"decoded otherwise: {decoding}")
+    if len(judges) < len(decodings):
+        reasons.append("the judge of the scores was not recorded")
+    elif _differences(judges):
+        reasons.append(f"judged otherwise: {_differences(judges)}")
+    return reasons
+
+
+def _differences(settings: Sequence[Mapping[str, JsonValue]]) -> str:
+    """Name the settings that differ with both values: `sampling.temperature 0.6 -> 1.0`."""
+    found = [f"{d.key} {' -> '.join(d.values)}" for d in different_settings(settings, absent="none")]
+    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    return ", ".join(found[:_MAX_NAMED]) + more
+
+
+def _non_inferior(rule: PromoteConfig, c: Comparison) -> Check:
+    """Return whether the interval over other problems excludes a loss of the margin."""
+    margin = rule.margins.get(c.benchmark, rule.margin)
+    is_passed = 100 * c.new_problems.low > -margin + _ROUNDING
+    text = f"{points(c.difference)} points ({range_text(c.new_problems)}); must stay above {points(-margin / 100)}"
+    least = 100 * least_half_width(c.num_problems, confidence=c.confidence)
+    if not is_passed and least + _ROUNDING >= margin:
+        text += (
+            f". {c.num_problems} problems never show less than a loss of {least:.1f} points, so that an equal model "
+            f"cannot pass: more problems or a larger promote.margins.{c.benchmark} could"
+        )
+    return Check(rule="non-inferior", benchmark=c.benchmark, is_passed=is_passed, text=text)
+
+
+def _better(comparisons: Sequence[Comparison], chosen_on: Mapping[str, str]) -> Check:
+    """Return whether the sign-flip test, corrected for all benchmarks, shows a gain where the model was not chosen."""
+    shown = [c for c in comparisons if c.is_better and c.benchmark not in chosen_on]
+    listed = [f"{c.benchmark} {points(c.difference)} points, {p_value(c.p_corrected)}" for c in shown or comparisons]
+    corrected = f", corrected for {len(comparisons)} benchmarks" if len(comparisons) > 1 else ""
+    what = "a gain is shown on" if shown else "no gain is shown:"
+    text = f"{what} {'; '.join(listed)}{corrected}"
+    for benchmark, reason in chosen_on.items():
+        text += f". A gain on {benchmark} does not count: {reason}"
+    return Check(rule="better", is_passed=bool(shown), text=text)
+
+
+def _shared(new: Evaluation, old: Evaluation | None) -> list[SharedProblems]:
+    if old is None:
+        return []
+    found = []
+    for name in new.reports:
+        if name in old.reports:
+            ours, theirs = new.problem_ids(name), old.problem_ids(name)
+            shared = SharedProblems(
+                benchmark=name,
+                num_shared=len(ours & theirs),
+                num_only_new=len(ours - theirs),
+                num_only_old=len(theirs - ours),
+            )
+            found.append(shared)
+    return found
+
+
+def _sentence(candidate: Candidate, rival: Rival | None, checks: Sequence[Check]) -> str:
+    against = "without a comparison"
+    if rival is not None:
+        version = f", version {rival.contender.version}" if rival.contender.version else ""
+        against = f"against the {rival.is_} ({short_name(rival.contender.model)}{version})"
+    failed = [check for check in checks if not check.is_passed]
+    who = short_name(candidate.contender.model)
+    if not failed:
+        return f"{who} becomes champion: it passes all {len(checks)} checks {against}"
+    names = dict.fromkeys(check.name for check in failed)
+    return (
+        f"{who} does not become champion: it fails {len(failed)} of {len(checks)} checks {against}: {', '.join(names)}"
+    )
+
+
+# ---- asked problems ----
+# Tell whether two evaluations judged the answers to a benchmark by the same references.
+
+
+def num_other_references(new: Path, old: Path, benchmark: str) -> int:
+    """Return how many problems of a benchmark have different references in two evaluations' artifact folders.
+
+    A problem's id tells its question alone. With a shared store, problems are fetched to this node. 0, too, if those of
+    an evaluation are gone.
+    """
+    records = [_benchmarks_of(folder) for folder in (new, old)]
+    # The same artifact has the same references, so neither is read.
+    if records[0] is None or records[1] is None or records[0].fingerprint == records[1].fingerprint:
+        return 0
+    ours, theirs = _references(new, records[0], benchmark), _references(old, records[1], benchmark)
+    # Problems of only one of the two are no matter here: `promotion` reports them as other problems.
+    return sum(ours[problem_id] != theirs[problem_id] for problem_id in ours.keys() & theirs.keys())
+
+
+def _benchmarks_of(evaluation: Path) -> InputRecord | None:
+    if not (evaluation / MANIFEST).is_file():
+        return None
+    inputs = read_manifest(evaluation).inputs
+    return next((record for record in inputs if record.role == BenchmarksJob.kind), None)
+
+
+def _references(evaluation: Path, benchmarks: InputRecord, name: str) -> dict[str, bytes]:
+    """Return a digest of each problem's reference; empty if the problems are gone."""
+    found = store_of(evaluation).find(benchmarks.kind, benchmarks.fingerprint)
+    if found is None or not (found.path / name).is_dir():
+        return {}
+    folder = found.path / name
+    return {problem.problem_id: _digest(problem.reference) for problem in read_shards(folder, Problem)}
+
+
+def _digest(reference: Reference) -> bytes:
+    if isinstance(reference, CodeReference) and isinstance(reference.tests, StoredTests):
+        # where the tests are stored is no part of what they are; their own digest is
+        tests = replace(reference.tests, path="", offset=0)
+        reference = replace(reference, tests=tests)
+    return hashlib.sha256(repr(reference).encode("utf-8", "surrogatepass")).digest()

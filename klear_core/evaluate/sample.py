@@ -1,0 +1,295 @@
+"""Sample and judge the answers of an evaluation: its problems, its prompt templates, and single answers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from klear_core.artifacts.manifest import LedgerStep
+from klear_core.artifacts.records import Shard, plan_shards, read_shard, read_shards, write_shard
+from klear_core.config.data import BenchmarkConfig
+from klear_core.config.evaluate import QUESTION, EvaluateConfig, SamplingConfig
+from klear_core.errors import DataError, JudgeError, KlearError, ResourceError
+from klear_core.evaluate.score import Tallies, ledger_step, tally
+from klear_core.generate.engine import InferenceEngine, SamplingParams, one_sample
+from klear_core.generate.factory import LongestFirst
+from klear_core.metrics import Telemetry
+from klear_core.prompts import completed
+from klear_core.scores import TemplateScore
+from klear_core.seeding import seed_for
+from klear_core.types import EvalSample, Judge, Outcome, Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSetup:
+    """The engine, prompt renderer and judge of an evaluation; tests pass fakes for them."""
+
+    engine: InferenceEngine
+    render: Callable[[str], tuple[int, ...]]
+    """Turns a question into prompt token ids."""
+    judge: Judge
+    section: str = "evaluate"
+    """Section of the settings, for messages."""
+    opening: str = ""
+    """Start of every response that is part of the prompt (`<think>`); see `opening_of`."""
+    max_sampling: int = 1024
+    """Answers that are sampled at a time."""
+    num_engines: int = 1
+    """Engines behind `engine`."""
+
+
+class AnswerWorker:
+    """Samples and judges single answers in one run of the stage, and counts those that could not be judged."""
+
+    def __init__(
+        self,
+        cfg: EvaluateConfig,
+        suite: Sequence[Benchmark],
+        setup: EvalSetup,
+        gate: LongestFirst,
+        *,
+        seed: int,
+        telemetry: Telemetry,
+    ) -> None:
+        self.cfg = cfg
+        self.setup = setup
+        self.gate = gate
+        self.seed = seed
+        self.telemetry = telemetry
+        # Templates are sampled n times each, like the plain question; greedy answers are to the plain question alone.
+        per_problem = {b.name: b.num_samples * (1 + len(cfg.templates)) + cfg.greedy for b in suite}
+        self.num_asked = {b.name: len(b.problems) * per_problem[b.name] for b in suite}
+        self.unscored: dict[str, Counter[Outcome]] = {b.name: Counter() for b in suite}
+        self.num_done = 0
+
+    async def count_finished(self, shard: Shard[PlannedAnswer]) -> None:
+        """Count the answers of a shard from an earlier run, and judge again those that could not be judged then."""
+        # a shard belongs to one benchmark, where problem ids are unique
+        problems = {planned.problem.problem_id: planned.problem for planned in shard.items}
+        earlier = read_shard(shard.path, EvalSample)
+        _require_planned(shard, earlier)
+        samples = await asyncio.gather(*(self._judge_again(s, problems[s.problem_id]) for s in earlier))
+        # A shard in which nothing was judged again stays as it is.
+        if samples != earlier:
+            write_shard(shard.path, samples)
+        for sample in samples:
+            self._count(sample)
+
+    async def _judge_again(self, sample: EvalSample, problem: Problem) -> EvalSample:
+        if sample.verdict.outcome.counts_for_model:
+            return sample
+        return dataclasses.replace(sample, verdict=await self.setup.judge(problem, sample.response))
+
+    async def work(self, _shard: Shard[PlannedAnswer], planned: PlannedAnswer) -> EvalSample:
+        """Sample one answer and judge it."""
+        problem = planned.problem
+        params = sampling_params(self.cfg.sampling, planned, seed=self.seed)
+        # All benchmarks are one queue, so that the engine runs empty only at the end of the last one.
+        key = (planned.benchmark, problem.problem_id)
+        question = asked(problem.question, self.cfg, planned.template)
+        try:
+            async with self.gate.slot(key):
+                # The slot covers sampling alone: an answer that waits for its judge keeps no room in the engine.
+                (sampled,) = await self.setup.engine.generate(self.setup.render(question), params)
+            completion = completed(sampled, self.setup.opening)
+        except KlearError:  # DataError and ConfigError are ValueErrors too; their messages already name the cause
+            raise
+        except ValueError as e:
+            raise DataError(
+                f"benchmark {planned.benchmark!r}, problem {problem.problem_id}: the engine rejected the request: {e}"
+            ) from e
+        if completion.finish_reason == "abort":
+            raise ResourceError(
+                f"benchmark {planned.benchmark!r}, problem {problem.problem_id}: the engine aborted the request"
+            )
+        self.gate.record(key, len(completion.token_ids))
+        sample = EvalSample(
+            benchmark=planned.benchmark,
+            problem_id=problem.problem_id,
+            question=question,
+            difficulty=problem.difficulty,
+            decoding=planned.decoding,
+            sample_idx=planned.sample_idx,
+            response=completion.text,
+            num_tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
+            verdict=await self.setup.judge(problem, completion.text),
+        )
+        self._count(sample)
+        return sample
+
+    def _count(self, sample: EvalSample) -> None:
+        """Count an answer; raise JudgeError once the benchmark's unscored answers exceed `max_unscored_rate`."""
+        self.num_done += 1
+        self.telemetry.progress(self.num_done, sum(self.num_asked.values()), f"answers, {sample.benchmark}")
+        if sample.verdict.outcome.counts_for_model:
+            return
+        unscored, num_asked = self.unscored[sample.benchmark], self.num_asked[sample.benchmark]
+        unscored[sample.verdict.outcome] += 1
+        # A share of all planned answers and not of those so far: the run stops only when it is certain to fail.
+        if unscored.total() > self.cfg.max_unscored_rate * num_asked:
+            by_outcome = ", ".join(f"{n} {outcome}" for outcome, n in unscored.most_common())
+            raise JudgeError(
+                f"benchmark {sample.benchmark!r}: {unscored.total()} of {num_asked} answers could not be judged "
+                f"({by_outcome}), above {self.setup.section}.max_unscored_rate = {self.cfg.max_unscored_rate:g}; "
+                f"the last: problem {sample.problem_id}: {sample.verdict.detail}. "
+                "Finished shards are kept, and the next run judges their unscored answers again"
+            )
+
+
+def _require_planned(shard: Shard[PlannedAnswer], stored: Sequence[EvalSample]) -> None:
+    """Raise DataError if a finished shard does not hold the answers that are planned for it, all and no others."""
+    planned = Counter((item.problem.problem_id, item.decoding, item.sample_idx) for item in shard.items)
+    found = Counter((sample.problem_id, sample.decoding, sample.sample_idx) for sample in stored)
+    missing, others = planned - found, found - planned
+    if missing or others:
+        problem_id, decoding, idx = next(iter(missing or others))
+        raise DataError(
+            f"{shard.path}: holds {len(stored)} of {len(shard.items)} planned answers to benchmark "
+            f"{shard.items[0].benchmark!r} ({missing.total()} missing, {others.total()} not planned; the first: "
+            f"problem {problem_id}, {decoding} {idx}); delete the file, and its answers are sampled again"
+        )
+
+
+def sampling_params(cfg: SamplingConfig, planned: PlannedAnswer, *, seed: int) -> SamplingParams:
+    """Return the settings for one answer. Each sample has its own seed: with a shared seed all n would be the same."""
+    template = (planned.template,) if planned.template else ()  # plain answers are the same with and without templates
+    named = ("evaluate/sample", planned.benchmark, planned.problem.problem_id, planned.sample_idx, *template)
+    params = one_sample(cfg, seed=seed_for(seed, *named))
+    return replace(params, temperature=0.0, top_p=1.0, top_k=0) if planned.decoding == "greedy" else params
+
+
+# ---- suite ----
+# List the answers that an evaluation has to sample: benchmarks, their problems, and n samples of each.
+
+
+SAMPLES_FOLDER = "samples"
+"""Folder of an evaluation with the answers to the plain questions."""
+TEMPLATES_FOLDER = "templates"
+"""Folder of an evaluation with a folder for each prompt template, which has the answers to the questions in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A benchmark's problems, and the number of samples per problem."""
+
+    name: str
+    problems: tuple[Problem, ...]
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAnswer:
+    """One answer to sample."""
+
+    benchmark: str
+    problem: Problem
+    decoding: Literal["sampled", "greedy"]
+    sample_idx: int
+    template: str = ""
+    """Name of the prompt template; empty for the plain question."""
+
+
+def read_suite(folder: Path, configs: Sequence[BenchmarkConfig]) -> list[Benchmark]:
+    """Read these benchmarks from the benchmarks' artifact folder."""
+    return [read_benchmark(folder, cfg) for cfg in configs]
+
+
+def read_benchmark(folder: Path, cfg: BenchmarkConfig) -> Benchmark:
+    """Read one benchmark from the benchmarks' artifact folder; its problems are unique, and there is at least one."""
+    problems = tuple(read_shards(folder / cfg.name, Problem))
+    return Benchmark(name=cfg.name, problems=problems, num_samples=cfg.num_samples)
+
+
+def plan_answers(cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path) -> list[Shard[PlannedAnswer]]:
+    """Return all answers to sample for a benchmark's plain questions, problem by problem, cut into shards."""
+    # The order must be the same in every run: a finished shard is known by its place in it.
+    answers: list[PlannedAnswer] = []
+    for problem in benchmark.problems:
+        answers += _samples(benchmark, problem)
+        if cfg.greedy:
+            answers.append(PlannedAnswer(benchmark=benchmark.name, problem=problem, decoding="greedy", sample_idx=0))
+    return plan_shards(
+        workdir / SAMPLES_FOLDER, answers, items_per_shard=cfg.runtime.answers_per_shard, prefix=f"{benchmark.name}-"
+    )
+
+
+def plan_template(
+    cfg: EvaluateConfig, benchmark: Benchmark, template: str, workdir: Path
+) -> list[Shard[PlannedAnswer]]:
+    """Return all answers to sample for a benchmark's questions in one of `cfg.templates`, cut into shards."""
+    answers: list[PlannedAnswer] = []
+    for problem in benchmark.problems:
+        answers += _samples(benchmark, problem, template)
+    return plan_shards(
+        workdir / TEMPLATES_FOLDER / template,
+        answers,
+        items_per_shard=cfg.runtime.answers_per_shard,
+        prefix=f"{benchmark.name}-",
+    )
+
+
+def plan_suite(cfg: EvaluateConfig, suite: Sequence[Benchmark], workdir: Path) -> list[Shard[PlannedAnswer]]:
+    """Return all answers to sample for all benchmarks and templates, cut into shards."""
+    shards: list[Shard[PlannedAnswer]] = []
+    for benchmark in suite:
+        shards += plan_answers(cfg, benchmark, workdir)
+        for template in cfg.templates:
+            shards += plan_template(cfg, benchmark, template, workdir)
+    return shards
+
+
+def _samples(benchmark: Benchmark, problem: Problem, template: str = "") -> list[PlannedAnswer]:
+    return [
+        PlannedAnswer(benchmark=benchmark.name, problem=problem, decoding="sampled", sample_idx=i, template=template)
+        for i in range(benchmark.num_samples)
+    ]
+
+
+# ---- templates ----
+# Ask a benchmark's questions in other prompt templates, and score each: how much depends on the wording.
+
+
+def asked(question: str, cfg: EvaluateConfig, template: str) -> str:
+    """Return the question in a template of this name; as it stands for the empty name."""
+    # not str.format: templates have the braces of \boxed{}
+    return cfg.templates[template].replace(QUESTION, question) if template else question
+
+
+def template_scores(
+    cfg: EvaluateConfig, benchmark: Benchmark, workdir: Path
+) -> Iterator[tuple[TemplateScore, LedgerStep]]:
+    """Yield each template's score from the stored answers, with its ledger step.
+
+    Raise DataError if none of a template's answers could be judged.
+    """
+    for name in cfg.templates:
+        samples: list[EvalSample] = []
+        for shard in plan_template(cfg, benchmark, name, workdir):
+            samples += read_shard(shard.path, EvalSample)
+        tallies = tally(samples, benchmark.problems)
+        score = _score(tallies, cfg, name=name, benchmark=benchmark.name)
+        yield score, ledger_step(f"{benchmark.name}_{name}", tallies)
+
+
+def _score(tallies: Tallies, cfg: EvaluateConfig, *, name: str, benchmark: str) -> TemplateScore:
+    sampled = tallies["sampled"]
+    avg = sampled.score(confidence=cfg.confidence)
+    if avg is None:
+        raise DataError(
+            f"benchmark {benchmark!r}, template {name!r}: none of {sampled.num_samples} answers could be judged: "
+            f"{dict(sampled.unscored)}"
+        )
+    return TemplateScore(
+        name=name,
+        text=cfg.templates[name],
+        avg=avg,
+        truncated_frac=sampled.truncated_frac,
+        no_answer_frac=sampled.num_no_answer / sampled.num_samples,
+        unscored=dict(sampled.unscored),
+    )

@@ -1,0 +1,229 @@
+"""Test whether two models differ on the same problems: the exact sign-flip test, and Holm's correction of several.
+
+If the models are alike, either could have given either result of a problem, so the signs of the differences are coin
+flips. The p-value is the share of all sign choices whose sum is at least as far from zero as the one seen. It assumes
+nothing about how large the differences are. Few changed problems can show nothing, however many samples each has:
+below six, p is above 0.05 whatever they are (`min_changed`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from klear_core.seeding import seed_for
+
+_MAX_CELLS = 300_000_000
+"""Sums times problems that are added up exactly, in about half a second."""
+_MAX_ENUMERATED = 20
+_MAX_TRANSFORMED = 100_000_000
+"""Sums times different sizes that are counted exactly by a Fourier transform, in about two seconds."""
+_ROUNDING = 1e-10
+"""Smallest p-value that a Fourier transform can tell from zero."""
+_NUM_DRAWS = 99_999
+_DRAWS_AT_ONCE = 1_000
+_MAX_SIGNS_DRAWN = 300
+"""Problems whose signs are drawn as numbers; of more they are drawn as bits, a hundred times as fast."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignFlip:
+    """Result of the sign-flip test."""
+
+    p: float
+    """Two-sided p-value."""
+    num_changed: int
+    """Problems whose score differs between the models; the others say nothing."""
+    is_exact: bool
+    """Whether all sign choices were counted, up to rounding; else 99,999 random ones with a fixed seed were."""
+
+
+def sign_flip_test(differences: Sequence[Fraction]) -> SignFlip:
+    """Return the two-sided sign-flip test of the differences, one per problem."""
+    changed = [d for d in differences if d]
+    if not changed:
+        return SignFlip(p=1.0, num_changed=0, is_exact=True)
+    whole = _as_integers(changed)
+    total = sum(map(abs, whole))
+    if total * len(whole) <= _MAX_CELLS:
+        return SignFlip(p=_by_convolution(whole), num_changed=len(whole), is_exact=True)
+    sizes = np.array([float(abs(d)) for d in changed])
+    seen = abs(float(sum(changed, Fraction(0))))
+    if len(changed) <= _MAX_ENUMERATED:
+        return SignFlip(p=_by_enumeration(sizes, seen), num_changed=len(changed), is_exact=True)
+    if total * len(set(map(abs, whole))) <= _MAX_TRANSFORMED:
+        return SignFlip(p=_by_transform(whole), num_changed=len(changed), is_exact=True)
+    return SignFlip(p=_by_drawing(sizes, seen), num_changed=len(changed), is_exact=False)
+
+
+def min_changed(confidence: float) -> int:
+    """Return the fewest changed problems with which p can be below 1 minus the confidence: 2 / 2^6 = 0.031 for 95 %."""
+    num = 1
+    while 2.0 ** (1 - num) + confidence >= 1:
+        num += 1
+    return num
+
+
+def holm(p_values: Sequence[float]) -> tuple[float, ...]:
+    """Return p-values corrected for their number, in the given order (Holm 1979).
+
+    If those below alpha are called differences, the chance that any of them is wrong is below alpha.
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    corrected = [1.0] * len(p_values)
+    largest = 0.0
+    for rank, i in enumerate(order):
+        # a later one is never smaller than an earlier one
+        largest = max(largest, min(1.0, p_values[i] * (len(p_values) - rank)))
+        corrected[i] = largest
+    return tuple(corrected)
+
+
+def _as_integers(fractions: Sequence[Fraction]) -> list[int]:
+    """Return the smallest integers in the same proportions."""
+    denominator = math.lcm(*(f.denominator for f in fractions))
+    whole = [int(f * denominator) for f in fractions]
+    divisor = math.gcd(*whole)
+    return [number // divisor for number in whole]
+
+
+def _by_convolution(differences: Sequence[int]) -> float:
+    """Return p from the exact distribution of the sum of the positive ones among +-D."""
+    total = sum(map(abs, differences))
+    seen = abs(sum(differences))
+    chance = np.zeros(total + 1)  # by sum of the sizes that got a plus
+    chance[0] = 1.0
+    reached = 0
+    # Smallest first, so that few sums are reached, and little is added, for most of the way.
+    for size in sorted(map(abs, differences)):
+        chance[size : reached + size + 1] += chance[: reached + 1].copy()
+        reached += size
+        chance[: reached + 1] *= 0.5
+    # with s of the total positive, the sum is 2s - total; its distribution is symmetric
+    return float(min(1.0, _tail(chance, total=total, seen=seen)))
+
+
+def _tail(chance: npt.NDArray[np.float64], *, total: int, seen: int) -> float:
+    if seen == 0:
+        return 1.0
+    lowest = (total + seen) // 2  # total and seen have the same parity
+    return 2 * math.fsum(chance[lowest:])
+
+
+def _by_enumeration(sizes: npt.NDArray[np.float64], seen: float) -> float:
+    sums = np.zeros(1)
+    for size in sizes:
+        sums = np.concatenate((sums + size, sums - size))
+    # The tolerance counts sums that equal the one seen but for rounding.
+    return float(np.mean(np.abs(sums) >= seen * (1 - 1e-9)))
+
+
+def _by_transform(differences: Sequence[int]) -> float:
+    """Return p as `_by_convolution` does, but from the characteristic function, one factor for each size.
+
+    That of a size d with a random sign that counts if it is plus is exp(i t d/2) cos(t d/2).
+    """
+    from scipy.fft import irfft, next_fast_len
+
+    total = sum(map(abs, differences))
+    length = next_fast_len(total + 1, real=True)
+    k = np.arange(length // 2 + 1)  # t = 2 pi k / length
+
+    def half_angle(size: int) -> npt.NDArray[np.float64]:
+        reduced = k * size % (2 * length)  # as integers: large angles lose digits
+        return np.asarray(np.pi / length * reduced)
+
+    product = np.ones(len(k))
+    for size, num in Counter(map(abs, differences)).items():
+        product *= np.cos(half_angle(size)) ** num
+    chance = irfft(product * np.exp(-1j * half_angle(total)), length)
+    p = _tail(chance[: total + 1], total=total, seen=abs(sum(differences)))
+    return float(min(1.0, max(p, _ROUNDING)))
+
+
+def _by_drawing(sizes: npt.NDArray[np.float64], seen: float) -> float:
+    """Return p from random sign choices, the seen one among them, so that it is never zero (Phipson and Smyth 2010)."""
+    draw = np.random.default_rng(seed_for(0, "evaluate/sign_flip"))
+    hits, left = 0, _NUM_DRAWS
+    while left:
+        num = min(left, _DRAWS_AT_ONCE)
+        sums = _random_sums(draw, sizes, num)
+        hits += int(np.sum(np.abs(sums) >= seen * (1 - 1e-9)))
+        left -= num
+    return (1 + hits) / (1 + _NUM_DRAWS)
+
+
+def _random_sums(draw: np.random.Generator, sizes: npt.NDArray[np.float64], num: int) -> npt.NDArray[np.float64]:
+    """Return the sums of the sizes with random signs, `num` times."""
+    if len(sizes) <= _MAX_SIGNS_DRAWN:
+        signs = draw.integers(0, 2, size=(num, len(sizes))) * 2 - 1
+        return np.asarray(signs @ sizes)
+    # a random byte is the signs of eight problems: look its sum up in a table of all 256
+    padded = np.pad(sizes, (0, -len(sizes) % 8)).reshape(-1, 8)
+    signs_of_byte = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1) * 2.0 - 1
+    tables = padded @ signs_of_byte.T
+    sums = np.zeros(num)
+    for table in tables:
+        sums += table[np.frombuffer(draw.bytes(num), dtype=np.uint8)]
+    return sums
+
+
+# ---- power ----
+# Compute the smallest gain that a benchmark can show, from its numbers of problems and of samples, before any run.
+
+
+POWER = 0.8
+"""Share of runs in which a gain of the printed size is shown, by convention (Cohen 1988)."""
+_SPREAD = 0.5
+"""Standard deviation of the gain over problems, in logits: training does not help all problems equally."""
+_NUM_POINTS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detectable:
+    """Differences of avg@n that an evaluation can tell from chance."""
+
+    gain: float | None
+    """Smallest gain over another model that the sign-flip test shows in 4 of 5 runs; None if no gain can be."""
+    rerun: float
+    """Largest difference of two runs of one model, in 95 of 100 cases."""
+
+
+def detectable(num_problems: int, num_samples: int, *, confidence: float) -> Detectable:
+    """Return the smallest differences that an evaluation shows if all difficulties are equally frequent.
+
+    With paired problems only the noise of sampling and the spread of the gain over problems remain. The power is that
+    of Student's t test, which the exact sign-flip test has, too (docs/statistics.md), with a correction for few
+    answers.
+    """
+    from scipy.special import ndtri, stdtrit
+
+    difficulty = (np.arange(_NUM_POINTS) + 0.5) / _NUM_POINTS
+    noise = float(np.mean(difficulty * (1 - difficulty))) / num_samples
+    rerun = min(1.0, float(ndtri(0.5 + confidence / 2)) * math.sqrt(2 * noise / num_problems))
+    if num_problems < min_changed(confidence):
+        return Detectable(gain=None, rerun=rerun)
+    quantiles = float(stdtrit(num_problems - 1, 0.5 + confidence / 2)) + float(ndtri(POWER))
+    logits = np.log(difficulty / (1 - difficulty))[:, None]
+    spread = _SPREAD * ndtri((np.arange(_NUM_POINTS) + 0.5) / _NUM_POINTS)[None, :]
+    # Sums of differences are 2 / n apart, and the exact p-value counts all choices of signs at the sum that is seen.
+    continuity = 1 / (num_samples * num_problems)
+    low, high = 0.0, 12.0  # mean gain in logits
+    for _ in range(40):
+        middle = (low + high) / 2
+        after = 1 / (1 + np.exp(-(logits + middle + spread)))
+        change = after - difficulty[:, None]
+        # Over drawn problems the difference varies by the spread of the gain and by the sampling noise of both models.
+        variance = float(np.var(change)) + noise + float(np.mean(after * (1 - after))) / num_samples
+        needed = quantiles * math.sqrt(variance / num_problems) + continuity
+        is_seen = float(np.mean(change)) >= needed
+        low, high = (low, middle) if is_seen else (middle, high)
+    gain = float(np.mean(1 / (1 + np.exp(-(logits + high + spread))) - difficulty[:, None]))
+    # at the largest gain that there is, nothing was seen
+    return Detectable(gain=gain if high < 12.0 else None, rerun=rerun)

@@ -1,0 +1,1 @@
+"""Estimate what a run costs: tokens, memory, GPU-hours, and who waits for whom."""

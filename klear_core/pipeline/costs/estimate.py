@@ -1,0 +1,409 @@
+"""Estimate what a run will cost: tokens, memory and GPU-hours by stage, from the settings alone. Upper bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+from klear_core.config.curate import CurateConfig
+from klear_core.config.data import BenchmarkConfig, FileSource, HubSource, ProceduralSource, PuzzleSource, Source
+from klear_core.config.data_jobs import CurateJob
+from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
+from klear_core.config.evaluate import HardwareConfig, HttpEngineConfig, VllmEngineConfig
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.rl import RlConfig
+from klear_core.config.stage import DistillJob, EngineUse, RlJob, SftJob, Stage, TagJob
+from klear_core.config.train import ModelConfig, SftConfig, TagConfig
+from klear_core.pipeline.costs.memory import (
+    LearnerPeak,
+    learner_load,
+    learner_peak,
+    reference_bytes,
+    state_bytes,
+)
+from klear_core.pipeline.costs.model_size import VALUE_BYTES, ModelSize, engine_fit, planned_size
+from klear_core.pipeline.graph import stage_of_problems, stages_of
+
+# ---- cost ----
+# Estimate the GPU-hours of a stage: arithmetic of training at an assumed MFU, and decoding at an assumed bandwidth.
+
+
+_TRAINING_FLOPS = 6
+"""Operations per weight and token: multiply and add, once forward and twice backward. Recomputation is not counted, as
+is usual for MFU."""
+_OLD_LOGP_FLOPS = 2
+"""The same of the forward pass that computes old log-probs in RL."""
+_ASSUMED_GPU_GB = 80.0
+"""Memory of a GPU, for the size of the KV cache, where `hardware.gpu_memory_gb` is not set."""
+
+
+def gpu_hours(config: PipelineConfig, stage: Stage, size: ModelSize | None, *, max_tokens: int | None) -> float | None:
+    """Return the GPU-hours in which a stage trains on or samples `max_tokens`; None if they are not known.
+
+    Stages whose engine is not vLLM, and training that may run on a CPU, have none.
+    """
+    if size is None or max_tokens is None:
+        return None
+    hardware, training, use = config.hardware, stage.job.training(), stage.engine()
+    sampling = 0.0
+    if use is not None:
+        hours = sampling_hours(hardware, size, use, max_tokens)
+        if hours is None:
+            return None
+        sampling = hours
+    match training:
+        case None:
+            return sampling if use is not None else None
+        case SftConfig():
+            if training.dtype != "bfloat16":
+                return None
+            flops = _flops(size, max_tokens, training.max_tokens, operations=_TRAINING_FLOPS)
+            return flops / _speed(hardware) / 3600
+        case RlConfig():
+            learning = _rl_flops(training, size) / _speed(hardware) / 3600
+            return _rl_gpu_hours(training, use, learning=learning, sampling=sampling)
+        case _:
+            assert_never(training)
+
+
+def _rl_gpu_hours(rl: RlConfig, use: EngineUse | None, *, learning: float, sampling: float) -> float:
+    """Return the hours of all GPUs of the stage: those of the learner wait while engines sample, and vice versa."""
+    assert use is not None
+    assert isinstance(use.engine, VllmEngineConfig)
+    learners = rl.runtime.num_workers
+    engines = rl.runtime.num_rollout_actors * use.engine.runtime.tensor_parallel
+    if rl.runtime.learner_gpus is not None and rl.runtime.learner_gpus < 1:
+        return learning + sampling  # they share the GPUs, and take turns
+    # The two sides run one after the other in this bound, and all GPUs are held for both.
+    return (learning / learners + sampling / engines) * (learners + engines)
+
+
+def _rl_flops(rl: RlConfig, size: ModelSize) -> float:
+    """Return the operations of all updates, if every row is of full length; surplus rollouts are not trained on."""
+    rollout = rl.rollout
+    longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
+    num_tokens = rl.num_steps * rollout.groups_per_step * rollout.samples_per_group * longest
+    return training_flops(rl, size, num_tokens, longest)
+
+
+def training_flops(rl: RlConfig, size: ModelSize, num_tokens: int, row_tokens: int) -> float:
+    """Return the operations of updates, and of old log-probs, over so many tokens in rows of `row_tokens`."""
+    operations = _TRAINING_FLOPS + (_OLD_LOGP_FLOPS if rl.old_logps == "learner" else 0)
+    return _flops(size, num_tokens, row_tokens, operations=operations)
+
+
+def sampling_hours(hardware: HardwareConfig, size: ModelSize, use: EngineUse, max_tokens: int) -> float | None:
+    """Return the GPU-hours in which an engine samples so many tokens; None if it is not vLLM."""
+    if not isinstance(use.engine, VllmEngineConfig):
+        return None
+    known = hardware
+    if hardware.gpu_memory_gb is None:
+        known = hardware.model_copy(update={"gpu_memory_gb": _ASSUMED_GPU_GB})
+    fit = engine_fit(size, use.engine, known, longest=longest_sequence(use))
+    if not fit.tokens_per_s:
+        return None
+    return max_tokens / fit.tokens_per_s * use.engine.runtime.tensor_parallel / 3600
+
+
+def longest_sequence(use: EngineUse) -> int:
+    """Return the tokens of the longest prompt with its answer that an engine may hold."""
+    limit = use.engine.max_model_len if isinstance(use.engine, VllmEngineConfig) else None
+    return limit or use.sampling.max_new_tokens
+
+
+def _flops(size: ModelSize, num_tokens: int, row_tokens: int, *, operations: int) -> float:
+    """Return the operations of matrix products and attention over rows of `row_tokens`, as `train.flops` counts."""
+    weights = size.num_layers * size.layer_params + size.vocab_size * size.hidden_size
+    # Attention is causal, so a token attends to half of its row; it has two products, scores and weighted values.
+    attention = 2 * size.num_layers * size.query_size * row_tokens / 2
+    # The embedding is a look-up, so of embedding and head only the head counts, also where they are not tied.
+    return operations * num_tokens * (weights + attention)
+
+
+def _speed(hardware: HardwareConfig) -> float:
+    return hardware.peak_tflops * 1e12 * hardware.mfu
+
+
+# ---- estimate ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """Upper bounds for one stage; None: not known beforehand."""
+
+    stage: str
+    max_tokens: int | None
+    """Tokens generated, or trained on (sft)."""
+    memory_gb: float | None
+    """Highest allocation of a process or GPU, in gigabytes of 1e9 bytes, without a margin."""
+    peak: LearnerPeak | None = None
+    """The same of a learner, by its parts."""
+    gpu_hours: float | None = None
+    """None as well for stages that use no GPU."""
+    note: str
+
+
+def estimate(config: PipelineConfig, chosen: Collection[str] | None = None) -> list[StageEstimate]:
+    """Return an estimate for every chosen stage (None: all) that generates or trains, and one for all evaluations."""
+    size = planned_size(config.start_model)
+    stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
+    rows = []
+    for stage in stages:
+        found = (estimate_stage(config, stage, size), estimate_curve(config, stage, size))
+        rows += [row for row in found if row is not None]
+    scoring = [stage for stage in stages if stage.job.scores_model]
+    if scoring:
+        rows.append(_evaluate(config, size, scoring))
+    return rows
+
+
+def estimate_stage(config: PipelineConfig, stage: Stage, size: ModelSize | None) -> StageEstimate | None:
+    """Return the estimate of a stage; None if it neither generates nor trains, or evaluates (see `estimate`)."""
+    match stage.job:
+        case TagJob(tag=tag):
+            return _tag(stage, tag, config)
+        case DistillJob():
+            return _distill(stage, config)
+        case SftJob():
+            return _sft(stage, config, size)
+        case RlJob(rl=rl):
+            return _rl(config, stage, rl, size)
+        case _:
+            return None
+
+
+def estimate_curve(config: PipelineConfig, stage: Stage, size: ModelSize | None) -> StageEstimate | None:
+    """Return the estimate of the scores that a stage takes while it trains; None if it takes none."""
+    if not isinstance(stage.job, SftJob | RlJob) or stage.job.runtime.curve is None:
+        return None
+    job = stage.job.runtime.curve
+    name, num_models = f"{stage.name} curve", num_curve_models(config, stage)
+    own = stage.job.scorer()
+    if num_models is None:
+        return StageEstimate(stage=name, max_tokens=None, memory_gb=None, note="unknown number of models")
+    # A benchmark with fewer problems than the curve asks for gives all that it has.
+    num_problems = min(job.curve.num_problems, _benchmark_rows(job.source) or job.curve.num_problems)
+    answers = num_problems * job.curve.num_samples
+    tokens = num_models * answers * job.sampling.max_new_tokens
+    use = own or stage.engine()
+    assert use is not None, stage.name
+    hours = None if size is None else sampling_hours(config.hardware, size, use, tokens)
+    by_whom = "an engine beside the learner" if own else "the engines that sample"
+    memory = None if own is None or size is None else _weights_gb(size, own)
+    return StageEstimate(
+        stage=name,
+        max_tokens=tokens,
+        memory_gb=memory,
+        gpu_hours=hours,
+        note=f"{num_models} models, {answers} answers each by {by_whom}",
+    )
+
+
+def num_curve_models(config: PipelineConfig, stage: Stage) -> int | None:
+    """Return the number of models that a training with a curve scores; None if its steps are not known."""
+    training = stage.job.training()
+    assert training is not None, stage.name
+    curve = training.runtime.curve
+    num_steps = training.num_steps if isinstance(training, RlConfig) else _sft_steps(config)
+    return None if curve is None or num_steps is None else curve.num_points(num_steps)
+
+
+def _sft_steps(config: PipelineConfig) -> int | None:
+    """Return the most steps that SFT takes; None if nothing bounds them."""
+    rows, sft = _sft_rows(config), config.sft
+    bounds = [sft.max_steps] if sft.max_steps else []
+    if rows:
+        bounds.append(math.ceil(rows / sft.rows_per_step))
+    return min(bounds, default=None)
+
+
+def _sft_rows(config: PipelineConfig) -> int | None:
+    """Return the most rows in all epochs of SFT, as if every source were repeated as often as the most repeated one."""
+    traces, sft = _num_traces(config), config.sft
+    most_often = max([1.0, *sft.source_weights.values()])
+    return None if traces is None else math.ceil(traces * most_often) * sft.num_epochs
+
+
+def count_rows(source: Source) -> int | None:
+    """Return the number of rows a source will give, if it is known without reading the source through."""
+    match source:
+        case ProceduralSource(num_problems=n) | PuzzleSource(num_problems=n):
+            return n
+        case FileSource(limit=limit) | HubSource(limit=limit):
+            from klear_core.data.sources import files_here
+
+            files = files_here(source)
+            total = 0 if files else None
+            for file in files:
+                count = _rows_in(file.path)
+                total = None if total is None or count is None else total + count
+            return limit if total is None else min(total, limit or total)
+
+
+def _rows_in(path: Path) -> int | None:
+    """Return the rows of a file where counting is cheap; None for other formats, which would have to be parsed."""
+    if path.suffix == ".parquet" and path.is_file():
+        import pyarrow.parquet as pq
+
+        return int(pq.read_metadata(path).num_rows)
+    if path.suffix == ".jsonl" and path.is_file():
+        with path.open("rb") as f:
+            return sum(1 for line in f if line.strip())
+    return None
+
+
+def _num_problems(config: PipelineConfig) -> int | None:
+    """Return the largest number of problems that distillation may get; None if it is not known."""
+    return _num_rows(config.given.curate) if config.given.curate else _num_curated(config.curate)
+
+
+def _num_curated(curate: CurateConfig) -> int | None:
+    """Return the largest number of problems that a curation may keep; None if it is not known."""
+    from klear_core.data.curation.selection import sources_to_read
+    from klear_core.data.sources import source_name
+
+    select = curate.select
+    total = 0
+    for source in sources_to_read(curate):
+        count, cap = count_rows(source), select.caps.get(source_name(source))
+        if count is None and cap is None:
+            # One source of unknown size makes the sum unknown: only the limit for all of them is left.
+            return select.num_problems
+        total += min(known for known in (count, cap) if known is not None)
+    return min(total, select.num_problems or total)
+
+
+def _num_rows(sources: Sequence[Source]) -> int | None:
+    """Return the rows of all sources together; None if the number of one is not known."""
+    counts = [count_rows(source) for source in sources]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _num_traces(config: PipelineConfig) -> int | None:
+    """Return the most traces that there may be for SFT, as if all were kept; None if it is not known."""
+    if config.given.distill:
+        return _num_rows(config.given.distill)
+    problems = _num_problems(config)
+    limit = config.distill.max_problems
+    asked = limit if problems is None else min(problems, limit or problems)
+    return None if asked is None else asked * config.distill.samples_per_problem
+
+
+def _tag(stage: Stage, tag: TagConfig, config: PipelineConfig) -> StageEstimate:
+    # The problems of RL may be others than those of distillation.
+    job = stage_of_problems(stages_of(config), stage).job
+    given = [use.source for use in job.sources_in(stage.section)]
+    problems = _num_curated(job.curate) if isinstance(job, CurateJob) else _num_rows(given)
+    answers = None if problems is None else problems * tag.samples_per_problem
+    note = f"{answers or 'unknown number of'} answers of the tagger"
+    return _answers_here(stage, config, answers, most_tokens=tag.sampling.max_new_tokens, note=note)
+
+
+def _answers_here(
+    stage: Stage, config: PipelineConfig, answers: int | None, *, most_tokens: int, note: str
+) -> StageEstimate:
+    """Return the estimate of a stage that samples answers with the engines of this pipeline."""
+    tokens = None if answers is None else answers * most_tokens
+    size = planned_size(_sampled_model(stage.engine(), config))
+    hours = gpu_hours(config, stage, size, max_tokens=tokens)
+    return StageEstimate(stage=stage.name, max_tokens=tokens, memory_gb=None, gpu_hours=hours, note=note)
+
+
+def _sampled_model(use: EngineUse | None, config: PipelineConfig) -> ModelConfig:
+    return config.start_model if use is None or use.model is None else use.model
+
+
+def _distill(stage: Stage, config: PipelineConfig) -> StageEstimate:
+    traces = _num_traces(config)
+    teacher = config.distill.teacher
+    if isinstance(teacher, LocalTeacherConfig):
+        note = f"{traces or 'unknown number of'} traces by a model here"
+        return _answers_here(stage, config, traces, most_tokens=teacher.sampling.max_new_tokens, note=note)
+    if not isinstance(teacher, HttpTeacherConfig):
+        note = f"{traces or 'unknown number of'} traces by the {teacher.kind} teacher"
+        return StageEstimate(stage=stage.name, max_tokens=None, memory_gb=None, note=note)
+    tokens = None if traces is None else traces * teacher.max_tokens
+    note = f"{teacher.model}: {traces or 'unknown number of'} traces"
+    prices = [endpoint.output_price for endpoint in teacher.runtime.endpoints]
+    if tokens is not None and any(prices):
+        # At the highest price, because the requests of a fleet may all go to one endpoint.
+        note += f", at most {tokens * max(prices) / 1e6:,.0f} for output tokens at {max(prices):g} a million"
+    return StageEstimate(stage=stage.name, max_tokens=tokens, memory_gb=None, note=note)
+
+
+def _sft(stage: Stage, config: PipelineConfig, size: ModelSize | None) -> StageEstimate:
+    sft, all_rows = config.sft, _sft_rows(config)
+    rows = [all_rows] if all_rows else []
+    if sft.max_steps:
+        rows.append(sft.max_steps * sft.rows_per_step)
+    tokens = min(rows) * sft.max_tokens if rows else None
+    peak = None if size is None else learner_peak(size, learner_load(sft))
+    return StageEstimate(
+        stage=stage.name,
+        max_tokens=tokens,
+        memory_gb=None if peak is None else peak.num_bytes / 1e9,
+        peak=peak,
+        gpu_hours=gpu_hours(config, stage, size, max_tokens=tokens),
+        note=f"rows of up to {sft.max_tokens} tokens{_on_host(size, sft)}",
+    )
+
+
+def _rl(config: PipelineConfig, stage: Stage, cfg: RlConfig, size: ModelSize | None) -> StageEstimate:
+    prompts_a_round = round(cfg.rollout.groups_per_step * cfg.rollout.oversample)
+    rollouts = cfg.num_steps * cfg.rollout.max_rounds * prompts_a_round * cfg.rollout.samples_per_group
+    tokens = rollouts * cfg.rollout.sampling.max_new_tokens
+    peak = None if size is None else learner_peak(size, learner_load(cfg))
+    return StageEstimate(
+        stage=stage.name,
+        max_tokens=tokens,
+        memory_gb=None if peak is None else peak.num_bytes / 1e9,
+        peak=peak,
+        gpu_hours=gpu_hours(config, stage, size, max_tokens=tokens),
+        note=f"at most {rollouts} rollouts in {cfg.num_steps} steps{_on_host(size, cfg)}",
+    )
+
+
+def _on_host(size: ModelSize | None, training: SftConfig | RlConfig) -> str:
+    """Return in words what the ranks of an offloaded training hold in host memory together; else nothing."""
+    if size is None or not training.runtime.cpu_offload:
+        return ""
+    load = learner_load(training)
+    total_gb = load.num_ranks * (state_bytes(size, load) + reference_bytes(size, load)) / 1e9
+    return f"; {total_gb:.0f} GB of host memory over all ranks"
+
+
+def _evaluate(config: PipelineConfig, size: ModelSize | None, stages: Collection[Stage]) -> StageEstimate:
+    """Return the estimate of all evaluations together: only their models differ."""
+    counts = [_benchmark_rows(b) for b in config.benchmarks]
+    use = next(iter(stages)).engine()
+    memory = None if size is None or use is None else _weights_gb(size, use)
+    unknown = [b.name for b, count in zip(config.benchmarks, counts, strict=True) if count is None]
+    if unknown:
+        note = f"unknown number of problems in {', '.join(unknown)}"
+        return StageEstimate(stage="evaluate", max_tokens=None, memory_gb=memory, note=note)
+    answers = 0
+    num_wordings = 1 + len(config.evaluate.templates)
+    for num_problems, benchmark in zip(counts, config.benchmarks, strict=True):
+        answers += (num_problems or 0) * (benchmark.num_samples * num_wordings + config.evaluate.greedy)
+    tokens = len(stages) * answers * config.evaluate.sampling.max_new_tokens
+    first = next(iter(stages))
+    return StageEstimate(
+        stage="evaluate",
+        max_tokens=tokens,
+        memory_gb=memory,
+        gpu_hours=gpu_hours(config, first, size, max_tokens=tokens),
+        note=f"{len(stages)} models, {answers} answers each; weights only",
+    )
+
+
+def _weights_gb(size: ModelSize, use: EngineUse) -> float:
+    assert not isinstance(use.engine, HttpEngineConfig), "evaluation has engines of its own"
+    return size.num_params * VALUE_BYTES[use.engine.dtype] / 1e9
+
+
+def _benchmark_rows(benchmark: BenchmarkConfig) -> int | None:
+    return benchmark.expected_rows or count_rows(benchmark.source)

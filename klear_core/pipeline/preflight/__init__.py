@@ -1,0 +1,1 @@
+"""Find what would stop a run, before anything is spent."""

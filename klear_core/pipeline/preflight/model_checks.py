@@ -1,0 +1,310 @@
+"""Check before a run that its models and engines are there and fit each other: lengths, heads, devices.
+
+Each function yields one message for each problem that it finds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
+
+from klear_core.artifacts.model_files import check_model, folder_of
+from klear_core.cluster.nodes import joins_a_cluster, known_nodes, plan_scorer
+from klear_core.cluster.placement import (
+    GpuPlan,
+    Node,
+    Place,
+    Placement,
+    Room,
+    check_cpu_is_meant,
+    check_tensor_parallel,
+    cpu_refusal,
+    is_direct,
+    is_too_large_for_cpu,
+    place_ranks,
+    place_rl,
+    plan_gpus,
+)
+from klear_core.config.data_jobs import GivenModelJob
+from klear_core.config.evaluate import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
+from klear_core.config.rl import RlConfig, RolloutConfig
+from klear_core.config.stage import BaseJob, EngineUse, RlJob, SftJob, Stage
+from klear_core.config.train import HfModelConfig, HubModelConfig, ModelConfig, SftConfig, TinyModelConfig
+from klear_core.errors import ConfigError, ResourceError
+from klear_core.hf_config import HfConfig, read_hf_config
+from klear_core.pipeline.costs.model_size import ModelSize, planned_size
+from klear_core.pipeline.plan import PendingWork
+from klear_core.pipeline.preflight.data_checks import complaints
+
+_LONG_ANSWER = 8192
+"""Answers longer than this many tokens need an engine with a paged cache, which the torch engine lacks."""
+
+
+def model_problems(work: PendingWork) -> Iterator[str]:
+    """Find models that are not there or not whole."""
+    # Also the model of a base stage that is reused: its artifact only points to the folder.
+    for _, job in work.needs(BaseJob):
+        if isinstance(job.model, HfModelConfig):
+            yield from complaints(f"model.path = {job.model.path!r}", check_model, job.model)
+        elif isinstance(job.model, HubModelConfig):
+            yield from complaints("model", check_model, job.model)
+    for stage, given in work.needs(GivenModelJob):
+        yield from complaints(stage.section, check_model, given.model())
+
+
+def length_problems(work: PendingWork) -> Iterator[str]:
+    """Check lengths against the model's window: the configured one, or the folder's if it is wider."""
+    window = window_of(work.config.start_model)
+    for stage, job in work.pending(SftJob):
+        max_tokens = job.sft.max_tokens
+        if window is not None and max_tokens > window:
+            yield f"{stage.section}.max_tokens = {max_tokens} is more than model.max_position_embeddings = {window}"
+    for use in work.engines():
+        yield from _too_long_answers(use, use.model or work.config.start_model)
+    for stage, rl_job in work.pending(RlJob):
+        yield from _too_long_prompts(f"{stage.section}.rollout", rl_job.rl.rollout)
+
+
+def _too_long_prompts(key: str, rollout: RolloutConfig) -> Iterator[str]:
+    """Yield a problem if RL may send a prompt that its engine refuses, which would end the run when it comes."""
+    engine = rollout.engine
+    if not isinstance(engine, VllmEngineConfig) or engine.max_model_len is None:
+        return
+    if rollout.max_prompt_tokens >= engine.max_model_len:
+        yield (
+            f"{key}.max_prompt_tokens = {rollout.max_prompt_tokens} leaves no room for an answer in "
+            f"{key}.engine.max_model_len = {engine.max_model_len}"
+        )
+
+
+def _too_long_answers(use: EngineUse, model: ModelConfig) -> Iterator[str]:
+    key, engine, sampling = use.key, use.engine, use.sampling
+    room = window_of(model)
+    if room is None:
+        return
+    # From the window of the model to that of the engine; the message names the limit that applies in the end.
+    of_what = f"{'its ' if use.model else 'model.'}max_position_embeddings = {room}"
+    if isinstance(engine, VllmEngineConfig) and engine.yarn_factor is not None:
+        if engine.yarn_original_window is not None:
+            of_what = f"{key}.engine.yarn_original_window = {engine.yarn_original_window}"
+        room = engine.stretched(room)
+        of_what = f"{of_what} times {key}.engine.yarn_factor = {engine.yarn_factor:g}"
+    if isinstance(engine, VllmEngineConfig) and engine.max_model_len is not None:
+        if engine.max_model_len > room:
+            yield f"{key}.engine.max_model_len = {engine.max_model_len} is more than {of_what}"
+        else:
+            room, of_what = engine.max_model_len, f"{key}.engine.max_model_len = {engine.max_model_len}"
+    if sampling.max_new_tokens > room:
+        yield f"{key}.sampling.max_new_tokens = {sampling.max_new_tokens} is more than {of_what}"
+
+
+def engine_problems(work: PendingWork) -> Iterator[str]:
+    """Find engines that are not installed here, or cannot run their model."""
+    from klear_core.generate.decoder.shape import read_shape
+
+    for use in work.engines():
+        key, engine, sampling = use.key, use.engine, use.sampling
+        model = use.model or work.config.start_model
+        if isinstance(engine, VllmEngineConfig) and importlib.util.find_spec("vllm") is None:
+            yield f"{key}.engine.kind = 'vllm': vLLM is not installed here; pip install -e '.[gpu]'"
+        if isinstance(engine, VllmEngineConfig) and isinstance(model, TinyModelConfig) and model.head_dim < 32:
+            yield f"{key}.engine.kind = 'vllm' needs model.head_dim of 32 or more, not {model.head_dim}"
+        if isinstance(engine, TorchEngineConfig) and sampling.max_new_tokens > _LONG_ANSWER:
+            remedy = f"for answers of more than {_LONG_ANSWER} tokens use kind = 'vllm'"
+            yield f"{key}.engine.kind = 'torch' has no paged cache; {remedy}"
+        if isinstance(engine, TorchEngineConfig) and not isinstance(model, TinyModelConfig) and _hf_config(model):
+            yield from complaints(f"{key}.engine", read_shape, folder_of(model))
+
+
+def context_problems(work: PendingWork) -> Iterator[str]:
+    """Find trainings whose context parallelism does not fit the model's heads."""
+    heads = _num_heads(work.config.start_model)
+    if heads is None:
+        return
+    for stage, runtime in work.trainings():
+        try:
+            runtime.check_attention_heads(heads, "the model")
+        except ConfigError as e:
+            yield f"{stage}.{e}"
+
+
+def cuda_problems(work: PendingWork) -> Iterator[str]:
+    """Check the devices of this machine; a stage on a Ray cluster at RAY_ADDRESS is refused where it is placed."""
+    if joins_a_cluster():
+        return
+    devices = {f"{section}.runtime": runtime.device for section, runtime in work.trainings()}
+    devices |= {
+        f"{use.key}.engine.runtime": use.engine.runtime.device
+        for use in work.engines()
+        if isinstance(use.engine, TorchEngineConfig)
+    }
+    for key, device in devices.items():
+        if device == "cuda":
+            from klear_core.train.model import pick_device
+
+            yield from complaints(key, pick_device, device)
+
+
+def _hf_config(model: ModelConfig) -> HfConfig | None:
+    """Return None for a tiny model, and without a readable config.json, which `model_problems` reports."""
+    try:
+        return None if isinstance(model, TinyModelConfig) else read_hf_config(folder_of(model))
+    except ConfigError:
+        return None
+
+
+def window_of(model: ModelConfig) -> int | None:
+    """Return the positions of a model, those of its folder or of its settings; None if neither says."""
+    hf = _hf_config(model)
+    return hf.window(model.max_position_embeddings) if hf else model.max_position_embeddings
+
+
+def _num_heads(model: ModelConfig) -> int | None:
+    if isinstance(model, TinyModelConfig):
+        return model.num_heads
+    hf = _hf_config(model)
+    return hf.num_attention_heads if hf else None
+
+
+# ---- placed ----
+# Place the learners and engines of pending stages on the available nodes, or say why that is impossible.
+
+
+def placement_problems(work: PendingWork) -> Iterator[str]:
+    """Yield why the learners and engines of a stage cannot be placed on this machine or the cluster at RAY_ADDRESS."""
+    try:
+        nodes = known_nodes()
+    except ResourceError as e:
+        yield str(e)
+    else:
+        yield from problems_on(nodes, work)
+
+
+def problems_on(nodes: Sequence[Node], work: PendingWork) -> Iterator[str]:
+    """Yield why the learners and engines of a stage cannot be placed on these nodes."""
+    size = planned_size(work.config.start_model)
+    has_no_device = not any(node.num_gpus for node in nodes) and not joins_a_cluster()
+    for stage in work.stages:
+        training = stage.job.training()
+        if training is None:
+            continue
+        try:
+            if size is not None:
+                _check_device(training, size.num_params, nodes, section=stage.section)
+        except ResourceError as e:
+            yield str(e)
+            continue
+        if has_no_device and training.runtime.device == "cuda":
+            continue  # a missing device of this machine is reported by itself
+        try:
+            place_training(training, size, nodes)
+        except ResourceError as e:
+            yield f"{stage.section}.runtime: {e}"
+            continue
+        yield from _scorer_problems(stage, training, size, nodes)
+
+
+def _scorer_problems(
+    stage: Stage, training: SftConfig | RlConfig, size: ModelSize | None, nodes: Sequence[Node]
+) -> Iterator[str]:
+    """Yield a problem if the engine that scores models while a stage trains finds no GPU beside the learner's."""
+    use = stage.job.scorer()
+    if use is None:
+        return
+    assert not isinstance(use.engine, HttpEngineConfig), "evaluation has engines of its own"
+    num_params = None if size is None else size.num_params
+    try:
+        plan_scorer(use.engine, training.runtime, nodes, num_params, key=stage.section)
+    except ResourceError as e:
+        yield str(e)
+
+
+def _check_device(training: SftConfig | RlConfig, num_params: int, nodes: Sequence[Node], *, section: str) -> None:
+    """Raise ResourceError if `device = "auto"` would be a CPU for a model that is too large for one."""
+    num_gpus = sum(node.num_gpus for node in nodes)
+    if isinstance(training, SftConfig):
+        if training.runtime.device == "auto" and num_gpus == 0 and is_too_large_for_cpu(num_params):
+            raise ResourceError(cpu_refusal(f"{section}.runtime", num_params))
+        return
+    runtime, engine = training.runtime, training.rollout.engine
+    # Too few GPUs are no concern of this check.
+    gpus = plan_gpus(runtime, engine, num_gpus) if num_gpus else GpuPlan(learner=0, rollout=0)
+    check_cpu_is_meant(runtime, engine, gpus, num_params, stage=section)
+
+
+def place_training(training: SftConfig | RlConfig, size: ModelSize | None, nodes: Sequence[Node]) -> Placement:
+    """Return where ranks and engines will run. Raise ResourceError, with the setting to change, if they cannot.
+
+    `size` is that of the model, without which its attention heads are not checked.
+    """
+    num_gpus = sum(node.num_gpus for node in nodes)
+    if isinstance(training, SftConfig):
+        runs_on_gpus = training.runtime.device == "cuda" or (training.runtime.device == "auto" and num_gpus > 0)
+        # The last argument is the GPUs of a rank: a whole one, or none.
+        return Placement(ranks=tuple(place_ranks(Room.of(nodes), training.runtime, float(runs_on_gpus))))
+    runtime, engine = training.runtime, training.rollout.engine
+    gpus = plan_gpus(runtime, engine, num_gpus)
+    is_direct(runtime, engine, gpus)  # for the error that it raises
+    if size is not None:
+        check_tensor_parallel(engine, size.num_heads)
+    return place_rl(runtime, engine, gpus, nodes)
+
+
+def placement_lines(stages: Collection[Stage], size: ModelSize | None) -> Iterator[str]:
+    """Yield where the processes of each training run, one line per node in use; nothing if they cannot be placed."""
+    try:
+        nodes = known_nodes()
+    except ResourceError:
+        return  # a problem of the run, which is shown as such
+    for stage in stages:
+        yield from stage_lines(stage, size, nodes)
+
+
+def stage_lines(stage: Stage, size: ModelSize | None, nodes: Sequence[Node]) -> Iterator[str]:
+    """Yield where the processes of a training run on these nodes; nothing for other stages."""
+    training = stage.job.training()
+    if training is None:
+        return
+    try:
+        if size is not None:
+            _check_device(training, size.num_params, nodes, section=stage.section)
+        placement = place_training(training, size, nodes)
+    except ResourceError:
+        return  # a problem of the run, too
+    for node in nodes:
+        parts = [*_parts("learner rank", placement.ranks, node), *_parts("engine", placement.engines, node)]
+        if parts:
+            yield f"{stage.section} on {node.name}: {', '.join(parts)}{_idle(placement, node)}"
+    if isinstance(training, RlConfig) and not placement.engines:
+        yield f"{stage.section}: {training.runtime.num_rollout_actors} engines on CPUs of any node"
+
+
+def _idle(placement: Placement, node: Node) -> str:
+    used = {gpu for place in (*placement.ranks, *placement.engines) if place.node == node for gpu in place.gpus}
+    unused = node.num_gpus - len(used)
+    return f"; {unused} of {node.num_gpus} GPUs unused" if used and unused else ""
+
+
+def _parts(role: str, places: Sequence[Place], node: Node) -> Iterator[str]:
+    """Yield `learner ranks 0-3 on GPUs 0-3` for ranks with neighbouring numbers on this node."""
+    here = [(index, place) for index, place in enumerate(places) if place.node == node]
+    # Numbers that count up together with their position are a run without a gap.
+    runs = [list(run) for _, run in groupby(enumerate(here), key=lambda pair: pair[1][0] - pair[0])]
+    for run in runs:
+        members = [member for _, member in run]
+        indices = [index for index, _ in members]
+        gpus = sorted({gpu for _, place in members for gpu in place.gpus})
+        share = members[0][1].share
+        of_each = f", {share:g} of each" if gpus and share < 1 else ""
+        where = f"{_numbers('GPU', gpus)}{of_each}" if gpus else "CPUs"
+        yield f"{_numbers(role, indices)} on {where}"
+
+
+def _numbers(noun: str, numbers: Sequence[int]) -> str:
+    """Return `GPU 0`, `GPUs 0-3` or `GPUs 0, 2`."""
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    is_run = list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    shown = f"{numbers[0]}-{numbers[-1]}" if is_run else ", ".join(map(str, numbers))
+    return f"{noun}s {shown}"

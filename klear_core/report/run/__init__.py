@@ -1,0 +1,1 @@
+"""Describe one run: the page, its data, and the table on the terminal."""

@@ -1,0 +1,270 @@
+"""Read a run's artifact folders into the records that its report is computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from klear_core.artifacts.manifest import Manifest, read_manifest
+from klear_core.artifacts.records import read_shards
+from klear_core.config.pipeline import PipelineConfig
+from klear_core.config.stage import Stage
+from klear_core.evaluate.compare.promotion import DECISION_FILE, Decision, read_decision
+from klear_core.evaluate.compare.published import PublishedModel
+from klear_core.evaluate.sample import SAMPLES_FOLDER
+from klear_core.metrics import METRICS_FILE, read_metrics
+from klear_core.report.charts import Series
+from klear_core.scores import EvalReport, Range, read_reports, visible
+from klear_core.types import EvalSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFolder:
+    """One planned stage of the run and its artifact folder, if it has one."""
+
+    stage: Stage
+    folder: Path | None
+    """Artifact folder (holds `manifest.json`); None if the stage has no artifact."""
+    was_reused: bool = False
+    """Whether the artifact is from an earlier run with the same fingerprint."""
+    trouble: str = ""
+    """Error message if the stage failed; empty if it was never started."""
+    workdir: Path | None = None
+    """Work folder of a failed attempt, whose metrics are shown too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedDifference:
+    """Difference of two models' scores on the same problems, `after` minus `before`, with its intervals and test."""
+
+    benchmark: str
+    decoding: Literal["sampled", "greedy"]
+    """Answers compared: all samples (avg@n), or the greedy answer per problem."""
+    before: str
+    """Name of the stage that made the earlier model: `sft`."""
+    after: str
+    value: float
+    """Difference in -1..1; positive if `after` is better."""
+    rerun: Range | None
+    """Interval over other samples of the same problems; None for greedy answers."""
+    new_problems: Range
+    """Interval over other problems of this kind."""
+    floor_binds: bool
+    """Whether `new_problems` is as narrow as so few problems allow."""
+    p_corrected: float
+    """p-value of the sign-flip test, corrected for all differences of the report (Holm); it alone decides."""
+    num_changed: int
+    """Number of problems with different scores."""
+    confidence: float
+    """Confidence level of the intervals, 0.95 for 95 %."""
+    num_problems: int
+    """Number of problems scored for both models."""
+    is_same_decoding: bool
+    """Whether both models were decoded with the same settings; if not, these may explain part of the difference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """Names, time and commit by which a person identifies the run."""
+
+    name: str
+    profile: str
+    """Folder name of the profile: `laptop`."""
+    started_at: str
+    """Start time, ISO 8601 with a time zone."""
+    git_commit: str
+    """Git commit of the code; empty if unknown."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Ids of the run in other systems, by system: `Prefect flow run`, `MLflow run`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreWarning:
+    """A warning about scores, and the stages that made them."""
+
+    where: str
+    text: str
+    scored_by: tuple[str, ...] = ()
+    """Names of these stages."""
+    benchmarks: tuple[str, ...] = ()
+    """Benchmarks that it is about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportInputs:
+    """Inputs for one run. `stages` are in pipeline order and include planned stages that never finished."""
+
+    run: RunInfo
+    config: PipelineConfig
+    pipeline: tuple[Stage, ...]
+    """All stages of the pipeline, in order: they name the models."""
+    stages: tuple[StageFolder, ...]
+    differences: tuple[PairedDifference, ...] = ()
+    """Differences between consecutive evaluated models and from first to last, per benchmark and decoding."""
+    score_warnings: tuple[ScoreWarning, ...] = ()
+    """Warnings about scores, from the lineage of the models."""
+    published: tuple[PublishedModel, ...] = ()
+    """Published scores to put beside those of the run."""
+
+
+# ---- facts ----
+# Records that the report reads from a run's artifact folders. Everything shown is computed from them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """An evaluated model: its scores by benchmark, and its first sampled and its greedy answers."""
+
+    maker: Stage
+    """The stage that made the model; the model is called by its label."""
+    stage: Stage
+    """The stage that scored the model."""
+    tone: int
+    """Number of its colour: its place among all models of the pipeline."""
+    scores: tuple[EvalReport, ...]
+    samples: tuple[EvalSample, ...]
+
+    def score(self, benchmark: str) -> EvalReport | None:
+        """Return the report on a benchmark; None if this model was not evaluated on it."""
+        return next((s for s in self.scores if s.benchmark == benchmark), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """A finished stage, from its manifest and its metrics file."""
+
+    stage: Stage
+    folder: Path
+    """Artifact folder."""
+    manifest: Manifest
+    was_reused: bool
+    metrics: tuple[Series, ...]
+
+    @property
+    def name(self) -> str:
+        """Stage name, unique in the run."""
+        return self.stage.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingStage:
+    """A planned stage without an artifact; `trouble` is its error, empty if it was never started."""
+
+    stage: Stage
+    trouble: str
+    metrics: tuple[Series, ...]
+    """Metrics that the failed attempt logged until it stopped."""
+
+    @property
+    def name(self) -> str:
+        """Stage name, unique in the run."""
+        return self.stage.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All facts of a run. Stages and models are in pipeline order."""
+
+    run: RunInfo
+    config: PipelineConfig
+    stages: tuple[StageFacts, ...]
+    missing: tuple[MissingStage, ...]
+    models: tuple[ModelFacts, ...]
+    unscored_models: tuple[str, ...]
+    """Labels of models whose evaluation is missing."""
+    differences: tuple[PairedDifference, ...]
+    score_warnings: tuple[ScoreWarning, ...] = ()
+    published: tuple[PublishedModel, ...] = ()
+    decision: Decision | None = None
+    """The decision on the champion; None if none was asked for."""
+
+    def model(self, maker: str) -> ModelFacts:
+        """Return the evaluated model that the stage `maker` made."""
+        return next(model for model in self.models if model.maker.name == maker)
+
+    @property
+    def benchmarks(self) -> tuple[str, ...]:
+        """Names of the scored benchmarks: those of the config in its order, then any others in the order found."""
+        met = [s.benchmark for m in self.models for s in m.scores]
+        configured = [b.name for b in self.config.benchmarks if b.name in met]
+        return tuple(dict.fromkeys([*configured, *met]))
+
+
+# ---- read ----
+# Read the facts of a run from its artifact folders.
+
+
+def read_facts(inputs: ReportInputs) -> Facts:
+    """Read every stage's folder. Raise ArtifactError with the file that is missing or cannot be read."""
+    makers = {stage.name: stage for stage in inputs.pipeline if stage.job.makes_model}
+    stages, missing, models, unscored = [], [], [], []
+    decision = None
+    for planned in inputs.stages:
+        stage, folder = planned.stage, planned.folder
+        if folder is None:
+            missing.append(_missing(planned))
+            if stage.scored_model_stage:
+                unscored.append(makers[stage.scored_model_stage].label)
+        else:
+            stages.append(_stage(planned, folder))
+            if stage.scored_model_stage:
+                models.append(_model(stage, folder, makers))
+            if (folder / DECISION_FILE).is_file():
+                decision = read_decision(folder)
+    return Facts(
+        run=inputs.run,
+        config=inputs.config,
+        stages=tuple(stages),
+        missing=tuple(missing),
+        models=tuple(models),
+        unscored_models=tuple(unscored),
+        differences=inputs.differences,
+        score_warnings=inputs.score_warnings,
+        published=inputs.published,
+        decision=decision,
+    )
+
+
+def _stage(stage: StageFolder, folder: Path) -> StageFacts:
+    return StageFacts(
+        stage=stage.stage,
+        folder=folder,
+        manifest=read_manifest(folder),
+        was_reused=stage.was_reused,
+        metrics=read_series(folder / METRICS_FILE),
+    )
+
+
+def _missing(stage: StageFolder) -> MissingStage:
+    metrics = read_series(stage.workdir / METRICS_FILE) if stage.workdir is not None else ()
+    return MissingStage(stage=stage.stage, trouble=visible(stage.trouble), metrics=metrics)
+
+
+def read_series(path: Path) -> tuple[Series, ...]:
+    """Read a metrics file and turn its rows into one series per metric, in order of first appearance."""
+    columns: dict[str, dict[int, float | None]] = {}
+    for row in read_metrics(path):
+        step = row.pop("step")
+        assert step is not None, path
+        for name, value in row.items():
+            # A step may have several rows: scores of the curve are added after its own row.
+            columns.setdefault(name, {})[int(step)] = value
+    found = []
+    for name, by_step in columns.items():
+        steps = sorted(by_step)
+        found.append(Series(name=name, steps=tuple(steps), values=tuple(by_step[t] for t in steps)))
+    return tuple(found)
+
+
+def _model(stage: Stage, folder: Path, makers: Mapping[str, Stage]) -> ModelFacts:
+    """Read a model's scores, first samples and greedy answers. No others are shown, and all would fill the memory."""
+    samples = (s for s in read_shards(folder / SAMPLES_FOLDER, EvalSample) if s.sample_idx == 0)
+    return ModelFacts(
+        maker=makers[stage.scored_model_stage],
+        stage=stage,
+        tone=list(makers).index(stage.scored_model_stage),
+        scores=read_reports(folder),
+        samples=tuple(samples),
+    )

@@ -1,0 +1,286 @@
+"""Read finished runs for a comparison, from the artifacts of their reports."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from klear_core.artifacts.manifest import Manifest, read_manifest
+from klear_core.artifacts.model_files import is_same_model
+from klear_core.artifacts.records import read_shards
+from klear_core.artifacts.remote_paths import store_of
+from klear_core.config.data_jobs import section_of, sections_used
+from klear_core.config.settings import DifferentSetting, different_settings
+from klear_core.errors import ArtifactError
+from klear_core.evaluate.answers.counts import AnswerCounts
+from klear_core.evaluate.answers.stored import Decoding, is_evaluation
+from klear_core.evaluate.sample import SAMPLES_FOLDER
+from klear_core.metrics import METRICS_FILE
+from klear_core.report.charts import LineChart, Series, line_chart
+from klear_core.report.run.build import RL_CHARTS, SCORE, SFT_CHARTS, ChartSpec, problems_note, recorded_curve
+from klear_core.report.run.data import read_series
+from klear_core.scores import NONE, EvalReport, duration, read_reports
+from klear_core.types import EvalSample
+
+CountsBy = Mapping[tuple[str, Decoding], AnswerCounts]
+"""Counts of answers by benchmark and decoding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStage:
+    """One stage of a run and its artifact."""
+
+    name: str
+    folder: Path
+    manifest: Manifest
+    metrics: tuple[Series, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredModel:
+    """A model of a run, by the stage that made it, and its evaluation."""
+
+    maker: str
+    evaluation: Path
+
+    @property
+    def artifact(self) -> Path | None:
+        """Artifact of the model; None if it was deleted."""
+        models = [i for i in read_manifest(self.evaluation).inputs if i.role == "model"]
+        folders = [self.evaluation.parents[1] / i.kind / i.fingerprint for i in models]
+        return next((folder for folder in folders if folder.is_dir()), None)
+
+    @cached_property
+    def counts(self) -> CountsBy:
+        """Counts of all its answers, which are read one by one and only once."""
+        found: dict[tuple[str, Decoding], AnswerCounts] = defaultdict(AnswerCounts)
+        for sample in read_shards(self.evaluation / SAMPLES_FOLDER, EvalSample):
+            # Only counts are kept: all answers of all runs would not fit into memory.
+            found[sample.benchmark, sample.decoding].add(sample.problem_id, sample.finish_reason, sample.verdict)
+        return dict(found)
+
+    @cached_property
+    def reports(self) -> Mapping[str, EvalReport]:
+        """Its stored scores by benchmark."""
+        return {report.benchmark: report for report in read_reports(self.evaluation)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    """A run, as its report's artifact names it."""
+
+    label: str
+    fingerprint: str
+    """Fingerprint of the report."""
+    made: str
+    config: Mapping[str, JsonValue]
+    stages: tuple[RunStage, ...]
+    models: tuple[ScoredModel, ...]
+    """The evaluated models, in pipeline order."""
+
+    def model(self, maker: str) -> ScoredModel | None:
+        """Return the evaluated model that a stage made; None if there is none."""
+        return next((model for model in self.models if model.maker == maker), None)
+
+    @property
+    def sections(self) -> frozenset[str]:
+        """Sections of the config that its stages used."""
+        return sections_used((stage.name, stage.manifest.kind) for stage in self.stages)
+
+    def stage(self, name: str) -> RunStage | None:
+        """Return a stage; None if the run has none of that name."""
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+
+def read_run(report: Path) -> ComparedRun:
+    """Return the run whose report is in this artifact folder; ArtifactError names an artifact that is gone."""
+    manifest = read_manifest(report)
+    config = manifest.config.get("config")
+    if not isinstance(config, dict):
+        raise ArtifactError(f"{report}: a {manifest.kind} artifact is not the report of a run")
+    store = store_of(report)
+    stages = []
+    for record in manifest.inputs:
+        found = store.find(record.kind, record.fingerprint)
+        if found is None:
+            where = store.folder(record.kind, record.fingerprint)
+            raise ArtifactError(f"{report}: the run's {record.role} ({where}) is gone")
+        stages.append(_stage(record.role, found.path))
+    return ComparedRun(
+        label=f"{config.get('name', 'run')}, seed {config.get('seed')}",
+        fingerprint=manifest.fingerprint,
+        made=f"{manifest.created_at:%Y-%m-%d %H:%M}",
+        config=config,
+        stages=tuple(_in_order(stages)),
+        models=tuple(_models(_in_order(stages))),
+    )
+
+
+def _stage(name: str, folder: Path) -> RunStage:
+    return RunStage(
+        name=name, folder=folder, manifest=read_manifest(folder), metrics=read_series(folder / METRICS_FILE)
+    )
+
+
+def _in_order(stages: Sequence[RunStage]) -> list[RunStage]:
+    """Return the stages in an order in which each comes after its inputs; a manifest lists them by name instead."""
+    inputs: dict[str, set[str]] = {}
+    for stage in stages:
+        inputs[stage.manifest.fingerprint] = {record.fingerprint for record in stage.manifest.inputs}
+
+    def depth(fingerprint: str) -> int:
+        return 1 + max((depth(other) for other in inputs[fingerprint] & inputs.keys()), default=0)
+
+    return sorted(stages, key=lambda stage: depth(stage.manifest.fingerprint))
+
+
+def _models(stages: Sequence[RunStage]) -> list[ScoredModel]:
+    makers = {stage.manifest.fingerprint: stage.name for stage in stages}
+    models = []
+    for stage in stages:
+        if not is_evaluation(stage.folder):
+            continue
+        scored = [i.fingerprint for i in stage.manifest.inputs if i.role == "model"]
+        maker = makers.get(scored[0], stage.name) if scored else stage.name
+        models.append(ScoredModel(maker=maker, evaluation=stage.folder))
+    return models
+
+
+def paired_by_content(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Name models of later runs as the first run names the same files, where it has no model of their own name.
+
+    So `model` of an evaluation alone stands beside `rl` of the run that trained it.
+    """
+    first, *others = runs
+    return [first, *(replace(run, models=tuple(_named_as_in(first, run))) for run in others)]
+
+
+def _named_as_in(first: ComparedRun, run: ComparedRun) -> list[ScoredModel]:
+    models = list(run.models)
+    for i, model in enumerate(models):
+        if first.model(model.maker):
+            continue
+        # A run must not get two models of one name.
+        taken = [other.maker for other in models]
+        same = (other.maker for other in first.models if other.maker not in taken and _is_same(model, other))
+        maker = next(same, model.maker)
+        models[i] = ScoredModel(maker=maker, evaluation=model.evaluation)
+    return models
+
+
+def _is_same(one: ScoredModel, other: ScoredModel) -> bool:
+    """Return whether two models have the same files; False if the artifact of one is gone."""
+    mine, theirs = one.artifact, other.artifact
+    if mine is None or theirs is None:
+        return False
+    return is_same_model(read_manifest(mine), read_manifest(theirs))
+
+
+def settings_in_common(runs: Sequence[ComparedRun], *, absent: str) -> list[DifferentSetting]:
+    """Return the settings that differ, of the whole run or of stages that all runs have.
+
+    A config has values for all stages: those of an evaluation alone say nothing about training.
+    """
+    used = frozenset.intersection(*(run.sections for run in runs))
+    found = different_settings([run.config for run in runs], absent=absent)
+    return [setting for setting in found if section_of(setting.key) in used | {""}]
+
+
+def stages_of_some(runs: Sequence[ComparedRun]) -> str:
+    """Name the stages that not all runs have, and the runs that have them; evaluations go with their models."""
+    names = dict.fromkeys(stage.name for run in runs for stage in run.stages if not is_evaluation(stage.folder))
+    stages_by_runs: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in names:
+        having = tuple(run.label for run in runs if run.stage(name))
+        if len(having) < len(runs):
+            stages_by_runs[having].append(name)
+    parts = [f"{', '.join(stages)} ({'; '.join(having)})" for having, stages in stages_by_runs.items()]
+    return "; ".join(parts)
+
+
+# ---- compared stages ----
+# Compare the training curves and the times of the stages of several runs.
+
+
+_CHARTS: dict[str, tuple[ChartSpec, ...]] = {"sft": SFT_CHARTS, "rl": RL_CHARTS}
+"""Charts by the kind of the stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostRow:
+    """One stage's time in all runs."""
+
+    stage: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCharts:
+    """Curves of one training stage, with one line for each run."""
+
+    stage: str
+    charts: tuple[LineChart, ...]
+
+
+def stage_charts(runs: Sequence[ComparedRun]) -> list[StageCharts]:
+    """Return the curves of each training stage that a run has."""
+    names = dict.fromkeys(stage.name for run in runs for stage in run.stages)
+    found = []
+    for name in names:
+        stages = [(run.label, run.stage(name)) for run in runs]
+        trained = [(label, stage) for label, stage in stages if stage and stage.manifest.kind in _CHARTS]
+        if trained:
+            found.append(StageCharts(stage=name, charts=tuple(_charts(trained))))
+    return found
+
+
+def _charts(stages: Sequence[tuple[str, RunStage]]) -> list[LineChart]:
+    """Return the stage's charts with a line for each run; of a chart with several metrics only the first is shown."""
+    drawn = []
+    for spec in _CHARTS[stages[0][1].manifest.kind]:
+        metric, label = spec.metrics[0]
+        lines: list[tuple[str, Series]] = []
+        for run, stage in stages:
+            lines += [(run, s) for s in stage.metrics if s.name.partition("/")[2] == metric]
+        title = f"{spec.title}: {label}" if label else spec.title
+        note = spec.note + (_score_note(stages) if spec is SCORE else "")
+        chart = line_chart(title, lines, note=note, is_share=spec.is_share)
+        if chart is not None:
+            drawn.append(chart)
+    return drawn
+
+
+def _score_note(stages: Sequence[tuple[str, RunStage]]) -> str:
+    """Say where the problems are from, once if the runs agree, and where the intervals are."""
+    notes = dict.fromkeys(problems_note(recorded_curve(stage.manifest)) for _, stage in stages)
+    return f"{''.join(notes)}; each run's report has the intervals"
+
+
+def cost_rows(runs: Sequence[ComparedRun]) -> list[CostRow]:
+    """Return each stage's time in each run, and the sums. An artifact that the first run has too shows no time."""
+    names = dict.fromkeys(stage.name for run in runs for stage in run.stages)
+    rows = []
+    for name in names:
+        stages = [run.stage(name) for run in runs]
+        cells = [_cost(stage, stages[0], is_first=i == 0) for i, stage in enumerate(stages)]
+        rows.append(CostRow(stage=name, cells=tuple(cells)))
+    totals = []
+    for run in runs:
+        totals.append(duration(sum(stage.manifest.wall_s for stage in run.stages)))
+    return [*rows, CostRow(stage="all stages", cells=tuple(totals))]
+
+
+def _cost(stage: RunStage | None, first: RunStage | None, *, is_first: bool) -> str:
+    if stage is None:
+        return NONE
+    # Shared artifacts were made once; their time stands in the first run's column.
+    is_shared = not is_first and first is not None and first.manifest.fingerprint == stage.manifest.fingerprint
+    if is_shared:
+        return "the same artifact"
+    tries = f", attempt {stage.manifest.attempts}" if stage.manifest.attempts > 1 else ""
+    return duration(stage.manifest.wall_s) + tries

@@ -1,0 +1,306 @@
+"""Write the comparison of runs: one page with scores, paired differences, flips, curves, cost and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from klear_core.config.evaluate import PLAIN_TEMPLATE
+from klear_core.config.settings import DifferentSetting
+from klear_core.errors import DataError
+from klear_core.evaluate.answers.counts import AnswerCounts, Difference, Shares, paired_estimate
+from klear_core.evaluate.answers.stored import Decoding, evaluation_answers
+from klear_core.evaluate.stats.significance import holm
+from klear_core.report import charts
+from klear_core.report.answers import PAGE as ANSWERS_PAGE
+from klear_core.report.answers import Viewer, write_viewer
+from klear_core.report.run.build import page_template, stylesheet
+from klear_core.report.run.claims import floor_note, too_few_changed
+from klear_core.report.run.warnings import chosen_on
+from klear_core.report.several.compared_runs import (
+    ComparedRun,
+    CostRow,
+    StageCharts,
+    cost_rows,
+    paired_by_content,
+    settings_in_common,
+    stage_charts,
+    stages_of_some,
+)
+from klear_core.scores import NONE, Range, p_value, percent, points, range_text, spread_text
+
+COMPARISON_PAGE = "comparison.html"
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreCell:
+    """One run's score on one benchmark, and the shares of answers that were cut off, without an answer or unjudged."""
+
+    value: str
+    interval: str
+    cut_off: str
+    no_answer: str
+    not_judged: str
+    score: float | None
+    rerun: str
+    """Interval over other samples of these problems; empty with one answer per problem."""
+    templates: str = ""
+    """Scores in other prompt templates and their spread; empty if there is none."""
+    chosen: str = ""
+    """Why the score is marked as one that the model was chosen by; empty if it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferenceCell:
+    """A later run's paired difference to the first."""
+
+    run: int
+    value: str
+    interval: str
+    """Interval over other problems of this kind."""
+    rerun: str
+    p: str
+    """p-value, corrected for all differences of the page."""
+    standing: str
+    """`better`, `worse`, `not_shown`, or why the two cannot be paired."""
+    num_problems: int
+    num_fixed: int
+    num_broken: int
+    is_paired: bool
+    notes: tuple[str, ...] = ()
+    """Reservations about the interval and the test."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRow:
+    """One model's scores in all runs, on one benchmark and in one decoding."""
+
+    benchmark: str
+    maker: str
+    decoding: Decoding
+    cells: tuple[ScoreCell | None, ...]
+    differences: tuple[DifferenceCell, ...]
+
+    @property
+    def range(self) -> str:
+        """Lowest and highest score over the runs, in percent; empty if fewer than two have one."""
+        values = [100 * cell.score for cell in self.cells if cell and cell.score is not None]
+        return f"{min(values):.1f} to {max(values):.1f}" if len(values) > 1 else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All data of the page."""
+
+    runs: tuple[ComparedRun, ...]
+    rows: tuple[ScoreRow, ...]
+    curves: tuple[StageCharts, ...]
+    costs: tuple[CostRow, ...]
+    settings: tuple[DifferentSetting, ...]
+    """Settings that differ, without those of stages that not all runs have."""
+    stages_of_some: str
+    """Stages that not all runs have, with the runs that have them; empty if there is none."""
+    viewer: Viewer | None
+    """Page with the answers of the runs' last models; None if they have none."""
+    last: str
+    """The model whose answers the viewer shows."""
+
+
+def compare_runs(runs: Sequence[ComparedRun], folder: Path) -> Comparison:
+    """Compare runs, the first being the reference; write `comparison.html` and an answer viewer to `folder`.
+
+    Raise DataError for fewer than two runs.
+    """
+    if len(runs) < 2:
+        raise DataError(f"a comparison needs at least two runs, not {len(runs)}")
+    named = paired_by_content(_named(runs))
+    folder.mkdir(parents=True, exist_ok=True)
+    last = _last_common(named)
+    comparison = Comparison(
+        runs=tuple(named),
+        rows=tuple(_rows(named)),
+        curves=tuple(stage_charts(named)),
+        costs=tuple(cost_rows(named)),
+        settings=tuple(settings_in_common(named, absent=NONE)),
+        stages_of_some=stages_of_some(named),
+        viewer=_viewer(named, last, folder),
+        last=last,
+    )
+    page = page_template("comparison.html.j2").render(
+        page=comparison, css=stylesheet(), charts=charts, answers=ANSWERS_PAGE, confidence=percent(CONFIDENCE, 0)
+    )
+    temporary = folder / (COMPARISON_PAGE + ".tmp")
+    temporary.write_text(page, encoding="utf-8")
+    temporary.replace(folder / COMPARISON_PAGE)
+    return comparison
+
+
+def _named(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Return the runs with labels that differ: those of one label also have their number."""
+    labels = [run.label for run in runs]
+    named = []
+    for number, run in enumerate(runs, start=1):
+        is_unique = labels.count(run.label) == 1
+        named.append(run if is_unique else replace(run, label=f"{number}: {run.label}"))
+    return named
+
+
+def _last_common(runs: Sequence[ComparedRun]) -> str:
+    """Return the last model that every run has; empty if there is none."""
+    first, *others = runs
+    for model in reversed(first.models):
+        if all(run.model(model.maker) for run in others):
+            return model.maker
+    return ""
+
+
+def _rows(runs: Sequence[ComparedRun]) -> list[ScoreRow]:
+    """Return a row for each benchmark, model and decoding that at least one run has, last model first."""
+    # The last model comes first, because it is what runs are compared for.
+    makers = dict.fromkeys(model.maker for run in runs for model in reversed(run.models))
+    keys: dict[tuple[str, str, Decoding], None] = {}
+    for maker in makers:
+        for run in runs:
+            model = run.model(maker)
+            for benchmark, decoding in model.counts if model else ():
+                keys[benchmark, maker, decoding] = None
+    benchmarks = [benchmark for benchmark, _, _ in keys]
+    by_benchmark = sorted(keys, key=lambda key: benchmarks.index(key[0]))  # in the order of their first rows
+    counts = [_counts(runs, *key) for key in by_benchmark]
+    found = [_differences(own) for own in counts]
+    p_values = [difference.p for differences in found for difference in differences.values() if difference]
+    # Holm's correction is over all differences of the page; its results come in the order of `p_values`.
+    corrected = iter(holm(p_values))
+    rows = []
+    for (benchmark, maker, decoding), own, differences in zip(by_benchmark, counts, found, strict=True):
+        cells = []
+        for i, difference in differences.items():
+            cells.append(_difference(i, difference, next(corrected)) if difference else _unpaired(i))
+        scores: list[ScoreCell | None] = []
+        for run, each in zip(runs, own, strict=True):
+            if each is None:
+                scores.append(None)
+                continue
+            # Templates are sampled only: there are no greedy answers to them.
+            templates = _templates(run, maker, benchmark) if decoding == "sampled" else ""
+            scores.append(_cell(each.shares(confidence=CONFIDENCE), templates, _chosen(run, maker, benchmark)))
+        row = ScoreRow(
+            benchmark=benchmark, maker=maker, decoding=decoding, cells=tuple(scores), differences=tuple(cells)
+        )
+        rows.append(row)
+    return rows
+
+
+def _counts(runs: Sequence[ComparedRun], benchmark: str, maker: str, decoding: Decoding) -> list[AnswerCounts | None]:
+    """Return each run's counts of one model's answers; None where it has none."""
+    found: list[AnswerCounts | None] = []
+    for run in runs:
+        model = run.model(maker)
+        found.append(model.counts.get((benchmark, decoding)) if model else None)
+    return found
+
+
+def _differences(counts: Sequence[AnswerCounts | None]) -> dict[int, Difference | None]:
+    """Return the differences of later runs to the first, by the run's number; None without a problem in common."""
+    first = counts[0]
+    differences = {}
+    for i, own in enumerate(counts[1:], start=1):
+        if first is not None and own is not None:
+            differences[i] = paired_estimate(first, own, confidence=CONFIDENCE)
+    return differences
+
+
+def _templates(run: ComparedRun, maker: str, benchmark: str) -> str:
+    """Return a model's scores in other prompt templates with their spread; empty if it has none."""
+    model = run.model(maker)
+    report = model.reports.get(benchmark) if model else None
+    spread = report.template_spread if report else None
+    if report is None or spread is None:
+        return ""
+    scores = [(PLAIN_TEMPLATE, report.avg), *((template.name, template.avg) for template in report.templates)]
+    listed = ", ".join(f"{name} {percent(score.value)}" for name, score in scores)
+    return f"{listed}; {spread_text(spread)}"
+
+
+def _chosen(run: ComparedRun, maker: str, benchmark: str) -> str:
+    """Return why a model's score is marked as one that it was chosen by; empty if it is not."""
+    model = run.model(maker)
+    artifact = model.artifact if model else None
+    return chosen_on(artifact).get(benchmark, "") if artifact else ""
+
+
+def _cell(shares: Shares, templates: str, chosen: str) -> ScoreCell:
+    score, num = shares.score, shares.num_answers
+    value, interval, rerun = NONE, "", ""
+    if score is not None:
+        value, interval = percent(score.value), _ends(score.new_problems)
+        rerun = _ends(score.rerun) if score.rerun else ""
+    cut_off = NONE if shares.num_truncated is None else percent(shares.num_truncated / num)
+    return ScoreCell(
+        value=value,
+        interval=interval,
+        rerun=rerun,
+        cut_off=cut_off,
+        no_answer=percent(shares.num_no_answer / num),
+        not_judged=percent(shares.num_unscored / num),
+        score=None if score is None else score.value,
+        templates=templates,
+        chosen=chosen,
+    )
+
+
+def _ends(ends: Range) -> str:
+    return f"{100 * ends.low:.1f} to {100 * ends.high:.1f}"
+
+
+def _unpaired(run: int) -> DifferenceCell:
+    return DifferenceCell(
+        run=run,
+        value=NONE,
+        interval="",
+        rerun="",
+        p="",
+        standing="no problem in common",
+        num_problems=0,
+        num_fixed=0,
+        num_broken=0,
+        is_paired=False,
+    )
+
+
+def _difference(run: int, found: Difference, p_corrected: float) -> DifferenceCell:
+    # The test alone decides, never an interval. The sum avoids 1 - 0.95, which is rounded up.
+    standing = "not_shown"
+    if p_corrected + CONFIDENCE < 1:
+        standing = "better" if found.value > 0 else "worse"
+    return DifferenceCell(
+        run=run,
+        value=points(found.value),
+        interval=range_text(found.new_problems),
+        rerun=range_text(found.rerun) if found.rerun else "",
+        p=p_value(p_corrected).removeprefix("p ").removeprefix("= "),
+        standing=standing,
+        num_problems=found.num_problems,
+        num_fixed=found.num_fixed,
+        num_broken=found.num_broken,
+        is_paired=True,
+        notes=_notes(found),
+    )
+
+
+def _notes(found: Difference) -> tuple[str, ...]:
+    assert found.num_changed is not None, "only files of earlier versions lack it"
+    too_few = too_few_changed(found.num_changed, found.num_problems, confidence=CONFIDENCE)
+    notes = (too_few, floor_note(found.num_problems) if found.floor_binds else "")
+    return tuple(note for note in notes if note)
+
+
+def _viewer(runs: Sequence[ComparedRun], maker: str, folder: Path) -> Viewer | None:
+    sources = []
+    for run in runs:
+        model = run.model(maker)
+        if model is not None:
+            sources.append(evaluation_answers(model.evaluation, name=run.label))
+    return write_viewer(sources, folder, title=f"Answers of {maker}") if sources else None

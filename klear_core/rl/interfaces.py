@@ -1,0 +1,296 @@
+"""Define the interface between the RL loop and its learner and engines, and implement it within this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from klear_core.config.rl import RlConfig
+from klear_core.config.verify import VerifyConfig
+from klear_core.errors import TrainingError
+from klear_core.generate.engine import SamplingParams, SleepingEngine, TrainableEngine, WeightSource
+from klear_core.prompts import load_tokenizer, render_prompt
+from klear_core.seeding import seed_for
+from klear_core.train.base_model import model_folder
+from klear_core.types import Completion, TrainSample
+from klear_core.verify import JudgePool, build_judge_pool
+
+if TYPE_CHECKING:
+    from klear_core.artifacts.remote_paths import Home
+    from klear_core.rl.learner import Learner
+    from klear_core.train.checkpoint import Counters
+
+T = TypeVar("T")
+
+
+class LearnerLost(TrainingError):  # noqa: N818  # it is an event to recover from before it is an error
+    """The learner died and was restarted with the initial model: call `restore` and go on from its checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlSetup:
+    """Inputs from which learner and engines are built."""
+
+    cfg: RlConfig
+    model: Path
+    """The artifact folder of the initial model."""
+    seed: int
+    workdir: Path
+    home: Home | None = None
+    """Place from which nodes with other disks fetch the model, and to which they send the result; None without a shared
+    store."""
+
+    def here(self) -> RlSetup:
+        """Return the setup with this node's own paths."""
+        if self.home is None:
+            return self
+        return replace(self, model=self.home.here(self.model), workdir=self.home.here(self.workdir))
+
+
+class LearnerHandle(Protocol):
+    """The calls that the loop makes to the learner. Each may raise LearnerLost."""
+
+    async def restore(self) -> Counters | None:
+        """Load the newest checkpoint and return its counters; without one keep the initial model and return None."""
+        ...
+
+    async def notes(self) -> tuple[str, ...]:
+        """Return notes for the stage's manifest, known once the learner has started."""
+        ...
+
+    async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """Do one RL step and return its metrics."""
+        ...
+
+    async def distance(self, samples: Sequence[TrainSample]) -> float:
+        """Return the largest mean distance of a sample's log-probs from the sampler's, in nats."""
+        ...
+
+    async def weights(self) -> WeightSource:
+        """Return the current weights, for the engine's `load_weights`."""
+        ...
+
+    async def save(self, counters: Counters) -> None:
+        """Save a checkpoint with these counters."""
+        ...
+
+    async def export(self, target: Path) -> None:
+        """Write the model folder."""
+        ...
+
+
+class Workers(Protocol):
+    """Start and stop the processes of one RL stage."""
+
+    async def start(self, setup: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
+        """Start the learner with the initial model, and the engine that samples from it as version 0."""
+        ...
+
+    def judges(self, cfg: VerifyConfig) -> JudgePool:
+        """Build the judges; use the result as a context manager."""
+        ...
+
+    def status(self) -> str:
+        """Describe what the sampling engines are doing, for messages."""
+        ...
+
+    async def close(self) -> None:
+        """Stop every process and thread that was started."""
+        ...
+
+
+class LocalWorkers:
+    """Run learner and engine in this process: for tests, debugging, and machines without Ray."""
+
+    def __init__(self, engine: TrainableEngine | None = None) -> None:
+        """Use `engine`, if given, instead of the configured one."""
+        self._engine = engine
+        self._learner: LocalLearner | None = None
+
+    async def start(self, setup: RlSetup) -> tuple[LearnerHandle, TrainableEngine]:
+        """Start one learner rank, whatever `runtime.num_workers` says."""
+        # Imported here, because the driver of a cluster imports this module and needs no torch.
+        from klear_core.generate.factory import build_trainable_engine
+        from klear_core.rl.learner import Learner
+        from klear_core.train.base_model import model_folder
+        from klear_core.train.distributed import World
+        from klear_core.train.model import pick_device
+
+        runtime = setup.cfg.runtime
+        world = World(rank=0, size=1, device=pick_device(runtime.device))
+        learner = Learner(setup.cfg, setup.model, seed=setup.seed, workdir=setup.workdir, world=world)
+        is_ours = self._engine is None
+        if self._engine is None:
+            folder = model_folder(setup.model)
+            threads = runtime.rollout_threads
+            self._engine = await build_trainable_engine(
+                setup.cfg.rollout.engine, folder, num_threads=threads, seed=setup.seed
+            )
+        self._learner = LocalLearner(learner, num_threads=runtime.num_threads)
+        # A caller's own engine may have a model of its own.
+        if is_ours:
+            self._learner.add_note(await check_engine(self._learner, self._engine, setup))
+        return self._learner, self._engine
+
+    def judges(self, cfg: VerifyConfig) -> JudgePool:
+        """Build judges on this machine."""
+        return build_judge_pool(cfg)
+
+    def status(self) -> str:
+        """Name the engine."""
+        return "the engine in this process"
+
+    async def close(self) -> None:
+        """Stop the learner's thread and close the engine."""
+        if self._learner is not None:
+            self._learner.close()
+        if self._engine is not None:
+            await self._engine.close()
+
+
+class LocalLearner:
+    """A `LearnerHandle` that runs the learner on a separate thread, so that sampling and judging can go on."""
+
+    def __init__(self, learner: Learner, *, num_threads: int) -> None:
+        import torch
+
+        self._learner = learner
+        self._notes: list[str] = []
+        # One thread, so the learner's calls never overlap.
+        self._thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(num_threads,))
+
+    async def restore(self) -> Counters | None:
+        """Restore the newest checkpoint; see `Learner.restore`."""
+        return await self._run(self._learner.restore)
+
+    async def notes(self) -> tuple[str, ...]:
+        """Return notes for the stage's manifest; see `Learner.notes`."""
+        return (*self._learner.notes, *self._notes)
+
+    def add_note(self, note: str) -> None:
+        """Add a note for the stage's manifest, unless it is empty."""
+        self._notes += [note] if note else []
+
+    async def step(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """Do one RL step; see `Learner.step`."""
+        return await self._run(partial(self._learner.step, samples))
+
+    async def distance(self, samples: Sequence[TrainSample]) -> float:
+        """Compare with the sampler's log-probs; see `Learner.distance`."""
+        return await self._run(partial(self._learner.distance, samples))
+
+    async def weights(self) -> WeightSource:
+        """Return the current weights; see `Learner.weights`."""
+        return await self._run(self._learner.weights)
+
+    async def save(self, counters: Counters) -> None:
+        """Save a checkpoint; see `Learner.save`."""
+        await self._run(partial(self._learner.save, counters))
+
+    async def export(self, target: Path) -> None:
+        """Write the model folder; see `Learner.export`."""
+        await self._run(partial(self._learner.export, target))
+
+    def close(self) -> None:
+        """Shut the thread down without waiting for a running call."""
+        self._thread.shutdown(wait=False)
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+# ---- start checks ----
+# Check at the start of RL that engines and learner compute the same log-probs from the initial model.
+#
+# Seeded answers to a fixed question are sampled at the stage's temperature, at least one by each engine. Of each answer,
+# the mean distance of the engine's log-probs from the learner's must be within a tolerance. An engine with other weights,
+# positions or temperature is off by tenths of a nat and more.
+
+
+log = logging.getLogger(__name__)
+
+_QUESTION = "What is 17 times 23?"
+_NUM_TOKENS = 32  # most of one answer
+_MIN_ANSWERS = 4
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
+"""Mean distance of log-probs allowed over an answer, in nats, by dtype (bfloat16 if either computes in it).
+
+In float32 engine and learner differ by 1e-5 to 1e-4, because they add in another order. Bfloat16 has 8 bits, so that
+rounding a logit of 16 alone moves it by up to 0.06.
+"""
+
+
+async def check_engine(learner: LearnerHandle, engine: TrainableEngine, setup: RlSetup) -> str:
+    """Return a note for the manifest if engine and learner disagree; empty if they agree, or if the check is off.
+
+    Raise TrainingError if they disagree and `runtime.engine_check` is `refuse`, or if the engines do not answer.
+    """
+    cfg = setup.cfg
+    if cfg.runtime.engine_check == "off":
+        return ""
+    tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(setup.model))
+    prompt_ids = render_prompt(tokenizer, _QUESTION)
+    try:
+        async with asyncio.timeout(cfg.runtime.stall_timeout_s):
+            completions = await _answers(engine, prompt_ids, setup)
+    except TimeoutError:
+        raise TrainingError(
+            f"the engines gave no answer to a first question within {cfg.runtime.stall_timeout_s:g} s"
+        ) from None
+    # The learner may need the memory that an engine on its GPU holds; the first weights wake the engine again.
+    if cfg.rollout.sleeps_between_rollouts:
+        assert isinstance(engine, SleepingEngine), type(engine)
+        await engine.sleep()
+    distance = await learner.distance([_sample(prompt_ids, completion) for completion in completions])
+    dtypes = {cfg.dtype, cfg.rollout.engine.dtype}
+    allowed = TOLERANCES["bfloat16" if "bfloat16" in dtypes else "float32"]
+    if distance <= allowed:  # false for NaN
+        return ""
+    note = (
+        f"the engine's log-probs are {distance:.3g} nats per token from the learner's on the initial model, and "
+        f"{allowed:g} are allowed: they may have other weights, positions or temperatures"
+    )
+    if cfg.runtime.engine_check == "refuse":
+        raise TrainingError(f'{note} (runtime.engine_check = "refuse")')
+    log.warning("%s", note)
+    return note
+
+
+async def _answers(engine: TrainableEngine, prompt_ids: Sequence[int], setup: RlSetup) -> list[Completion]:
+    """Return a sampled answer for each of several seeds; concurrent requests go to different engines."""
+    cfg = setup.cfg
+    requests = []
+    # At least one for each engine: a pool sends each request to the least busy one.
+    for i in range(max(_MIN_ANSWERS, cfg.runtime.num_rollout_actors)):
+        params = SamplingParams(
+            num_samples=1,
+            temperature=cfg.rollout.sampling.temperature,
+            # Without truncation the engine reports the log-probs that the learner computes.
+            top_p=1.0,
+            top_k=0,
+            repetition_penalty=1.0,
+            max_new_tokens=min(_NUM_TOKENS, cfg.rollout.sampling.max_new_tokens),
+            seed=seed_for(setup.seed, "rl/engine_check", i),
+        )
+        requests.append(engine.generate(prompt_ids, params))
+    return [completion for completions in await asyncio.gather(*requests) for completion in completions]
+
+
+def _sample(prompt_ids: Sequence[int], completion: Completion) -> TrainSample:
+    # Only ids, mask and log-probs are read: nothing is trained on it.
+    num_prompt, num_answer = len(prompt_ids), len(completion.token_ids)
+    return TrainSample(
+        problem_id="engine_check",
+        token_ids=(*prompt_ids, *completion.token_ids),
+        loss_mask=(False,) * num_prompt + (True,) * num_answer,
+        old_logps=(0.0,) * num_prompt + completion.logps,
+        advantage=0.0,
+        is_positive=False,
+        oldest_version=0,
+    )

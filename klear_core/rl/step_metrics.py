@@ -1,0 +1,258 @@
+"""Compute the metrics of an RL step from its tokens and groups, and save a few answers for the report.
+
+Axis letters: N loss tokens of a micro-batch, or of one chunk of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from klear_core.artifacts.records import read_shard, read_shards, write_shard
+from klear_core.config.losses import LossConfig
+from klear_core.rl.groups import TRAINED, DropCounts
+from klear_core.rl.losses import TokenLoss, TrainBatch
+from klear_core.train.distributed import World
+from klear_core.types import FinishReason, Outcome, Rollout, RolloutGroup
+
+_SHARES = {
+    "rl/entropy/mean": "entropy",
+    "rl/ratio/mean": "ratio",
+    "rl/ratio/bounded_frac": "bounded",
+    "rl/clip/low_frac": "low",
+    "rl/clip/high_frac": "high",
+    "rl/clip/dual_frac": "dual",
+    "rl/clip/erc_frac": "erc",
+    "rl/clip/positive_frac": "clipped_positive",
+    "rl/clip/negative_frac": "clipped_negative",
+    "rl/outside/positive_below_frac": "positive_below",
+    "rl/outside/negative_above_frac": "negative_above",
+    "rl/mismatch/truncated_frac": "truncated",
+    "rl/mismatch/masked_frac": "masked",
+}
+"""Metrics that are the mean of one column of `TokenStats.add` over all tokens."""
+
+_WEIGHTS = {
+    "rl/weight/positive": ("weight_positive", "positive"),
+    "rl/weight/negative": ("weight_negative", "negative"),
+}
+"""Metrics that are the mean weight of the tokens whose advantage has one sign: columns of the sum and of the count."""
+
+_SUMS = (
+    "tokens",
+    *_SHARES.values(),
+    "pull",
+    "pull_of_clipped",
+    "positive",
+    "negative",
+    "weight_positive",
+    "weight_negative",
+)
+"""Columns of `TokenStats.add` whose sums over tokens are kept."""
+
+
+class TokenStats:
+    """Sums and extremes over the tokens of an update or an RL step, of this rank or (see `all_reduce`) of all."""
+
+    def __init__(self, device: torch.device) -> None:
+        # On the device, so that counting does not wait for it; float64, because a step sums millions of tokens.
+        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        # Maxima of minus the log-ratio and of the log-ratio: with the sign flipped, one max gives both extremes.
+        self._extremes = torch.full((2,), -math.inf, device=device)
+
+    def add(
+        self,
+        token: TokenLoss,
+        batch: TrainBatch,
+        entropy_N: Tensor,
+        scale_N: Tensor,
+        cfg: LossConfig,
+        *,
+        truncate_at: float | None,
+    ) -> None:
+        """Add one chunk of tokens; `scale_N` is each token's factor in the loss, `truncate_at` the correction's cap."""
+        if token.loss_N.numel() == 0:
+            return  # an empty tensor has no minimum
+        ratio_N = token.log_ratio_N.exp()
+        # Absolute gradient of the loss with respect to each token's log-prob.
+        pull_N = (token.weight_N * batch.advantage_N * scale_N).abs()
+        positive_N, negative_N = batch.advantage_N > 0, batch.advantage_N < 0
+        columns = {
+            "tokens": torch.ones_like(ratio_N),
+            "entropy": entropy_N,
+            "ratio": token.log_ratio_N.double().exp(),
+            "bounded": token.bounded_N,
+            "low": token.low_N,
+            "high": token.high_N,
+            "dual": token.dual_N,
+            "erc": token.erc_N,
+            # Out of the range, but against the advantage's direction: PPO and GPPO clip none of these, but for the dual
+            # clip of negative ones.
+            "positive_below": (batch.advantage_N > 0) & (ratio_N < 1 - cfg.eps_low),
+            "negative_above": (batch.advantage_N < 0) & (ratio_N > 1 + cfg.eps_high),
+            # Equality is exact: `clamp` returns the cap itself, and only the mask gives 0, since gaps are bounded.
+            "truncated": torch.zeros_like(token.low_N) if truncate_at is None else batch.correction_N == truncate_at,
+            "masked": batch.correction_N == 0,
+            "pull": pull_N,
+            "pull_of_clipped": pull_N * token.clipped_N,
+            "positive": positive_N,
+            "negative": negative_N,
+            "clipped_positive": token.clipped_N & positive_N,
+            "clipped_negative": token.clipped_N & negative_N,
+            "weight_positive": token.weight_N * positive_N,
+            "weight_negative": token.weight_N * negative_N,
+        }
+        # [columns, N] -> [columns]; masks become 0 and 1.
+        self._sums += torch.stack([columns[name].double() for name in _SUMS]).sum(dim=1)
+        extremes = torch.stack([-token.log_ratio_N.min(), token.log_ratio_N.max()])
+        self._extremes = torch.maximum(self._extremes, extremes)
+
+    def merge(self, other: TokenStats) -> None:
+        """Add the tokens of `other` to these."""
+        self._sums += other._sums
+        self._extremes = torch.maximum(self._extremes, other._extremes)
+
+    def all_reduce(self, world: World) -> TokenStats:
+        """Return the statistics of all ranks together (collective call)."""
+        total = TokenStats(world.device)
+        total._sums, total._extremes = world.sum(self._sums), world.max(self._extremes)
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        """Return token means, extremes of the ratio, and the clipped tokens' share of the sum of absolute gradients.
+
+        Empty without tokens. The mean weight of a sign is absent if no token's advantage has it.
+        """
+        # One transfer from the device for all sums.
+        sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
+        if sums["tokens"] == 0:
+            return {}
+        metrics = {name: sums[column] / sums["tokens"] for name, column in _SHARES.items()}
+        for name, (weight, count) in _WEIGHTS.items():
+            if sums[count]:
+                metrics[name] = sums[weight] / sums[count]
+        # The extremes are stored as log-ratios, the smaller one with its sign flipped.
+        metrics["rl/ratio/min"] = math.exp(-self._extremes[0].item())
+        metrics["rl/ratio/max"] = math.exp(self._extremes[1].item())
+        metrics["rl/clip/pull_frac"] = sums["pull_of_clipped"] / sums["pull"] if sums["pull"] else 0.0
+        return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRollout:
+    """One answer that the policy gave at some step, for the report."""
+
+    step: int
+    problem_id: str
+    question: str
+    response: str
+    num_tokens: int
+    finish_reason: FinishReason
+    outcome: Outcome
+    score: float
+    reward: float
+
+
+def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[str, float]:
+    """Return means over all judged answers, and counts of the step's groups and answers by what happened to them.
+
+    `rl/pass/rate` is the share of answers that the verifier calls right, as in evaluation. Positive answers must also
+    have the tags that the reward asks for.
+    """
+    rollouts = [r for g in groups for r in g.rollouts]  # all that were sampled, also of groups that were dropped
+    by_group, by_rollout = drops.of("group"), drops.of("rollout")
+    # `asked` counts all; then each `pop` takes a reason out, so that what is left below are the other reasons.
+    metrics = {
+        "rl/groups/asked": float(sum(by_group.values())),
+        "rl/groups/kept": float(by_group.pop(TRAINED, 0)),
+        "rl/rollouts/trained": float(by_rollout.pop(TRAINED, 0)),
+        # Present in every step, so that its curve has no gaps; other reasons appear only where they occur.
+        "rl/groups/dropped_zero_advantage": float(by_group.pop("zero_advantage", 0)),
+    }
+    metrics |= {f"rl/groups/dropped_{reason}": float(n) for reason, n in by_group.items()}
+    metrics |= {f"rl/rollouts/dropped_{reason}": float(n) for reason, n in by_rollout.items()}
+    return metrics | _rewards(rollouts) | _custom_rewards(rollouts) | _lengths(rollouts)
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    if not rollouts:
+        return {}
+    # Failures of the judge or sandbox are not wrong answers: they have a separate metric and stay out of the means.
+    judged = [r for r in rollouts if r.verdict.outcome.counts_for_model]
+    failed = {"rl/judge/failed_frac": 1 - len(judged) / len(rollouts)}
+    if not judged:
+        return failed
+    num_correct = sum(r.verdict.is_correct for r in judged)
+    rates = failed | {"rl/pass/rate": num_correct / len(judged)}
+    # Where a reward function of the user failed, the sum of rewards has no meaning.
+    rewarded = [r for r in judged if None not in r.custom_rewards.values()]
+    if not rewarded:
+        return rates
+    return rates | {"rl/reward/mean": sum(r.reward for r in rewarded) / len(rewarded)}
+
+
+def _custom_rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean of each of the user's rewards, without its weight, and the share of answers where it failed."""
+    values: dict[str, list[float | None]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.custom_rewards.items():
+            values.setdefault(name, []).append(value)
+    metrics: dict[str, float] = {}
+    for name, given in values.items():
+        numbers = [value for value in given if value is not None]
+        metrics[f"rl/reward/{name}/failed_frac"] = 1 - len(numbers) / len(given)
+        if numbers:
+            metrics[f"rl/reward/{name}/mean"] = math.fsum(numbers) / len(numbers)
+    return metrics
+
+
+def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    if not rollouts:
+        return {}
+    lengths = [len(r.completion.token_ids) for r in rollouts]
+    return {
+        "rl/response/mean_tokens": sum(lengths) / len(lengths),
+        "rl/response/max_tokens": float(max(lengths)),
+        "rl/response/truncated_frac": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
+    }
+
+
+def save_shown(
+    folder: Path, groups: Sequence[RolloutGroup], *, step: int, num_groups: int = 2, num_samples: int = 2
+) -> None:
+    """Save the first answers of a step in a separate shard, so that a rerun of the step replaces it."""
+    shown = [_shown(step, g, r) for g in groups[:num_groups] for r in g.rollouts[:num_samples]]
+    write_shard(folder / f"{step:08d}.parquet", shown)
+
+
+def gather_shown(folder: Path, target: Path) -> None:
+    """Write all saved answers into one file, in step order."""
+    write_shard(target, list(read_shards(folder, ShownRollout)))
+
+
+def last_shown(folder: Path) -> str:
+    """Describe the newest saved answer in a few words, with its problem's id; empty if there is none."""
+    for shard in sorted(folder.glob("*.parquet"), reverse=True):  # padded numbers: name order is step order
+        for shown in read_shard(shard, ShownRollout):
+            result = f"{shown.outcome}, score {shown.score:g}, {shown.num_tokens} tokens"
+            return f"step {shown.step}, problem {shown.problem_id}: {result}"
+    return ""
+
+
+def _shown(step: int, group: RolloutGroup, rollout: Rollout) -> ShownRollout:
+    return ShownRollout(
+        step=step,
+        problem_id=group.problem.problem_id,
+        question=group.problem.question,
+        response=rollout.completion.text,
+        num_tokens=len(rollout.completion.token_ids),
+        finish_reason=rollout.completion.finish_reason,
+        outcome=rollout.verdict.outcome,
+        score=rollout.verdict.score,
+        reward=rollout.reward,
+    )

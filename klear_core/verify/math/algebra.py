@@ -1,0 +1,178 @@
+"""Compare answers with references by algebra. No other module calls math-verify.
+
+This runs in the main thread of a worker process, under a limit of CPU time. math-verify turns its own time limits into
+a silent "wrong", so they are switched off; our limit yields an outcome of its own, `timed_out`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import FrameType
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from klear_core.types import Outcome, Verdict
+from klear_core.verify.client import MathTask
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning that its time limits, which ours replace, are off
+
+
+# Known units were removed before. What math-verify would still drop as a unit is a variable: `n+2m` is not `n+2`.
+_WITHOUT_UNITS = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
+)
+_BOXED_EXTRACTION = (LatexExtractionConfig(normalization_config=_WITHOUT_UNITS), ExprExtractionConfig())
+Parsed = tuple[object, ...]
+"""The result of math-verify's parser: sympy's form and the text itself; empty if the text cannot be parsed."""
+# CPU seconds beyond its limit after which a comparison is killed, if the alarm could not stop one long C call.
+_BACKSTOP_CPU_S = 2
+
+
+class CpuLimitError(BaseException):
+    """Raised when the CPU time is used up. It is not an Exception, so `except Exception` in sympy lets it pass."""
+
+
+def compare(task: MathTask) -> Verdict:
+    """Return the verdict on one answer; `timed_out` if it needs more time or memory than the settings allow."""
+    try:
+        with cpu_limit(task.cfg.cpu_s):
+            return _compare(task)
+    except CpuLimitError:
+        return Verdict(
+            outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.cpu_s:g} s of CPU time"
+        )
+    except (OverflowError, RecursionError) as e:
+        return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"a number too large to compute: {e}")
+    except MemoryError:
+        return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.memory_mb} MB")
+
+
+def _compare(task: MathTask) -> Verdict:
+    digits = task.cfg.rounding_digits
+    is_gold_readable = is_answer_readable = False
+    for pairs in _parsed_alternatives(task):
+        is_gold_readable |= all(gold for gold, _ in pairs)
+        is_answer_readable |= all(answer for _, answer in pairs)
+        if all(gold and answer and _are_equal(gold, answer, digits) for gold, answer in pairs):
+            return _scored(task, "equals the reference, by algebra", 1.0)
+    if not is_gold_readable:
+        return Verdict(
+            outcome=Outcome.BAD_REFERENCE,
+            score=0.0,
+            detail=f"no reference can be read as math: {task.golds[0][:200]!r}",
+        )
+    found = "does not equal the reference, by algebra" if is_answer_readable else "cannot be read as math"
+    return _scored(task, found, 0.0)
+
+
+def _scored(task: MathTask, found: str, score: float) -> Verdict:
+    return Verdict(outcome=Outcome.SCORED, score=score, detail=f"answer {task.answer} {found}")
+
+
+def _parsed_alternatives(task: MathTask) -> list[list[tuple[Parsed, Parsed]]]:
+    """Return the (gold, answer) pairs of each alternative, all parsed: the answer is right if one is equal in full."""
+    if task.comparison is None:
+        answer = _parse_unboxed(task.unboxed)
+        return [[(_parse_boxed(gold), answer)] for gold in task.golds]
+    alternatives: list[list[tuple[Parsed, Parsed]]] = []
+    for pairs in task.comparison.alternatives:
+        alternatives.append([(_parse_boxed(pair.gold), _parse_boxed(pair.answer)) for pair in pairs])
+    return alternatives
+
+
+# All samples of a problem are compared with the same references.
+@lru_cache(maxsize=4096)
+def _parse_boxed(text: str) -> Parsed:
+    return tuple(parse(rf"\boxed{{{text}}}", _BOXED_EXTRACTION, parsing_timeout=None))
+
+
+def _parse_unboxed(text: str) -> Parsed:
+    return tuple(parse(text, parsing_timeout=None))
+
+
+def _are_equal(gold: Parsed, answer: Parsed, digits: int) -> bool:
+    """Compare numbers exactly or by significant digits, sets also as sets, and everything else by math-verify."""
+    if _is_number(gold[0]) and _is_number(answer[0]):
+        is_exact = not _has(sympy.Float, gold[0], answer[0])
+        exact_gold, exact_answer = _exactly(gold[0]), _exactly(answer[0])
+        if not is_exact:
+            return _decimals_agree(exact_gold, exact_answer, digits)
+        # An unevaluated expression is a percentage from prose, which math-verify accepts in both readings.
+        if exact_gold.is_Rational and exact_answer.is_Rational and not _has(sympy.UnevaluatedExpr, gold[0], answer[0]):
+            return bool(exact_gold == exact_answer)
+    if verify(list(gold), list(answer), float_rounding=digits, timeout_seconds=None):
+        return True
+    return isinstance(gold[0], sympy.Set) and isinstance(answer[0], sympy.Set) and _same_set(gold[0], answer[0])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, sympy.Expr) and bool(value.is_number) and value.is_extended_real is not False
+
+
+def _has(kind: type, *values: object) -> bool:
+    return any(value.has(kind) for value in values)  # type: ignore[attr-defined]
+
+
+def _exactly(value: object) -> sympy.Expr:
+    """Return the number with each decimal as the fraction that was written; a float keeps 15 digits of a longer one."""
+    exact = value.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e)))  # type: ignore[attr-defined]
+    return exact.doit()
+
+
+def _decimals_agree(gold: sympy.Expr, answer: sympy.Expr, digits: int) -> bool:
+    if not (gold.is_Integer or answer.is_Integer):
+        return _close(gold, answer, digits)
+    if gold == answer:
+        return True
+    # An integer equals only itself. Only against an irrational number is it compared numerically, to 25 digits.
+    is_exact = gold.is_Rational and answer.is_Rational
+    return not is_exact and _close(gold, answer, 25)
+
+
+def _close(gold: sympy.Expr, answer: sympy.Expr, digits: int) -> bool:
+    gold_value, answer_value = sympy.N(gold, 50), sympy.N(answer, 50)
+    if not (gold_value.is_finite and answer_value.is_finite):
+        return False
+    # The tolerance is relative. The factor above 1 keeps a difference that equals the limit within it.
+    tolerance = sympy.Float(10, 50) ** -digits * (1 + sympy.Float("1e-9", 50))
+    return bool(abs(gold_value - answer_value) <= tolerance * max(abs(gold_value), abs(answer_value)))
+
+
+def _same_set(gold: sympy.Set, answer: sympy.Set) -> bool:
+    """Return whether two sets of numbers are equal once simplified: the reals without 4 are two intervals."""
+    if gold.free_symbols or answer.free_symbols:
+        return False
+    return bool(sympy.simplify(gold.doit()) == sympy.simplify(answer.doit()))
+
+
+@contextmanager
+def cpu_limit(cpu_s: float) -> Iterator[None]:
+    """Raise CpuLimitError in the body after `cpu_s` of this process's CPU time; time without a core does not count.
+
+    Main thread only. If the body stays inside one C call for `_BACKSTOP_CPU_S` more, SIGXCPU kills the process.
+    """
+    is_armed = True
+
+    def on_alarm(_signum: int, _frame: FrameType | None) -> None:
+        if is_armed:
+            raise CpuLimitError
+
+    signal.signal(signal.SIGPROF, on_alarm)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s, 0.2)  # repeated, because a bare `except` may swallow one
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + cpu_s) + _BACKSTOP_CPU_S, hard))
+    try:
+        yield
+    finally:
+        is_armed = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
