@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venv-vllm
 DEMO   ?= configs/laptop
-VLLM_TESTS := tests/generate/test_vllm_engine.py tests/generate/test_vllm_families.py tests/contracts/test_engine_contract.py tests/rl/test_vllm_rl.py tests/distill/test_vllm_teacher.py
+VLLM_TESTS := tests/generate/test_vllm_engine.py tests/generate/test_vllm_families.py tests/contracts/test_engine_contract.py tests/rl/test_vllm_rl.py tests/distill/teachers/test_vllm_teacher.py
 BIN    := $(VENV)/bin
 
 .PHONY: help demo desk-ci test test-slow test-vllm test-adam8bit lint setup sandbox clean

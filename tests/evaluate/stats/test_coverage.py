@@ -13,7 +13,7 @@ from klear_core.evaluate.stats.significance import detectable
 
 @pytest.fixture(scope="module")
 def bench() -> dict[str, Any]:
-    return runpy.run_path(str(Path(__file__).parents[1] / "bench" / "evaluate" / "bench_intervals.py"))
+    return runpy.run_path(str(Path(__file__).parents[2] / "bench" / "evaluate" / "bench_intervals.py"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from klear_core.pipeline.preflight.capacity import disk_parts, disk_problem, poo
 from klear_core.pipeline.preflight.checks import problems_with
 from klear_core.pipeline.preflight.model_checks import problems_on, stage_lines
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 QWEN3_8B = QWEN3 | {
     "vocab_size": 151_936,
     "hidden_size": 4096,

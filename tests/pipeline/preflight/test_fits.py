@@ -10,7 +10,7 @@ from klear_core.config.load import load_profile
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.capacity import memory_problems
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 QWEN3_8B = {
     "model_type": "qwen3",
     "vocab_size": 151_936,

@@ -23,7 +23,7 @@ from klear_core.verify.sandbox.jail_command import (
 )
 from klear_core.verify.sandbox.selftest import checked_backend, find_gaps
 
-PROFILE = Path(__file__).parents[2] / "infra" / "firejail" / "klear.profile"
+PROFILE = Path(__file__).parents[3] / "infra" / "firejail" / "klear.profile"
 IS_ROOT = os.getuid() == 0
 
 

@@ -17,7 +17,7 @@ from klear_core.data.formats.traces import (
 from klear_core.errors import ConfigError
 from klear_core.types import Domain, Dropped
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
+DATA = Path(__file__).parents[4] / "shared" / "data"
 THOUGHT = "<think>\nhm\n</think>\n\nso \\boxed{2}"
 SKY = (
     "<|begin_of_thought|>\n\nhm\n\n<|end_of_thought|>\n\n<|begin_of_solution|>\n\nso \\boxed{2}\n\n<|end_of_solution|>"

@@ -34,7 +34,7 @@ from klear_core.types import (
     domain_of,
 )
 
-SHARED = Path(__file__).parents[2].parent / "shared"
+SHARED = Path(__file__).parents[3].parent / "shared"
 ONE_STDIN = StdinTests(cases=(StdinCase(input="1 2\n", output="3\n"),))
 DEEP = "-" * 100_000 + "1"
 """A program that is nested more deeply than Python's parser can read."""

@@ -24,7 +24,7 @@ from klear_core.types import TeacherReply
 
 @pytest.fixture(scope="module")
 def demo() -> PipelineConfig:
-    return load_profile(Path(__file__).parents[2] / "configs" / "laptop", [])
+    return load_profile(Path(__file__).parents[3] / "configs" / "laptop", [])
 
 
 def chains(demo: PipelineConfig, *sources: object) -> list[Candidate]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from distill_fakes import make_problem
 
-sys.path.append(str(Path(__file__).parents[1] / "generate"))
+sys.path.append(str(Path(__file__).parents[2] / "generate"))
 from completions_endpoint import MODEL, serve
 
 from klear_core.artifacts.records import read_shards, write_shard

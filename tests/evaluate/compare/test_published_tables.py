@@ -12,7 +12,7 @@ from klear_core.config.ablation import AblationConfig, load_ablation
 from klear_core.evaluate.compare.published import as_markdown, read_cells, table_of
 from klear_core.evaluate.stats.intervals import seed_spread
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DATA = sorted((ROOT / "docs" / "data").glob("*.jsonl"))
 PUBLISHED = dict(
     re.findall(

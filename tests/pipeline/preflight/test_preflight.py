@@ -30,7 +30,7 @@ from klear_core.pipeline.costs.estimate import estimate
 from klear_core.pipeline.graph import fingerprints_of, open_store, select_stages, stages_of
 from klear_core.pipeline.preflight.checks import problems_with, require_ready
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 KLEAR_8B = CONFIGS / "klear_8b"
 CODE_ROW = (
     '{"question": "Print the sum.", "reference": '

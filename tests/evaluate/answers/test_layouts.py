@@ -15,7 +15,7 @@ from klear_core.evaluate.answers.layouts import foreign_answers
 from klear_core.evaluate.answers.stored import Generation, UnreadRow
 from klear_core.types import problem_id_of
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+SHARED = Path(__file__).parents[4] / "shared" / "data"
 
 
 def read(path: Path, **options: object) -> tuple[str, list[Generation], list[UnreadRow]]:

@@ -15,7 +15,7 @@ from klear_core.errors import ConfigError
 from klear_core.pipeline.graph import fingerprints_of, input_records, stages_of
 from klear_core.pipeline.preflight.checks import Exposure, exposures, problems_with
 
-SMOKE = Path(__file__).parents[2] / "configs" / "smoke"
+SMOKE = Path(__file__).parents[3] / "configs" / "smoke"
 
 
 @pytest.fixture

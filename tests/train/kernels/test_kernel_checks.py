@@ -15,7 +15,7 @@ import torch
 from tiny_models import ONE
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1] / "sft"))
+sys.path.append(str(Path(__file__).parents[2] / "sft"))
 from gloo_ranks import run_ranks
 from safetensors.torch import load_file
 from sft_traces import config, inputs

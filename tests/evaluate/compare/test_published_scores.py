@@ -18,7 +18,7 @@ from klear_core.evaluate.compare.published import (
 from klear_core.evaluate.score import make_report, tally
 from klear_core.scores import EvalReport
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 PAPER = PublishedModel(model="paper", source="T1", scores={"aime24": 90.0}, num_samples={"aime24": 64})
 
 

@@ -22,7 +22,7 @@ from klear_core.pipeline.graph import stages_of
 from klear_core.prompts import build_byte_tokenizer, encode_response, render_prompt, render_response
 from klear_core.types import TeacherReply
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.fixture(scope="module", params=["desk", "desk_ci"])

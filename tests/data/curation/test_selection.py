@@ -188,7 +188,7 @@ def test_curation_drops_what_is_not_selected_and_its_ledger_adds_up(tmp_path):
     assert "source three is left out by select.top_k_sources = 2" in summary.notes
 
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+SHARED = Path(__file__).parents[4] / "shared" / "data"
 MATH = ("math-deepscaler-math/math.json", "math-deepscaler-aime/aime.json")
 
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from distill_fakes import collect, make_problem
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("generate", "flows")]
+sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("generate", "flows")]
 from loopback import free_port
 from vllm_marks import HAS_VLLM, VLLM_MARKS
 
