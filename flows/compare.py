@@ -34,8 +34,8 @@ from klear_core.report.run.final_table import decision_lines
 from klear_core.report.several.compared_runs import read_run
 from klear_core.report.several.comparison import (
     COMPARISON_PAGE,
-    Comparison,
     DifferenceCell,
+    RunComparison,
     ScoreRow,
     compare_runs,
 )
@@ -72,7 +72,7 @@ def compare(which: Sequence[str], *, root: Path, out: Path | None) -> None:
         console.print(f"answers  {comparison.viewer.page}#show=flipped", markup=False)
 
 
-def show_comparison(console: Console, comparison: Comparison) -> None:
+def show_comparison(console: Console, comparison: RunComparison) -> None:
     """Print scores of sampled answers with their differences, and the settings that differ; the page has all."""
     for row in comparison.rows:
         if row.decoding == "sampled":
@@ -100,7 +100,7 @@ def _find_report(which: str, root: Path) -> Path:
     return find_artifact(which, root).absolute()
 
 
-def _comparison_table(row: ScoreRow, comparison: Comparison) -> Table:
+def _comparison_table(row: ScoreRow, comparison: RunComparison) -> Table:
     title = f"{row.benchmark}, {row.maker}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
     table.add_column("run")

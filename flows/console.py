@@ -62,7 +62,7 @@ def show_plan(
     """
     from klear_core.config.settings import config_digest
     from klear_core.pipeline.plan import detectable_lines, plan_stages
-    from klear_core.pipeline.preflight.checks import exposures, problems_with
+    from klear_core.pipeline.preflight.checks import given_contamination, problems_with
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{config.name}[/] seed {config.seed}, config {config_digest(config)}, valid")
@@ -79,7 +79,7 @@ def show_plan(
     show_costs(console, config, chosen, is_exact=is_exact)
     for line in detectable_lines(config):
         console.print(f"[dim]scores:[/] {escape(line)}")
-    for exposure in exposures(config):
+    for exposure in given_contamination(config):
         console.print(f"[yellow]scores:[/] {escape(exposure.warning)}")
     for problem in missing:
         console.print(f"[yellow]before you run:[/] {escape(problem)}")

@@ -106,7 +106,7 @@ def _step_of(line: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Heartbeat:
     """Count of what a rank has done since it started. The driver only looks whether it has changed."""
 
     count: int = 0
@@ -115,7 +115,7 @@ class Progress:
 
 
 _count = 0
-_latest = Progress().latest
+_latest = Heartbeat().latest
 
 
 def made_progress(what: str) -> None:
@@ -125,6 +125,6 @@ def made_progress(what: str) -> None:
     _latest = what
 
 
-def progress() -> Progress:
+def heartbeat() -> Heartbeat:
     """Return what this process has done so far."""
-    return Progress(count=_count, latest=_latest)
+    return Heartbeat(count=_count, latest=_latest)

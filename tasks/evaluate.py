@@ -14,9 +14,9 @@ from klear_core.config.stage import EvaluateJob
 from klear_core.errors import ResourceError
 from klear_core.metrics import Telemetry
 from klear_core.pipeline.graph import open_store, stages_of
-from klear_core.pipeline.preflight.checks import exposures
+from klear_core.pipeline.preflight.checks import given_contamination
 from tasks.model_registry import Registry, Version, artifact_name, folder_of, open_registry, promotion_of
-from tasks.resources import open_compute
+from tasks.resources import open_engines_and_judges
 from tasks.stage import Inputs, run_stage, stage_task
 from tasks.tracking import RunInfo
 
@@ -33,7 +33,7 @@ def evaluate(info: RunInfo, job: EvaluateJob, inputs: Inputs) -> ArtifactRef:
         from klear_core.evaluate.sample import read_suite
 
         model = inputs["model"].path
-        with open_compute(job.evaluate.engine, job.evaluate.runtime, model, section="evaluate") as compute:
+        with open_engines_and_judges(job.evaluate.engine, job.evaluate.runtime, model, section="evaluate") as compute:
             return evaluate_model(
                 job.evaluate,
                 job.verify,
@@ -199,7 +199,7 @@ def contaminated(job: PromoteJob, model: ArtifactRef) -> dict[str, int | None]:
     config = job.runtime.config
     found: dict[str, int | None] = dict(num_overlapping(model.path, [b.name for b in config.benchmarks]))
     own_scores = next(stage.inputs["evaluation"] for stage in stages_of(config) if stage.kind == job.kind)
-    for exposure in exposures(config):
+    for exposure in given_contamination(config):
         # A run may score other given models, too. What is not known of their data says nothing about this model.
         if own_scores in exposure.scored_by:
             found |= dict.fromkeys((*exposure.missed, *exposure.unknown))

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import psutil
 
-from klear_core.artifacts.remote_paths import home_of, share_given
+from klear_core.artifacts.remote_paths import remote_paths_of, share_given
 from klear_core.cluster.nodes import joins_a_cluster, plan_engines, plan_scorer, ray_nodes, require_listener
 from klear_core.cluster.placement import gpus_here
 from klear_core.config.evaluate import EnginesRuntime, LocalEngineConfig
-from klear_core.config.pipeline import CurveJob
+from klear_core.config.pipeline import InlineEvalJob
 from klear_core.config.rl import RlConfig
 from klear_core.config.train import TrainRuntime
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ResourceError
-from klear_core.evaluate.run import Compute
+from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.factory import start_with_endpoints
 from klear_core.hf_config import read_hf_config
 from klear_core.verify import JudgePool, build_judge_pool
@@ -194,7 +194,9 @@ _STORE_BYTES = 128 << 20  # requests and answers; weights are read from the disk
 
 
 @contextmanager
-def open_compute(engine: LocalEngineConfig, runtime: EnginesRuntime, model: Path, *, section: str) -> Iterator[Compute]:
+def open_engines_and_judges(
+    engine: LocalEngineConfig, runtime: EnginesRuntime, model: Path, *, section: str
+) -> Iterator[EnginesAndJudges]:
     """Yield what starts the engines of a stage with a model; `section` is that of the stage's settings.
 
     Ray is started, or joined, only if there are several engines (endpoints not counted), or if RAY_ADDRESS names a
@@ -204,7 +206,7 @@ def open_compute(engine: LocalEngineConfig, runtime: EnginesRuntime, model: Path
         plan = plan_engines(runtime.num_engines, engine, [gpus_here()], key=section)
         if plan.num_engines <= 1:
             start = partial(start_with_endpoints, runtime=runtime, key=section, num_here=plan.num_engines)
-            yield Compute(section=section, start_sampler=start)
+            yield EnginesAndJudges(section=section, start_sampler=start)
             return
     # `auto` is as many as the GPUs hold, which is known once Ray runs; it must have CPUs for one engine at least.
     num_engines = 1 if runtime.num_engines == "auto" else runtime.num_engines
@@ -212,7 +214,7 @@ def open_compute(engine: LocalEngineConfig, runtime: EnginesRuntime, model: Path
         from klear_core.cluster.pools import build_cluster_judges, start_pool
 
         share_model(model)
-        yield Compute(
+        yield EnginesAndJudges(
             section=section,
             start_sampler=partial(start_pool, runtime=runtime, key=section),
             build_judges=build_cluster_judges,
@@ -232,7 +234,7 @@ def open_judges() -> Iterator[Callable[[VerifyConfig], JudgePool]]:
 
 
 def scorer_beside(
-    job: CurveJob, runtime: TrainRuntime, folder: Path, *, is_on_ray: bool, seed: int, workdir: Path
+    job: InlineEvalJob, runtime: TrainRuntime, folder: Path, *, is_on_ray: bool, seed: int, workdir: Path
 ) -> AbstractContextManager[ModelScorer]:
     """Return the scorer of the models of an SFT run: on GPUs of Ray that its ranks leave free, else in processes.
 
@@ -250,7 +252,7 @@ def scorer_beside(
         return process_scorer(job, folder, seed=seed, hides_gpus=True)
     from klear_core.cluster.pools import ray_scorer
 
-    return ray_scorer(job, folder, plan=plan, seed=seed, home=home_of(workdir), key="sft")
+    return ray_scorer(job, folder, plan=plan, seed=seed, remote=remote_paths_of(workdir), key="sft")
 
 
 # ---- ray messages ----

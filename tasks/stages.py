@@ -12,17 +12,25 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
 from klear_core.artifacts.manifest import ArtifactRef, StageSummary
-from klear_core.artifacts.remote_paths import home_of
+from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config.data_jobs import BenchmarksJob, CurateJob, GivenModelJob, GivenProblemsJob, GivenTracesJob
 from klear_core.config.distill import HttpTeacherConfig, LocalTeacherConfig
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import BaseJob, DistillJob, Job, ReportJob, RlJob, SftJob, Stage, TagJob
 from klear_core.errors import ConfigError
-from klear_core.evaluate.run import Compute
+from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.metrics import Telemetry
 from klear_core.pipeline.graph import artifact_id, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
 from tasks.evaluate import evaluate, promote
-from tasks.resources import learner_ranks, needs_of, open_compute, open_judges, ray_session, scorer_beside, share_model
+from tasks.resources import (
+    learner_ranks,
+    needs_of,
+    open_engines_and_judges,
+    open_judges,
+    ray_session,
+    scorer_beside,
+    share_model,
+)
 from tasks.stage import Inputs, StageTask, run_stage, stage_task
 from tasks.tracking import RunInfo, report_inputs
 
@@ -175,16 +183,16 @@ def distill(info: RunInfo, job: DistillJob, inputs: Inputs) -> ArtifactRef:
 
 
 @contextmanager
-def _open_compute(job: DistillJob, inputs: Inputs) -> Iterator[Compute]:
+def _open_compute(job: DistillJob, inputs: Inputs) -> Iterator[EnginesAndJudges]:
     """Yield where the judges run, and the engines of a local teacher."""
     teacher = job.distill.teacher
     if isinstance(teacher, LocalTeacherConfig):
         model, section = inputs["teacher"].path, "distill.teacher"
-        with open_compute(teacher.engine, teacher.runtime, model, section=section) as compute:
+        with open_engines_and_judges(teacher.engine, teacher.runtime, model, section=section) as compute:
             yield compute
         return
     with open_judges() as build_judges:
-        yield Compute(section="distill", build_judges=build_judges)
+        yield EnginesAndJudges(section="distill", build_judges=build_judges)
 
 
 # ---- teacher keys ----
@@ -232,7 +240,7 @@ def tag(info: RunInfo, job: TagJob, inputs: Inputs) -> ArtifactRef:
         from klear_core.evaluate.run import tag_problems
 
         model = inputs["model"].path
-        with open_compute(job.tag.engine, job.tag.runtime, model, section="tag") as compute:
+        with open_engines_and_judges(job.tag.engine, job.tag.runtime, model, section="tag") as compute:
             return tag_problems(
                 job.tag,
                 job.verify,
@@ -287,22 +295,24 @@ def rl(info: RunInfo, job: RlJob, inputs: Inputs) -> ArtifactRef:
 
     def body(*, workdir: Path, telemetry: Telemetry) -> StageSummary:
         from klear_core.cluster.rl_workers import RayWorkers
-        from klear_core.evaluate.inline_eval import open_exam
+        from klear_core.evaluate.inline_eval import open_inline_eval
         from klear_core.rl.interfaces import RlSetup
         from klear_core.rl.loop import train_rl
-        from klear_core.rl.state import no_exam
+        from klear_core.rl.state import no_inline_eval
 
         model, problems = inputs["model"].path, inputs["problems"].path
         workers, curve = RayWorkers(), job.runtime.curve
         with ray_session(needs_of(job.rl, model)):
             share_model(model)
             return train_rl(
-                RlSetup(cfg=job.rl, model=model, seed=job.seed, workdir=workdir, home=home_of(workdir)),
+                RlSetup(cfg=job.rl, model=model, seed=job.seed, workdir=workdir, remote=remote_paths_of(workdir)),
                 job.verify,
                 problems=problems,
                 telemetry=telemetry,
                 workers=workers,
-                open_exam=no_exam if curve is None else partial(open_exam, curve, workers.judges, seed=job.seed),
+                open_inline_eval=no_inline_eval
+                if curve is None
+                else partial(open_inline_eval, curve, workers.judges, seed=job.seed),
             )
 
     return run_stage(info, job, inputs, body)

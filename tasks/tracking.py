@@ -31,7 +31,7 @@ from klear_core.config.stage import Job, ReportJob
 from klear_core.errors import ConfigError
 from klear_core.metrics import read_metrics
 from klear_core.pipeline.graph import stages_of, workspace_root
-from klear_core.pipeline.preflight.checks import exposures
+from klear_core.pipeline.preflight.checks import given_contamination
 from tasks.delivery import Connection, RunStatus, StageRun, TrackedRun, Undelivered, now_ms, server_name
 from tasks.mlflow_backend import EXPERIMENT, TRACKING_VARIABLE, mlflow_backend
 
@@ -318,7 +318,7 @@ def _score_warnings(config: PipelineConfig, inputs: Mapping[str, ArtifactRef]) -
     """Yield a warning for each benchmark that training may have seen, if a model here was scored on it."""
     from klear_core.report.run.data import ScoreWarning
 
-    for exposure in exposures(config):
+    for exposure in given_contamination(config):
         scored = [name for name in exposure.scored_by if name in inputs]
         if scored:
             benchmarks = (*exposure.missed, *exposure.unknown)

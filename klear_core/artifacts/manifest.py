@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlparse
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from klear_core.artifacts.files import content_digest
-from klear_core.config.settings import Floor, Settings, result_settings
+from klear_core.config.settings import Settings, YieldLimits, result_settings
 from klear_core.errors import ArtifactError, DataError
 
 # ---- ledger ----
@@ -262,7 +262,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Yield:
     """The share of `num_in` items that were kept, and why the others were lost."""
 
     what: str
@@ -285,7 +285,7 @@ class Share:
         return f"{self.num_out:,} of {self.num_in:,} {self.what}{lost}{example}"
 
 
-def check_floor(share: Share, floor: Floor, *, key: str, remedy: str) -> tuple[str, ...]:
+def check_yield(share: Yield, floor: YieldLimits, *, key: str, remedy: str) -> tuple[str, ...]:
     """Return a warning if the share is below `floor.warn_below`; `key` is the floor's place in the settings.
 
     DataError if nothing is left, whatever the floor, or less than `floor.stop_below`.

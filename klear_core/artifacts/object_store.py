@@ -34,7 +34,7 @@ from klear_core.artifacts.manifest import (
     read_manifest,
 )
 from klear_core.artifacts.object_cache import TRANSFERS, ObjectCache, object_key, set_object_aside
-from klear_core.artifacts.shared import WorkCopy, node_id, write_shared
+from klear_core.artifacts.shared import WorkdirSync, node_id, write_shared
 from klear_core.artifacts.store import ATTEMPTS, CheckedBy, LocalSlot, LocalStore
 from klear_core.errors import ArtifactError
 
@@ -237,8 +237,8 @@ class ObjectStore(LocalStore):
             return None
         return self.seal(self._local(kind, fingerprint))
 
-    def _work(self, kind: str, fingerprint: str) -> WorkCopy:
-        return WorkCopy(self.bucket, self.workdir(kind, fingerprint), node=node_id(self.root))
+    def _work(self, kind: str, fingerprint: str) -> WorkdirSync:
+        return WorkdirSync(self.bucket, self.workdir(kind, fingerprint), node=node_id(self.root))
 
     def _note_shared(self) -> None:
         write_shared(self.root, self.bucket.url)

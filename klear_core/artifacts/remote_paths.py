@@ -24,17 +24,17 @@ NODE_ROOT = "KLEAR_NODE_ROOT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
+class RemotePaths:
     """The driver's folder of artifacts, and the store through which other nodes get at them."""
 
     root: Path
     url: str
 
-    def store_here(self) -> ObjectStore:
+    def local_store(self) -> ObjectStore:
         """Return the shared store with this node's own folder."""
-        return ObjectStore(self._root_here(), self.url)
+        return ObjectStore(self._local_root(), self.url)
 
-    def here(self, path: Path) -> Path:
+    def local_path(self, path: Path) -> Path:
         """Return this node's copy of an artifact or of a file in it, or its own working folder.
 
         Paths outside the driver's folder are returned as they are. ArtifactError if the store lacks the artifact.
@@ -45,7 +45,7 @@ class Home:
         if relative.parts[0] == BUILDING:
             return self._own_workdir(relative)
         kind, fingerprint, *rest = relative.parts
-        store = self.store_here()
+        store = self.local_store()
         # ranks and engines of one node start together
         with file_lock(store.root / ".locks" / f"fetch-{kind}-{fingerprint}", on_wait=lambda _: None):
             found = store.find(kind, fingerprint)
@@ -54,7 +54,7 @@ class Home:
         return folder.joinpath(*rest)
 
     def _own_workdir(self, relative: Path) -> Path:
-        root = self._root_here()
+        root = self._local_root()
         # Code on this node that is only given the folder finds the store by this file, as on the driver's.
         if shared_url(root) != self.url:
             write_shared(root, self.url)
@@ -62,29 +62,29 @@ class Home:
         workdir.mkdir(parents=True, exist_ok=True)
         return workdir
 
-    def _root_here(self) -> Path:
+    def _local_root(self) -> Path:
         return Path(os.environ.get(NODE_ROOT) or self.root)
 
 
-def home_of(path: Path) -> Home | None:
+def remote_paths_of(path: Path) -> RemotePaths | None:
     """Return the home of an artifact, a file in it, or a working folder; None without a shared store."""
     for parent in path.absolute().parents:
         if (parent / SHARED).is_file():
-            return Home(root=parent, url=shared_url(parent))
+            return RemotePaths(root=parent, url=shared_url(parent))
     return None
 
 
 def share_given(artifact: Path) -> None:
     """Send the files of a model that was given by its folder to the shared store, so that other nodes can fetch it."""
-    home = home_of(artifact)
-    if home is not None:
+    remote = remote_paths_of(artifact)
+    if remote is not None:
         own = ArtifactId(kind=artifact.parent.name, fingerprint=artifact.name)
-        ObjectStore(home.root, home.url).share_given(own)
+        ObjectStore(remote.root, remote.url).share_given(own)
 
 
-def send_results(home: Home | None, workdir: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
+def send_results(remote: RemotePaths | None, workdir: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
     """Send what a process on this node has written below these names of its working folder, for `fetch_results`."""
-    if home is None:
+    if remote is None:
         return ()
     files = [file for name in names for file in sorted((workdir / name).rglob("*")) if file.is_file()]
     records = []
@@ -92,20 +92,20 @@ def send_results(home: Home | None, workdir: Path, names: Sequence[str]) -> tupl
         size, name = file.stat().st_size, file.relative_to(workdir).as_posix()
         records.append(FileRecord(path=name, size=size, sha256=sha256_of(file)))
         made_progress(f"checksum of {name}")  # else the driver may take the rank for stuck
-    home.store_here().upload(records, workdir)
+    remote.local_store().upload(records, workdir)
     return tuple(records)
 
 
-def fetch_results(home: Home | None, files: Sequence[FileRecord], workdir: Path) -> None:
+def fetch_results(remote: RemotePaths | None, files: Sequence[FileRecord], workdir: Path) -> None:
     """Put the results of a process on another node into the driver's working folder, each folder in one step."""
-    if home is None:
+    if remote is None:
         return
     by_name: dict[str, list[FileRecord]] = {}
     for file in files:
         by_name.setdefault(file.path.split("/")[0], []).append(file)
     incoming = workdir.parent / "incoming"
     shutil.rmtree(incoming, ignore_errors=True)
-    cache = ObjectStore(home.root, home.url).cache
+    cache = ObjectStore(remote.root, remote.url).cache
     for name, records in by_name.items():
         # A process that shares the driver's disk has written it right here.
         if not (workdir / name).exists():

@@ -44,7 +44,7 @@ class _Seen:
     sha256: str
 
 
-class WorkCopy:
+class WorkdirSync:
     """The copy in the store of one stage's working folder."""
 
     def __init__(self, bucket: Bucket, workdir: Path, *, node: str) -> None:

@@ -100,10 +100,10 @@ class EngineActor:
 
     async def start(self, spec: EngineSpec) -> None:
         """Build the engine."""
-        spec = spec.here()
+        spec = spec.on_this_node()
         self._engine = await build_spec(spec)
         self._server = RequestServer(self._engine)
-        if spec.home is not None and spec.is_sent:
+        if spec.remote is not None and spec.is_sent:
             # The weights are loaded, and nobody else asks for this node's copy of the model.
             shutil.rmtree(spec.model_folder, ignore_errors=True)
 
@@ -123,7 +123,7 @@ class RolloutActor:
         """Build the engine with the initial weights (version 0)."""
         from klear_core.train.base_model import model_folder
 
-        setup = setup.here()
+        setup = setup.on_this_node()
         cfg, folder = setup.cfg, model_folder(setup.model)
         threads = cfg.runtime.rollout_threads
         self._engine: TrainableEngine = await build_trainable_engine(

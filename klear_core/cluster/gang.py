@@ -20,7 +20,7 @@ from klear_core.cluster.rank_actors import LOGGER, Logged, Progressed, RankActor
 from klear_core.cluster.ray_calls import LOST, START_S, Plan, Reservation, Restarts, awaited, cause_of
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import KlearError, ResourceError, TrainingError
-from klear_core.metrics import Progress, Telemetry
+from klear_core.metrics import Heartbeat, Telemetry
 from klear_core.train.distributed import Body
 
 _POLL_S = 0.5
@@ -70,7 +70,7 @@ class Gang:
         """Names of the ranks, with node and process id once these are known."""
         self._polls: dict[int, asyncio.Future[Reports]] = {}
         """Calls for reports that a rank has not answered yet."""
-        self._progress: dict[int, Progress] = {}
+        self._progress: dict[int, Heartbeat] = {}
         """What each rank has done, as far as it has reported."""
         self._warnings: set[str] = set()
         """Warnings of ranks that were logged already: all ranks warn of the same things."""

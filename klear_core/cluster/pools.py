@@ -17,18 +17,18 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from klear_core.artifacts.remote_paths import Home, home_of
+from klear_core.artifacts.remote_paths import RemotePaths, remote_paths_of
 from klear_core.artifacts.store import BUILDING
 from klear_core.cluster.engine_actors import EngineActor, RayEngine
 from klear_core.cluster.nodes import EnginePlan, check_engines_have_gpus, plan_engines, ray_nodes
 from klear_core.cluster.placement import Node
 from klear_core.cluster.ray_calls import awaited, within
 from klear_core.config.evaluate import EnginesRuntime
-from klear_core.config.pipeline import CurveJob
+from klear_core.config.pipeline import InlineEvalJob
 from klear_core.config.verify import VerifyConfig
 from klear_core.cpus import usable_cpus
 from klear_core.errors import JudgeError, ResourceError, TrainingError
-from klear_core.evaluate.inline_eval import open_exam, score_with, spec_of
+from klear_core.evaluate.inline_eval import open_inline_eval, score_with, spec_of
 from klear_core.generate.factory import EngineSpec, Sampler, num_slots, start_members, start_with_endpoints
 from klear_core.hf_config import read_hf_config
 from klear_core.types import StoredTests, Verdict
@@ -208,7 +208,7 @@ class RayJudgeNode:
             else:  # such as an OSError of a judging process that cannot be started
                 result.set_result(Fault(kind="lost", detail=f"{type(error).__name__}: {error}"[:500]))
 
-        self._actor.judge.remote(task, home_of_tests(task)).future().add_done_callback(resolve)
+        self._actor.judge.remote(task, remote_paths_of_tests(task)).future().add_done_callback(resolve)
         return result
 
     def close(self) -> None:
@@ -244,11 +244,11 @@ class JudgeActor:
         """Return the number of programs that run at a time."""
         return self._num_workers
 
-    async def judge(self, task: Task, home: Home | None = None) -> Verdict | Fault:
+    async def judge(self, task: Task, remote: RemotePaths | None = None) -> Verdict | Fault:
         """Return the verdict, or the fault that left the task without one; `home` tells where stored tests are."""
         # In a thread: the first task of a file fetches it from the store.
-        if home is not None:
-            task = await asyncio.to_thread(_with_tests_here, task, home)
+        if remote is not None:
+            task = await asyncio.to_thread(_with_tests_here, task, remote)
         return await asyncio.wrap_future(self._client.submit(task))
 
     async def close(self) -> None:
@@ -256,30 +256,30 @@ class JudgeActor:
         await asyncio.to_thread(self._client.close)
 
 
-def home_of_tests(task: Task) -> Home | None:
+def remote_paths_of_tests(task: Task) -> RemotePaths | None:
     """Return where another node gets the tests of a task from; None if it holds them, or without a shared store."""
     if isinstance(task, CodeTask) and isinstance(task.reference.tests, StoredTests):
-        return _home_of(str(Path(task.reference.tests.path).parent))
+        return _remote_paths_of(str(Path(task.reference.tests.path).parent))
     return None
 
 
 @cache
-def _home_of(folder: str) -> Home | None:
+def _remote_paths_of(folder: str) -> RemotePaths | None:
     # Artifacts alone are in the store: tests in a working folder are the driver's.
-    return None if BUILDING in Path(folder).parts else home_of(Path(folder))
+    return None if BUILDING in Path(folder).parts else remote_paths_of(Path(folder))
 
 
-def _with_tests_here(task: Task, home: Home) -> Task:
+def _with_tests_here(task: Task, remote: RemotePaths) -> Task:
     """Return the task with the path that its stored tests have on this node."""
     if not isinstance(task, CodeTask) or not isinstance(task.reference.tests, StoredTests):
         return task
-    tests = replace(task.reference.tests, path=_file_here(task.reference.tests.path, home))
+    tests = replace(task.reference.tests, path=_file_here(task.reference.tests.path, remote))
     return replace(task, reference=replace(task.reference, tests=tests))
 
 
 @cache
-def _file_here(path: str, home: Home) -> str:
-    return str(home.here(Path(path)))
+def _file_here(path: str, remote: RemotePaths) -> str:
+    return str(remote.local_path(Path(path)))
 
 
 # ---- model scorer ----
@@ -292,11 +292,13 @@ _MAX_RESTARTS = 1  # of an engine while one model is scored; a score that fails 
 class RayScorer:
     """Starts an engine actor for each model, so that its GPUs are free in between; see `ModelScorer`."""
 
-    def __init__(self, job: CurveJob, plan: EnginePlan, *, seed: int, home: Home | None, key: str) -> None:
+    def __init__(
+        self, job: InlineEvalJob, plan: EnginePlan, *, seed: int, remote: RemotePaths | None, key: str
+    ) -> None:
         """`home` is that of the stage: nodes with other disks get the models from its store."""
         self._job = job
         self._seed = seed
-        self._home = home
+        self._remote = remote
         self._start = partial(start_planned, plan=plan, runtime=EnginesRuntime(max_restarts=_MAX_RESTARTS), key=key)
         self._lock = threading.Lock()
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[dict[str, float]]] | None = None
@@ -319,9 +321,9 @@ class RayScorer:
                 loop.call_soon_threadsafe(task.cancel)
 
     async def _score(self, model: Path) -> dict[str, float]:
-        spec = replace(spec_of(self._job, model, seed=self._seed), home=self._home, is_sent=True)
-        with open_exam(self._job, build_cluster_judges, model, seed=self._seed) as exam:
-            task = asyncio.ensure_future(score_with(exam, self._start, spec))
+        spec = replace(spec_of(self._job, model, seed=self._seed), remote=self._remote, is_sent=True)
+        with open_inline_eval(self._job, build_cluster_judges, model, seed=self._seed) as inline_eval:
+            task = asyncio.ensure_future(score_with(inline_eval, self._start, spec))
             with self._lock:
                 if self._is_stopped:  # before there was a task to cancel
                     task.cancel()
@@ -335,9 +337,9 @@ class RayScorer:
 
 @contextmanager
 def ray_scorer(
-    job: CurveJob, folder: Path, *, plan: EnginePlan, seed: int, home: Home | None, key: str
+    job: InlineEvalJob, folder: Path, *, plan: EnginePlan, seed: int, remote: RemotePaths | None, key: str
 ) -> Iterator[RayScorer]:
-    """Yield a scorer of models with `folder`'s tokenizer; raise what `open_exam` raises, before training begins."""
-    with open_exam(job, build_cluster_judges, folder, seed=seed):
+    """Yield a scorer of models with `folder`'s tokenizer; raise what `open_inline_eval` raises, before training begins."""
+    with open_inline_eval(job, build_cluster_judges, folder, seed=seed):
         pass
-    yield RayScorer(job, plan, seed=seed, home=home, key=key)
+    yield RayScorer(job, plan, seed=seed, remote=remote, key=key)

@@ -22,7 +22,7 @@ from klear_core.artifacts.remote_paths import send_results
 from klear_core.cluster.placement import num_engine_ranks
 from klear_core.config.train import TrainRuntime
 from klear_core.generate.engine import WeightOffer
-from klear_core.metrics import NullTelemetry, Progress, progress
+from klear_core.metrics import Heartbeat, NullTelemetry, heartbeat
 from klear_core.rl.interfaces import RlSetup
 from klear_core.types import TrainSample
 
@@ -62,7 +62,7 @@ class Reports:
     """Everything a rank reports in one answer to the driver."""
 
     items: list[Report]
-    progress: Progress
+    progress: Heartbeat
 
 
 class Outbox:
@@ -122,7 +122,7 @@ class RankActor:
 
     def take_reports(self) -> Reports:
         """Return telemetry and log records since the last call, and how much the rank has done."""
-        return Reports(items=self._outbox.take(), progress=progress())
+        return Reports(items=self._outbox.take(), progress=heartbeat())
 
     def process_id(self) -> int:
         """Return the id of the actor's process."""
@@ -201,7 +201,7 @@ class LearnerActor(RankActor):
         """Load the initial model, once the rank has joined the others (collective call)."""
         from klear_core.rl.learner import Learner
 
-        setup = setup.here()
+        setup = setup.on_this_node()
         self._learner = Learner(setup.cfg, setup.model, seed=setup.seed, workdir=setup.workdir, world=self._world)
         self._setup = setup
         self._server: WeightServer | None = None
@@ -291,9 +291,9 @@ class LearnerActor(RankActor):
 
     def export(self, target: Path) -> tuple[FileRecord, ...]:
         """Write the model folder; see `Learner.export`. Rank 0 returns the files, for a driver with another disk."""
-        workdir, home = self._setup.workdir, self._setup.home
-        if home is None:
+        workdir, remote = self._setup.workdir, self._setup.remote
+        if remote is None:
             self._learner.export(target)
             return ()
         self._learner.export(workdir / target.name)
-        return send_results(home, workdir, self._learner.results()) if self._world.rank == 0 else ()
+        return send_results(remote, workdir, self._learner.results()) if self._world.rank == 0 else ()

@@ -250,7 +250,7 @@ class RayLearner:
     async def export(self, target: Path) -> None:
         """Write the model folder; see `LearnerHandle.export`."""
         files = (await self._call_all(lambda rank: rank.export.remote(target), "export the model"))[0]
-        await asyncio.to_thread(fetch_results, self._setup.home, files, target.parent)
+        await asyncio.to_thread(fetch_results, self._setup.remote, files, target.parent)
 
     def close(self) -> None:
         """Kill all ranks and release their GPUs."""

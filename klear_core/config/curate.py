@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from klear_core.config.data import FileSource, ProceduralSource, Source
-from klear_core.config.settings import Floor, Settings
+from klear_core.config.settings import Settings, YieldLimits
 
 
 class NearConfig(Settings):
@@ -163,7 +163,7 @@ class DifficultyConfig(Settings):
         return self
 
 
-class ReadFloor(Floor):
+class ReadYieldLimits(YieldLimits):
     """Minimum share of a source's rows that must be usable."""
 
     warn_below: float = Field(default=0.99, ge=0, le=1)
@@ -222,7 +222,7 @@ class CurateRuntime(Settings):
 
     rows_per_shard: int = Field(default=4096, ge=1)
     """Problems (or drop records) in one Parquet file."""
-    read: ReadFloor = ReadFloor()
+    read: ReadYieldLimits = ReadYieldLimits()
     """Share of each source's rows that are readable and have a question and a reference."""
     executor: ExecutorConfig = LocalExecutorConfig()
     """The machine or cluster that reads blocks of the sources and writes shards."""

@@ -14,13 +14,13 @@ from klear_core.config.curate import (
     DedupConfig,
     DifficultyConfig,
     NearConfig,
-    ReadFloor,
+    ReadYieldLimits,
 )
 from klear_core.config.data import BenchmarkConfig, FileSource, GeneratedSource, Source
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.known_benchmarks import DateWindow
 from klear_core.config.pipeline import Champion, PipelineConfig, PromoteConfig
-from klear_core.config.settings import Floor, Settings
+from klear_core.config.settings import Settings, YieldLimits
 from klear_core.config.stage import BaseJob, EvaluateJob, HubUse, Job, SourceUse
 from klear_core.config.train import (
     GivenDataset,
@@ -191,9 +191,9 @@ class GivenRowsRuntime(Settings):
     """Places of the given rows, and limits that change no result."""
 
     sources: Rows
-    read: Floor = Floor()
+    read: YieldLimits = YieldLimits()
     """Share of the rows that must be usable."""
-    complete: Floor = Floor()
+    complete: YieldLimits = YieldLimits()
     """Share of the traces that must be whole."""
 
 
@@ -285,7 +285,7 @@ class GivenProblemsJob(GivenRowsJob):
             decontaminate=self.decontaminate,
             difficulty=self.difficulty,
             max_question_chars=_ANY_LENGTH,
-            runtime=CurateRuntime(read=ReadFloor.model_validate(self.runtime.read.model_dump())),
+            runtime=CurateRuntime(read=ReadYieldLimits.model_validate(self.runtime.read.model_dump())),
         )
 
 

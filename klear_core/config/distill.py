@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from klear_core.config.evaluate import LocalEngineConfig, PoolRuntime, SamplingConfig, TorchEngineConfig
-from klear_core.config.settings import Floor, RareFloor, Settings
+from klear_core.config.settings import RareYieldLimits, Settings, YieldLimits
 from klear_core.config.train import GivenModel
 from klear_core.types import Difficulty
 
@@ -252,9 +252,9 @@ class DistillRuntime(Settings):
     fsync_s: float = Field(default=5.0, ge=0)
     """Seconds after which replies of a teacher over HTTP, written as they arrive, are forced to the disk. A killed
     process loses none of them; a power cut loses those of the last seconds."""
-    complete: Floor = Floor()
+    complete: YieldLimits = YieldLimits()
     """Share of the requested answers that arrived complete (reasoning and answer, not cut off) and could be judged."""
-    selected: RareFloor = RareFloor()
+    selected: RareYieldLimits = RareYieldLimits()
     """Share of the complete answers that `select` keeps."""
 
 

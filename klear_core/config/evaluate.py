@@ -242,7 +242,7 @@ class EvaluateConfig(Settings):
 # Define the settings of scores during training: a small fixed set of problems, answered every few steps.
 
 
-class CurveConfig(Settings):
+class InlineEvalConfig(Settings):
     """Scores of the model while it trains, for the curve in report and tracking; changes no weight."""
 
     benchmark: str = Field(min_length=1)

@@ -12,10 +12,10 @@ from klear_core.config.curate import CurateConfig
 from klear_core.config.data import BenchmarkConfig
 from klear_core.config.distill import DistillConfig
 from klear_core.config.evaluate import (
-    CurveConfig,
     EvaluateConfig,
     EvaluateSamplingConfig,
     HardwareConfig,
+    InlineEvalConfig,
     LocalEngineConfig,
 )
 from klear_core.config.rl import RlConfig
@@ -221,10 +221,10 @@ class ScorerConfig(Settings):
     """CPU threads of the sampler."""
 
 
-class CurveJob(Settings):
+class InlineEvalJob(Settings):
     """All that a stage needs to score its model while it trains; changes no result."""
 
-    curve: CurveConfig
+    curve: InlineEvalConfig
     source: BenchmarkConfig
     """The benchmark that the problems are from."""
     sampling: EvaluateSamplingConfig
@@ -236,7 +236,7 @@ class CurveJob(Settings):
     """Engine that answers; None: the engines that sample in training."""
 
     @classmethod
-    def of(cls, curve: CurveConfig, config: PipelineConfig, *, has_engines: bool) -> Self:
+    def of(cls, curve: InlineEvalConfig, config: PipelineConfig, *, has_engines: bool) -> Self:
         """Return the job with the pipeline's benchmark of that name, which the pipeline config has checked.
 
         `has_engines` says that the stage samples with engines of its own, which then answer.
@@ -254,12 +254,12 @@ class CurveJob(Settings):
         )
 
 
-class CurveRuntime(Settings):
+class InlineEvalRuntime(Settings):
     """The scores that a training stage takes while it trains; they change no result."""
 
-    curve: CurveJob | None = None
+    curve: InlineEvalJob | None = None
 
     @classmethod
-    def of(cls, curve: CurveConfig | None, config: PipelineConfig, *, has_engines: bool) -> Self:
-        """Return what a stage with these settings needs; see `CurveJob.of`."""
-        return cls(curve=None if curve is None else CurveJob.of(curve, config, has_engines=has_engines))
+    def of(cls, curve: InlineEvalConfig | None, config: PipelineConfig, *, has_engines: bool) -> Self:
+        """Return what a stage with these settings needs; see `InlineEvalJob.of`."""
+        return cls(curve=None if curve is None else InlineEvalJob.of(curve, config, has_engines=has_engines))

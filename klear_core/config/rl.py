@@ -11,14 +11,14 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from klear_core.config.evaluate import (
-    CurveConfig,
+    InlineEvalConfig,
     LocalEngineConfig,
     SamplingConfig,
     TorchEngineConfig,
     VllmEngineConfig,
 )
 from klear_core.config.losses import ErcConfig, GppoConfig, LossConfig
-from klear_core.config.settings import RareFloor, Settings
+from klear_core.config.settings import RareYieldLimits, Settings
 from klear_core.config.train import CheckpointConfig, LoraConfig, OptimConfig, TrainRuntime, check_moments
 from klear_core.config.verify import UserFunction
 
@@ -239,7 +239,7 @@ class RlRuntime(TrainRuntime):
     save_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """RL steps, as logged from 1, that are kept in the artifact for `klear rl replay`: samples, weights and optimizer
     state, 12 bytes per parameter for each."""
-    curve: CurveConfig | None = None
+    curve: InlineEvalConfig | None = None
     """Scores on a small fixed set of problems while training goes on, by the engines that sample; None: none."""
     num_rollout_actors: int = Field(default=2, ge=1)
     """Rollout actors (sampling processes), each with its own engine."""
@@ -260,7 +260,7 @@ class RlRuntime(TrainRuntime):
     with a note in the manifest, or `refuse` to train. The tolerances are in klear_core/rl/interfaces.py."""
     max_restarts: int = Field(default=8, ge=0)
     """Maximum number of lost actors to restart in one run."""
-    informative: RareFloor = RareFloor()
+    informative: RareYieldLimits = RareYieldLimits()
     """Share of the sampled prompts whose group was trained on; checked from step 20 on and at the end."""
 
 

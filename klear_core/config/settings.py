@@ -26,7 +26,7 @@ class Settings(BaseModel):
     )
 
 
-class Floor(Settings):
+class YieldLimits(Settings):
     """Minimum share of a stage's input that must be usable. The check changes no result that passes it."""
 
     stop_below: float = Field(default=0.5, ge=0, le=1)
@@ -42,7 +42,7 @@ class Floor(Settings):
         return self
 
 
-class RareFloor(Floor):
+class RareYieldLimits(YieldLimits):
     """A floor for shares that may be small: hard problems are rarely solved, and easy ones rarely give a gradient."""
 
     stop_below: float = Field(default=0.01, ge=0, le=1)

@@ -16,7 +16,7 @@ from pydantic import Field
 from klear_core.config.data import BenchmarkConfig, Source
 from klear_core.config.distill import DistillConfig, LocalTeacherConfig
 from klear_core.config.evaluate import EngineConfig, EvaluateConfig, HardwareConfig, SamplingConfig
-from klear_core.config.pipeline import CurveRuntime, PipelineConfig, WorkspaceConfig
+from klear_core.config.pipeline import InlineEvalRuntime, PipelineConfig, WorkspaceConfig
 from klear_core.config.rl import RlConfig
 from klear_core.config.settings import Settings
 from klear_core.config.train import (
@@ -307,12 +307,12 @@ class SftJob(Job):
 
     seed: int
     sft: SftConfig
-    runtime: CurveRuntime = CurveRuntime()
+    runtime: InlineEvalRuntime = InlineEvalRuntime()
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Self:
         """Return the job with the settings of a pipeline config that determine the fine-tuned model."""
-        runtime = CurveRuntime.of(config.sft.runtime.curve, config, has_engines=False)
+        runtime = InlineEvalRuntime.of(config.sft.runtime.curve, config, has_engines=False)
         return cls(seed=config.seed, sft=config.sft, runtime=runtime)
 
     def scorer(self) -> EngineUse | None:
@@ -345,14 +345,14 @@ class RlJob(Job):
     seed: int
     rl: RlConfig
     verify: VerifyConfig
-    runtime: CurveRuntime = CurveRuntime()
+    runtime: InlineEvalRuntime = InlineEvalRuntime()
 
     @classmethod
     def of(cls, config: PipelineConfig, section: Literal["rl", "rl_code"]) -> Self:
         """Return the job with the settings of a pipeline config that determine the result of this RL stage."""
         rl = config.rl if section == "rl" else config.rl_code
         assert rl is not None, section
-        runtime = CurveRuntime.of(rl.runtime.curve, config, has_engines=True)
+        runtime = InlineEvalRuntime.of(rl.runtime.curve, config, has_engines=True)
         return cls(seed=config.seed, rl=rl, verify=config.judge_of(section), runtime=runtime)
 
     def files(self) -> tuple[str, ...]:

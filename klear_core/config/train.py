@@ -10,16 +10,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from klear_core.config.data import FileSource, HubRepo, HubRevision, HubRuntime, HubSource
 from klear_core.config.evaluate import (
-    CurveConfig,
     Device,
     EvaluateConfig,
     EvaluateRuntime,
     EvaluateSamplingConfig,
+    InlineEvalConfig,
     LocalEngineConfig,
     PoolRuntime,
     TorchEngineConfig,
 )
-from klear_core.config.settings import Floor, Settings
+from klear_core.config.settings import Settings, YieldLimits
 from klear_core.errors import ConfigError
 from klear_core.types import Difficulty
 
@@ -222,9 +222,9 @@ class SftOptimConfig(OptimConfig):
 class SftRuntime(TrainRuntime):
     """Processes, devices and checkpoints of SFT."""
 
-    rows: Floor = Floor()
+    rows: YieldLimits = YieldLimits()
     """Share of the traces that give a training row."""
-    curve: CurveConfig | None = None
+    curve: InlineEvalConfig | None = None
     """Scores on a small fixed set of problems while training goes on, by an engine of evaluation beside it; None:
     none."""
 

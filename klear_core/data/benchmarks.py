@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from klear_core.artifacts.manifest import LedgerStep, Manifest, Share, StageSummary, read_manifest
+from klear_core.artifacts.manifest import LedgerStep, Manifest, StageSummary, Yield, read_manifest
 from klear_core.artifacts.records import read_shards, shard_name, write_shard
 from klear_core.artifacts.store import SCRATCH
 from klear_core.config.curate import DifficultyConfig
@@ -183,7 +183,7 @@ def _candidates_of(
     if unusable:
         lost = Counter(row.reason for row in unusable)
         num_in = len(candidates) + len(unusable)
-        share = Share(what=f"rows of benchmark {benchmark.name} can be used", num_in=num_in, lost=lost)
+        share = Yield(what=f"rows of benchmark {benchmark.name} can be used", num_in=num_in, lost=lost)
         raise DataError(f"{share}. A benchmark must be whole: {listed([row.detail for row in unusable])}")
     _check_count(benchmark, len(candidates), outside)
     return list(candidates.values())
@@ -267,7 +267,7 @@ def check_references(
     notes, can_run_tests = _prepare(problems, judges, benchmark)
     faults = faulty_references(problems, judges, run_tests=can_run_tests)
     counts = dict(Counter(str(verdict.outcome) for _, verdict in faults))
-    share = Share(what=f"references of benchmark {benchmark} can be judged", num_in=len(problems), lost=counts)
+    share = Yield(what=f"references of benchmark {benchmark} can be judged", num_in=len(problems), lost=counts)
     which = listed([f"problem {p.problem_id} ({p.question[:60]!r}): {v.outcome}: {v.detail}" for p, v in faults])
     if len(faults) > max_unscored_rate * len(problems) or share.num_out == 0:
         raise DataError(

@@ -29,14 +29,14 @@ from klear_core.distill.shards import JOURNAL_FOLDER, FinishedShard, reopen_poor
 from klear_core.distill.teachers.fleet import NO_KEYS, BlockKeys
 from klear_core.distill.teachers.teacher import Teacher
 from klear_core.errors import DataError
-from klear_core.evaluate.run import Compute
+from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.metrics import Telemetry
 from klear_core.seeding import seed_for
 from klear_core.types import Judge, Problem
 
 log = logging.getLogger(__name__)
 
-_HERE = Compute(section="distill.teacher")
+_HERE = EnginesAndJudges(section="distill.teacher")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class TeacherAccess:
     """Artifact of the local teacher's model."""
     model_name: str = ""
     """Name of that model in the traces."""
-    compute: Compute = _HERE
+    compute: EnginesAndJudges = _HERE
     """Starts its engines and the judges."""
 
 

@@ -73,7 +73,7 @@ class Collection:
         self.trace_counts = TraceCounts()
         self.budget = FailureBudget(cfg.max_failure_rate)
         self.num_shards_done = 0
-        self.progress = Progress()
+        self.progress = Throughput()
         self.usage = Usage()
         """Tokens and money that this run and earlier ones spent, on replies of unfinished shards too."""
         self.is_over_budget = False
@@ -327,7 +327,7 @@ def _unused(drop: Dropped, reply: TeacherReply, *, sample_idx: int, teacher: str
 # Measure how fast and at what cost a distillation proceeds.
 
 
-class Progress:
+class Throughput:
     """Measures this run's speed, and estimates the remaining time."""
 
     def __init__(self) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from klear_core.artifacts.manifest import LedgerStep, Share, StageSummary, check_floor
+from klear_core.artifacts.manifest import LedgerStep, StageSummary, Yield, check_yield
 from klear_core.artifacts.records import write_shard
 from klear_core.config.curate import DecontaminateConfig
 from klear_core.config.data import FileSource, HubSource
-from klear_core.config.settings import Floor
+from klear_core.config.settings import YieldLimits
 from klear_core.data.candidates import Candidate
 from klear_core.data.curation.curate import protected_questions
 from klear_core.data.curation.decontaminate import Decontaminator, Leak, drop_of
@@ -38,7 +38,7 @@ def take_traces(
     decontaminate: DecontaminateConfig,
     *,
     keep_truncated: bool,
-    floors: tuple[Floor, Floor],
+    floors: tuple[YieldLimits, YieldLimits],
     benchmarks: Path,
     workdir: Path,
     telemetry: Telemetry,
@@ -82,7 +82,7 @@ class _Taken:
     num_traces: int = 0
     num_words: int = 0
 
-    def summary(self, floors: tuple[Floor, Floor], *, num_protected: int) -> StageSummary:
+    def summary(self, floors: tuple[YieldLimits, YieldLimits], *, num_protected: int) -> StageSummary:
         """Return counts, ledger and warnings; raise DataError if too little is usable."""
         read, clean, whole = map(self._reasons_at, _STEPS)
         num_rows = self.rows_of.total()
@@ -122,9 +122,9 @@ class _Taken:
     def _reasons_at(self, step: str) -> Counter[str]:
         return Counter(drop.reason for drop in self.dropped if drop.step == step)
 
-    def _checked(self, step: str, what: str, num_in: int, floor: Floor) -> tuple[str, ...]:
+    def _checked(self, step: str, what: str, num_in: int, floor: YieldLimits) -> tuple[str, ...]:
         drops = [drop for drop in self.dropped if drop.step == step]
-        share = Share(
+        share = Yield(
             what=what,
             num_in=num_in,
             lost=self._reasons_at(step),
@@ -132,7 +132,7 @@ class _Taken:
         )
         key = "curate.runtime.read" if step == READ else "distill.runtime.complete"
         remedy = "Repair the files, or name others in given.distill"
-        return check_floor(share, floor, key=key, remedy=remedy) if num_in else ()
+        return check_yield(share, floor, key=key, remedy=remedy) if num_in else ()
 
     def _notes(self) -> list[str]:
         num_plain = self.noted["without_reasoning"]

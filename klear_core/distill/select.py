@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from klear_core.artifacts.manifest import LedgerStep, Share, check_floor
+from klear_core.artifacts.manifest import LedgerStep, Yield, check_yield
 from klear_core.config.distill import DistillRuntime, IncompleteReason, SelectConfig
 from klear_core.distill.teachers.teacher import OVER_BUDGET, Usage
 from klear_core.errors import DataError, JudgeError, TeacherError
@@ -139,20 +139,20 @@ class TraceCounts:
         """Return the number of requested samples in the counted shards."""
         return self.num_traces + sum(dropped.total() for dropped in self._dropped.values())
 
-    def complete(self) -> Share:
+    def complete(self) -> Yield:
         """Return the share of samples with a complete, judged answer."""
         steps = [step for step in STEPS if step != "select"]
         lost = sum((self._dropped[step] for step in steps), Counter[str]())
         example = next((self._first_lost[step] for step in steps if step in self._first_lost), "")
-        return Share(
+        return Yield(
             what="answers of the teacher are complete and judged", num_in=self.num_asked, lost=lost, example=example
         )
 
-    def selected(self) -> Share:
+    def selected(self) -> Yield:
         """Return the share of complete, judged answers that the policy keeps."""
         example = self._first_lost.get("select", "")
         what = "complete answers are kept by distill.select"
-        return Share(what=what, num_in=self.complete().num_out, lost=self._dropped["select"], example=example)
+        return Yield(what=what, num_in=self.complete().num_out, lost=self._dropped["select"], example=example)
 
     def ledger(self) -> tuple[LedgerStep, ...]:
         """Return one entry per step, in order; each step's output count is the next one's input count."""
@@ -240,10 +240,10 @@ def floor_warnings(
     complete = trace_counts.complete()
     main_reason = max(complete.lost, key=complete.lost.__getitem__, default="")
     remedy = _REMEDIES.get(main_reason, "Remove that cause first; the lost answers are then requested again")
-    warnings = check_floor(complete, runtime.complete, key="distill.runtime.complete", remedy=remedy)
+    warnings = check_yield(complete, runtime.complete, key="distill.runtime.complete", remedy=remedy)
     if with_selected:
         remedy = "Check the references, or let distill.select keep wrong answers too"
-        warnings += check_floor(
+        warnings += check_yield(
             trace_counts.selected(), runtime.selected, key="distill.runtime.selected", remedy=remedy
         )
     return warnings

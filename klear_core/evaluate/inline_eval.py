@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from klear_core.config.pipeline import CurveJob
+from klear_core.config.pipeline import InlineEvalJob
 from klear_core.config.settings import Settings
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.benchmarks import load_benchmark
@@ -31,7 +31,7 @@ from klear_core.types import EvalSample, Judge, Problem
 from klear_core.verify import JudgePool, build_judge_pool
 
 
-def fixed_set(job: CurveJob, *, seed: int) -> tuple[Problem, ...]:
+def fixed_set(job: InlineEvalJob, *, seed: int) -> tuple[Problem, ...]:
     """Return the problems of the fixed set: the same for every stage and step of a run.
 
     They are the first in an order by a hash of seed and problem id, so that a larger set contains a smaller one. Raise
@@ -43,9 +43,9 @@ def fixed_set(job: CurveJob, *, seed: int) -> tuple[Problem, ...]:
 
 
 @contextmanager
-def open_exam(
-    job: CurveJob, judges: Callable[[VerifyConfig], JudgePool], folder: Path, *, seed: int
-) -> Iterator[CheckpointExam]:
+def open_inline_eval(
+    job: InlineEvalJob, judges: Callable[[VerifyConfig], JudgePool], folder: Path, *, seed: int
+) -> Iterator[CheckpointInlineEval]:
     """Yield the exam for models with the tokenizer in `folder`. Its judges are its own, and end with the context.
 
     Raise DataError or SandboxError, before training begins, if the problems cannot be read or judged.
@@ -54,7 +54,7 @@ def open_exam(
     tokenizer = load_tokenizer(folder)
     with judges(job.verify) as pool:
         pool.prepare(problems)
-        yield CheckpointExam(
+        yield CheckpointInlineEval(
             job=job,
             problems=problems,
             render=partial(render_prompt, tokenizer),
@@ -65,10 +65,10 @@ def open_exam(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointExam:
+class CheckpointInlineEval:
     """Answers and judges the fixed set with whatever weights an engine has."""
 
-    job: CurveJob
+    job: InlineEvalJob
     problems: Sequence[Problem]
     render: Callable[[str], tuple[int, ...]]
     """Turns a question into prompt token ids."""
@@ -96,7 +96,7 @@ class CheckpointExam:
             # The first ended the others. Callers retry and report by an error's type and message, which a group hides.
             raise errors.exceptions[0] from None
         counts = tally([task.result() for task in tasks], self.problems)["sampled"]
-        return curve_metrics(counts, confidence=self.job.confidence)
+        return inline_eval_metrics(counts, confidence=self.job.confidence)
 
     async def _answer(self, engine: InferenceEngine, planned: PlannedAnswer) -> EvalSample:
         params = sampling_params(self.job.sampling, planned, seed=self.seed)
@@ -116,16 +116,18 @@ class CheckpointExam:
         )
 
 
-async def score_with(exam: CheckpointExam, start_sampler: StartSampler, spec: EngineSpec) -> dict[str, float]:
+async def score_with(
+    inline_eval: CheckpointInlineEval, start_sampler: StartSampler, spec: EngineSpec
+) -> dict[str, float]:
     """Start an engine as `spec` says, score its model, and stop the engine; return the point of the curve."""
     sampler = await start_sampler(spec)
     try:
-        return await exam.score(sampler.engine)
+        return await inline_eval.score(sampler.engine)
     finally:
         await sampler.engine.close()
 
 
-def spec_of(job: CurveJob, model: Path, *, seed: int) -> EngineSpec:
+def spec_of(job: InlineEvalJob, model: Path, *, seed: int) -> EngineSpec:
     """Return the engine that scores the model in a Hugging Face folder."""
     assert job.scorer is not None, "the engines of the stage answer"
     return EngineSpec(
@@ -136,7 +138,7 @@ def spec_of(job: CurveJob, model: Path, *, seed: int) -> EngineSpec:
     )
 
 
-def curve_metrics(counts: Tally, *, confidence: float) -> dict[str, float]:
+def inline_eval_metrics(counts: Tally, *, confidence: float) -> dict[str, float]:
     """Return a point of the curve by the last part of each metric's name."""
     metrics = {
         "truncated_frac": counts.truncated_frac,
@@ -164,7 +166,7 @@ _PR_SET_PDEATHSIG = 1
 class ScoreRequest(Settings):
     """The input of the process, as JSON."""
 
-    job: CurveJob
+    job: InlineEvalJob
     model: Path
     """Hugging Face folder."""
     seed: int
@@ -173,7 +175,7 @@ class ScoreRequest(Settings):
 class ProcessScorer:
     """Starts a process for each model; see `ModelScorer`."""
 
-    def __init__(self, job: CurveJob, *, seed: int, hides_gpus: bool = False) -> None:
+    def __init__(self, job: InlineEvalJob, *, seed: int, hides_gpus: bool = False) -> None:
         """`hides_gpus` keeps the engine off GPUs, all of which have other work."""
         self._job = job
         self._seed = seed
@@ -221,13 +223,13 @@ class ProcessScorer:
 
 
 @contextmanager
-def process_scorer(job: CurveJob, folder: Path, *, seed: int, hides_gpus: bool = False) -> Iterator[ProcessScorer]:
-    """Yield a scorer of models with the tokenizer of `folder`; raise what `open_exam` raises, before anything is spent.
+def process_scorer(job: InlineEvalJob, folder: Path, *, seed: int, hides_gpus: bool = False) -> Iterator[ProcessScorer]:
+    """Yield a scorer of models with the tokenizer of `folder`; raise what `open_inline_eval` raises, before anything is spent.
 
     Judges are on this machine, in the scorer's processes.
     """
     # Opened and closed again only to raise now what every scoring process would raise after training has begun.
-    with open_exam(job, build_judge_pool, folder, seed=seed):
+    with open_inline_eval(job, build_judge_pool, folder, seed=seed):
         pass
     yield ProcessScorer(job, seed=seed, hides_gpus=hides_gpus)
 
@@ -238,8 +240,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = ScoreRequest.model_validate_json(sys.stdin.buffer.read())
     job, seed = request.job, request.seed
-    with open_exam(job, build_judge_pool, request.model, seed=seed) as exam:
-        point = asyncio.run(score_with(exam, start_here, spec_of(job, request.model, seed=seed)))
+    with open_inline_eval(job, build_judge_pool, request.model, seed=seed) as inline_eval:
+        point = asyncio.run(score_with(inline_eval, start_here, spec_of(job, request.model, seed=seed)))
     sys.stdout.write(json.dumps(point, allow_nan=False) + "\n")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard, read_shards, work_shards, write_shard, write_shards
-from klear_core.artifacts.remote_paths import home_of
+from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config.evaluate import EvaluateConfig
 from klear_core.config.train import TagConfig
 from klear_core.config.verify import VerifyConfig
@@ -46,7 +46,7 @@ from klear_core.verify import JudgePool, build_judge_pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
+class EnginesAndJudges:
     """Start a stage's engines and judges: by default one engine in this process, and judges on this machine."""
 
     section: str
@@ -60,7 +60,7 @@ class Compute:
 
 log = logging.getLogger(__name__)
 
-_HERE = Compute(section="evaluate")
+_HERE = EnginesAndJudges(section="evaluate")
 
 
 def evaluate(
@@ -72,7 +72,7 @@ def evaluate(
     seed: int,
     workdir: Path,
     telemetry: Telemetry,
-    compute: Compute = _HERE,
+    compute: EnginesAndJudges = _HERE,
 ) -> StageSummary:
     """Evaluate the model in the artifact folder `model`, and write `workdir/samples` and `workdir/report.json`.
 
@@ -90,7 +90,7 @@ def answer_suite(
     suite: Sequence[Benchmark],
     verify: VerifyConfig,
     *,
-    compute: Compute,
+    compute: EnginesAndJudges,
     seed: int,
     workdir: Path,
     telemetry: Telemetry,
@@ -115,7 +115,7 @@ def answer_suite(
         seed=seed_for(seed, "evaluate/engine"),
         window=window,
         artifact=None if is_hf_folder else model,
-        home=home_of(workdir),
+        remote=remote_paths_of(workdir),
     )
 
     async def run(judge: Judge) -> None:
@@ -214,7 +214,7 @@ def report_scores(
 _NAME = "tagging"
 """Name of the problems among the samples and in messages, where an evaluation has a benchmark's."""
 _ROWS_PER_SHARD = 4096
-_TAGGING_HERE = Compute(section="tag")
+_TAGGING_HERE = EnginesAndJudges(section="tag")
 
 
 def tag_problems(
@@ -226,7 +226,7 @@ def tag_problems(
     seed: int,
     workdir: Path,
     telemetry: Telemetry,
-    compute: Compute = _TAGGING_HERE,
+    compute: EnginesAndJudges = _TAGGING_HERE,
 ) -> StageSummary:
     """Write all problems of the artifact `problems` with new tags, their pass rates, and the judged answers.
 

@@ -32,7 +32,7 @@ from klear_core.prompts import completed, load_tokenizer, opening_of, render_pro
 from klear_core.types import Completion
 
 if TYPE_CHECKING:
-    from klear_core.artifacts.remote_paths import Home
+    from klear_core.artifacts.remote_paths import RemotePaths
     from klear_core.prompts import Tokenizer
 
 _QUEUE_MARGIN = 1.25
@@ -50,25 +50,25 @@ class EngineSpec:
     window: int | None = None
     artifact: Path | None = None
     """The model's artifact, from which a node with another disk gets the folder; None if the folder is in none."""
-    home: Home | None = None
+    remote: RemotePaths | None = None
     is_sent: bool = False
     """Whether the folder belongs to no artifact but has a copy in the store, which `fetch_folder` finds."""
 
-    def here(self) -> EngineSpec:
+    def on_this_node(self) -> EngineSpec:
         """Return the inputs with this node's own folder of the model."""
-        if self.home is None:
+        if self.remote is None:
             return self
         if self.is_sent:
             from klear_core.train.checkpoint_files import fetch_folder
 
-            folder = self.home.here(self.model_folder.parent) / self.model_folder.name
+            folder = self.remote.local_path(self.model_folder.parent) / self.model_folder.name
             fetch_folder(folder)
             return replace(self, model_folder=folder)
         if self.artifact is None:
             return self
         from klear_core.train.base_model import model_folder
 
-        return replace(self, model_folder=model_folder(self.home.here(self.artifact)))
+        return replace(self, model_folder=model_folder(self.remote.local_path(self.artifact)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from klear_core.types import Completion, TrainSample
 from klear_core.verify import JudgePool, build_judge_pool
 
 if TYPE_CHECKING:
-    from klear_core.artifacts.remote_paths import Home
+    from klear_core.artifacts.remote_paths import RemotePaths
     from klear_core.rl.learner import Learner
     from klear_core.train.checkpoint import Counters
 
@@ -42,15 +42,15 @@ class RlSetup:
     """The artifact folder of the initial model."""
     seed: int
     workdir: Path
-    home: Home | None = None
+    remote: RemotePaths | None = None
     """Place from which nodes with other disks fetch the model, and to which they send the result; None without a shared
     store."""
 
-    def here(self) -> RlSetup:
+    def on_this_node(self) -> RlSetup:
         """Return the setup with this node's own paths."""
-        if self.home is None:
+        if self.remote is None:
             return self
-        return replace(self, model=self.home.here(self.model), workdir=self.home.here(self.workdir))
+        return replace(self, model=self.remote.local_path(self.model), workdir=self.remote.local_path(self.workdir))
 
 
 class LearnerHandle(Protocol):

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from pathlib import Path
 
-from klear_core.artifacts.manifest import StageSummary, check_floor
+from klear_core.artifacts.manifest import StageSummary, check_yield
 from klear_core.config.rl import RlConfig, RolloutConfig
-from klear_core.config.settings import Floor
+from klear_core.config.settings import YieldLimits
 from klear_core.config.verify import VerifyConfig
 from klear_core.generate.engine import SleepingEngine, TrainableEngine
 from klear_core.metrics import Telemetry
@@ -18,7 +18,7 @@ from klear_core.rl.groups import choose_problems, to_samples
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
 from klear_core.rl.rollout import Collector, Lookahead, PromptStream, Rollouts, Sampler, StepRollouts, no_rewards
-from klear_core.rl.state import Curve, Exam, OpenExam, Progress, no_exam, ratios_one_note
+from klear_core.rl.state import Curve, InlineEval, OpenInlineEval, RlState, no_inline_eval, ratios_one_note
 from klear_core.rl.step_metrics import describe_groups, gather_shown, last_shown, save_shown
 from klear_core.train.base_model import model_folder
 from klear_core.types import Judge, Problem, RewardValues
@@ -36,20 +36,20 @@ def train_rl(
     problems: Path,
     telemetry: Telemetry,
     workers: Workers,
-    open_exam: OpenExam = no_exam,
+    open_inline_eval: OpenInlineEval = no_inline_eval,
 ) -> StageSummary:
     """Train the model on problems of the configured domain; write `model` and `sample_rollouts.parquet` to the workdir.
 
     A rerun with the same `workdir` continues from the last checkpoint. Raise DataError if the domain has no problems or
     almost no group is informative, TrainingError if sampling makes no progress, too many updates are skipped or too
-    many workers are lost. `open_exam` opens the scores that are taken while training goes on.
+    many workers are lost. `open_inline_eval` opens the scores that are taken while training goes on.
     """
     cfg, workdir = setup.cfg, setup.workdir
     chosen, choice = choose_problems(problems, cfg.domain, cfg.prompts)
-    with workers.judges(verify) as judges, open_exam(model_folder(setup.model)) as exam:
+    with workers.judges(verify) as judges, open_inline_eval(model_folder(setup.model)) as inline_eval:
         notes = judges.prepare(chosen)
         rewards = UserRewards(cfg.reward.custom, judges)
-        progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards, exam))
+        progress = asyncio.run(run_rl(setup, chosen, judges.judge_async, telemetry, workers, rewards, inline_eval))
     shown = workdir / "scratch" / "shown"
     # Again at the end: a short run ends before the first check in the loop.
     warnings = check_trained_share(progress, cfg.runtime.informative, shown=shown)
@@ -65,8 +65,8 @@ async def run_rl(
     telemetry: Telemetry,
     workers: Workers,
     custom_rewards: RewardValues = no_rewards,
-    exam: Exam | None = None,
-) -> Progress:
+    inline_eval: InlineEval | None = None,
+) -> RlState:
     """Run all remaining steps; after the loss of the learner, repeat the steps since its last checkpoint."""
     try:
         # Both spend seconds on imports, so they run concurrently.
@@ -75,7 +75,7 @@ async def run_rl(
         )
         while True:
             try:
-                progress = Progress.of(await learner.restore())
+                progress = RlState.of(await learner.restore())
                 progress.learner_notes = await learner.notes()
                 # Stream and collector are rebuilt after a loss, so that prompts continue where the checkpoint left off.
                 stream = PromptStream(problems, seed=setup.seed, position=progress.position)
@@ -89,7 +89,7 @@ async def run_rl(
                     custom_rewards=custom_rewards,
                 )
                 rollouts = rollouts_of(setup.cfg, sampler, stream, progress)
-                async with Curve(exam, telemetry, setup.cfg, workdir=setup.workdir) as curve:
+                async with Curve(inline_eval, telemetry, setup.cfg, workdir=setup.workdir) as curve:
                     await run_steps(setup, learner, engine, rollouts, progress, telemetry, curve)
                 if not (setup.workdir / "model").exists():  # else the run was killed after its export
                     await learner.export(setup.workdir / "model")
@@ -106,7 +106,7 @@ async def run_steps(
     learner: LearnerHandle,
     engine: TrainableEngine,
     rollouts: Rollouts,
-    progress: Progress,
+    progress: RlState,
     telemetry: Telemetry,
     curve: Curve,
 ) -> None:
@@ -157,7 +157,7 @@ async def run_steps(
 
 
 def count_step(
-    progress: Progress, metrics: dict[str, float], collected: StepRollouts, *, minibatches_per_step: int
+    progress: RlState, metrics: dict[str, float], collected: StepRollouts, *, minibatches_per_step: int
 ) -> None:
     """Add a finished step to `progress`; warn after the first update if every ratio was 1."""
     progress.after(
@@ -172,14 +172,14 @@ def count_step(
         log.warning("step %d: %s", progress.step, ratios_one_note(minibatches_per_step))
 
 
-def check_trained_share(progress: Progress, floor: Floor, *, shown: Path) -> tuple[str, ...]:
+def check_trained_share(progress: RlState, floor: YieldLimits, *, shown: Path) -> tuple[str, ...]:
     """Return a warning if many groups were uninformative; raise DataError if nearly all were.
 
     `shown` is the folder of saved answers, of which the newest is the error's example.
     """
     share = progress.trained_share(example=last_shown(shown))
     remedy = "Give it problems of another difficulty, a better model to start from, or more samples_per_group"
-    return check_floor(share, floor, key="rl.runtime.informative", remedy=remedy)
+    return check_yield(share, floor, key="rl.runtime.informative", remedy=remedy)
 
 
 async def sync_weights(
@@ -217,7 +217,7 @@ def speed(
     }
 
 
-def rollouts_of(cfg: RlConfig, sampler: Sampler, stream: PromptStream, progress: Progress) -> Rollouts:
+def rollouts_of(cfg: RlConfig, sampler: Sampler, stream: PromptStream, progress: RlState) -> Rollouts:
     """Return the groups of all remaining steps, in rounds or continuously."""
     if cfg.rollout.mode == "continuous":
         return ContinuousRollouts(sampler, stream, cfg, step=progress.step, again=progress.unfinished)

@@ -70,7 +70,7 @@ def token_loss(
     # Detach, because ratio, value and weight are numbers: the gradient flows through `carry_N` alone.
     unbounded_N = log_ratio(logp_N.detach(), batch.old_logp_N.clamp(-_MAX_ABS_LOGP, _MAX_ABS_LOGP))
     log_ratio_N = unbounded_N.clamp(-max_log_ratio, max_log_ratio)
-    weights = weights_of(log_ratio_N, logp_N.detach(), batch, cfg)
+    weights = token_weights(log_ratio_N, logp_N.detach(), batch, cfg)
     erc_N = torch.zeros_like(weights.low_N)
     if erc is not None:
         erc_N = _entropy_moved(entropy_N.detach(), batch.old_entropy_N, erc)
@@ -181,7 +181,7 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class TokenWeights:
     """Value and weight F of each token, and masks of where they differ from the ratio; all detached."""
 
     value_N: Tensor
@@ -192,7 +192,7 @@ class Weights:
     dual_N: Tensor
 
 
-def weights_of(log_ratio_N: Tensor, logp_N: Tensor, batch: TrainBatch, cfg: LossConfig) -> Weights:
+def token_weights(log_ratio_N: Tensor, logp_N: Tensor, batch: TrainBatch, cfg: LossConfig) -> TokenWeights:
     """Return value and weight of each token from detached log-ratios and log-probs, all finite but for NaN."""
     match cfg:
         case GppoConfig():
@@ -217,7 +217,7 @@ def weights_of(log_ratio_N: Tensor, logp_N: Tensor, batch: TrainBatch, cfg: Loss
             assert_never(cfg)
 
 
-def _gppo(ratio_N: Tensor, advantage_N: Tensor, cfg: GppoConfig) -> Weights:
+def _gppo(ratio_N: Tensor, advantage_N: Tensor, cfg: GppoConfig) -> TokenWeights:
     """Cap a clipped token's weight instead of removing its gradient; the betas scale its value and gradient.
 
     Klear-Reasoner equations 11 and 17, CE-GPPO equation 8.
@@ -229,7 +229,7 @@ def _gppo(ratio_N: Tensor, advantage_N: Tensor, cfg: GppoConfig) -> Weights:
     return _dual_clipped(weights, ratio_N, advantage_N, cfg.dual_clip)
 
 
-def _clip(ratio_N: Tensor, advantage_N: Tensor, cfg: ClipConfig | GspoConfig) -> Weights:
+def _clip(ratio_N: Tensor, advantage_N: Tensor, cfg: ClipConfig | GspoConfig) -> TokenWeights:
     """Take PPO's minimum of clipped and unclipped: a clipped token has the bound as its value and no gradient."""
     # min(r A, clip(r) A) is the clipped branch only where the ratio left the range in A's direction: see `_outside`.
     low_N, high_N = _outside(ratio_N, advantage_N, cfg)
@@ -239,11 +239,11 @@ def _clip(ratio_N: Tensor, advantage_N: Tensor, cfg: ClipConfig | GspoConfig) ->
     return _dual_clipped(weights, ratio_N, advantage_N, cfg.dual_clip)
 
 
-def _cispo(ratio_N: Tensor, logp_N: Tensor, advantage_N: Tensor, cfg: CispoConfig) -> Weights:
+def _cispo(ratio_N: Tensor, logp_N: Tensor, advantage_N: Tensor, cfg: CispoConfig) -> TokenWeights:
     """Weigh REINFORCE by the clipped ratio, without regard to the sign of the advantage (MiniMax-M1)."""
     low_N, high_N = _outside(ratio_N, advantage_N, cfg)  # for metrics only: the weight below does not depend on them
     weight_N = ratio_N.clamp(min=1 - cfg.eps_low if cfg.two_sided else None, max=1 + cfg.eps_high)
-    return Weights(
+    return TokenWeights(
         value_N=weight_N * logp_N,  # REINFORCE's surrogate is weight * logp, where PPO's is the ratio
         weight_N=weight_N,
         low_N=low_N,
@@ -253,7 +253,7 @@ def _cispo(ratio_N: Tensor, logp_N: Tensor, advantage_N: Tensor, cfg: CispoConfi
     )
 
 
-def _dgpo(ratio_N: Tensor, advantage_N: Tensor, cfg: DgpoConfig) -> Weights:
+def _dgpo(ratio_N: Tensor, advantage_N: Tensor, cfg: DgpoConfig) -> TokenWeights:
     """Let the weight of out-of-range tokens decay from the bound on, without a jump (DGPO, its published code)."""
     low_N, high_N = _outside(ratio_N, advantage_N, cfg)
     below_N = ratio_N * (ratio_N / (1 - cfg.eps_low)) ** cfg.low_power
@@ -263,7 +263,7 @@ def _dgpo(ratio_N: Tensor, advantage_N: Tensor, cfg: DgpoConfig) -> Weights:
     return _ranged(weight_N, weight_N, low_N, high_N)
 
 
-def _aspo(log_ratio_N: Tensor, advantage_N: Tensor, cfg: AspoConfig) -> Weights:
+def _aspo(log_ratio_N: Tensor, advantage_N: Tensor, cfg: AspoConfig) -> TokenWeights:
     """Weigh positive tokens by 1/r, so that the least likely are raised most; clip as PPO does, then cap (ASPO)."""
     ratio_N = log_ratio_N.exp()
     low_N, high_N = _outside(ratio_N, advantage_N, cfg)
@@ -273,7 +273,7 @@ def _aspo(log_ratio_N: Tensor, advantage_N: Tensor, cfg: AspoConfig) -> Weights:
     capped_N = flipped_N.clamp(max=cfg.max_weight)
     # A clipped token has the value at its bound: there a positive one weighs 1/r, a negative one r.
     value_N = torch.where(high_N, 1 / (1 + cfg.eps_high), torch.where(low_N, 1 - cfg.eps_low, capped_N))
-    return Weights(
+    return TokenWeights(
         value_N=value_N,
         weight_N=capped_N.masked_fill(low_N | high_N, 0),
         low_N=low_N,
@@ -283,7 +283,7 @@ def _aspo(log_ratio_N: Tensor, advantage_N: Tensor, cfg: AspoConfig) -> Weights:
     )
 
 
-def _sapo(ratio_N: Tensor, advantage_N: Tensor, cfg: SapoConfig) -> Weights:
+def _sapo(ratio_N: Tensor, advantage_N: Tensor, cfg: SapoConfig) -> TokenWeights:
     """Weigh by the derivative of a sigmoid of the ratio, which is 1 at r = 1 and falls on both sides (SAPO)."""
     low_N, high_N = _outside(ratio_N, advantage_N, cfg)  # for metrics only: the weight below does not depend on them
     tau_N = torch.full_like(ratio_N, cfg.tau_negative).masked_fill(advantage_N > 0, cfg.tau_positive)
@@ -294,7 +294,7 @@ def _sapo(ratio_N: Tensor, advantage_N: Tensor, cfg: SapoConfig) -> Weights:
     return _ranged(4 / tau_N * gate_N, 4 * ratio_N * gate_N * (-x_N).sigmoid(), low_N, high_N)
 
 
-def _trm(log_ratio_N: Tensor, batch: TrainBatch, cfg: TrmConfig) -> Weights:
+def _trm(log_ratio_N: Tensor, batch: TrainBatch, cfg: TrmConfig) -> TokenWeights:
     """Keep the rows all of whose tokens are in the trust region, unclipped, and mask the others whole (TRM).
 
     Masked rows still count in the mean's denominator. The divergence is k2, (log r)^2 / 2, an estimate of the KL
@@ -304,7 +304,7 @@ def _trm(log_ratio_N: Tensor, batch: TrainBatch, cfg: TrmConfig) -> Weights:
     low_N, high_N = _outside(ratio_N, batch.advantage_N, cfg)
     masked_N = row_max(log_ratio_N.square() / 2, batch) > cfg.max_divergence
     weight_N = ratio_N * ~masked_N  # a product, so that a NaN in a masked row stays one
-    return Weights(
+    return TokenWeights(
         value_N=weight_N,
         weight_N=weight_N,
         low_N=low_N,
@@ -314,9 +314,9 @@ def _trm(log_ratio_N: Tensor, batch: TrainBatch, cfg: TrmConfig) -> Weights:
     )
 
 
-def _ranged(value_N: Tensor, weight_N: Tensor, low_N: Tensor, high_N: Tensor) -> Weights:
+def _ranged(value_N: Tensor, weight_N: Tensor, low_N: Tensor, high_N: Tensor) -> TokenWeights:
     """Return weights of which the tokens outside the range in the direction of their advantage count as clipped."""
-    return Weights(
+    return TokenWeights(
         value_N=value_N,
         weight_N=weight_N,
         low_N=low_N,
@@ -331,7 +331,7 @@ def _outside(ratio_N: Tensor, advantage_N: Tensor, cfg: LossConfig) -> tuple[Ten
     return (advantage_N < 0) & (ratio_N < 1 - cfg.eps_low), (advantage_N > 0) & (ratio_N > 1 + cfg.eps_high)
 
 
-def _dual_clipped(weights: Weights, ratio_N: Tensor, advantage_N: Tensor, bound: float | None) -> Weights:
+def _dual_clipped(weights: TokenWeights, ratio_N: Tensor, advantage_N: Tensor, bound: float | None) -> TokenWeights:
     """Apply the dual clip (arXiv 1912.09729): with A < 0 and a ratio above `bound`, value `bound` and no gradient."""
     if bound is None:
         return weights

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from klear_core.artifacts.manifest import LedgerStep, Share, StageSummary
+from klear_core.artifacts.manifest import LedgerStep, StageSummary, Yield
 from klear_core.config.rl import RlConfig
 from klear_core.generate.engine import InferenceEngine
 from klear_core.metrics import METRICS_FILE, Telemetry, skipped_note
@@ -27,7 +27,7 @@ ONE_TOLERANCE = 1e-4
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class RlState:
     """Counts of finished steps and of what they consumed; saved with every checkpoint."""
 
     step: int = 0
@@ -85,7 +85,7 @@ class Progress:
         return plain | drops | {f"{_UNFINISHED}{position}": 1 for position in self.unfinished}
 
     @classmethod
-    def of(cls, counters: Mapping[str, int | float] | None) -> Progress:
+    def of(cls, counters: Mapping[str, int | float] | None) -> RlState:
         """Rebuild progress from `counters`; None means that no step is finished."""
         if counters is None:
             return cls()
@@ -94,14 +94,14 @@ class Progress:
         plain = {k: v for k, v in counters.items() if not k.startswith((_DROPS, _UNFINISHED))}
         return cls(**plain, unfinished=tuple(unfinished), drops=DropCounts(Counter(drops)))  # type: ignore[arg-type]
 
-    def trained_share(self, *, example: str) -> Share:
+    def trained_share(self, *, example: str) -> Yield:
         """Return the share of prompts whose group was trained on; surplus and cancelled groups do not count."""
         drops = self.drops.of("group")
         # A surplus group was informative and only had no room, so it is neither trained on nor lost. Whether a
         # cancelled one was informative is unknown.
         lost = {reason: n for reason, n in drops.items() if reason not in (TRAINED, SURPLUS, CANCELLED)}
         what = f"prompts were trained on in {self.step} steps (last pass rate {self.pass_rate:.2f})"
-        return Share(what=what, num_in=drops.get(TRAINED, 0) + sum(lost.values()), lost=lost, example=example)
+        return Yield(what=what, num_in=drops.get(TRAINED, 0) + sum(lost.values()), lost=lost, example=example)
 
     def summary(self, choice: LedgerStep, *, minibatches_per_step: int, seed: int) -> StageSummary:
         """Return counts, ledger and notes for the stage's manifest and report."""
@@ -140,7 +140,7 @@ def ratios_one_note(minibatches_per_step: int) -> str:
 # Score the policy on a fixed set every few steps, by the engines that sample, while training goes on.
 
 
-class Exam(Protocol):
+class InlineEval(Protocol):
     """Answers and judges a fixed set of problems with the weights that an engine has."""
 
     async def score(self, engine: InferenceEngine) -> dict[str, float]:
@@ -148,11 +148,11 @@ class Exam(Protocol):
         ...
 
 
-OpenExam = Callable[[Path], AbstractContextManager[Exam | None]]
+OpenInlineEval = Callable[[Path], AbstractContextManager[InlineEval | None]]
 """Returns a context of the exam, with its judges, for the model in a folder; of None if no scores are to be taken."""
 
 
-def no_exam(_folder: Path) -> AbstractContextManager[Exam | None]:
+def no_inline_eval(_folder: Path) -> AbstractContextManager[InlineEval | None]:
     """Return a context of None."""
     return nullcontext()
 
@@ -164,8 +164,8 @@ class Curve:
     beside the next rollouts and the learner's update, and are awaited before the engines load the next version.
     """
 
-    def __init__(self, exam: Exam | None, telemetry: Telemetry, cfg: RlConfig, *, workdir: Path) -> None:
-        self._exam = exam
+    def __init__(self, inline_eval: InlineEval | None, telemetry: Telemetry, cfg: RlConfig, *, workdir: Path) -> None:
+        self._exam = inline_eval
         self._metrics_file = workdir / METRICS_FILE
         self._telemetry = telemetry
         self._curve = cfg.runtime.curve

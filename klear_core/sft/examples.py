@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from klear_core.artifacts.manifest import LedgerStep, Share, check_floor
-from klear_core.config.settings import Floor
+from klear_core.artifacts.manifest import LedgerStep, Yield, check_yield
+from klear_core.config.settings import YieldLimits
 from klear_core.config.train import SftConfig
 from klear_core.errors import DataError
 from klear_core.prompts import THINK_OPEN, continuation, encode_all, opening_of, prompt_text, render_response
@@ -176,15 +176,15 @@ def build_store(
     return TokenStore(folder)
 
 
-def check_store(store: TokenStore, floor: Floor, *, max_tokens: int) -> tuple[str, ...]:
+def check_store(store: TokenStore, floor: YieldLimits, *, max_tokens: int) -> tuple[str, ...]:
     """Return the warning about traces that gave no row, if they are many.
 
     Raise DataError if they are too many or all.
     """
     what = f"traces give a training row (sft.max_tokens = {max_tokens})"
-    share = Share(what=what, num_in=store.ledger.num_in, lost=store.ledger.dropped, example=store.example_lost)
+    share = Yield(what=what, num_in=store.ledger.num_in, lost=store.ledger.dropped, example=store.example_lost)
     remedy = "If they are overlong, raise sft.max_tokens, or cut them: --set sft.overlong=cut"
-    return check_floor(share, floor, key="sft.runtime.rows", remedy=remedy)
+    return check_yield(share, floor, key="sft.runtime.rows", remedy=remedy)
 
 
 def _stream(

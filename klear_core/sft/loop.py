@@ -18,8 +18,8 @@ from torch import Tensor
 
 from klear_core.artifacts.manifest import FileRecord, StageSummary
 from klear_core.artifacts.records import read_shards
-from klear_core.artifacts.remote_paths import Home, fetch_results, home_of, send_results
-from klear_core.config.evaluate import CurveConfig
+from klear_core.artifacts.remote_paths import RemotePaths, fetch_results, remote_paths_of, send_results
+from klear_core.config.evaluate import InlineEvalConfig
 from klear_core.config.train import SftConfig
 from klear_core.hf_config import read_hf_config
 from klear_core.metrics import Telemetry, skipped_note
@@ -38,7 +38,7 @@ from klear_core.train.distributed import (
     pack_share,
     run_here,
 )
-from klear_core.train.inline_eval import OpenScorer, PointWriter, no_scorer, scoring
+from klear_core.train.inline_eval import CheckpointExporter, OpenScorer, no_scorer, scoring
 from klear_core.train.logps import HeadOutput, fused_loss
 from klear_core.train.model import FOLDER, Adapters, FlopCount, Head, Policy, export_model, peak_flops, save_adapter
 from klear_core.train.packing import MicroBatch, PackedBatch, TokenRow
@@ -55,16 +55,16 @@ class _Job:
     store: Path
     seed: int
     workdir: Path
-    curve: CurveConfig | None = None
+    curve: InlineEvalConfig | None = None
     """Steps whose models are exported to be scored; None: none."""
-    home: Home | None = None
+    remote: RemotePaths | None = None
     """Source of model and tokens for ranks on nodes with other disks; None without a shared store."""
 
-    def here(self) -> _Job:
+    def on_this_node(self) -> _Job:
         """Return the inputs with this node's own paths."""
-        if self.home is None:
+        if self.remote is None:
             return self
-        model, workdir = self.home.here(self.model), self.home.here(self.workdir)
+        model, workdir = self.remote.local_path(self.model), self.remote.local_path(self.workdir)
         store = workdir / self.store.relative_to(self.workdir)
         fetch_folder(store)
         return replace(self, model=model, workdir=workdir, store=store)
@@ -98,23 +98,23 @@ def train_sft(
     tokens = build_store(rows, tokenizer, store, max_tokens=cfg.max_tokens, overlong=cfg.overlong)
     warnings = check_store(tokens, cfg.runtime.rows, max_tokens=cfg.max_tokens)
     # Ranks in this process have its disk.
-    home = None if run_ranks is run_here else home_of(workdir)
-    if home is not None:
+    remote = None if run_ranks is run_here else remote_paths_of(workdir)
+    if remote is not None:
         send_folder(store)
     with open_scorer(model_folder(model)) as scorer, scoring(scorer, telemetry, stage="sft", workdir=workdir) as scores:
         curve = None if scores is None else cfg.runtime.curve
-        job = _Job(cfg=cfg, model=model, store=store, seed=seed, workdir=workdir, curve=curve, home=home)
+        job = _Job(cfg=cfg, model=model, store=store, seed=seed, workdir=workdir, curve=curve, remote=remote)
         summary, results = run_ranks(partial(_run_rank, job), cfg.runtime, telemetry)
         unscored = () if scores is None else scores.finish()
-    fetch_results(home, results, workdir)
+    fetch_results(remote, results, workdir)
     return summary.model_copy(update={"notes": (*warnings, *summary.notes, *unscored)})
 
 
 def _run_rank(job: _Job, world: World, telemetry: Telemetry) -> tuple[StageSummary, tuple[FileRecord, ...]]:
     """Train, and return the files that rank 0 has sent to the store, for a driver with another disk."""
-    job = job.here()
+    job = job.on_this_node()
     summary = _train_rank(job, world, telemetry)
-    results = send_results(job.home, job.workdir, ["skipped", FOLDER, "model"]) if world.rank == 0 else ()
+    results = send_results(job.remote, job.workdir, ["skipped", FOLDER, "model"]) if world.rank == 0 else ()
     return summary, results
 
 
@@ -214,8 +214,8 @@ def _load(job: _Job, world: World) -> Policy:
     )
 
 
-def _point_writer(job: _Job, world: World) -> PointWriter:
-    return PointWriter(
+def _point_writer(job: _Job, world: World) -> CheckpointExporter:
+    return CheckpointExporter(
         job.curve,
         workdir=job.workdir,
         source=model_folder(job.model),

@@ -79,12 +79,12 @@ def load_policy(
         activation_checkpointing=activation_checkpointing,
         cpu_offload=cpu_offload,
     )
-    home = torch.device("cpu") if cpu_offload else world.device
+    remote = torch.device("cpu") if cpu_offload else world.device
     if world.size == 1:
-        return shard(read(device=home))
+        return shard(read(device=remote))
     # Sharded before it has memory, so that only the shards are allocated.
     policy = shard(read(device="meta"))
-    hf: Any = policy.to_empty(device=home).hf
+    hf: Any = policy.to_empty(device=remote).hf
     for module in hf.modules():  # only weights are offloaded: buffers stay on the device that computes with them
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = buffer.to(world.device)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from klear_core.artifacts.store import SCRATCH
-from klear_core.config.evaluate import CurveConfig
+from klear_core.config.evaluate import InlineEvalConfig
 from klear_core.errors import KlearError
 from klear_core.metrics import METRICS_FILE, Telemetry, read_metrics
 from klear_core.train.checkpoint_files import CheckpointCopies
@@ -72,7 +72,7 @@ def no_scorer(_folder: Path) -> AbstractContextManager[ModelScorer | None]:
     return nullcontext()
 
 
-class CurveThread:
+class InlineEvalThread:
     """Scores the models that the learner exports to `workdir`, one at a time and in order, and logs the scores.
 
     Models that are exported meanwhile wait in their folders. A step with a score in the metrics file is not
@@ -83,7 +83,7 @@ class CurveThread:
         self._scorer = scorer
         self._telemetry = telemetry
         self._stage = stage
-        self._points = Points(workdir)
+        self._points = ExportedCheckpoints(workdir)
         self._metrics_file = workdir / METRICS_FILE
         self._poll_s = _STORE_POLL_S if self._points.is_in_store else _POLL_S
         self._is_ending = threading.Event()
@@ -163,12 +163,12 @@ class CurveThread:
 @contextmanager
 def scoring(
     scorer: ModelScorer | None, telemetry: Telemetry, *, stage: str, workdir: Path
-) -> Iterator[CurveThread | None]:
+) -> Iterator[InlineEvalThread | None]:
     """Yield the running thread, or None without a scorer; an exception in the block stops it."""
     if scorer is None:
         yield None
         return
-    thread = CurveThread(scorer, telemetry, stage=stage, workdir=workdir)
+    thread = InlineEvalThread(scorer, telemetry, stage=stage, workdir=workdir)
     thread.start()
     try:
         yield thread
@@ -183,7 +183,7 @@ def scoring(
 _NAME = re.compile(r"step-(\d{8})")
 
 
-class Points:
+class ExportedCheckpoints:
     """The models of one stage that wait for their score, in folders `step-00000020` below its working folder.
 
     With a shared store the copies there count, because learner and driver may have different disks.
@@ -239,15 +239,22 @@ class Points:
         return self._folder / f"step-{step:08d}"
 
 
-class PointWriter:
+class CheckpointExporter:
     """Exports the models of the curve that are due; every rank must make the same calls in order."""
 
     def __init__(
-        self, curve: CurveConfig | None, *, workdir: Path, source: Path, window: int | None, dtype: Dtype, world: World
+        self,
+        curve: InlineEvalConfig | None,
+        *,
+        workdir: Path,
+        source: Path,
+        window: int | None,
+        dtype: Dtype,
+        world: World,
     ) -> None:
         """`source` is the folder of config and tokenizer; without a `curve` no model is due."""
         self._curve = curve
-        self._points = Points(workdir)
+        self._points = ExportedCheckpoints(workdir)
         self._source = source
         self._window = window
         self._dtype = dtype

@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 from klear_core.config.rl import CustomReward
 from klear_core.config.verify import CustomJudge, MathConfig, VerifyConfig
 from klear_core.types import AnswerToJudge, CodeReference, JudgedAnswer, Outcome, Verdict
-from klear_core.verify.math.text_compare import Comparison
+from klear_core.verify.math.text_compare import AlgebraComparison
 
 # ---- work ----
 # Define the messages between the caller and the judging processes.
@@ -34,7 +34,7 @@ class MathTask:
     """
 
     golds: tuple[str, ...]
-    comparison: Comparison | None
+    comparison: AlgebraComparison | None
     unboxed: str
     answer: str
     """The answer as the verdict quotes it."""

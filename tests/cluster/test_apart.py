@@ -21,18 +21,18 @@ from verify_builders import fenced, problem, stdin_reference
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.artifacts.object_store import ObjectStore
 from klear_core.artifacts.records import StoredTestsWriter
-from klear_core.artifacts.remote_paths import NODE_ROOT, home_of
+from klear_core.artifacts.remote_paths import NODE_ROOT, remote_paths_of
 from klear_core.artifacts.store import LocalStore
 from klear_core.cluster.nodes import EnginePlan
 from klear_core.config.evaluate import TorchEngineConfig, TorchEngineRuntime
 from klear_core.config.pipeline import ScorerConfig
 from klear_core.errors import ResourceError
-from klear_core.evaluate.inline_eval import open_exam, score_with, spec_of
+from klear_core.evaluate.inline_eval import open_inline_eval, score_with, spec_of
 from klear_core.generate.factory import start_here
 from klear_core.rl.interfaces import LocalWorkers, RlSetup, Workers
 from klear_core.rl.loop import run_rl
 from klear_core.train.base_model import model_folder
-from klear_core.train.inline_eval import Points
+from klear_core.train.inline_eval import ExportedCheckpoints
 from klear_core.types import CodeReference, Outcome, StoredTests
 from klear_core.verify import build_judge_pool
 from tasks.resources import Needs, ray_session
@@ -145,12 +145,12 @@ def test_a_model_of_the_curve_is_scored_on_another_disk_as_in_this_process(apart
     engine = TorchEngineConfig(runtime=TorchEngineRuntime(device="cpu"))
     job = toy_curve(tmp_path, scorer=ScorerConfig(engine=engine, num_threads=1))
     with apart.store().create("sft", "curve") as slot:
-        points = Points(slot.workdir)
+        points = ExportedCheckpoints(slot.workdir)
         points.add(20, lambda folder: shutil.copytree(model_folder(base.path), folder))
         assert points.waiting() == [20]
         assert not list(slot.workdir.glob("**/step-*"))  # the copy counts
         plan = EnginePlan(num_engines=1, gpus_per_engine=0)
-        scorer = RayScorer(job, plan, seed=0, home=home_of(slot.workdir), key="sft")
+        scorer = RayScorer(job, plan, seed=0, remote=remote_paths_of(slot.workdir), key="sft")
         with ray_session(NEEDS):
             point = scorer.score(points.fetch(20))
             scorer.stop()
@@ -161,8 +161,8 @@ def test_a_model_of_the_curve_is_scored_on_another_disk_as_in_this_process(apart
         slot.publish(manifest(kind="sft"))
     # loaded, and then deleted where it was loaded
     assert not list(apart.root.glob("*/.building/**/step-00000020"))
-    with open_exam(job, build_judge_pool, model_folder(base.path), seed=0) as exam:
-        assert point == asyncio.run(score_with(exam, start_here, spec_of(job, model_folder(base.path), seed=0)))
+    with open_inline_eval(job, build_judge_pool, model_folder(base.path), seed=0) as inline_eval:
+        assert point == asyncio.run(score_with(inline_eval, start_here, spec_of(job, model_folder(base.path), seed=0)))
 
 
 class KillsTheLearnersNode(Recorder):
@@ -181,7 +181,7 @@ class KillsTheLearnersNode(Recorder):
 
 def learn(base: Path, workdir: Path, workers: Workers, telemetry: Recorder) -> None:
     cfg = config(num_rollout_actors=2, max_restarts=6)
-    setup = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir, home=home_of(workdir))
+    setup = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir, remote=remote_paths_of(workdir))
     asyncio.run(run_rl(setup, PROBLEMS, low_byte_judge, telemetry, workers))
 
 

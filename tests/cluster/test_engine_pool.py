@@ -18,12 +18,12 @@ from klear_core.config.evaluate import (
 )
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
-from klear_core.evaluate.run import Compute, answer_suite
+from klear_core.evaluate.run import EnginesAndJudges, answer_suite
 from klear_core.evaluate.sample import Benchmark
 from klear_core.metrics import NullTelemetry
 from klear_core.train.base_model import prepare_base
 from klear_core.types import Difficulty, Domain, EvalSample, MathReference, Problem
-from tasks.resources import open_compute
+from tasks.resources import open_engines_and_judges
 
 pytest.importorskip("ray")
 from two_nodes import actors_of, two_nodes
@@ -89,15 +89,15 @@ def answers(model: Path, workdir: Path, *, is_pool: bool, telemetry: NullTelemet
         runtime=RUNTIME,
     )
 
-    def run(compute: Compute) -> None:
+    def run(compute: EnginesAndJudges) -> None:
         watcher = telemetry or NullTelemetry()
         answer_suite(model, cfg, suite(), VerifyConfig(), compute=compute, seed=5, workdir=workdir, telemetry=watcher)
 
     if is_pool:
-        with open_compute(cfg.engine, RUNTIME, model, section="evaluate") as compute:
+        with open_engines_and_judges(cfg.engine, RUNTIME, model, section="evaluate") as compute:
             run(compute)
     else:
-        run(Compute(section="evaluate"))
+        run(EnginesAndJudges(section="evaluate"))
     return list(read_shards(workdir / "samples", EvalSample))
 
 

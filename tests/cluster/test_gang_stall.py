@@ -10,7 +10,7 @@ import pytest
 from klear_core.cluster.rank_actors import RankActor, Reports
 from klear_core.config.train import TrainRuntime
 from klear_core.errors import TrainingError
-from klear_core.metrics import NullTelemetry, Progress
+from klear_core.metrics import Heartbeat, NullTelemetry
 
 pytest.importorskip("ray")
 from klear_core.cluster.gang import Gang
@@ -19,7 +19,7 @@ from klear_core.cluster.gang import Gang
 class FakeRank:
     """Stands for an actor's handle that is asked `take_reports.options(...).remote()`."""
 
-    def __init__(self, progress: Callable[[int], Progress]) -> None:
+    def __init__(self, progress: Callable[[int], Heartbeat]) -> None:
         self.num_asked = 0
         self.progress = progress
         self.take_reports = self
@@ -39,12 +39,12 @@ def gang_of(*ranks: FakeRank) -> Gang:
     return gang
 
 
-def advances(num_asked: int) -> Progress:
-    return Progress(count=num_asked, latest=f"micro-batch {num_asked}")
+def advances(num_asked: int) -> Heartbeat:
+    return Heartbeat(count=num_asked, latest=f"micro-batch {num_asked}")
 
 
-def stops(num_asked: int) -> Progress:
-    return Progress(count=min(num_asked, 1), latest="micro-batch 1")
+def stops(num_asked: int) -> Heartbeat:
+    return Heartbeat(count=min(num_asked, 1), latest="micro-batch 1")
 
 
 def test_a_call_may_last_longer_than_the_limit_as_long_as_a_rank_makes_progress() -> None:
@@ -59,7 +59,7 @@ def test_a_call_may_last_longer_than_the_limit_as_long_as_a_rank_makes_progress(
 
 def test_ranks_without_progress_are_named_with_what_they_did_last() -> None:
     async def drive() -> None:
-        gang = gang_of(FakeRank(lambda _n: Progress(count=7, latest="micro-batch 7")), FakeRank(stops))
+        gang = gang_of(FakeRank(lambda _n: Heartbeat(count=7, latest="micro-batch 7")), FakeRank(stops))
         await gang.wait([asyncio.sleep(3600)], "do a step", stall_timeout_s=0.6)
 
     told = (

@@ -18,10 +18,17 @@ from manifests import manifest
 from klear_core.artifacts.bucket import Bucket, LeaseTimes
 from klear_core.artifacts.manifest import MANIFEST_SUM, POINTER, ArtifactRef, FileRecord, GivenRecord, InputRecord
 from klear_core.artifacts.object_store import ObjectStore
-from klear_core.artifacts.remote_paths import NODE_ROOT, fetch_results, home_of, send_results, share_given, store_of
+from klear_core.artifacts.remote_paths import (
+    NODE_ROOT,
+    fetch_results,
+    remote_paths_of,
+    send_results,
+    share_given,
+    store_of,
+)
 from klear_core.artifacts.store import LocalStore
 from klear_core.errors import ArtifactError, ConfigError, ResourceError
-from klear_core.metrics import progress
+from klear_core.metrics import heartbeat
 from klear_core.report.run.lineage import ancestors
 from klear_core.train.base_model import model_folder, wanted_window
 
@@ -397,19 +404,19 @@ def test_a_process_on_another_node_gets_its_own_copy_of_an_artifact_and_its_own_
     ref = build(a)
     monkeypatch.setenv(NODE_ROOT, str(node("b").root))
     with a.create("rl", "f1") as slot:
-        home = home_of(slot.workdir)
-        assert home is not None
-        assert home == home_of(ref.path / "rows")
-        assert home.here(ref.path / "rows").read_bytes() == b"rows"
-        assert home.here(ref.path / "rows").is_relative_to(node("b").root)
-        own = home.here(slot.workdir)
+        remote = remote_paths_of(slot.workdir)
+        assert remote is not None
+        assert remote == remote_paths_of(ref.path / "rows")
+        assert remote.local_path(ref.path / "rows").read_bytes() == b"rows"
+        assert remote.local_path(ref.path / "rows").is_relative_to(node("b").root)
+        own = remote.local_path(slot.workdir)
         (own / "model").mkdir()
         (own / "model" / "weights").write_bytes(b"trained")
-        fetch_results(home, send_results(home, own, ["model", "adapter"]), slot.workdir)
+        fetch_results(remote, send_results(remote, own, ["model", "adapter"]), slot.workdir)
         assert (slot.workdir / "model" / "weights").read_bytes() == b"trained"
     with pytest.raises(ArtifactError, match="sft/f2: not in "):
-        home.here(ref.path.with_name("f2"))
-    assert home.here(Path("/elsewhere")) == Path("/elsewhere")
+        remote.local_path(ref.path.with_name("f2"))
+    assert remote.local_path(Path("/elsewhere")) == Path("/elsewhere")
 
 
 def test_every_file_that_a_process_on_another_node_sends_or_fetches_is_progress(
@@ -420,19 +427,19 @@ def test_every_file_that_a_process_on_another_node_sends_or_fetches_is_progress(
     ref = build(a)
     monkeypatch.setenv(NODE_ROOT, str(node("b").root))
     with a.create("rl", "f1") as slot:
-        home = home_of(slot.workdir)
-        assert home is not None
-        before = progress().count
-        home.here(ref.path)
-        assert progress().count > before
-        assert progress().latest.startswith("download of ")
-        own = home.here(slot.workdir)
+        remote = remote_paths_of(slot.workdir)
+        assert remote is not None
+        before = heartbeat().count
+        remote.local_path(ref.path)
+        assert heartbeat().count > before
+        assert heartbeat().latest.startswith("download of ")
+        own = remote.local_path(slot.workdir)
         (own / "model").mkdir()
         for i in range(3):
             (own / "model" / f"part-{i}").write_bytes(bytes([i]))
-        before = progress().count
-        send_results(home, own, ["model"])
-        assert progress().count >= before + 2 * 3  # a checksum and an upload each
+        before = heartbeat().count
+        send_results(remote, own, ["model"])
+        assert heartbeat().count >= before + 2 * 3  # a checksum and an upload each
 
 
 def test_a_given_model_reaches_processes_on_other_nodes(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -445,13 +452,13 @@ def test_a_given_model_reaches_processes_on_other_nodes(node: Node, tmp_path: Pa
         pointed = {"path": str(model), "max_position_embeddings": 64, "weights": {}}
         (slot.workdir / POINTER).write_text(json.dumps(pointed))
         ref = slot.publish(manifest(kind="base", given=given))
-    home = home_of(ref.path)
-    assert home is not None
-    assert model_folder(home.here(ref.path)) == model
+    remote = remote_paths_of(ref.path)
+    assert remote is not None
+    assert model_folder(remote.local_path(ref.path)) == model
     share_given(ref.path)
     monkeypatch.setenv(NODE_ROOT, str(node("b").root))
     model.rename(tmp_path / "gone")
-    there = home.here(ref.path)
+    there = remote.local_path(ref.path)
     assert (model_folder(there) / "config.json").read_text() == "{}"
     assert wanted_window(there) == 64
 

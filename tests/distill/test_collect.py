@@ -10,7 +10,7 @@ from distill_fakes import FAILED, UNJUDGED, FakeJudge, FakeTeacher, make_problem
 from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, SelectConfig
-from klear_core.config.settings import Floor, result_settings
+from klear_core.config.settings import YieldLimits, result_settings
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.collect import build_teacher, choose_problems, collect_traces, distill
 from klear_core.errors import ConfigError, DataError, JudgeError, TeacherError
@@ -280,7 +280,7 @@ def silent(num_silent: int, problems: Sequence[Problem] = PROBLEMS) -> FakeTeach
 
 @pytest.mark.parametrize("stop_below", [0.0, 0.5])
 def test_a_teacher_without_reasoning_stops_the_stage_whatever_the_floor(tmp_path: Path, stop_below: float) -> None:
-    cfg = make_config(runtime=DistillRuntime(traces_per_shard=4, complete=Floor(stop_below=stop_below)))
+    cfg = make_config(runtime=DistillRuntime(traces_per_shard=4, complete=YieldLimits(stop_below=stop_below)))
     with pytest.raises(DataError) as caught:
         run(cfg, tmp_path, silent(10))
     told = str(caught.value)

@@ -13,7 +13,7 @@ from scripted_server import STREAM, ScriptedServer, event, streamed
 from klear_core.artifacts.manifest import StageSummary
 from klear_core.artifacts.records import read_shards
 from klear_core.config.distill import DistillConfig, DistillRuntime, HttpTeacherConfig, SelectConfig
-from klear_core.config.settings import Floor
+from klear_core.config.settings import YieldLimits
 from klear_core.distill.shards import UnusedReply
 from klear_core.distill.teachers.teacher import OVER_BUDGET, BudgetError, Teacher, TeacherFailure, Usage
 from klear_core.types import Dropped, TeacherTrace
@@ -112,7 +112,7 @@ def test_paid_replies_that_are_no_traces_are_kept_with_their_reason(tmp_path: Pa
         "p005": [make_reply("\\boxed{99}")],
     }
     cfg = DistillConfig(
-        select=SelectConfig(hard="correct_only"), runtime=DistillRuntime(complete=Floor(stop_below=0.2))
+        select=SelectConfig(hard="correct_only"), runtime=DistillRuntime(complete=YieldLimits(stop_below=0.2))
     )
     summary = run(cfg, tmp_path / "a", FakeTeacher(script, is_costly=True))
     unused = list(read_shards(tmp_path / "a" / "unused", UnusedReply))
@@ -136,7 +136,9 @@ def test_paid_replies_that_are_no_traces_are_kept_with_their_reason(tmp_path: Pa
 
 
 def test_a_repaired_teacher_is_asked_for_the_lost_replies_alone(tmp_path: Path) -> None:
-    cfg = DistillConfig(runtime=DistillRuntime(traces_per_shard=5, max_in_flight=1, complete=Floor(stop_below=0.9)))
+    cfg = DistillConfig(
+        runtime=DistillRuntime(traces_per_shard=5, max_in_flight=1, complete=YieldLimits(stop_below=0.9))
+    )
     silent = {f"p{i:03d}": [make_reply(reasoning="")] for i in range(2)}
     with pytest.raises(Exception, match="2 no_reasoning"):
         run(cfg, tmp_path, FakeTeacher(silent, is_costly=True))

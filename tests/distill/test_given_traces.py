@@ -10,7 +10,7 @@ from klear_core.artifacts.records import read_shards
 from klear_core.config.curate import DecontaminateConfig
 from klear_core.config.data import BenchmarkConfig, FileSource, HubRuntime, HubSource
 from klear_core.config.data_jobs import BenchmarksRuntime
-from klear_core.config.settings import Floor
+from klear_core.config.settings import YieldLimits
 from klear_core.data.benchmarks import prepare_benchmarks
 from klear_core.data.sources import describe_rows
 from klear_core.distill.given_traces import take_traces
@@ -19,7 +19,7 @@ from klear_core.metrics import NullTelemetry
 from klear_core.types import Dropped, Outcome, TeacherTrace
 
 SECRET = "How many positive integers less than one thousand are divisible by seven but not by eleven or by thirteen?"
-NO_FLOOR = Floor(stop_below=0, warn_below=0)
+NO_FLOOR = YieldLimits(stop_below=0, warn_below=0)
 
 
 @pytest.fixture
@@ -42,7 +42,9 @@ def write(path: Path, *rows: object) -> FileSource:
     return FileSource(path=str(path), name="mine")
 
 
-def take(source: FileSource, benchmarks: Path, workdir: Path, *, keep_truncated: bool = False, floor: Floor = NO_FLOOR):
+def take(
+    source: FileSource, benchmarks: Path, workdir: Path, *, keep_truncated: bool = False, floor: YieldLimits = NO_FLOOR
+):
     return take_traces(
         [source],
         DecontaminateConfig(),
@@ -104,7 +106,7 @@ def test_a_second_attempt_leaves_no_shard_of_the_first(tmp_path: Path, benchmark
 
 def test_too_few_usable_rows_stop_the_stage(tmp_path: Path, benchmarks: Path) -> None:
     with pytest.raises(DataError, match=r"given traces are whole"):
-        take(write(tmp_path / "rows.jsonl", *ROWS), benchmarks, tmp_path / "out", floor=Floor(stop_below=0.7))
+        take(write(tmp_path / "rows.jsonl", *ROWS), benchmarks, tmp_path / "out", floor=YieldLimits(stop_below=0.7))
     with pytest.raises(DataError, match="no trace is left of 1 rows"):
         take(write(tmp_path / "rows.jsonl", ROWS[4]), benchmarks, tmp_path / "other")
 

@@ -29,10 +29,10 @@ CFG = EvaluateConfig(
 
 
 def run(
-    workdir: Path, exam: EvalSetup, cfg: EvaluateConfig = CFG, suite: tuple[Benchmark, ...] = (TOY,)
+    workdir: Path, inline_eval: EvalSetup, cfg: EvaluateConfig = CFG, suite: tuple[Benchmark, ...] = (TOY,)
 ) -> StageSummary:
     telemetry = NullTelemetry()
-    asyncio.run(answer_benchmarks(cfg, suite, exam, seed=3, workdir=workdir, telemetry=telemetry))
+    asyncio.run(answer_benchmarks(cfg, suite, inline_eval, seed=3, workdir=workdir, telemetry=telemetry))
     return report_scores(cfg, suite, VerifyConfig(), seed=3, workdir=workdir, telemetry=telemetry)
 
 
@@ -41,8 +41,8 @@ def samples(workdir: Path) -> list[EvalSample]:
 
 
 def test_a_response_begins_with_what_its_prompt_opened(tmp_path: Path) -> None:
-    exam = make_exam()
-    run(tmp_path, dataclasses.replace(exam, opening="<think>\n"))
+    inline_eval = make_exam()
+    run(tmp_path, dataclasses.replace(inline_eval, opening="<think>\n"))
     assert {s.response.startswith("<think>\nanswer ") for s in samples(tmp_path)} == {True}
 
 
@@ -196,9 +196,9 @@ def test_engines_are_closed_after_the_last_answer_while_judges_work(tmp_path: Pa
     async def drive() -> None:
         pool = EnginePool([LocalMember("engine 0", build, limit=4)], RestartLimit(0, window_s=1, key="none").count)
         await pool.start()
-        exam = dataclasses.replace(make_exam(judge=SlowJudge()), engine=pool)
+        inline_eval = dataclasses.replace(make_exam(judge=SlowJudge()), engine=pool)
         cfg = CFG.model_copy(update={"runtime": EvaluateRuntime(max_in_flight=100)})
-        answering = answer_benchmarks(cfg, (TOY,), exam, seed=3, workdir=tmp_path, telemetry=NullTelemetry())
+        answering = answer_benchmarks(cfg, (TOY,), inline_eval, seed=3, workdir=tmp_path, telemetry=NullTelemetry())
         await asyncio.wait_for(answering, 20)
         await pool.close()
 

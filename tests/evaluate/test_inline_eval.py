@@ -10,13 +10,13 @@ from evaluate_fakes import FakeEngine, FakeJudge, make_problem, render
 from toy_curves import toy_curve
 
 from klear_core.errors import DataError, KlearError, ResourceError
-from klear_core.evaluate.inline_eval import CheckpointExam
+from klear_core.evaluate.inline_eval import CheckpointInlineEval
 
 
 @pytest.mark.parametrize("error", [ResourceError("the engine died"), DataError("the prompt is too long")])
 def test_the_error_of_an_answer_is_raised_as_it_is(tmp_path: Path, error: KlearError) -> None:
     """In a group of errors its kind, which decides on another attempt, and its message would be hidden."""
-    exam = CheckpointExam(
+    inline_eval = CheckpointInlineEval(
         job=toy_curve(tmp_path),
         problems=[make_problem(i) for i in range(4)],
         render=render,
@@ -25,4 +25,4 @@ def test_the_error_of_an_answer_is_raised_as_it_is(tmp_path: Path, error: KlearE
         seed=0,
     )
     with pytest.raises(type(error), match=str(error)):
-        asyncio.run(exam.score(FakeEngine({1: error, 2: error})))
+        asyncio.run(inline_eval.score(FakeEngine({1: error, 2: error})))

@@ -88,8 +88,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EvalReport]:
     suite = [read_benchmark(folder / "benchmarks", c) for c in configs]
     cfg = EvaluateConfig(max_unscored_rate=0.0)
     with build_judge_pool(VerifyConfig()) as judges:
-        exam = EvalSetup(engine=KeyEngine(key_of(suite)), render=render, judge=judges.judge_async)
-        asyncio.run(answer_benchmarks(cfg, suite, exam, seed=0, workdir=folder, telemetry=NullTelemetry()))
+        inline_eval = EvalSetup(engine=KeyEngine(key_of(suite)), render=render, judge=judges.judge_async)
+        asyncio.run(answer_benchmarks(cfg, suite, inline_eval, seed=0, workdir=folder, telemetry=NullTelemetry()))
     report_scores(cfg, suite, VerifyConfig(), seed=0, workdir=folder, telemetry=NullTelemetry())
     return {r.benchmark: r for r in read_reports(folder)}
 

@@ -14,7 +14,7 @@ from rl_builders import Recorder, low_byte_judge, problem, rl_config
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
 from klear_core.rl.interfaces import RlSetup, Workers
 from klear_core.rl.loop import run_rl
-from klear_core.rl.state import Progress
+from klear_core.rl.state import RlState
 from klear_core.types import Judge, Problem, Verdict
 
 pytest.importorskip("ray")
@@ -41,7 +41,7 @@ def run(
     judge: Judge = low_byte_judge,
     workers: Workers | None = None,
     telemetry: Recorder | None = None,
-) -> Progress:
+) -> RlState:
     job = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir)
     return asyncio.run(run_rl(job, PROBLEMS, judge, telemetry or Recorder(), workers or RayWorkers()))
 

@@ -28,7 +28,7 @@ from klear_core.generate.engine import SamplingParams, TrainableEngine, WeightOf
 from klear_core.metrics import NullTelemetry
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalWorkers, RlSetup
 from klear_core.rl.loop import run_rl
-from klear_core.rl.state import Progress
+from klear_core.rl.state import RlState
 from klear_core.types import Completion
 
 ray = pytest.importorskip("ray")
@@ -41,7 +41,7 @@ from klear_core.cluster.rl_workers import (  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Progress]:
+def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RlState]:
     """The same run in one process."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     return workdir, run(config(), base, workdir, workers=LocalWorkers())
@@ -114,7 +114,7 @@ both_ways = pytest.mark.parametrize("weight_sync", ["store", "direct"])
 @pytest.mark.slow
 @both_ways
 def test_actors_learn_exactly_what_one_process_learns(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress], weight_sync: str
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState], weight_sync: str
 ) -> None:
     progress = run(config(weight_sync=weight_sync), base, tmp_path)
     assert progress.counters() == undisturbed[1].counters()
@@ -143,7 +143,7 @@ def test_two_learner_ranks_learn_what_one_learns_up_to_rounding(
 @pytest.mark.slow
 @both_ways
 def test_a_killed_rollout_actor_is_replaced_and_no_answer_is_lost_or_doubled(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress], weight_sync: str
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState], weight_sync: str
 ) -> None:
     """Killed in the second step, with new weights in place: the same answers come from the one that replaces it."""
     workers, strikes = RayWorkers(), []
@@ -158,7 +158,7 @@ def test_a_killed_rollout_actor_is_replaced_and_no_answer_is_lost_or_doubled(
 
 @pytest.mark.slow
 def test_all_rollout_actors_may_die_at_once(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState]
 ) -> None:
     run(config(), base, tmp_path, Saboteur(after=40, do=partial(kill, "RolloutActor", 2)))
     assert same_weights(tmp_path, undisturbed[0])
@@ -166,7 +166,7 @@ def test_all_rollout_actors_may_die_at_once(
 
 @pytest.mark.slow
 def test_a_learner_killed_between_its_steps_goes_on_from_its_checkpoint(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState]
 ) -> None:
     """Killed while the fourth step is sampled: the third, behind the checkpoint of the second, is done again."""
     judge = Saboteur(after=3 * 32 + 5, do=partial(kill, "LearnerActor", 1))
@@ -178,7 +178,7 @@ def test_a_learner_killed_between_its_steps_goes_on_from_its_checkpoint(
 
 @pytest.mark.slow
 def test_with_direct_weights_learner_and_engines_may_die_together(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState]
 ) -> None:
     """The new engines find a learner without its state; what they sample until the loop hears of it counts for nothing."""
 
@@ -193,7 +193,7 @@ def test_with_direct_weights_learner_and_engines_may_die_together(
 
 @pytest.mark.slow
 def test_with_direct_weights_an_engine_that_died_idle_is_replaced_when_there_are_weights_for_it(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState]
 ) -> None:
     run(config(weight_sync="direct"), base, tmp_path, Saboteur(after=2 * 32, do=partial(kill, "RolloutActor", 1)))
     assert same_weights(tmp_path, undisturbed[0])
@@ -290,7 +290,7 @@ def test_a_learner_that_dies_while_it_sends_weights_is_lost_to_all_until_it_is_r
 
 @pytest.mark.slow
 def test_a_learner_killed_in_the_middle_of_a_step_goes_on_from_its_checkpoint(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState]
 ) -> None:
     killed: list[int] = []
 
@@ -391,7 +391,7 @@ def test_errors_inside_an_actor_arrive_as_themselves(session: None, base: Path, 
 
 @pytest.mark.slow
 def test_a_stage_whose_driver_is_killed_leaves_no_actor_and_goes_on_to_the_same_weights(
-    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, Progress]
+    session: None, base: Path, tmp_path: Path, undisturbed: tuple[Path, RlState]
 ) -> None:
     """The driver, with a Ray of its own, dies after the checkpoint of the second step."""
     found_here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -20,7 +20,7 @@ from klear_core.generate.engine import SamplingParams
 from klear_core.rl.continuous import ContinuousRollouts
 from klear_core.rl.groups import to_samples
 from klear_core.rl.rollout import PromptStream, Sampler, StepRollouts
-from klear_core.rl.state import Progress
+from klear_core.rl.state import RlState
 from klear_core.types import Completion, Judge
 
 PROBLEMS = [problem(f"q{i}") for i in range(1000)]
@@ -75,7 +75,7 @@ class Run:
 
     engine: SlowEngine
     steps: list[StepRollouts] = field(default_factory=list)
-    progress: Progress = field(default_factory=Progress)
+    progress: RlState = field(default_factory=RlState)
     staleness: list[int] = field(default_factory=list)
 
     @property
@@ -95,11 +95,11 @@ async def drive(
     *,
     learn_s: float = 5.0,
     until: int | None = None,
-    progress: Progress | None = None,
+    progress: RlState | None = None,
     judge: Judge = low_byte_judge,
 ) -> Run:
     """Take steps as the RL loop does, up to step `until`, from saved progress or the beginning."""
-    run = Run(engine, progress=progress or Progress())
+    run = Run(engine, progress=progress or RlState())
     engine.version = run.progress.step
     stream = PromptStream(PROBLEMS, seed=0, position=run.progress.position)
     sampler = Sampler(engine, judge, Tokenizer(), cfg, seed=0, engine_status=lambda: "the slow engine")
@@ -182,7 +182,7 @@ def test_a_step_takes_the_oldest_finished_groups():
 def test_a_resumed_run_asks_what_was_in_flight_again_and_trains_nothing_twice(until):
     cfg = config(bound=3, num_steps=8, requests=24)
     before = run_virtually(drive(cfg, SlowEngine(), until=until))
-    saved = Progress.of(before.progress.counters())
+    saved = RlState.of(before.progress.counters())
     assert saved == before.progress
     assert saved.unfinished
     after = run_virtually(drive(cfg, SlowEngine(), progress=saved))

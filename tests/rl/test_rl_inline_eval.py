@@ -11,7 +11,7 @@ import pytest
 from rl_builders import Recorder, low_byte_judge, problem, problem_artifact, rl_config, same_weights
 from toy_curves import toy_curve
 
-from klear_core.config.evaluate import CurveConfig
+from klear_core.config.evaluate import InlineEvalConfig
 from klear_core.config.load import validate
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime
@@ -19,7 +19,7 @@ from klear_core.config.settings import config_digest
 from klear_core.config.stage import RlJob
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import ConfigError
-from klear_core.evaluate.inline_eval import fixed_set, open_exam
+from klear_core.evaluate.inline_eval import fixed_set, open_inline_eval
 from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import InferenceEngine
 from klear_core.metrics import METRICS_FILE, MetricsFile, read_metrics
@@ -93,23 +93,23 @@ class InterruptedExam(VersionExam):
 
 
 def curve_config(every_steps: int, *, checkpoint_every: int = 1, **changes: object) -> RlConfig:
-    curve = CurveConfig(benchmark="toy", num_problems=2, every_steps=every_steps)
+    curve = InlineEvalConfig(benchmark="toy", num_problems=2, every_steps=every_steps)
     checkpoint = RlCheckpointConfig(every_steps=checkpoint_every)
     return rl_config(runtime=RlRuntime(device="cpu", checkpoint=checkpoint, curve=curve), **changes)
 
 
-def run(cfg: RlConfig, base: Path, workdir: Path, telemetry: Points, exam: VersionExam | None) -> None:
+def run(cfg: RlConfig, base: Path, workdir: Path, telemetry: Points, inline_eval: VersionExam | None) -> None:
     setup = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir)
-    asyncio.run(run_rl(setup, PROBLEMS, low_byte_judge, telemetry, LocalWorkers(), exam=exam))
+    asyncio.run(run_rl(setup, PROBLEMS, low_byte_judge, telemetry, LocalWorkers(), inline_eval=inline_eval))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_the_model_is_scored_before_step_1_every_few_steps_and_at_the_end_each_time_by_one_version(
     base: Path, tmp_path: Path, max_staleness: int
 ) -> None:
-    exam, telemetry = VersionExam(), Points()
-    run(curve_config(2, num_steps=5, max_staleness=max_staleness), base, tmp_path, telemetry, exam)
-    assert exam.seen == [(0, 0), (2, 2), (4, 4), (5, 5)]
+    inline_eval, telemetry = VersionExam(), Points()
+    run(curve_config(2, num_steps=5, max_staleness=max_staleness), base, tmp_path, telemetry, inline_eval)
+    assert inline_eval.seen == [(0, 0), (2, 2), (4, 4), (5, 5)]
     assert telemetry.points == [(step, {"rl/eval/avg": step / 10, "rl/eval/tokens_mean": 3.0}) for step in (0, 2, 4, 5)]
     # a point is logged when it is known, after the row of its own step and before the row of the next
     assert telemetry.order == [
@@ -155,13 +155,13 @@ def test_a_run_killed_while_its_last_model_is_scored_gets_this_score_when_it_goe
 def test_real_scores_have_intervals_and_leave_the_weights_as_they_are_without(base: Path, tmp_path: Path) -> None:
     problems = problem_artifact(tmp_path / "problems", PROBLEMS)
     group_filter = {"zero_advantage": "off"}  # the real judge finds nothing right in what this model says
-    opened = partial(open_exam, toy_curve(tmp_path), build_judge_pool, seed=0)
+    opened = partial(open_inline_eval, toy_curve(tmp_path), build_judge_pool, seed=0)
     telemetry = Points()
-    for name, exam in (("with", {"open_exam": opened}), ("without", {})):
+    for name, inline_eval in (("with", {"open_inline_eval": opened}), ("without", {})):
         setup = RlSetup(
             cfg=curve_config(1, num_steps=2, group_filter=group_filter), model=base, seed=0, workdir=tmp_path / name
         )
-        train_rl(setup, VerifyConfig(), problems=problems, telemetry=telemetry, workers=LocalWorkers(), **exam)  # type: ignore[arg-type]
+        train_rl(setup, VerifyConfig(), problems=problems, telemetry=telemetry, workers=LocalWorkers(), **inline_eval)  # type: ignore[arg-type]
     assert [step for step, _ in telemetry.points] == [0, 1, 2]
     for _, point in telemetry.points:
         assert point["rl/eval/avg"] == point["rl/eval/avg_rerun_low"] == 0.0

@@ -26,7 +26,7 @@ from klear_core.artifacts.manifest import LedgerStep, StageSummary
 from klear_core.artifacts.records import read_shard
 from klear_core.config.evaluate import SamplingConfig, TorchEngineConfig
 from klear_core.config.rl import RlCheckpointConfig, RlConfig, RlRuntime, RolloutConfig
-from klear_core.config.settings import RareFloor
+from klear_core.config.settings import RareYieldLimits
 from klear_core.config.verify import VerifyConfig
 from klear_core.errors import DataError
 from klear_core.generate.decoder.torch_engine import TorchEngine
@@ -36,7 +36,7 @@ from klear_core.rl.groups import DropCounts
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, LocalLearner, LocalWorkers, RlSetup, Workers
 from klear_core.rl.loop import check_trained_share, run_rl, train_rl
 from klear_core.rl.rollout import Lookahead, StepRollouts
-from klear_core.rl.state import Progress
+from klear_core.rl.state import RlState
 from klear_core.rl.step_metrics import ShownRollout
 from klear_core.train.base_model import model_folder
 from klear_core.types import Completion, Domain, Judge, Outcome, Problem, TrainSample, Verdict
@@ -52,7 +52,7 @@ def run(
     telemetry: Recorder | None = None,
     judge: Judge = low_byte_judge,
     workers: Workers | None = None,
-) -> tuple[Progress, Recorder]:
+) -> tuple[RlState, Recorder]:
     telemetry = telemetry or Recorder()
     job = RlSetup(cfg=cfg, model=base, seed=0, workdir=workdir)
     return asyncio.run(run_rl(job, PROBLEMS, judge, telemetry, workers or LocalWorkers())), telemetry
@@ -286,7 +286,7 @@ def test_continuous_rollouts_train_all_steps_within_the_bound_and_resume(
     assert sum(groups.values()) == progress.position  # every prompt that was asked
 
 
-def notes_of(progress: Progress, cfg: RlConfig) -> tuple[str, ...]:
+def notes_of(progress: RlState, cfg: RlConfig) -> tuple[str, ...]:
     choice = LedgerStep(step="choose_domain", unit="problem", num_in=6, num_out=6, dropped={})
     return progress.summary(choice, minibatches_per_step=cfg.minibatches_per_step, seed=0).notes
 
@@ -332,13 +332,13 @@ def test_steps_without_a_survivor_change_nothing_and_end_cleanly(
 
 
 def test_progress_survives_as_plain_numbers() -> None:
-    progress = Progress(step=3, position=12, largest_ratio_gap=0.25)
+    progress = RlState(step=3, position=12, largest_ratio_gap=0.25)
     progress.drops.count_group("trained", 5)
-    assert Progress.of(progress.counters()) == progress
+    assert RlState.of(progress.counters()) == progress
 
 
 def test_skipped_updates_are_counted_over_all_steps_and_noted() -> None:
-    progress = Progress()
+    progress = RlState()
     for updates, skipped in ((3, 1), (4, 0), (0, 4)):
         progress.after(
             {"rl/optim/updates": updates, "rl/optim/skipped": skipped}, DropCounts(), position=0, sampled_tokens=0
@@ -371,7 +371,9 @@ def train(cfg: RlConfig, base: Path, problems: Path, workdir: Path) -> StageSumm
 
 def test_a_stage_in_which_no_group_taught_anything_is_an_error_whatever_the_floor(base: Path, tmp_path: Path) -> None:
     problems = problem_artifact(tmp_path / "problems", PROBLEMS)
-    runtime = RlRuntime(device="cpu", checkpoint=RlCheckpointConfig(every_steps=1), informative=RareFloor(stop_below=0))
+    runtime = RlRuntime(
+        device="cpu", checkpoint=RlCheckpointConfig(every_steps=1), informative=RareYieldLimits(stop_below=0)
+    )
     told = r"0 of 12 prompts were trained on in 3 steps \(last pass rate 0\.00\); lost: 12 zero_advantage; the first: step 3, problem q\d"
     for _ in range(2):  # the second time from its last checkpoint
         with pytest.raises(DataError, match=told):
@@ -388,14 +390,14 @@ def test_a_long_run_that_teaches_nothing_stops_early(base: Path, tmp_path: Path)
 def test_groups_that_seldom_teach_are_a_warning_and_surplus_is_no_loss(
     tmp_path: Path, num_taught: int, num_warnings: int
 ) -> None:
-    progress = Progress(step=3)
+    progress = RlState(step=3)
     progress.drops.count_group("trained", num_taught)
     progress.drops.count_group("zero_advantage", 1000 - num_taught)
     progress.drops.count_group("surplus", 5000)
-    assert len(check_trained_share(progress, RareFloor(), shown=tmp_path)) == num_warnings
+    assert len(check_trained_share(progress, RareYieldLimits(), shown=tmp_path)) == num_warnings
     progress.drops.count_group("too_hard", 1000 * num_taught)
     with pytest.raises(DataError, match="too_hard"):
-        check_trained_share(progress, RareFloor(), shown=tmp_path)
+        check_trained_share(progress, RareYieldLimits(), shown=tmp_path)
 
 
 def test_lookahead_collects_in_order_and_never_further_than_allowed() -> None:

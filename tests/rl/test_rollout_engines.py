@@ -19,7 +19,7 @@ from klear_core.config.rl import RlCheckpointConfig
 from klear_core.errors import ConfigError, TrainingError
 from klear_core.generate.engine import SamplingParams, WeightOffer
 from klear_core.generate.pool import EngineLost
-from klear_core.metrics import Progress
+from klear_core.metrics import Heartbeat
 from klear_core.rl.interfaces import RlSetup
 from klear_core.train.base_model import model_folder
 from klear_core.types import Completion
@@ -218,7 +218,7 @@ class SlowSender:
 
     async def remote(self) -> Reports:
         self.num_asked += 1
-        return Reports(items=[], progress=Progress(count=self.num_asked, latest="a weight"))
+        return Reports(items=[], progress=Heartbeat(count=self.num_asked, latest="a weight"))
 
 
 class SlowFetcher:

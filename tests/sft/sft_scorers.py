@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from klear_core.config.evaluate import CurveConfig
+from klear_core.config.evaluate import InlineEvalConfig
 from klear_core.config.train import SftConfig
 from klear_core.errors import ResourceError
 from klear_core.train.inline_eval import ModelScorer
@@ -44,5 +44,5 @@ def opened(scorer: ModelScorer) -> Callable[[Path], AbstractContextManager[Model
 
 
 def with_curve(cfg: SftConfig, *, every_steps: int) -> SftConfig:
-    curve = CurveConfig(benchmark="toy", num_problems=2, every_steps=every_steps)
+    curve = InlineEvalConfig(benchmark="toy", num_problems=2, every_steps=every_steps)
     return cfg.model_copy(update={"runtime": cfg.runtime.model_copy(update={"curve": curve})})

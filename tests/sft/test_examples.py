@@ -3,7 +3,7 @@
 import pytest
 from sft_traces import sums, trace
 
-from klear_core.config.settings import Floor
+from klear_core.config.settings import YieldLimits
 from klear_core.errors import DataError
 from klear_core.prompts import build_byte_tokenizer
 from klear_core.sft.examples import Unusable, build_store, check_store, make_examples
@@ -114,7 +114,7 @@ def test_no_usable_trace_is_an_error_that_says_why_whatever_the_floor(tokenizer,
     with pytest.raises(
         DataError, match=r"^0 of 2 traces give .*max_tokens = 20.*2 overlong; the first: problem .*raise sft.max"
     ):
-        check_store(store, Floor(stop_below=stop_below), max_tokens=20)
+        check_store(store, YieldLimits(stop_below=stop_below), max_tokens=20)
 
 
 def test_traces_that_are_mostly_overlong_stop_training_and_some_are_a_warning(tokenizer, tmp_path):
@@ -124,7 +124,7 @@ def test_traces_that_are_mostly_overlong_stop_training_and_some_are_a_warning(to
     with pytest.raises(
         DataError, match=r"2 of 5 traces .*3 overlong.*40\.0%, less than sft\.runtime\.rows\.stop_below = 0\.5"
     ):
-        check_store(store, Floor(), max_tokens=200)
-    (warning,) = check_store(store, Floor(stop_below=0.4), max_tokens=200)
+        check_store(store, YieldLimits(), max_tokens=200)
+    (warning,) = check_store(store, YieldLimits(stop_below=0.4), max_tokens=200)
     assert "2 of 5 traces" in warning
-    assert check_store(store, Floor(stop_below=0.1, warn_below=0.4), max_tokens=200) == ()
+    assert check_store(store, YieldLimits(stop_below=0.1, warn_below=0.4), max_tokens=200) == ()

@@ -19,7 +19,7 @@ from toy_curves import toy_curve
 from klear_core.cluster.nodes import EnginePlan, plan_scorer
 from klear_core.cluster.placement import Node
 from klear_core.config.evaluate import (
-    CurveConfig,
+    InlineEvalConfig,
     LocalEngineConfig,
     TorchEngineConfig,
     TorchEngineRuntime,
@@ -232,7 +232,7 @@ def test_a_curve_is_in_no_fingerprint_and_names_a_benchmark_that_there_is(tmp_pa
     ("every_steps", "num_steps", "steps"), [(2, 5, [0, 2, 4, 5]), (2, 4, [0, 2, 4]), (10, 3, [0, 3]), (1, 1, [0, 1])]
 )
 def test_points_are_counted_as_they_are_due(every_steps: int, num_steps: int, steps: list[int]) -> None:
-    curve = CurveConfig(benchmark="toy", every_steps=every_steps)
+    curve = InlineEvalConfig(benchmark="toy", every_steps=every_steps)
     assert [step for step in range(num_steps + 1) if curve.is_due(step, num_steps=num_steps)] == steps
     assert curve.num_points(num_steps) == len(steps)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from klear_core.artifacts.manifest import LedgerStep, Share, StageSummary, check_floor
+from klear_core.artifacts.manifest import LedgerStep, StageSummary, Yield, check_yield
 from klear_core.artifacts.store import SCRATCH
 from klear_core.config.curate import CurateConfig, DecontaminateConfig, ExecutorConfig, LocalExecutorConfig
 from klear_core.config.data import FileSource
@@ -170,14 +170,14 @@ def _check_floors(plan: Plan, segments: Segments) -> Iterator[str]:
         for part in parts:
             lost.update(part.lost)
         examples = (part.example for part in parts if part.example)
-        share = Share(
+        share = Yield(
             what=f"rows of source {source.name!r} can be used",
             num_in=sum(part.num_rows for part in parts),
             lost=lost,
             example=next(examples, ""),
         )
         remedy = "Repair the file, or name its row_schema"
-        yield from check_floor(share, plan.cfg.runtime.read, key="curate.runtime.read", remedy=remedy)
+        yield from check_yield(share, plan.cfg.runtime.read, key="curate.runtime.read", remedy=remedy)
 
 
 @dataclass(slots=True)

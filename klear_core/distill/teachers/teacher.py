@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from klear_core.artifacts.remote_paths import home_of
+from klear_core.artifacts.remote_paths import remote_paths_of
 from klear_core.config.distill import LocalTeacherConfig
 from klear_core.errors import KlearError, ResourceError, TeacherError
-from klear_core.evaluate.run import Compute
+from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.engine import one_sample
 from klear_core.generate.factory import EngineSpec, Sampler
 from klear_core.generate.pool import expect
@@ -234,7 +234,7 @@ def _reply(completion: Completion) -> TeacherReply:
 
 @asynccontextmanager
 async def open_local_teacher(
-    cfg: LocalTeacherConfig, model: Path, *, name: str, seed: int, workdir: Path, compute: Compute
+    cfg: LocalTeacherConfig, model: Path, *, name: str, seed: int, workdir: Path, compute: EnginesAndJudges
 ) -> AsyncIterator[LocalTeacher]:
     """Start the engines of a teacher with the model of an artifact, and yield it; see `Compute.start_sampler`."""
     folder = model_folder(model)
@@ -245,7 +245,7 @@ async def open_local_teacher(
         seed=seed_for(seed, "distill/engine"),
         window=wanted_window(model),
         artifact=model,
-        home=home_of(workdir),
+        remote=remote_paths_of(workdir),
     )
     tokenizer = load_tokenizer(folder)
     teacher = LocalTeacher(cfg, await compute.start_sampler(spec), tokenizer, name=name)

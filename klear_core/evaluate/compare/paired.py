@@ -28,7 +28,7 @@ Counts = Mapping[str, tuple[int, int]]
 """Right and scored answers by problem id."""
 
 
-class Comparison(Settings):
+class PairedComparison(Settings):
     """Difference of two models' scores on one benchmark: after minus before, over the problems scored for both."""
 
     benchmark: str
@@ -87,13 +87,13 @@ class Evaluation:
         return frozenset([*scored, *self.reports[benchmark].unscored_problems])
 
 
-def compare(before: Path, after: Path) -> tuple[Comparison, ...]:
+def compare(before: Path, after: Path) -> tuple[PairedComparison, ...]:
     """Compare two evaluations' artifact folders; see `compare_pairs`."""
     (comparisons,) = compare_pairs([(before, after)])
     return comparisons
 
 
-def compare_pairs(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Comparison, ...]]:
+def compare_pairs(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[PairedComparison, ...]]:
     """Compare pairs of evaluations, before and after, on each benchmark and in each decoding that both have.
 
     p-values are corrected for all comparisons of the call. The confidence level is that of the later evaluation. Raise
@@ -110,7 +110,7 @@ def compare_pairs(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Comparison, 
     return results
 
 
-def compare_sampled(before: Evaluation, after: Evaluation) -> tuple[Comparison, ...]:
+def compare_sampled(before: Evaluation, after: Evaluation) -> tuple[PairedComparison, ...]:
     """Compare avg@n alone: greedy answers are no part of the correction for several comparisons."""
     compared = [c for c in _compare(before, after) if c.decoding == "sampled"]
     corrected = holm([c.p for c in compared])
@@ -123,13 +123,13 @@ def read_evaluation(folder: Path) -> Evaluation:
     return Evaluation(folder=folder, reports=reports, counts=_problem_counts(folder))
 
 
-def _compare(before: Evaluation, after: Evaluation) -> list[Comparison]:
+def _compare(before: Evaluation, after: Evaluation) -> list[PairedComparison]:
     if before.reports.keys() != after.reports.keys():
         raise DataError(
             f"{before.folder} and {after.folder} cannot be compared: the one has the benchmarks "
             f"{sorted(before.reports)}, the other {sorted(after.reports)}"
         )
-    comparisons: list[Comparison] = []
+    comparisons: list[PairedComparison] = []
     for name in after.reports:
         for decoding in _DECODINGS:
             if (name, decoding) in before.counts and (name, decoding) in after.counts:
@@ -137,7 +137,7 @@ def _compare(before: Evaluation, after: Evaluation) -> list[Comparison]:
     return comparisons
 
 
-def _compare_one(before: Evaluation, after: Evaluation, *, benchmark: str, decoding: Decoding) -> Comparison:
+def _compare_one(before: Evaluation, after: Evaluation, *, benchmark: str, decoding: Decoding) -> PairedComparison:
     counts_before, counts_after = before.counts[benchmark, decoding], after.counts[benchmark, decoding]
     # Sorted, because sums of floats must not depend on the order of a set.
     shared = sorted(counts_before.keys() & counts_after.keys())
@@ -151,7 +151,7 @@ def _compare_one(before: Evaluation, after: Evaluation, *, benchmark: str, decod
     # another run would give the same greedy answers
     rerun = paired_rerun_interval(x, y, confidence=confidence) if decoding == "sampled" else None
     test = sign_flip_test([b - a for a, b in zip(x.exact, y.exact, strict=True)])
-    return Comparison(
+    return PairedComparison(
         benchmark=benchmark,
         decoding=decoding,
         num_problems=len(shared),

@@ -23,7 +23,7 @@ from klear_core.config.data_jobs import BenchmarksJob
 from klear_core.config.pipeline import PromoteConfig
 from klear_core.config.settings import Settings, different_settings, result_settings
 from klear_core.errors import ArtifactError
-from klear_core.evaluate.compare.paired import Comparison, Evaluation, compare_sampled, read_evaluation
+from klear_core.evaluate.compare.paired import Evaluation, PairedComparison, compare_sampled, read_evaluation
 from klear_core.evaluate.stats.intervals import least_half_width
 from klear_core.scores import EvalReport, p_value, percent, points, range_text
 from klear_core.types import CodeReference, Problem, Reference, StoredTests
@@ -88,7 +88,7 @@ class Decision(Settings):
     rival_is: RivalIs
     rule: PromoteConfig
     checks: tuple[Check, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[PairedComparison, ...]
     """Paired differences, the new model minus the other; empty if the two cannot be compared."""
     shared: tuple[SharedProblems, ...]
 
@@ -150,7 +150,7 @@ def decide(rule: PromoteConfig, candidate: Candidate, rival: Rival | None, *, wo
     checks = [_not_rolled_back(candidate.withdrawn)]
     for report in new.reports.values():
         checks += _own_checks(rule, report, candidate.contaminated.get(report.benchmark))
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[PairedComparison, ...] = ()
     if rival is None:
         checks.append(_without_rival(rule))
     else:
@@ -302,7 +302,7 @@ def _differences(settings: Sequence[Mapping[str, JsonValue]]) -> str:
     return ", ".join(found[:_MAX_NAMED]) + more
 
 
-def _non_inferior(rule: PromoteConfig, c: Comparison) -> Check:
+def _non_inferior(rule: PromoteConfig, c: PairedComparison) -> Check:
     """Return whether the interval over other problems excludes a loss of the margin."""
     margin = rule.margins.get(c.benchmark, rule.margin)
     is_passed = 100 * c.new_problems.low > -margin + _ROUNDING
@@ -316,7 +316,7 @@ def _non_inferior(rule: PromoteConfig, c: Comparison) -> Check:
     return Check(rule="non-inferior", benchmark=c.benchmark, is_passed=is_passed, text=text)
 
 
-def _better(comparisons: Sequence[Comparison], chosen_on: Mapping[str, str]) -> Check:
+def _better(comparisons: Sequence[PairedComparison], chosen_on: Mapping[str, str]) -> Check:
     """Return whether the sign-flip test, corrected for all benchmarks, shows a gain where the model was not chosen."""
     shown = [c for c in comparisons if c.is_better and c.benchmark not in chosen_on]
     listed = [f"{c.benchmark} {points(c.difference)} points, {p_value(c.p_corrected)}" for c in shown or comparisons]

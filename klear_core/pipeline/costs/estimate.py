@@ -152,7 +152,7 @@ def estimate(config: PipelineConfig, chosen: Collection[str] | None = None) -> l
     stages = [stage for stage in stages_of(config) if chosen is None or stage.name in chosen]
     rows = []
     for stage in stages:
-        found = (estimate_stage(config, stage, size), estimate_curve(config, stage, size))
+        found = (estimate_stage(config, stage, size), estimate_inline_eval(config, stage, size))
         rows += [row for row in found if row is not None]
     scoring = [stage for stage in stages if stage.job.scores_model]
     if scoring:
@@ -175,12 +175,12 @@ def estimate_stage(config: PipelineConfig, stage: Stage, size: ModelSize | None)
             return None
 
 
-def estimate_curve(config: PipelineConfig, stage: Stage, size: ModelSize | None) -> StageEstimate | None:
+def estimate_inline_eval(config: PipelineConfig, stage: Stage, size: ModelSize | None) -> StageEstimate | None:
     """Return the estimate of the scores that a stage takes while it trains; None if it takes none."""
     if not isinstance(stage.job, SftJob | RlJob) or stage.job.runtime.curve is None:
         return None
     job = stage.job.runtime.curve
-    name, num_models = f"{stage.name} curve", num_curve_models(config, stage)
+    name, num_models = f"{stage.name} curve", num_inline_evals(config, stage)
     own = stage.job.scorer()
     if num_models is None:
         return StageEstimate(stage=name, max_tokens=None, memory_gb=None, note="unknown number of models")
@@ -202,7 +202,7 @@ def estimate_curve(config: PipelineConfig, stage: Stage, size: ModelSize | None)
     )
 
 
-def num_curve_models(config: PipelineConfig, stage: Stage) -> int | None:
+def num_inline_evals(config: PipelineConfig, stage: Stage) -> int | None:
     """Return the number of models that a training with a curve scores; None if its steps are not known."""
     training = stage.job.training()
     assert training is not None, stage.name

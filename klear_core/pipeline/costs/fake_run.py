@@ -297,7 +297,7 @@ def _instrumented(tracker: MemoryTracker) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class MemoryComparison:
     """A training's peak by both methods, in bytes."""
 
     measured: Peak
@@ -309,7 +309,7 @@ class Comparison:
         return self.closed_form / self.measured.num_bytes - 1
 
 
-def measure_training(size: ModelSize, training: SftConfig | RlConfig) -> Comparison | None:
+def measure_training(size: ModelSize, training: SftConfig | RlConfig) -> MemoryComparison | None:
     """Return both peaks of a rank. Takes 10 to 60 s.
 
     None for training in float32 (which is for CPUs), with 8-bit moments, or with offloading to host memory, which fake
@@ -319,7 +319,7 @@ def measure_training(size: ModelSize, training: SftConfig | RlConfig) -> Compari
         return None
 
     closed_form = learner_peak(size, learner_load(training)).num_bytes
-    return Comparison(measured=measure(learner_case(size, training))[0], closed_form=closed_form)
+    return MemoryComparison(measured=measure(learner_case(size, training))[0], closed_form=closed_form)
 
 
 def learner_case(size: ModelSize, training: SftConfig | RlConfig) -> LearnerCase:

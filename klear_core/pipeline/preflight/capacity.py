@@ -22,7 +22,7 @@ from klear_core.config.rl import RlConfig
 from klear_core.config.stage import DistillJob, EngineUse, EvaluateJob, RlJob, Stage, TagJob
 from klear_core.config.train import NO_TORCHAO, ModelConfig, SftConfig, TagConfig, TrainRuntime
 from klear_core.errors import ResourceError
-from klear_core.pipeline.costs.estimate import estimate, longest_sequence, num_curve_models
+from klear_core.pipeline.costs.estimate import estimate, longest_sequence, num_inline_evals
 from klear_core.pipeline.costs.memory import LearnerPeak, learner_load, learner_peak, resident_bytes
 from klear_core.pipeline.costs.model_size import ModelSize, engine_fit, planned_size
 from klear_core.pipeline.plan import PendingWork
@@ -172,7 +172,7 @@ def _written_by(work: PendingWork, stage: Stage) -> tuple[list[DiskPart], list[D
     passing = [DiskPart(what=what, gb=count * checkpoint_gb, is_checkpoint=True)]
     if stage.job.scorer() is not None:
         # Each model waits on the disk for its score, at worst all of them; one, where their number is not known.
-        num_models = num_curve_models(work.config, stage) or 1
+        num_models = num_inline_evals(work.config, stage) or 1
         model_gb = size.num_params * bytes_per_param / 1e9
         passing.append(DiskPart(what=f"{num_models} models of the curve of {stage.name}", gb=num_models * model_gb))
     return made, passing

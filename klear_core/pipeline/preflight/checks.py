@@ -28,7 +28,7 @@ from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.capacity import disk_problem, machine_problems, memory_problems, pool_problems
 from klear_core.pipeline.preflight.data_checks import (
     benchmark_problems,
-    complaints,
+    error_messages,
     file_problems,
     given_trace_problems,
     judge_problems,
@@ -57,7 +57,7 @@ from klear_core.pipeline.preflight.model_checks import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exposure:
+class GivenContamination:
     """A given model, and the benchmarks that its training data was not compared with."""
 
     stage: Stage
@@ -83,7 +83,7 @@ class Exposure:
         )
 
 
-def exposures(config: PipelineConfig) -> list[Exposure]:
+def given_contamination(config: PipelineConfig) -> list[GivenContamination]:
     """Return the given models whose training data was not compared with all benchmarks, as far as known."""
     stages = stages_of(config)
     found = []
@@ -96,7 +96,9 @@ def exposures(config: PipelineConfig) -> list[Exposure]:
         missed, unknown = _by_lineage(stage.job, open_, config)
         scored_by = tuple(_evaluations_from(stages, stage.name))  # none for a tagger
         if scored_by and (missed or unknown):
-            found.append(Exposure(stage=stage, scored_by=scored_by, declared=declared, unknown=unknown, missed=missed))
+            found.append(
+                GivenContamination(stage=stage, scored_by=scored_by, declared=declared, unknown=unknown, missed=missed)
+            )
     return found
 
 
@@ -234,7 +236,7 @@ def _exposure_problems(work: PendingWork) -> Iterator[str]:
     if not work.evaluates:
         return
     despite = work.config.given.score_despite
-    for exposure in exposures(work.config):
+    for exposure in given_contamination(work.config):
         refused = [name for name in exposure.missed if name not in despite]
         if refused:
             yield (
@@ -261,7 +263,7 @@ def _teacher_problems(work: PendingWork) -> Iterator[str]:
             continue
         from klear_core.distill.teachers.http_teacher import check_endpoints
 
-        yield from complaints(key, partial(check_endpoints, keys=work.keys or NO_KEYS), teacher)
+        yield from error_messages(key, partial(check_endpoints, keys=work.keys or NO_KEYS), teacher)
 
 
 def _workspace_problems(work: PendingWork) -> Iterator[str]:

@@ -45,13 +45,13 @@ def source_problems(work: PendingWork) -> Iterator[str]:
 
     for use in sources_of(work.stages):
         if is_there(use.source):
-            yield from complaints(use.key, check_source, use.source)
+            yield from error_messages(use.key, check_source, use.source)
     curations = list(work.pending(CurateJob))
     for stage, job in curations:
-        yield from complaints(f"{stage.section}.sources", check_names, job.curate.sources)
-        yield from complaints(stage.section, check_selection, job.curate)
+        yield from error_messages(f"{stage.section}.sources", check_names, job.curate.sources)
+        yield from error_messages(stage.section, check_selection, job.curate)
         for source in filter(is_there, job.curate.decontaminate.also):
-            yield from complaints(f"{stage.section}.decontaminate.also", check_questions, source)
+            yield from error_messages(f"{stage.section}.decontaminate.also", check_questions, source)
     if not work.config.benchmarks and (work.evaluates or curations):
         yield "benchmarks: none, so there is nothing to evaluate on and nothing to keep out of training"
 
@@ -62,10 +62,10 @@ def given_trace_problems(work: PendingWork) -> Iterator[str]:
     from klear_core.data.sources import check_names
 
     for stage, job in work.pending(GivenTracesJob):
-        yield from complaints(stage.section, check_names, job.runtime.sources)
+        yield from error_messages(stage.section, check_names, job.runtime.sources)
         for source in job.runtime.sources:
             if is_there(source):
-                yield from complaints(stage.section, check_traces, source)
+                yield from error_messages(stage.section, check_traces, source)
             else:
                 yield f"{stage.section}: {origin_of(source)}: no such file"
 
@@ -113,7 +113,7 @@ def reference_problems(work: PendingWork) -> Iterator[str]:
 
     if work.benchmarks is not None and work.evaluates:
         check = partial(recheck_references, runtime=BenchmarksJob.of(work.config).runtime)
-        yield from complaints("benchmarks", check, work.benchmarks)
+        yield from error_messages("benchmarks", check, work.benchmarks)
 
 
 def weight_problems(work: PendingWork) -> Iterator[str]:
@@ -189,7 +189,7 @@ def sandbox_problems(work: PendingWork) -> Iterator[str]:
         return
     from klear_core.verify.sandbox.selftest import checked_backend
 
-    yield from complaints(
+    yield from error_messages(
         f"verify.sandbox, for the code problems of {', '.join(stages)}", checked_backend, work.config.verify
     )
 
@@ -200,7 +200,7 @@ def _function_problems(key: str, cfg: UserFunction) -> Iterator[str]:
 
     missing = [path for path in cfg.files if not Path(path).exists()]
     yield from (f"{key}: files: {path}: no such file" for path in missing)
-    yield from complaints(key, check, cfg)
+    yield from error_messages(key, check, cfg)
 
 
 def _sections_that_judge_code(work: PendingWork) -> Iterator[str]:
@@ -231,7 +231,7 @@ def _has_code(source: Source) -> bool:
 T = TypeVar("T")
 
 
-def complaints(where: str, check: Callable[[T], object], subject: T) -> Iterator[str]:
+def error_messages(where: str, check: Callable[[T], object], subject: T) -> Iterator[str]:
     """Yield the message of the error that a check of the subject raises, if it raises one."""
     try:
         check(subject)

@@ -35,7 +35,7 @@ from klear_core.errors import ConfigError, ResourceError
 from klear_core.hf_config import HfConfig, read_hf_config
 from klear_core.pipeline.costs.model_size import ModelSize, planned_size
 from klear_core.pipeline.plan import PendingWork
-from klear_core.pipeline.preflight.data_checks import complaints
+from klear_core.pipeline.preflight.data_checks import error_messages
 
 _LONG_ANSWER = 8192
 """Answers longer than this many tokens need an engine with a paged cache, which the torch engine lacks."""
@@ -46,11 +46,11 @@ def model_problems(work: PendingWork) -> Iterator[str]:
     # Also the model of a base stage that is reused: its artifact only points to the folder.
     for _, job in work.needs(BaseJob):
         if isinstance(job.model, HfModelConfig):
-            yield from complaints(f"model.path = {job.model.path!r}", check_model, job.model)
+            yield from error_messages(f"model.path = {job.model.path!r}", check_model, job.model)
         elif isinstance(job.model, HubModelConfig):
-            yield from complaints("model", check_model, job.model)
+            yield from error_messages("model", check_model, job.model)
     for stage, given in work.needs(GivenModelJob):
-        yield from complaints(stage.section, check_model, given.model())
+        yield from error_messages(stage.section, check_model, given.model())
 
 
 def length_problems(work: PendingWork) -> Iterator[str]:
@@ -114,7 +114,7 @@ def engine_problems(work: PendingWork) -> Iterator[str]:
             remedy = f"for answers of more than {_LONG_ANSWER} tokens use kind = 'vllm'"
             yield f"{key}.engine.kind = 'torch' has no paged cache; {remedy}"
         if isinstance(engine, TorchEngineConfig) and not isinstance(model, TinyModelConfig) and _hf_config(model):
-            yield from complaints(f"{key}.engine", read_shape, folder_of(model))
+            yield from error_messages(f"{key}.engine", read_shape, folder_of(model))
 
 
 def context_problems(work: PendingWork) -> Iterator[str]:
@@ -143,7 +143,7 @@ def cuda_problems(work: PendingWork) -> Iterator[str]:
         if device == "cuda":
             from klear_core.train.model import pick_device
 
-            yield from complaints(key, pick_device, device)
+            yield from error_messages(key, pick_device, device)
 
 
 def _hf_config(model: ModelConfig) -> HfConfig | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from klear_core.artifacts.manifest import Manifest, StageSummary
-from klear_core.config.pipeline import CurveJob
+from klear_core.config.pipeline import InlineEvalJob
 from klear_core.config.stage import Job, RlJob, SftJob
 from klear_core.report import charts
 from klear_core.report.charts import LineChart, Series, line_chart, sparkline
@@ -177,21 +177,21 @@ def _curves(stage: StageFacts | MissingStage) -> StageCurves:
     return StageCurves(stage=stage.name, title=title, charts=tuple(drawn), phases=phases, others=tuple(others))
 
 
-def _curve_of(stage: StageFacts | MissingStage) -> CurveJob | None:
+def _curve_of(stage: StageFacts | MissingStage) -> InlineEvalJob | None:
     if isinstance(stage, StageFacts):
         # the artifact's own settings, because it may be older than this run
         return recorded_curve(stage.manifest)
     return stage.stage.job.runtime.curve if isinstance(stage.stage.job, SftJob | RlJob) else None
 
 
-def recorded_curve(manifest: Manifest) -> CurveJob | None:
+def recorded_curve(manifest: Manifest) -> InlineEvalJob | None:
     """Return the settings of the scores that were taken while a stage trained; None if none were."""
     runtime = manifest.config.get("runtime")
     held = runtime.get("curve") if isinstance(runtime, dict) else None
-    return None if held is None else CurveJob.model_validate(held)
+    return None if held is None else InlineEvalJob.model_validate(held)
 
 
-def problems_note(job: CurveJob | None) -> str:
+def problems_note(job: InlineEvalJob | None) -> str:
     """Say which benchmark the problems of the scores during training are from: its scores are reported, too."""
     if job is None:
         return ""

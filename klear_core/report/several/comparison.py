@@ -91,7 +91,7 @@ class ScoreRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """All data of the page."""
 
     runs: tuple[ComparedRun, ...]
@@ -108,7 +108,7 @@ class Comparison:
     """The model whose answers the viewer shows."""
 
 
-def compare_runs(runs: Sequence[ComparedRun], folder: Path) -> Comparison:
+def compare_runs(runs: Sequence[ComparedRun], folder: Path) -> RunComparison:
     """Compare runs, the first being the reference; write `comparison.html` and an answer viewer to `folder`.
 
     Raise DataError for fewer than two runs.
@@ -118,7 +118,7 @@ def compare_runs(runs: Sequence[ComparedRun], folder: Path) -> Comparison:
     named = paired_by_content(_named(runs))
     folder.mkdir(parents=True, exist_ok=True)
     last = _last_common(named)
-    comparison = Comparison(
+    comparison = RunComparison(
         runs=tuple(named),
         rows=tuple(_rows(named)),
         curves=tuple(stage_charts(named)),

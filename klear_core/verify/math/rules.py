@@ -8,7 +8,13 @@ from typing import assert_never
 from klear_core.config.verify import MathConfig
 from klear_core.verify.math.answer_text import MathAnswer, is_balanced, normalise, same_text_or_integers
 from klear_core.verify.math.numbers import based_number, has_split_digits, is_numeric, names_a_base
-from klear_core.verify.math.text_compare import ONE_WRAPPER, Comparison, Pair, compare_values, in_digits
+from klear_core.verify.math.text_compare import (
+    ONE_WRAPPER,
+    AlgebraComparison,
+    Pair,
+    compare_values,
+    in_digits,
+)
 
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mbox|operatorname)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
@@ -56,7 +62,7 @@ def _is_numeric_chain(sides: list[str]) -> bool:
     return len(sides) > 1 and all(side and is_numeric(side) for side in sides)
 
 
-def decide(golds: tuple[str, ...], answer: MathAnswer, cfg: MathConfig) -> bool | Comparison:
+def decide(golds: tuple[str, ...], answer: MathAnswer, cfg: MathConfig) -> bool | AlgebraComparison:
     """Return the verdict on a boxed answer if text rules give one for any reference, else what algebra must compare."""
     alternatives: list[tuple[Pair, ...]] = []
     for gold in golds:
@@ -69,8 +75,8 @@ def decide(golds: tuple[str, ...], answer: MathAnswer, cfg: MathConfig) -> bool 
         else:  # no box is wrong for this reference
             if all(part is True for part in parts):
                 return True
-            alternatives += _combinations([part for part in parts if isinstance(part, Comparison)])
-    return Comparison(alternatives=tuple(alternatives)) if alternatives else False
+            alternatives += _combinations([part for part in parts if isinstance(part, AlgebraComparison)])
+    return AlgebraComparison(alternatives=tuple(alternatives)) if alternatives else False
 
 
 def _normalise_for(gold: str, text: str) -> str:
@@ -131,7 +137,7 @@ def _first(*verdicts: bool | None) -> bool | None:
     return next((v for v in verdicts if v is not None), None)
 
 
-def _combinations(parts: list[Comparison]) -> list[tuple[Pair, ...]]:
+def _combinations(parts: list[AlgebraComparison]) -> list[tuple[Pair, ...]]:
     """Return the alternatives of several comparisons that must all hold, at most `_MAX_COMBINATIONS`."""
     combined: list[tuple[Pair, ...]] = [()]
     for part in parts:
@@ -139,7 +145,7 @@ def _combinations(parts: list[Comparison]) -> list[tuple[Pair, ...]]:
     return combined
 
 
-def _compare_text(gold: str, answer: str, cfg: MathConfig) -> bool | Comparison:
+def _compare_text(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComparison:
     choice = choice_verdict(gold, answer) if cfg.choices == "letter" else None
     if choice is not None:
         return choice

@@ -52,13 +52,13 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class AlgebraComparison:
     """The comparisons left to algebra: an answer is right iff all pairs of at least one alternative are equal."""
 
     alternatives: tuple[tuple[Pair, ...], ...]
 
 
-def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | Comparison:
+def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComparison:
     """Return the verdict on two normalised texts, or the comparison that algebra must make."""
     gold, gold_percent = _strip_percent(gold)
     answer, answer_percent = _strip_percent(answer)
@@ -75,8 +75,8 @@ def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | Comparison
         found = _compare_bare(gold_side, answer_side, cfg)
         if found is True:
             return True
-        alternatives += found.alternatives if isinstance(found, Comparison) else ()
-    return Comparison(alternatives=tuple(alternatives)) if alternatives else False
+        alternatives += found.alternatives if isinstance(found, AlgebraComparison) else ()
+    return AlgebraComparison(alternatives=tuple(alternatives)) if alternatives else False
 
 
 def _values(gold: str, answer: str, cfg: MathConfig) -> tuple[str, str] | None:
@@ -115,7 +115,7 @@ def _scaled(value: str, factor: Fraction) -> str:
     return rf"({value}) \cdot {as_text(factor)}"
 
 
-def _compare_bare(gold: str, answer: str, cfg: MathConfig) -> bool | Comparison:
+def _compare_bare(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComparison:
     """Compare two values without their units, by text where that is enough."""
     same = _same_value(gold, answer, cfg)
     if same is not None:
@@ -136,7 +136,7 @@ def _compare_bare(gold: str, answer: str, cfg: MathConfig) -> bool | Comparison:
             return True
         undecided = (pair for pair, verdict in zip(chained, verdicts, strict=True) if verdict is None)
         alternatives.append(tuple(_with_signs_apart(pair) for pair in undecided))
-    return Comparison(alternatives=tuple(alternatives)) if alternatives else False
+    return AlgebraComparison(alternatives=tuple(alternatives)) if alternatives else False
 
 
 def _with_signs_apart(pair: Pair) -> Pair:

@@ -39,7 +39,7 @@ from klear_core.pipeline.costs.model_size import engine_fit, known_size
 from klear_core.rl.interfaces import RlSetup
 from klear_core.rl.loop import rollouts_of, run_steps
 from klear_core.rl.rollout import PromptStream, Sampler
-from klear_core.rl.state import Curve, Progress
+from klear_core.rl.state import Curve, RlState
 from klear_core.types import Difficulty, Domain, MathReference, Problem
 
 TURNS_S = 30.0
@@ -92,7 +92,7 @@ class _Measured(Exception):  # noqa: N818
 class _Probe(NullTelemetry):
     """Reads the counters at the ends of steps."""
 
-    def __init__(self, setup: Setup, engines: SimulatedEngines, learner: SimulatedLearner, progress: Progress) -> None:
+    def __init__(self, setup: Setup, engines: SimulatedEngines, learner: SimulatedLearner, progress: RlState) -> None:
         self._setup, self._engines, self._learner, self._progress = setup, engines, learner, progress
         self.at: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
         self.rows: list[Mapping[str, float]] = []
@@ -183,7 +183,7 @@ async def _simulate(setup: Setup, folder: Path) -> list[dict[str, object]]:
     )
     judges = SimulatedJudges(JUDGES_PER_NODE * math.ceil(setup.num_gpus / 8))
     learner = SimulatedLearner(cfg, size)
-    progress = Progress()
+    progress = RlState()
     probe = _Probe(setup, engines, learner, progress)
     await engines.start()
     sampler = Sampler(engines, judges.judge, SimulatedTokenizer(), cfg, seed=0, engine_status=lambda: "engines")

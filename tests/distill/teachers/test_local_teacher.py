@@ -17,13 +17,13 @@ from klear_core.artifacts.records import read_shards, write_shard
 from klear_core.config.distill import DistillConfig, DistillRuntime, LocalTeacherConfig, SelectConfig
 from klear_core.config.evaluate import HttpEngineConfig, PoolRuntime, SamplingConfig, TorchEngineConfig
 from klear_core.config.pipeline import PipelineConfig
-from klear_core.config.settings import Floor, RareFloor
+from klear_core.config.settings import RareYieldLimits, YieldLimits
 from klear_core.config.train import TinyModelConfig
 from klear_core.config.verify import VerifyConfig
 from klear_core.distill.collect import TeacherAccess, distill
 from klear_core.distill.teachers.teacher import LocalTeacher, TeacherFailure, TeacherResult
 from klear_core.errors import DataError
-from klear_core.evaluate.run import Compute
+from klear_core.evaluate.run import EnginesAndJudges
 from klear_core.generate.engine import FakeAnswer, FakeEngine, SamplingParams
 from klear_core.generate.factory import EngineSpec, Sampler, start_with_endpoints
 from klear_core.metrics import NullTelemetry
@@ -42,7 +42,9 @@ TINY = TinyModelConfig(
     max_position_embeddings=64,
 )
 PROBLEMS = [make_problem(i, question=f"mod 10: {i},+1,-1=?") for i in range(4)]
-ANYTHING = DistillRuntime(complete=Floor(stop_below=0), selected=RareFloor(stop_below=0), traces_per_shard=8)
+ANYTHING = DistillRuntime(
+    complete=YieldLimits(stop_below=0), selected=RareYieldLimits(stop_below=0), traces_per_shard=8
+)
 
 
 def ask(
@@ -103,12 +105,14 @@ def config(**teacher: object) -> DistillConfig:
     return DistillConfig.model_validate({"teacher": settings, "samples_per_problem": 2, "runtime": ANYTHING})
 
 
-def run_stage(cfg: DistillConfig, tmp_path: Path, name: str, compute: Compute | None = None) -> Path:
+def run_stage(cfg: DistillConfig, tmp_path: Path, name: str, compute: EnginesAndJudges | None = None) -> Path:
     base, problems, workdir = tmp_path / "base", tmp_path / "in", tmp_path / name
     if not base.exists():
         prepare_base(TINY, seed=0, workdir=base, telemetry=NullTelemetry())
         write_shard(problems / "problems" / "a.parquet", PROBLEMS)
-    access = TeacherAccess(model=base, model_name="tiny", compute=compute or Compute(section="distill.teacher"))
+    access = TeacherAccess(
+        model=base, model_name="tiny", compute=compute or EnginesAndJudges(section="distill.teacher")
+    )
     distill(cfg, VerifyConfig(), problems=problems, seed=3, workdir=workdir, telemetry=NullTelemetry(), access=access)
     return workdir
 
@@ -146,7 +150,7 @@ def test_endpoints_alone_can_be_the_teacher(tmp_path: Path) -> None:
         runtime = PoolRuntime(num_engines=0, endpoints=(endpoint,))
         return await start_with_endpoints(spec, runtime=runtime, key="distill.teacher", num_here=0)
 
-    compute = Compute(section="distill.teacher", start_sampler=start)
+    compute = EnginesAndJudges(section="distill.teacher", start_sampler=start)
     cfg = config(sampling={"max_new_tokens": 64})
     workdir = run_stage(cfg, tmp_path, "out", compute)
     assert len(asked) == 8

@@ -21,7 +21,7 @@ from vllm_marks import HAS_VLLM, VLLM_MARKS
 from klear_core.artifacts.manifest import StageSummary
 from klear_core.artifacts.records import read_shards
 from klear_core.config.distill import DistillConfig, DistillRuntime
-from klear_core.config.settings import Floor, RareFloor
+from klear_core.config.settings import RareYieldLimits, YieldLimits
 from klear_core.config.train import TinyModelConfig
 from klear_core.distill.shards import UnusedReply
 from klear_core.metrics import NullTelemetry
@@ -87,7 +87,7 @@ def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
 
 def distill(base_url: str, workdir: Path) -> StageSummary:
     teacher = {"kind": "http", "base_url": base_url, "model": "tiny", "max_tokens": 600, "math_instruction": ""}
-    anything = DistillRuntime(complete=Floor(stop_below=0), selected=RareFloor(stop_below=0))
+    anything = DistillRuntime(complete=YieldLimits(stop_below=0), selected=RareYieldLimits(stop_below=0))
     settings = {"teacher": teacher | {"temperature": 1.0, "top_p": 1.0}, "samples_per_problem": 4}
     cfg = DistillConfig.model_validate(settings | {"runtime": anything})
     return collect(cfg, PROBLEMS, workdir)

@@ -7,9 +7,9 @@ from klear_core.config.curate import CurateConfig
 from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.distill import DistillConfig
 from klear_core.config.evaluate import (
-    CurveConfig,
     EvaluateConfig,
     EvaluateSamplingConfig,
+    InlineEvalConfig,
     SamplingConfig,
     TorchEngineConfig,
     VllmEngineConfig,
@@ -43,7 +43,7 @@ def test_a_curve_of_each_training_is_counted_in_tokens() -> None:
     """Base, steps 10, 20 and 25 of SFT and base, 2 and 3 of RL: 4 and 3 models, 8 problems, 2 answers of up to 7 tokens."""
     benchmark = BenchmarkConfig(name="heldout", source=ProceduralSource(split="heldout", num_problems=8))
     evaluate = EvaluateConfig(sampling=EvaluateSamplingConfig(max_new_tokens=7))
-    curve = CurveConfig(benchmark="heldout", num_problems=32, num_samples=2, every_steps=10)
+    curve = InlineEvalConfig(benchmark="heldout", num_problems=32, num_samples=2, every_steps=10)
     config = PipelineConfig(
         benchmarks=(benchmark,),
         evaluate=evaluate,
@@ -72,7 +72,7 @@ def test_a_tagger_of_rls_own_problems_answers_those() -> None:
 def test_sft_trains_at_most_on_rows_that_are_repeated_by_weight() -> None:
     """10 problems, a trace each, 2.5 times in each of 2 epochs: 50 rows, which are 7 steps of 8 rows."""
     curate = CurateConfig(sources=(ProceduralSource(name="mod10", num_problems=10),))
-    curve = CurveConfig(benchmark="heldout", num_problems=8, num_samples=1, every_steps=1)
+    curve = InlineEvalConfig(benchmark="heldout", num_problems=8, num_samples=1, every_steps=1)
     sft = SftConfig(
         num_epochs=2, rows_per_step=8, max_tokens=16, source_weights={"mod10": 2.5}, runtime=SftRuntime(curve=curve)
     )

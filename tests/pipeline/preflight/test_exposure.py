@@ -13,7 +13,7 @@ from klear_core.config.load import load_profile
 from klear_core.config.pipeline import PipelineConfig
 from klear_core.errors import ConfigError
 from klear_core.pipeline.graph import fingerprints_of, input_records, stages_of
-from klear_core.pipeline.preflight.checks import Exposure, exposures, problems_with
+from klear_core.pipeline.preflight.checks import GivenContamination, given_contamination, problems_with
 
 SMOKE = Path(__file__).parents[3] / "configs" / "smoke"
 
@@ -48,13 +48,13 @@ def made_by(earlier: PipelineConfig, store: Path, **changes_of_curate: object) -
     return model
 
 
-def only(found: list[Exposure]) -> Exposure:
+def only(found: list[GivenContamination]) -> GivenContamination:
     (exposure,) = found
     return exposure
 
 
 def test_nothing_is_known_of_a_model_from_elsewhere(tmp_path: Path, questions: Path) -> None:
-    found = only(exposures(config(tmp_path, questions, f"given.sft={tmp_path}")))
+    found = only(given_contamination(config(tmp_path, questions, f"given.sft={tmp_path}")))
     assert (found.unknown, found.missed, found.scored_by) == (("aime",), (), ("evaluate_sft", "evaluate_rl"))
     assert "is not known to have been compared with aime" in found.warning
     assert not any(p.startswith("given.sft: the training") for p in problems_with(config(tmp_path, questions)))
@@ -62,18 +62,18 @@ def test_nothing_is_known_of_a_model_from_elsewhere(tmp_path: Path, questions: P
 
 def test_what_is_declared_is_believed(tmp_path: Path, questions: Path) -> None:
     given = f"given.sft.path={tmp_path}"
-    assert exposures(config(tmp_path, questions, given, "given.sft.decontaminated_against=['aime']")) == []
+    assert given_contamination(config(tmp_path, questions, given, "given.sft.decontaminated_against=['aime']")) == []
     other = config(tmp_path, questions, "given.sft={path='x', decontaminated_against=['math500']}")
-    assert only(exposures(other)).unknown == ("aime",)
+    assert only(given_contamination(other)).unknown == ("aime",)
 
 
 def test_the_declaration_that_a_warning_asks_for_can_be_pasted_and_keeps_what_is_declared(
     tmp_path: Path, questions: Path
 ) -> None:
     given = (f"given.sft.path={tmp_path}", "given.sft.decontaminated_against=['math500']")
-    (option,) = pasted(only(exposures(config(tmp_path, questions, *given))).warning)
+    (option,) = pasted(only(given_contamination(config(tmp_path, questions, *given))).warning)
     assert option == 'given.sft.decontaminated_against=["math500", "aime"]'
-    assert exposures(config(tmp_path, questions, *given, option)) == []
+    assert given_contamination(config(tmp_path, questions, *given, option)) == []
 
 
 def pasted(message: str) -> list[str]:
@@ -83,16 +83,16 @@ def pasted(message: str) -> list[str]:
 
 
 def test_without_given_models_there_is_nothing_to_say(tmp_path: Path, questions: Path) -> None:
-    assert exposures(config(tmp_path, questions)) == []
-    assert exposures(config(tmp_path, questions, "given.distill=traces.jsonl")) == []
+    assert given_contamination(config(tmp_path, questions)) == []
+    assert given_contamination(config(tmp_path, questions, "given.distill=traces.jsonl")) == []
 
 
 def test_a_model_of_an_earlier_run_with_the_same_benchmarks_needs_no_warning(tmp_path: Path, questions: Path) -> None:
     model = made_by(config(tmp_path / "earlier", questions), tmp_path / "store")
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(questions.read_bytes())
-    assert exposures(config(tmp_path, questions, f"given.sft={model}")) == []
-    assert exposures(config(tmp_path, copy, f"given.sft={model}")) == []  # the same rows under another name
+    assert given_contamination(config(tmp_path, questions, f"given.sft={model}")) == []
+    assert given_contamination(config(tmp_path, copy, f"given.sft={model}")) == []  # the same rows under another name
 
 
 def test_a_model_of_a_run_without_this_benchmark_is_not_scored_unless_told(tmp_path: Path, questions: Path) -> None:
@@ -100,14 +100,14 @@ def test_a_model_of_a_run_without_this_benchmark_is_not_scored_unless_told(tmp_p
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"problem": "2+2?", "answer": "4"}) + "\n")
     later = config(tmp_path, other, f"given.sft={model}")
-    found = only(exposures(later))
+    found = only(given_contamination(later))
     assert (found.missed, found.unknown) == (("aime",), ())
     (refused,) = [problem for problem in problems_with(later) if "given.score_despite" in problem]
     *_, despite = pasted(refused)  # as a shell passes them on
     assert despite == 'given.score_despite=["aime"]'
     told = config(tmp_path, other, f"given.sft={model}", despite)
     assert not [problem for problem in problems_with(told) if "score_despite" in problem]
-    assert "was not compared with aime" in only(exposures(told)).warning
+    assert "was not compared with aime" in only(given_contamination(told)).warning
 
 
 @pytest.mark.parametrize("names", ["'AIME'", "'aime', 'aime24'", "''"])
@@ -122,17 +122,17 @@ def test_generated_benchmarks_share_no_problem_with_training_whatever_their_seed
 ) -> None:
     model = made_by(config(tmp_path / "earlier", questions), tmp_path / "store")
     later = load_profile(SMOKE, [f"workspace.root={tmp_path / 'ws'}", f"given.sft={model}", "seed=7"])
-    assert exposures(later) == []
+    assert given_contamination(later) == []
 
 
 def test_a_lineage_that_leads_to_a_model_from_elsewhere_shows_nothing(tmp_path: Path, questions: Path) -> None:
     foreign = {"given": GivenRecord(origin="x", licence="mit", files=()), "kind": "given_model"}
     model = made_by(config(tmp_path / "earlier", questions), tmp_path / "store", **foreign)
-    assert only(exposures(config(tmp_path, questions, f"given.sft={model}"))).unknown == ("aime",)
+    assert only(given_contamination(config(tmp_path, questions, f"given.sft={model}"))).unknown == ("aime",)
 
 
 def test_a_lineage_with_a_gap_shows_nothing(tmp_path: Path, questions: Path) -> None:
     model = made_by(config(tmp_path / "earlier", questions), tmp_path / "store")
     (gone,) = (tmp_path / "store" / "curate").iterdir()
     (gone / "manifest.json").unlink()
-    assert only(exposures(config(tmp_path, questions, f"given.sft={model}"))).unknown == ("aime",)
+    assert only(given_contamination(config(tmp_path, questions, f"given.sft={model}"))).unknown == ("aime",)

@@ -14,9 +14,9 @@ from report_runs import BROKEN_BY_RL, config, laptop_run, stage_folder, with_sta
 from rich.console import Console
 
 from klear_core.config.data import BenchmarkConfig, FileSource
-from klear_core.config.evaluate import CurveConfig
+from klear_core.config.evaluate import InlineEvalConfig
 from klear_core.config.losses import ClipConfig
-from klear_core.config.pipeline import CurveJob, CurveRuntime, PipelineConfig
+from klear_core.config.pipeline import InlineEvalJob, InlineEvalRuntime, PipelineConfig
 from klear_core.evaluate.compare.published import PublishedModel
 from klear_core.report.charts import Series
 from klear_core.report.run import build
@@ -292,8 +292,8 @@ def test_the_curve_of_scores_says_which_reported_benchmark_its_problems_are_from
     points = [("rl/eval/avg", 0.5), ("rl/eval/avg_rerun_low", 0.4), ("rl/eval/avg_rerun_high", 0.6)]
     scores = tuple(Series(name=name, steps=(0, 10), values=(0.1, value)) for name, value in points)
     rl = next(stage for stage in facts.stages if stage.name == "rl")
-    job = CurveJob.of(CurveConfig(benchmark="heldout", num_problems=8), facts.config, has_engines=True)
-    runtime = CurveRuntime(curve=job).model_dump(mode="json")
+    job = InlineEvalJob.of(InlineEvalConfig(benchmark="heldout", num_problems=8), facts.config, has_engines=True)
+    runtime = InlineEvalRuntime(curve=job).model_dump(mode="json")
     manifest = rl.manifest.model_copy(update={"config": {**rl.manifest.config, "runtime": runtime}})
     (drawn,) = stage_curves([replace(rl, manifest=manifest, metrics=scores)])
     (chart,) = drawn.charts
