@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
@@ -16,6 +16,10 @@ class Settings(BaseModel):
 
     A field called `runtime` holds settings that never change a result (workers, hosts, timeouts); hashes leave it out.
     """
+
+    as_before: ClassVar[Mapping[str, JsonValue]] = {}
+    """Fields added since the last release, and the value of each with which a stage does what it did without the field.
+    Hashes leave a field out at that value, so that an upgrade does not make finished stages again."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -53,8 +57,8 @@ class RareYieldLimits(YieldLimits):
 
 
 def result_settings(cfg: Settings) -> dict[str, Any]:
-    """Return the settings that change the result as plain JSON values: all fields but `runtime`, at any depth."""
-    kept = _without_runtime(cfg.model_dump(mode="json"))
+    """Return the settings that change the result as plain JSON values, without `runtime` and `as_before` at any depth."""
+    kept = _without_unhashed(cfg, cfg.model_dump(mode="json"))
     assert isinstance(kept, dict), type(kept)
     return kept
 
@@ -65,12 +69,21 @@ def config_digest(cfg: Settings) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def _without_runtime(value: object) -> object:
-    if isinstance(value, dict):
-        return {k: _without_runtime(v) for k, v in value.items() if k != "runtime"}
-    if isinstance(value, list):
-        return [_without_runtime(v) for v in value]
-    return value
+def _without_unhashed(value: object, dumped: object) -> object:
+    """Return `dumped`, the JSON form of `value`, without what hashes leave out; both are walked side by side."""
+    if isinstance(dumped, dict):
+        fields = {name: getattr(value, name) for name in dumped} if isinstance(value, Settings) else value
+        assert isinstance(fields, Mapping), type(fields)
+        unhashed = dict(value.as_before) if isinstance(value, Settings) else {}
+        return {
+            name: _without_unhashed(fields.get(name), inner)
+            for name, inner in dumped.items()
+            if name != "runtime" and not (name in unhashed and unhashed[name] == inner)
+        }
+    if isinstance(dumped, list):
+        assert isinstance(value, Sequence | Set), type(value)
+        return [_without_unhashed(item, inner) for item, inner in zip(value, dumped, strict=True)]
+    return dumped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
