@@ -242,7 +242,7 @@ _TRANSFER_TIMEOUT_S = 120.0
 _RECEIVER = """
 import sys
 from klear_core.generate.engine import load_offer
-from klear_core.generate.model_weights import fetch
+from klear_core.generate.weight_transfer import fetch
 for name, tensor in fetch(load_offer(sys.argv[1]), rank=1):
     print(name, int(tensor.cpu().long().sum()), flush=True)
 """
@@ -385,7 +385,7 @@ def check_transfer(backend: Literal["gloo", "nccl"]) -> PathCheck:
     import torch
 
     from klear_core.generate.engine import TensorSpec, dump_offer
-    from klear_core.generate.model_weights import WeightServer
+    from klear_core.generate.weight_transfer import WeightServer
 
     device = "cuda:0" if backend == "nccl" else "cpu"
     weights = {f"w{i}": torch.arange(1000 * i, 3000 * i, dtype=torch.int32, device=device) for i in (1, 2, 3)}

@@ -149,7 +149,7 @@ class RolloutActor:
 
     async def digest_offered(self, offer: WeightOffer) -> list[str]:
         """Fetch offered tensors without loading them; return a digest of what each process of the engine received."""
-        from klear_core.generate.model_weights import digest_of, fetch
+        from klear_core.generate.weight_transfer import digest_of, fetch
 
         if isinstance(self._engine, SeparateEngine):
             return await self._engine.digest_offered(offer)

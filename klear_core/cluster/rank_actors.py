@@ -29,7 +29,7 @@ from klear_core.types import TrainSample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from klear_core.generate.model_weights import WeightServer
+    from klear_core.generate.weight_transfer import WeightServer
     from klear_core.train.checkpoint import Counters
     from klear_core.train.distributed import Body
 
@@ -229,7 +229,7 @@ class LearnerActor(RankActor):
         """Return an offer of the current weights, which `send_weights` then sends; None on ranks above 0."""
         if self._world.rank > 0:
             return None
-        from klear_core.generate.model_weights import WeightServer
+        from klear_core.generate.weight_transfer import WeightServer
 
         cfg = self._setup.cfg
         # One store for all transfers of this process; each offer has a key of its own in it.
@@ -258,7 +258,7 @@ class LearnerActor(RankActor):
 
     def offer_known(self) -> tuple[WeightOffer, str]:
         """Return an offer of known tensors, which `send_known` then sends, and their digest. For rank 0 only."""
-        from klear_core.generate.model_weights import (
+        from klear_core.generate.weight_transfer import (
             CHECK_CHUNK_BYTES,
             WeightServer,
             digest_of,
@@ -280,7 +280,7 @@ class LearnerActor(RankActor):
 
     def send_known(self, offer: WeightOffer, engines: Sequence[int]) -> list[int]:
         """Send the known tensors to these engines while they fetch; return the engines that were lost."""
-        from klear_core.generate.model_weights import known_tensors
+        from klear_core.generate.weight_transfer import known_tensors
 
         on_device = ((name, tensor.to(self._world.device)) for name, tensor in known_tensors().items())
         return self._check_server.send(offer, on_device, engines)

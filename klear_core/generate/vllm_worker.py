@@ -10,7 +10,7 @@ class WorkerExtension:
 
     def fetch_weights(self, offer: str) -> None:
         """Overwrite the weights in place with those that a learner offers."""
-        from klear_core.generate.model_weights import fetch
+        from klear_core.generate.weight_transfer import fetch
 
         # `rank` and `reload_weights` are the worker's own; rank 0 of the transfer is the learner
         arriving = fetch(load_offer(offer), rank=1 + self.rank)  # type: ignore[attr-defined]
@@ -18,7 +18,7 @@ class WorkerExtension:
 
     def digest_offered(self, offer: str) -> str:
         """Fetch offered tensors and return their digest; nothing is loaded."""
-        from klear_core.generate.model_weights import digest_of, fetch
+        from klear_core.generate.weight_transfer import digest_of, fetch
 
         return digest_of(fetch(load_offer(offer), rank=1 + self.rank))  # type: ignore[attr-defined]
 

@@ -17,8 +17,8 @@ from vllm_marks import HAS_VLLM, needs_vllm
 from klear_core.config.evaluate import VllmEngineConfig, VllmRuntime
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.engine import SamplingParams, TensorSpec
-from klear_core.generate.model_weights import WeightServer
 from klear_core.generate.vllm_engine import VllmEngine, engine_arguments, handover_place
+from klear_core.generate.weight_transfer import WeightServer
 from klear_core.prompts import build_byte_tokenizer
 from klear_core.train.distributed import each_weight, full_weights, weight_shapes
 from klear_core.train.model import Policy, export_model

@@ -21,15 +21,8 @@ from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.errors import ConfigError
 from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import TensorSpec, WeightOffer, dump_offer, load_offer
-from klear_core.generate.model_weights import (
-    WeightServer,
-    fetch,
-    nccl_env,
-    split_chunks,
-    tensor_shapes,
-    tensors,
-    wait_for_work,
-)
+from klear_core.generate.model_weights import tensor_shapes, tensors
+from klear_core.generate.weight_transfer import WeightServer, fetch, nccl_env, split_chunks, wait_for_work
 
 WEIGHTS = {
     "a": torch.randn(3, 5),
@@ -42,7 +35,7 @@ WEIGHTS = {
 ENGINE = """
 import sys
 from klear_core.generate.engine import load_offer
-from klear_core.generate.model_weights import fetch
+from klear_core.generate.weight_transfer import fetch
 print("ready", flush=True)
 arriving = fetch(load_offer(input()), rank=1)
 print(next(arriving)[0], flush=True)

@@ -15,8 +15,8 @@ from vllm_marks import HAS_VLLM
 from klear_core.config.evaluate import TorchEngineConfig, TorchEngineRuntime, VllmEngineConfig, VllmRuntime
 from klear_core.generate.decoder.torch_engine import TorchEngine
 from klear_core.generate.engine import SamplingParams, TensorSpec
-from klear_core.generate.model_weights import WeightServer
 from klear_core.generate.vllm_engine import VllmEngine
+from klear_core.generate.weight_transfer import WeightServer
 from klear_core.types import Completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

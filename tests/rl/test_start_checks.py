@@ -19,7 +19,7 @@ from klear_core.cluster.rank_actors import LearnerActor
 from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import SamplingParams, WeightOffer
-from klear_core.generate.model_weights import digest_of, known_tensors
+from klear_core.generate.weight_transfer import digest_of, known_tensors
 from klear_core.rl.interfaces import TOLERANCES, LocalWorkers, RlSetup, check_engine
 from klear_core.types import Completion
 
