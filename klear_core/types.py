@@ -134,7 +134,11 @@ class Difficulty(StrEnum):
 
 
 class Outcome(StrEnum):
-    """The outcome of judging one answer. Only SCORED and NO_ANSWER say something about the model."""
+    """The outcome of judging one answer. Only SCORED and NO_ANSWER say something about the model.
+
+    No answer can bring about another outcome: BAD_REFERENCE is the result of a trial of the reference alone, and the
+    last three are the machine's or the judge's.
+    """
 
     SCORED = "scored"
     NO_ANSWER = "no_answer"

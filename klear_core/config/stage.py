@@ -233,7 +233,7 @@ class TagJob(Job):
     """Tag each problem with its difficulty, measured by sampling answers of a tagger model and judging them."""
 
     kind = "tag"
-    code_version = 1
+    code_version = 2
 
     seed: int
     tag: TagConfig
@@ -266,7 +266,7 @@ class DistillJob(Job):
     """Request solutions of the problems from the teacher, and judge them."""
 
     kind = "distill"
-    code_version = 2
+    code_version = 3
 
     seed: int
     distill: DistillConfig
@@ -339,7 +339,7 @@ class RlJob(Job):
     """One RL stage, math or code."""
 
     kind = "rl"
-    code_version = 6
+    code_version = 7
     makes_model = True
 
     seed: int
@@ -384,7 +384,7 @@ class EvaluateJob(Job):
     """Score one model on all benchmarks."""
 
     kind = "evaluate"
-    code_version = 6
+    code_version = 7
     scores_model = True
 
     seed: int

@@ -33,8 +33,8 @@ class UserFunction(Settings):
     function: str = Field(pattern=FUNCTION_PATTERN)
     """`package.module:function`, in the working directory or an installed package. Its source is hashed."""
     timeout_s: float = Field(default=30, gt=0, le=600)
-    """Seconds of wall clock for one answer, after which the worker is killed and the call has failed. The import of the
-    module does not count; imports inside the function do, in each worker's first call."""
+    """Seconds for one answer, less those spent waiting for a core, after which the worker is killed and the call has
+    failed. The import of the module does not count; imports inside the function do, in each worker's first call."""
     memory_mb: int = Field(default=4096, ge=64)
     """Memory in MB that a worker may allocate for the function, imports included; a call that needs more has failed,
     and its worker is replaced. The default is that of a math worker. Files mapped read-only do not count."""
@@ -222,12 +222,12 @@ class MathConfig(Settings):
     max_prose_chars: int = Field(default=2000, ge=100, le=100_000)
     """Characters to search at the end of a text without a box."""
     cpu_s: float = Field(default=5.0, gt=0, le=120)
-    """CPU seconds for one comparison (Klear-Reasoner: 5 s of wall clock); beyond them the outcome is `timed_out`."""
+    """CPU seconds for one comparison (Klear-Reasoner: 5 s of wall clock); an answer that needs more is wrong."""
     wall_factor: float = Field(default=30.0, ge=1, le=1000)
     """Wall-clock limit of a comparison as a multiple of `cpu_s` (plus 10 s). It is for hanging machines only: high load
     must not change a verdict."""
     memory_mb: int = Field(default=4096, ge=1024)
-    """Address space of a math worker in MB; beyond it the outcome is `timed_out` too."""
+    """Address space of a math worker in MB; an answer that needs more is wrong, too."""
 
 
 class CodeConfig(Settings):
@@ -297,7 +297,7 @@ class SandboxConfig(Settings):
 class CustomJudge(UserFunction):
     """A judge of the user's own: a function of an `AnswerToJudge` that returns a score between 0 and 1.
 
-    An answer on which it fails has no verdict, as if a judge of ours had failed.
+    An answer on which it fails is wrong if it works on an answer of ours; else there is no verdict.
     """
 
     name: str = Field(pattern=JUDGE_NAME_PATTERN)
@@ -346,8 +346,8 @@ class VerifyConfig(Settings):
     and noted in the artifact."""
     limits: SandboxConfig = SandboxConfig()
     max_failed_frac: float = Field(default=0.1, gt=0, le=1)
-    """The stage stops above this share of verdicts that failed on our side (judge_failed, sandbox_failed,
-    timed_out)."""
+    """The stage stops above this share of verdicts that are not the model's (judge_failed, sandbox_failed, timed_out,
+    bad_reference)."""
     min_failed_count: int = Field(default=20, ge=1)
     """Failures before `max_failed_frac` is checked, so that a small sample does not stop the stage."""
     judges: tuple[CustomJudge, ...] = ()

@@ -289,6 +289,8 @@ def _prepare(problems: Sequence[Problem], judges: JudgePool, benchmark: str) -> 
     """Return notes on the sandbox, and whether the references' own programs can be run."""
     tested = [problem for problem in problems if has_test_program(problem)]
     try:
-        return judges.prepare(tested), True
+        if tested:
+            judges.check_sandbox()
+        return judges.notes if tested else (), True
     except SandboxError as e:
         return (f"benchmark {benchmark}: the test programs of {len(tested)} problems were not tried: {e}",), False

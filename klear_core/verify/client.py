@@ -30,7 +30,8 @@ from klear_core.verify.math.text_compare import AlgebraComparison
 class MathTask:
     """Request to compare an answer with its references by algebra.
 
-    For an answer without a box `comparison` is None, and math-verify's own extractors search `unboxed`.
+    For an answer without a box `comparison` is None, and math-verify's own extractors search `unboxed`. A trial of the
+    references (`is_trial`) makes all comparisons, and passes if one can be read.
     """
 
     golds: tuple[str, ...]
@@ -39,6 +40,7 @@ class MathTask:
     answer: str
     """The answer as the verdict quotes it."""
     cfg: MathConfig
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,8 @@ class CodeTask:
     """Request to run a program on the tests that were chosen for it, or that the worker chooses from stored ones."""
 
     problem_id: str
-    program: bytes
+    program: bytes | None
+    """None tries the reference without a program: its checker on the expected outputs, or its assertions."""
     reference: CodeReference
     num_tests: int
     """Number of tests to run."""
@@ -75,11 +78,14 @@ Task = MathTask | CodeTask | CheckSandbox | UserTask
 class Fault:
     """The reason why a judging process gave no verdict.
 
-    It exceeded its limit of time or memory, died, raised, was closed, was lost with its node, or has no sandbox that
-    isolates.
+    `broke_off`, `out_of_cpu` and `out_of_memory` are the doing of what was judged: it raised or crashed, or used up
+    its CPU time or memory. All other kinds are the machine's: the wall clock ran out, a worker was killed or raised
+    outside of a judgement, was closed, was lost with its node, or has no sandbox that isolates.
     """
 
-    kind: Literal["timed_out", "out_of_memory", "died", "raised", "closed", "lost", "no_sandbox"]
+    kind: Literal[
+        "broke_off", "out_of_cpu", "out_of_memory", "timed_out", "died", "raised", "closed", "lost", "no_sandbox"
+    ]
     detail: str
 
 

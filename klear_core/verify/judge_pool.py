@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
+import logging
+import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self, assert_never
 
-from klear_core.artifacts.records import load_tests
 from klear_core.config.rl import CustomReward
-from klear_core.config.verify import VerifyConfig, VerifyRuntime, source_digest
+from klear_core.config.verify import CustomJudge, MathConfig, VerifyConfig, VerifyRuntime, source_digest
 from klear_core.cpus import usable_cpus
 from klear_core.errors import ConfigError, JudgeError, SandboxError
 from klear_core.prompts import NoAnswer, find_answer_text
 from klear_core.types import (
     AnswerToJudge,
-    AssertTests,
-    CallTests,
     CodeReference,
     CustomReference,
     JudgedAnswer,
     MathReference,
     Outcome,
     Problem,
-    StdinTests,
     StoredTests,
     UnverifiableReference,
     Verdict,
 )
 from klear_core.verify.client import CheckSandbox, CodeTask, Fault, JudgeClient, MathTask, Task, UserTask
 from klear_core.verify.code.program import check_size, chosen_tests, find_program, num_chosen, reference_fault
-from klear_core.verify.math.answer_text import boxed_texts, find_answer, quoted
+from klear_core.verify.math.answer_text import MathAnswer, boxed_texts, find_answer, quoted
 from klear_core.verify.math.rules import compared_texts, decide, unboxed_verdict, usable_references
+from klear_core.verify.math.text_compare import AlgebraComparison, Pair
 from klear_core.verify.user_code import memory_message
+
+_LOG = logging.getLogger(__name__)
+_TRIALS_AT_A_TIME = 256
+"""Trials of references in flight, so that the tests of all of them are not in memory at once."""
+_SHOWN_FAULTS = 3
 
 
 class JudgeBackend(Protocol):
@@ -67,6 +72,9 @@ class JudgePool:
         # The user's modules are in the working directory of this machine, which other nodes need not have.
         self._local = JudgeClient(cfg)
         self._client: JudgeBackend = self._local if backend is None else backend
+        self._trials_lock = threading.Lock()
+        self._trials: dict[MathReference | bytes, Verdict | Future[Verdict]] = {}
+        """Trials of references; those in which the judge or the machine failed are not kept."""
 
     def __enter__(self) -> Self:
         return self
@@ -96,21 +104,22 @@ class JudgePool:
         return self._submit(CheckSandbox()).result().detail
 
     def prepare(self, problems: Iterable[Problem]) -> tuple[str, ...]:
-        """Check the sandbox, if there is a code problem, before compute is spent; return `notes`.
+        """Check the sandbox, if there is a code problem, and try all references, before compute is spent.
 
-        Raise SandboxError, which says what is missing, and ConfigError for a reference whose judge is unknown.
+        Return `notes`, and one more on the references that cannot be used. Raise SandboxError, which says what is
+        missing, and ConfigError for a reference whose judge is unknown.
         """
         has_code = False
+        problems = list(problems)
         for problem in problems:
             if isinstance(problem.reference, CustomReference) and problem.reference.judge not in self._judges:
                 raise ConfigError(
                     f"problem {problem.problem_id} of {problem.source}: {self._unknown(problem.reference)}"
                 )
             has_code |= isinstance(problem.reference, CodeReference)
-        if not has_code:
-            return ()
-        self.check_sandbox()
-        return self.notes
+        if has_code:
+            self.check_sandbox()
+        return (self.notes if has_code else ()) + self._note_on_trials(problems)
 
     def judge(self, problem: Problem, response: str) -> Verdict:
         """Return the verdict on a complete model output, think tags included.
@@ -138,20 +147,41 @@ class JudgePool:
         if isinstance(answer_text, NoAnswer):
             is_code = isinstance(problem.reference, CodeReference)
             return _done(_no_answer_verdict(answer_text, self.cfg, is_code=is_code))
-        match problem.reference:
+        reference = problem.reference
+        match reference:
             case MathReference():
-                return self._submit(self._prepare_math(problem.reference, answer_text))
+                trial = self._trial(problem.problem_id, reference)
+                return self._after(trial, lambda: self._prepare_math(reference, answer_text))
             case CodeReference():
                 program = find_program(answer_text, self.cfg.code)
-                return self._submit(self._prepare_code(problem.problem_id, problem.reference, program))
+                return self._submit_code(problem.problem_id, reference, program)
             case CustomReference():
-                return self._submit(self._prepare_custom(problem, problem.reference, response, answer_text))
+                return self._submit_custom(problem, reference, response, answer_text)
             case _:
-                assert_never(problem.reference)
+                assert_never(reference)
 
     def submit_program(self, problem_id: str, reference: CodeReference, program: str) -> Future[Verdict]:
         """Return a future of the verdict on a program that is already extracted from its response."""
-        return self._submit(self._prepare_code(problem_id, reference, check_size(program, self.cfg.code)))
+        return self._submit_code(problem_id, reference, check_size(program, self.cfg.code))
+
+    def try_reference(self, problem: Problem, *, run_tests: bool = True) -> Future[Verdict]:
+        """Return a future of the verdict on a problem's reference alone: SCORED if answers can be judged by it.
+
+        Without `run_tests` a reference's own programs are not run, so that no sandbox is needed.
+        """
+        reference = problem.reference
+        match reference:
+            case MathReference():
+                return self._trial(problem.problem_id, reference)
+            case CodeReference():
+                trial = code_trial(problem.problem_id, reference, self.cfg)
+                if isinstance(trial, Verdict) or not run_tests:
+                    return _done(trial if isinstance(trial, Verdict) else PASSED)
+                return self._trial(problem.problem_id, reference)
+            case CustomReference() | UnverifiableReference():
+                return self.submit(problem, TRIAL_RESPONSE)
+            case _:
+                assert_never(reference)
 
     def submit_reward(self, reward: CustomReward, digest: str, answer: JudgedAnswer) -> Future[Verdict]:
         """Return a future of the value of a user's reward: the score of a verdict, SCORED unless the function failed.
@@ -160,20 +190,104 @@ class JudgePool:
         """
         return self._submit(UserTask(function=reward, digest=digest, answer=answer))
 
+    def _trial(self, problem_id: str, reference: MathReference | CodeReference) -> Future[Verdict]:
+        """Return a future of the trial of a reference; it is made once and remembered, unless the machine failed."""
+        prepared: Verdict | Task | None = None
+        if isinstance(reference, MathReference):
+            key: MathReference | bytes = reference
+        else:
+            prepared = code_trial(problem_id, reference, self.cfg)
+            if isinstance(prepared, Verdict):
+                return _done(prepared)
+            key = digest_of(prepared)  # not the reference itself: its tests may be large
+        with self._trials_lock:
+            known = self._trials.get(key)
+            trial: Future[Verdict] = Future()
+            if known is None:
+                trial.set_running_or_notify_cancel()
+                self._trials[key] = trial
+        if known is not None:
+            return _done(known) if isinstance(known, Verdict) else known
+        if prepared is None:
+            assert isinstance(reference, MathReference)
+            prepared = self._math_trial(reference)
+        self._submit(prepared).add_done_callback(lambda done: self._remember(key, trial, done))
+        return trial
+
+    def _math_trial(self, reference: MathReference) -> Verdict | Task:
+        try:
+            return math_trial(reference, self.cfg.math)
+        except Exception as e:  # noqa: BLE001  whoever waits for this trial must get its result
+            detail = f"text rules raised on the reference: {type(e).__name__}: {e}"
+            return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
+
+    def _remember(self, key: MathReference | bytes, trial: Future[Verdict], done: Future[Verdict]) -> None:
+        """Resolve a trial; keep its verdict unless the judge or the machine failed."""
+        verdict = None if done.exception() is not None else done.result()
+        with self._trials_lock:
+            if verdict is not None and verdict.outcome is Outcome.SCORED:
+                self._trials[key] = PASSED  # one object for all
+            elif verdict is not None and verdict.outcome is Outcome.BAD_REFERENCE:
+                self._trials[key] = verdict
+            else:
+                del self._trials[key]
+        _resolve(trial, done)
+
+    def _after(self, trial: Future[Verdict], prepare: Callable[[], Verdict | Task]) -> Future[Verdict]:
+        """Return a future of the verdict on an answer once the trial has passed, else of the trial's own verdict."""
+
+        def follow(done: Future[Verdict]) -> Future[Verdict]:
+            if done.exception() is not None or not done.result().outcome.counts_for_model:
+                return done
+            return self._submit(prepare())
+
+        if trial.done():
+            return follow(trial)
+        verdict: Future[Verdict] = Future()
+        verdict.set_running_or_notify_cancel()  # as in `_submit`
+
+        def go_on(done: Future[Verdict]) -> None:
+            try:
+                follow(done).add_done_callback(lambda last: _resolve(verdict, last))
+            except Exception as e:  # noqa: BLE001  a future swallows what its callbacks raise, and ours would never end
+                verdict.set_exception(e)
+
+        trial.add_done_callback(go_on)
+        return verdict
+
+    def _note_on_trials(self, problems: list[Problem]) -> tuple[str, ...]:
+        """Try all math and code references; return a note on those that cannot be used, if there are any."""
+        ours = [p for p in problems if isinstance(p.reference, MathReference | CodeReference)]
+        faults: list[str] = []
+        counts = Counter[str]()
+        for start in range(0, len(ours), _TRIALS_AT_A_TIME):
+            batch = ours[start : start + _TRIALS_AT_A_TIME]
+            for problem, trial in [(problem, self.try_reference(problem)) for problem in batch]:
+                verdict = trial.result()
+                if not verdict.outcome.counts_for_model:
+                    counts[verdict.outcome] += 1
+                    faults.append(f"problem {problem.problem_id}: {verdict.detail}")
+        if not faults:
+            return ()
+        lost = ", ".join(f"{num} {outcome}" for outcome, num in counts.items())
+        shown = "; ".join(faults[:_SHOWN_FAULTS])
+        return (
+            f"{len(faults)} of {len(ours)} references cannot be used ({lost}), their answers get no score: {shown}",
+        )
+
     def _prepare_math(self, reference: MathReference, answer_text: str) -> Verdict | MathTask:
         cfg = self.cfg.math
         golds = usable_references(reference.answers, cfg)
-        if not golds:
-            detail = (
-                f"no usable reference among {len(reference.answers)} "
-                f"(empty, unbalanced braces, or longer than {cfg.max_answer_chars} characters)"
-            )
-            return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
         answer = find_answer(answer_text, cfg)
         if isinstance(answer, NoAnswer):
             return _no_answer_verdict(answer, self.cfg)
-        decision = unboxed_verdict(golds, answer, cfg) if answer.is_unboxed else decide(golds, answer, cfg)
         shown = quoted(compared_texts(golds[0], answer, cfg))
+        try:
+            decision = unboxed_verdict(golds, answer, cfg) if answer.is_unboxed else decide(golds, answer, cfg)
+        except Exception as e:  # noqa: BLE001  the reference passed the same rules: this is about the answer
+            _LOG.warning("text rules raised on the answer %s: %r", shown, e)
+            detail = f"answer {shown} is wrong: text rules raised {type(e).__name__}"
+            return Verdict(outcome=Outcome.SCORED, score=0.0, detail=detail)
         if decision is None:  # text rules do not decide, so a worker must parse the unboxed text
             return MathTask(golds=golds, comparison=None, unboxed=answer.texts[0], answer=shown, cfg=cfg)
         if isinstance(decision, bool):
@@ -182,31 +296,22 @@ class JudgePool:
             return Verdict(outcome=Outcome.SCORED, score=float(decision), detail=detail)
         return MathTask(golds=golds, comparison=decision, unboxed="", answer=shown, cfg=cfg)
 
-    def _prepare_code(self, problem_id: str, reference: CodeReference, program: str | NoAnswer) -> Verdict | CodeTask:
-        # Before the program is looked at: a reference that cannot be used is no fault of a model without a program.
-        defect = reference_fault(reference, self.cfg.code)
-        if defect is not None:
-            detail = f"problem {problem_id}: {defect}"
-            return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
-        if isinstance(program, NoAnswer):
-            return _no_answer_verdict(program, self.cfg, is_code=True)
-        tests = reference.tests
-        if not isinstance(tests, StoredTests):  # a worker reads stored tests, and chooses among them in the same way
-            reference = dataclasses.replace(reference, tests=chosen_tests(tests, problem_id, self.cfg.code))
-        # surrogatepass: a model can write half of a surrogate pair, which UTF-8 refuses.
-        return CodeTask(
-            problem_id=problem_id,
-            program=program.encode("utf-8", "surrogatepass"),
-            reference=reference,
-            num_tests=num_chosen(reference.num_tests, self.cfg.code),
-        )
+    def _submit_code(self, problem_id: str, reference: CodeReference, program: str | NoAnswer) -> Future[Verdict]:
+        def prepare() -> Verdict | CodeTask:
+            if isinstance(program, NoAnswer):
+                return _no_answer_verdict(program, self.cfg, is_code=True)
+            # surrogatepass: a model can write half of a surrogate pair, which UTF-8 refuses.
+            return code_task(problem_id, reference, program.encode("utf-8", "surrogatepass"), self.cfg)
 
-    def _prepare_custom(
+        # Before the program is looked at: a reference that cannot be used is no fault of a model without a program.
+        return self._after(self._trial(problem_id, reference), prepare)
+
+    def _submit_custom(
         self, problem: Problem, reference: CustomReference, response: str, answer_text: str
-    ) -> Verdict | UserTask:
+    ) -> Future[Verdict]:
         if reference.judge not in self._judges:
             detail = f"problem {problem.problem_id}: {self._unknown(reference)}"
-            return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
+            return _done(Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail))
         judge, digest = self._judges[reference.judge]
         boxes = boxed_texts(answer_text)
         answer = AnswerToJudge(
@@ -218,23 +323,31 @@ class JudgePool:
             box=boxes[-1] if boxes else None,
             response=response,
         )
-        return UserTask(function=judge, digest=digest, answer=answer)
+        return self._submit(UserTask(function=judge, digest=digest, answer=answer))
 
     def _unknown(self, reference: CustomReference) -> str:
         return f"verify.judges has no judge {reference.judge!r}; it has {', '.join(self._judges) or 'none'}"
 
-    def _submit(self, prepared: Verdict | Task) -> Future[Verdict]:
+    def _submit(self, prepared: Verdict | Task, *, is_probe: bool = False) -> Future[Verdict]:
         if isinstance(prepared, Verdict):
             return _done(prepared)
         verdict: Future[Verdict] = Future()
         # From now on it cannot be cancelled: a cancelled caller stops waiting, and the verdict still comes.
         verdict.set_running_or_notify_cancel()
+
+        def resolve(fault: Fault) -> None:
+            blamed = _failed(fault) if is_probe else self._blame(prepared, fault)
+            blamed.add_done_callback(lambda done: _resolve(verdict, done))
+
         # A task over which two processes die is taken for the cause, and would end every further one.
-        self._run(prepared, verdict, tries_left=1)
+        self._run(prepared, verdict, resolve, tries_left=1)
         return verdict
 
-    def _run(self, task: Task, verdict: Future[Verdict], *, tries_left: int) -> None:
-        """Submit a task and resolve `verdict` with its result; submit it again if the judging process died."""
+    def _run(self, task: Task, verdict: Future[Verdict], on_break: Callable[[Fault], None], *, tries_left: int) -> None:
+        """Submit a task and resolve `verdict` with its result; submit it again if the judging process died.
+
+        `on_break` is called instead if the judgement broke off over what was judged.
+        """
 
         def resolve(done: Future[Verdict | Fault]) -> None:
             result = done.result()
@@ -242,22 +355,69 @@ class JudgePool:
                 case Verdict():
                     verdict.set_result(result)
                 case Fault(kind="died") if tries_left > 0:
-                    self._run(task, verdict, tries_left=tries_left - 1)
+                    self._run(task, verdict, on_break, tries_left=tries_left - 1)
                 case Fault(kind="no_sandbox"):
                     verdict.set_exception(SandboxError(result.detail))
-                case Fault(kind="timed_out"):
-                    verdict.set_result(Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=result.detail))
-                case Fault(kind="out_of_memory") if isinstance(task, UserTask):
-                    detail = memory_message(task.function)
-                    verdict.set_result(Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail=detail))
+                case Fault(kind="broke_off" | "out_of_cpu" | "out_of_memory"):
+                    on_break(result)
                 case _:
-                    verdict.set_result(Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail=result.detail))
+                    _failed(result).add_done_callback(lambda last: _resolve(verdict, last))
 
         try:
             client = self._local if isinstance(task, UserTask) else self._client
             client.submit(task).add_done_callback(resolve)
         except OSError as e:
             verdict.set_exception(JudgeError(f"the judging process cannot be started: {e}"))
+
+    def _blame(self, task: Task, fault: Fault) -> Future[Verdict]:
+        """Return a future of the verdict on a judgement that broke off: whose fault it was.
+
+        Our references pass their trial before an answer is judged by them, so that the answer is to blame. A judge of
+        the user's may depend on something outside, such as a server: it is tried again each time.
+        """
+        if isinstance(task, UserTask) and fault.kind == "out_of_memory":
+            fault = dataclasses.replace(fault, detail=memory_message(task.function))
+        match task:
+            case MathTask(is_trial=True) | CodeTask(program=None):
+                return _done(Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=fault.detail))
+            case MathTask():
+                detail = f"answer {task.answer} is wrong: {fault.detail}, where the reference itself is"
+                return _done(Verdict(outcome=Outcome.SCORED, score=0.0, detail=detail))
+            case UserTask(function=CustomJudge(), answer=AnswerToJudge()):
+                return self._blame_user_judge(task, fault)
+            case _:
+                return _failed(fault)
+
+    def _blame_user_judge(self, task: UserTask, fault: Fault) -> Future[Verdict]:
+        """Try the judge on answers of ours; if it works on one, the model's answer is wrong."""
+        verdict: Future[Verdict] = Future()
+        verdict.set_running_or_notify_cancel()
+        probes = probes_of(task)
+
+        def follow(done: Future[Verdict] | None) -> None:
+            if done is not None and done.exception() is None and done.result().outcome is Outcome.SCORED:
+                detail = f"wrong: the judge works on another answer, but on this one it failed: {fault.detail}"
+                verdict.set_result(Verdict(outcome=Outcome.SCORED, score=0.0, detail=detail))
+            elif probes:
+                self._submit(probes.pop(0), is_probe=True).add_done_callback(follow)
+            else:
+                _failed(fault).add_done_callback(lambda last: _resolve(verdict, last))
+
+        follow(None)
+        return verdict
+
+
+def _failed(fault: Fault) -> Future[Verdict]:
+    outcome = Outcome.TIMED_OUT if fault.kind in ("timed_out", "out_of_cpu") else Outcome.JUDGE_FAILED
+    return _done(Verdict(outcome=outcome, score=0.0, detail=fault.detail))
+
+
+def _resolve(verdict: Future[Verdict], done: Future[Verdict]) -> None:
+    error = done.exception()
+    if error is not None:
+        verdict.set_exception(error)
+    else:
+        verdict.set_result(done.result())
 
 
 def _done(verdict: Verdict) -> Future[Verdict]:
@@ -295,8 +455,8 @@ def code_workers(runtime: VerifyRuntime) -> int:
 # Count verdicts by outcome, and stop a stage in which the judge itself fails too often.
 
 
-_JUDGE_FAILURES = (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED, Outcome.TIMED_OUT)
-"""Outcomes of a failed judge. TIMED_OUT means that the judge ran out of time; a program that does is SCORED."""
+_NOT_THE_MODELS = (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED, Outcome.TIMED_OUT, Outcome.BAD_REFERENCE)
+"""Outcomes of a failed judge, machine or reference. An answer that uses up its CPU time is SCORED, not TIMED_OUT."""
 
 
 class JudgeHealth:
@@ -320,16 +480,16 @@ class JudgeHealth:
     def num_failed(self) -> int:
         """Return the number of failures so far that are not the model's."""
         counts = self.counts
-        return sum(counts.get(outcome, 0) for outcome in _JUDGE_FAILURES)
+        return sum(counts.get(outcome, 0) for outcome in _NOT_THE_MODELS)
 
     def record(self, verdict: Verdict) -> None:
-        """Count a verdict. Raise JudgeError when failures of the judge or sandbox exceed the limit."""
+        """Count a verdict. Raise JudgeError when failures of the judge, machine or references exceed the limit."""
         with self._lock:
             self._counts[verdict.outcome] += 1
-            failed = sum(self._counts[o] for o in _JUDGE_FAILURES)
+            failed = sum(self._counts[o] for o in _NOT_THE_MODELS)
             total = self._counts.total()
         if (
-            verdict.outcome in _JUDGE_FAILURES
+            verdict.outcome in _NOT_THE_MODELS
             and failed >= self._min_failed_count
             and failed > self._max_failed_frac * total
         ):
@@ -341,18 +501,24 @@ class JudgeHealth:
 
 
 # ---- references ----
-# Find references that cannot be judged, by judging an answer of our own to each problem.
+# Try references alone, before anything is judged by them: whose fault a broken judgement is depends on this trial.
+#
+# A reference that passes can be judged by. Whatever happens afterwards within the limits of CPU time and memory is then
+# the doing of the answer, which is wrong. One that fails leaves all its answers unscored.
 
 
-_RESPONSE = "<think>\n</think>\n{answer}"
-_MATH_ANSWER = r"\boxed{7907}"
+PASSED = Verdict(outcome=Outcome.SCORED, score=1.0, detail="the reference passed its trial")
+TRIAL_ANSWER = "7907"
 """A plain number as the answer: text rules decide only if the reference is a number or words; else it is parsed."""
+TRIAL_RESPONSE = f"<think>\n</think>\n\\boxed{{{TRIAL_ANSWER}}}"
+_COMPUTES_NOTHING = re.compile(r"(?=.*\w)[\w\s.,:;'()%$-]*")
+"""Numbers, words and lists of them, over which algebra can neither fail nor take long."""
 
 
 def has_test_program(problem: Problem) -> bool:
     """Return whether judging this problem runs a program that belongs to its reference: assertions or a checker."""
     reference = problem.reference
-    return isinstance(reference, CodeReference) and bool(reference.checker or reference.test_kind == "asserts")
+    return isinstance(reference, CodeReference) and _has_test_program(reference)
 
 
 def faulty_references(
@@ -360,53 +526,94 @@ def faulty_references(
 ) -> list[tuple[Problem, Verdict]]:
     """Return the problems whose answers cannot be judged, each with a verdict that says why.
 
-    These include problems on which a judge of the user's own fails. Our math answer has a box, because without one the
-    reference is not read; a code reference is checked even if there is no program. `run_tests` also runs the
-    references' own programs once, in the sandbox, which must isolate. Raise JudgeError if the judge itself fails.
+    These include problems on which a judge of the user's own fails. `run_tests` also tries the references' own
+    programs, in the sandbox, which must isolate. Raise JudgeError if the judge itself fails.
     """
-    pending = [(problem, future) for problem in problems for future in _verdicts(problem, judges, run_tests=run_tests)]
-    faults: dict[str, tuple[Problem, Verdict]] = {}
-    for problem, future in pending:
+    tried = [(problem, judges.try_reference(problem, run_tests=run_tests)) for problem in problems]
+    faults: list[tuple[Problem, Verdict]] = []
+    for problem, future in tried:
         verdict = future.result()
         is_ours = not isinstance(problem.reference, CustomReference)
-        if is_ours and verdict.outcome in (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED):
+        if is_ours and verdict.outcome in (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED, Outcome.TIMED_OUT):
             raise JudgeError(f"problem {problem.problem_id}: {verdict.outcome}: {verdict.detail}")
         if not verdict.outcome.counts_for_model:
-            faults.setdefault(problem.problem_id, (problem, verdict))
-    return list(faults.values())
+            faults.append((problem, verdict))
+    return faults
 
 
-def _verdicts(problem: Problem, judges: JudgePool, *, run_tests: bool) -> Iterator[Future[Verdict]]:
-    reference = problem.reference
-    match reference:
-        case MathReference() | CustomReference() | UnverifiableReference():
-            yield judges.submit(problem, _RESPONSE.format(answer=_MATH_ANSWER))
-        case CodeReference():
-            yield judges.submit(
-                problem, _RESPONSE.format(answer="no program")
-            )  # only number and size of the tests count
-            if run_tests and has_test_program(problem):
-                yield judges.submit_program(problem.problem_id, *_first_test(reference))
-        case _:
-            assert_never(reference)
+def math_trial(reference: MathReference, cfg: MathConfig) -> Verdict | MathTask:
+    """Return the verdict on a reference that needs no algebra, or the task that compares it by algebra."""
+    golds = usable_references(reference.answers, cfg)
+    if not golds:
+        detail = (
+            f"no usable reference among {len(reference.answers)} "
+            f"(empty, unbalanced braces, or longer than {cfg.max_answer_chars} characters)"
+        )
+        return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
+    if all(_COMPUTES_NOTHING.fullmatch(gold) for gold in golds):
+        return PASSED
+    # The reference as it is read against a plain number, and as a whole: other answers meet one of these forms.
+    read = decide(golds, MathAnswer(texts=(TRIAL_ANSWER,), is_unboxed=False), cfg)
+    sides = (
+        [[pair.gold for pair in pairs] for pairs in read.alternatives] if isinstance(read, AlgebraComparison) else []
+    )
+    sides += [[gold] for gold in golds]
+    if isinstance(read, bool):
+        sides.append(["0"])  # text rules alone read this reference: algebra need not, and must only not break off
+    # Against itself, which text may decide at once, and against another value.
+    alternatives = tuple(
+        tuple(Pair(gold=side, answer=answer) for side in group for answer in (side, TRIAL_ANSWER)) for group in sides
+    )
+    return MathTask(
+        golds=golds,
+        comparison=AlgebraComparison(alternatives=alternatives),
+        unboxed="",
+        answer="",
+        cfg=cfg,
+        is_trial=True,
+    )
 
 
-def _first_test(reference: CodeReference) -> tuple[CodeReference, str]:
-    """Return the reference with one test if a checker judges it, and a program that gives that test's expected value.
+def code_trial(problem_id: str, reference: CodeReference, cfg: VerifyConfig) -> Verdict | CodeTask:
+    """Return the verdict on a reference without programs of its own, or the task that runs these alone."""
+    defect = reference_fault(reference, cfg.code)
+    if defect is not None:
+        detail = f"problem {problem_id}: {defect}"
+        return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
+    if not _has_test_program(reference):
+        return PASSED
+    return code_task(problem_id, reference, None, cfg)
 
-    A checker must be able to read a right output. If it cannot read another one, that may be the program's fault.
-    """
-    tests = load_tests(reference)
-    match tests:
-        case AssertTests():
-            return reference, "pass"
-        case StdinTests():
-            program = f"print({tests.cases[0].output!r}, end='')" if tests.cases else "pass"
-            return dataclasses.replace(reference, tests=StdinTests(cases=tests.cases[:1])), program
-        case CallTests():
-            expected = tests.cases[0].expected_json if tests.cases else "null"
-            program = f"import json\ndef {tests.fn_name}(*args):\n    return json.loads({expected!r})"
-            one = CallTests(fn_name=tests.fn_name, cases=tests.cases[:1])
-            return dataclasses.replace(reference, tests=one), program
-        case _:
-            assert_never(tests)
+
+def code_task(problem_id: str, reference: CodeReference, program: bytes | None, cfg: VerifyConfig) -> CodeTask:
+    """Return the task that runs a program on the tests chosen for the problem; without one it tries the reference."""
+    tests = reference.tests
+    if not isinstance(tests, StoredTests):  # a worker reads stored tests, and chooses among them in the same way
+        reference = dataclasses.replace(reference, tests=chosen_tests(tests, problem_id, cfg.code))
+    return CodeTask(
+        problem_id=problem_id,
+        program=program,
+        reference=reference,
+        num_tests=num_chosen(reference.num_tests, cfg.code),
+    )
+
+
+def digest_of(trial: CodeTask) -> bytes:
+    """Return a key of the reference in a trial, with the tests that were chosen."""
+    return hashlib.blake2b(repr(trial).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def probes_of(task: UserTask) -> list[UserTask]:
+    """Return calls of a user's judge on answers of ours: a plain number, and the value of the reference itself."""
+    assert isinstance(task.answer, AnswerToJudge)
+    value = task.answer.reference
+    probes: list[UserTask] = []
+    for box in (TRIAL_ANSWER, value if isinstance(value, str) else json.dumps(value)):
+        text = f"\\boxed{{{box}}}"
+        answer = dataclasses.replace(task.answer, answer=text, box=box, response=f"<think>\n</think>\n{text}")
+        probes.append(dataclasses.replace(task, answer=answer))
+    return probes
+
+
+def _has_test_program(reference: CodeReference) -> bool:
+    return bool(reference.checker or reference.test_kind == "asserts")

@@ -41,6 +41,8 @@ from klear_core.verify.sandbox.jail_command import Backend
 
 _PR_SET_PDEATHSIG = 1
 _MATH_BACKSTOP_S = 10.0  # added to the wall-clock limit; the worker enforces its limit of CPU time itself
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit statuses of a worker that was killed from outside."""
 _CODE_BACKSTOP_S = 120.0  # added to the limits of all tests together, which the jail enforces itself
 
 
@@ -86,27 +88,29 @@ class Server:
         end_orphans()
         forget_dead_jails()
 
-    def _schedule(self, task: Task) -> Future[Verdict]:
+    def _schedule(self, task: Task) -> Future[Verdict | Fault]:
         match task:
             case MathTask():
                 wall_s = self._cfg.math.cpu_s * self._cfg.math.wall_factor + _MATH_BACKSTOP_S
-                compared: Future[Verdict] = self._math_pool.schedule(math_compare.compare, (task,), timeout=wall_s)
+                compared: Future[Verdict | Fault] = self._math_pool.schedule(
+                    math_compare.compare, (task,), timeout=wall_s
+                )
                 return compared
             case CodeTask():
                 self._checked_backend()
-                judged: Future[Verdict] = self._code_pool.schedule(
+                judged: Future[Verdict | Fault] = self._code_pool.schedule(
                     _judge_code, (task,), timeout=_code_timeout_s(task, self._cfg)
                 )
                 return judged
             case UserTask():
                 # The worker enforces the call's own limit; this one is for an import that hangs.
-                wall_s = task.function.timeout_s + user_code.IMPORT_TIMEOUT_S
-                computed: Future[Verdict] = self._user_pool(task.function).schedule(
+                wall_s = user_code.longest_s(task.function.timeout_s) + user_code.IMPORT_TIMEOUT_S
+                computed: Future[Verdict | Fault] = self._user_pool(task.function).schedule(
                     user_code.compute, (task,), timeout=wall_s
                 )
                 return computed
             case CheckSandbox():
-                done: Future[Verdict] = Future()
+                done: Future[Verdict | Fault] = Future()
                 done.set_result(Verdict(outcome=Outcome.SCORED, score=1.0, detail=self._checked_backend()))
                 return done
             case _:
@@ -160,7 +164,7 @@ class Server:
         self._pools.append(pool)
         return pool
 
-    def _reply(self, task_id: int, future: Future[Verdict]) -> None:
+    def _reply(self, task_id: int, future: Future[Verdict | Fault]) -> None:
         self._replies.put((task_id, outcome_of(future)))
 
     def _write_replies(self) -> None:
@@ -176,8 +180,12 @@ class Server:
                 return  # the caller is gone; `serve` notices too
 
 
-def outcome_of(future: Future[Verdict]) -> Verdict | Fault:
-    """Return the verdict of a worker's task, or the fault that left it without one."""
+def outcome_of(future: Future[Verdict | Fault]) -> Verdict | Fault:
+    """Return the verdict of a worker's task, or the fault that left it without one.
+
+    A worker that the kernel ended for its CPU time, or that crashed or exited, did so over what it judged. One that was
+    killed from outside, or at the wall clock, did not.
+    """
     if future.cancelled():
         return Fault(kind="closed", detail="the judging process is stopping")
     error = future.exception()
@@ -186,17 +194,17 @@ def outcome_of(future: Future[Verdict]) -> Verdict | Fault:
             return future.result()
         case TimeoutError():
             return Fault(kind="timed_out", detail="a worker was killed at its wall clock")
+        case pebble.ProcessExpired() if error.exitcode == -user_code.RAN_OUT_OF_CPU:
+            return Fault(kind="out_of_cpu", detail="a worker was killed at its limit of CPU time")
         case pebble.ProcessExpired() if error.exitcode in (-user_code.RAN_OUT, -signal.SIGALRM):  # SIGALRM: its own
             return Fault(kind="timed_out", detail="the function ran out of time, and its worker was killed")
-        case pebble.ProcessExpired() if error.exitcode == -signal.SIGXCPU:
-            return Fault(kind="timed_out", detail="a worker was killed at its limit of CPU time")
         case pebble.ProcessExpired() if error.exitcode == user_code.OUT_OF_MEMORY:
             return Fault(kind="out_of_memory", detail="the function ran out of memory, and its worker ended")
-        case pebble.ProcessExpired() if error.exitcode == -signal.SIGKILL:
+        case pebble.ProcessExpired() if error.exitcode in _KILLED:
             detail = "a worker was killed: perhaps this machine has too little memory"
             return Fault(kind="died", detail=f"{detail}, or a function ran out of time with all signals blocked")
         case pebble.ProcessExpired():
-            return Fault(kind="died", detail=f"a worker died ({error})")
+            return Fault(kind="broke_off", detail=f"a worker died ({error})")
         case _:
             return Fault(kind="raised", detail=f"{type(error).__name__}: {error}"[:500])
 
@@ -232,7 +240,7 @@ def _start_code_worker(backend: Backend, cfg: VerifyConfig) -> None:
     Finalize(judge, judge.close, exitpriority=10)  # runs however pebble ends the worker: recycled, stopped, pipe closed
 
 
-def _judge_code(task: CodeTask) -> Verdict:
+def _judge_code(task: CodeTask) -> Verdict | Fault:
     return _JUDGES[0].judge(task)
 
 

@@ -19,16 +19,18 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from klear_core.config.rl import CustomReward
 from klear_core.config.verify import CustomJudge, UserFunction, module_file, source_digest
 from klear_core.errors import ConfigError
 from klear_core.types import Outcome, Verdict
-from klear_core.verify.client import UserTask
+from klear_core.verify.client import Fault, UserTask
 
 IMPORT_TIMEOUT_S = 120.0
 """Seconds for the import of a user's module, which may load large libraries."""
@@ -43,8 +45,8 @@ _LOADED: dict[str, Function] = {}
 """Functions of this process by `module:function`; a worker imports each once."""
 
 
-def compute(task: UserTask) -> Verdict:
-    """Return a function's value as the score of a verdict, JUDGE_FAILED if there is none.
+def compute(task: UserTask) -> Verdict | Fault:
+    """Return a function's value as the score of a verdict, or a Fault of kind `broke_off` if it raises or returns none.
 
     Runs in a worker's main thread. Beyond the function's `timeout_s` the kernel kills the process, whatever it does.
     A process that runs out of memory exits, because the objects that filled it may still be alive at the next call.
@@ -56,10 +58,10 @@ def compute(task: UserTask) -> Verdict:
         with ended_after(cfg.timeout_s):
             value = _LOADED[cfg.function](task.answer)
         return Verdict(outcome=Outcome.SCORED, score=_number(value, cfg))
-    except Exception as e:  # noqa: BLE001  the user's code may raise anything
+    except (Exception, SystemExit) as e:  # noqa: BLE001  the user's code may raise anything
         if _is_out_of_memory(e):
             os._exit(OUT_OF_MEMORY)
-        return Verdict(outcome=Outcome.JUDGE_FAILED, score=0.0, detail=_described(e))
+        return Fault(kind="broke_off", detail=_described(e))
 
 
 def limit_memory(memory_mb: int) -> None:
@@ -154,7 +156,7 @@ def _load_unchanged(cfg: UserFunction, digest: str) -> Function:
     return function
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed; torch says so only in the text of a RuntimeError."""
     return isinstance(error, MemoryError) or os.strerror(errno.ENOMEM).lower() in str(error).lower()
 
@@ -170,7 +172,7 @@ def _number(value: object, cfg: CustomReward | CustomJudge) -> float:
     return number
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     """Return the error in one line, with the place where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
@@ -184,10 +186,20 @@ def _described(error: Exception) -> str:
 RAN_OUT = signal.SIGRTMAX if sys.platform == "linux" else signal.SIGALRM
 """Signal that ends a process at its deadline. Libraries with timeouts use SIGALRM; nothing uses SIGRTMAX."""
 
+RAN_OUT_OF_CPU = signal.SIGXCPU
+"""Signal that ends a process whose main thread computed for nearly all of the time that it had."""
+
+_CPU_SHARE = 0.9
+"""Share of a deadline that a busy main thread may compute; below 1, so that this limit comes before the deadline."""
+
+_MAX_STARVED = 4
+"""Most deadlines that are added to a deadline for the time in which the process waited for a core."""
+
 _GRACE_S = 1.0
-"""Seconds from RAN_OUT to SIGKILL, which ends a process that blocks or handles every signal that it can."""
+"""Seconds from the last RAN_OUT to SIGKILL, which ends a process that blocks or handles every signal that it can."""
 
 _CLOCK_MONOTONIC = 1
+_CLOCK_THREAD_CPUTIME = 3
 
 
 class _SigEvent(ctypes.Structure):
@@ -216,8 +228,10 @@ class _TimerSpec(ctypes.Structure):
 def ended_after(seconds: float) -> Iterator[None]:
     """Have the kernel end this process if the block takes longer, whatever the block does with its signals.
 
-    An alarm that the block leaves running is cancelled: it would end a later block. Other systems than Linux have only
-    the alarm, which the block could cancel.
+    A block that computes all the time is ended by RAN_OUT_OF_CPU, one that waits by RAN_OUT. Time spent waiting for a
+    core does not count, up to a bound: a busy machine must not decide which of the two it is. Main thread only. An
+    alarm that the block leaves running is cancelled: it would end a later block. Other systems than Linux have only the
+    alarm, which the block could cancel.
     """
     signal.signal(RAN_OUT, signal.SIG_DFL)
     if sys.platform != "linux":
@@ -227,30 +241,59 @@ def ended_after(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         return
-    libc, gentle, hard = _timers()
+    libc, cpu, gentle, hard = _timers()
+    ends_at, starved_before = time.monotonic() + seconds, _starved_s()
+
+    def on_deadline(_signum: int, _frame: FrameType | None) -> None:
+        starved_s = min(_starved_s() - starved_before, _MAX_STARVED * seconds)
+        left_s = ends_at + starved_s - time.monotonic()
+        if left_s > 0:
+            _set(libc, gentle, left_s)
+            return
+        signal.signal(RAN_OUT, signal.SIG_DFL)
+        os.kill(os.getpid(), RAN_OUT)
+
+    signal.signal(RAN_OUT, on_deadline)
+    signal.signal(RAN_OUT_OF_CPU, signal.SIG_DFL)
+    _set(libc, cpu, seconds * _CPU_SHARE)
     _set(libc, gentle, seconds)
-    _set(libc, hard, seconds + _GRACE_S)
+    _set(libc, hard, longest_s(seconds))
     try:
         yield
     finally:
+        _set(libc, cpu, 0)
         _set(libc, gentle, 0)
         _set(libc, hard, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+def longest_s(seconds: float) -> float:
+    """Return the wall clock after which a block of this deadline has ended in any case."""
+    return seconds * (1 + _MAX_STARVED) + _GRACE_S
+
+
+def _starved_s() -> float:
+    """Return the seconds in which this thread was ready to run and had no core; 0 if the kernel does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 @functools.cache
-def _timers() -> tuple[ctypes.CDLL, ctypes.c_void_p, ctypes.c_void_p]:
+def _timers() -> tuple[ctypes.CDLL, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
     """Return the C library and this process's timers. A forked child has no timers: call this only in a worker."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "timer_create"):
         libc = ctypes.CDLL("librt.so.1", use_errno=True)  # before glibc 2.34
-    return libc, _created(libc, RAN_OUT), _created(libc, signal.SIGKILL)
+    cpu = _created(libc, RAN_OUT_OF_CPU, _CLOCK_THREAD_CPUTIME)
+    return libc, cpu, _created(libc, RAN_OUT), _created(libc, signal.SIGKILL)
 
 
-def _created(libc: ctypes.CDLL, signal_number: int) -> ctypes.c_void_p:
+def _created(libc: ctypes.CDLL, signal_number: int, clock: int = _CLOCK_MONOTONIC) -> ctypes.c_void_p:
     timer = ctypes.c_void_p()
     event = _SigEvent(signal_number=signal_number)
-    if libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) != 0:
+    if libc.timer_create(clock, ctypes.byref(event), ctypes.byref(timer)) != 0:
         raise OSError(ctypes.get_errno(), f"timer_create: {os.strerror(ctypes.get_errno())}")
     return timer
 

@@ -40,6 +40,11 @@ SCRIPTS = {
         " os.path.expanduser('~/.ssh/id_rsa')] + glob.glob('/srv/*') + glob.glob('/opt/*') + glob.glob('/home/*/*'):\n    try:\n"
         "        open(p, 'rb').read(10)\n        print('READ', p)\n    except OSError:\n        pass"
     ),
+    "memory of other processes": (
+        "import os\nfor p in os.listdir('/proc'):\n    for mode in ('rb', 'r+b'):\n        try:\n"
+        "            if p.isdigit() and int(p) != os.getpid():\n                open('/proc/%s/mem' % p, mode)\n                print('READ', p)\n"
+        "        except OSError:\n            pass"
+    ),
     "kills of other processes": (
         "import os, signal\nfor pid in [-1, 1, os.getppid()] + list(range(2, 400)):\n    for s in (signal.SIGKILL, signal.SIGSTOP):\n        try:\n"
         "            if pid != os.getpid():\n                os.kill(pid, s)\n                print('KILLED', pid)\n        except OSError:\n            pass"

@@ -61,7 +61,7 @@ def test_an_outcome_that_is_not_the_models_doing_has_no_score(tmp_path: Path, sa
     assert [(row["id"], row["outcome"], row["score"]) for row in written] == [
         ("no reference", "bad_reference", None),
         ("no answer", "no_answer", 0.0),
-        ("explodes", "timed_out", None),
+        ("explodes", "scored", 0.0),
         ("broken tests", "bad_reference", None),
         ("wrong", "scored", 0.0),
     ]

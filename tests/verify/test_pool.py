@@ -204,11 +204,24 @@ def test_health_stops_a_stage_whose_judges_fail_too_often() -> None:
     assert health.counts == {Outcome.SCORED: 8, Outcome.JUDGE_FAILED: 3}
 
 
-def test_wrong_answers_and_bad_references_stop_nothing() -> None:
-    health = JudgeHealth(max_failed_frac=0.01, min_failed_count=1)
-    for outcome in (Outcome.SCORED, Outcome.NO_ANSWER, Outcome.BAD_REFERENCE):
+def test_wrong_answers_stop_nothing_and_bad_references_count_as_failures() -> None:
+    health = JudgeHealth(max_failed_frac=0.1, min_failed_count=1)
+    for outcome in (Outcome.SCORED, Outcome.NO_ANSWER):
         for _ in range(100):
             health.record(Verdict(outcome=outcome, score=0.0))
+    bad = Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail="the reason")
+    for _ in range(22):
+        health.record(bad)
+    with pytest.raises(JudgeError, match=r"23 of 223.*bad_reference: the reason"):
+        health.record(bad)
+
+
+def test_references_that_cannot_be_used_are_noted_before_anything_is_spent() -> None:
+    with build_judge_pool(ONE_WORKER) as pool:
+        (note,) = pool.prepare([math_problem("7"), math_problem(r"\sqrt{2}"), math_problem(r"\frac{1")])
+    assert note.startswith(
+        "1 of 3 references cannot be used (1 bad_reference), their answers get no score: problem p0: no"
+    )
 
 
 def test_running_with_less_isolation_is_noted() -> None:

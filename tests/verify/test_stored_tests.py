@@ -12,9 +12,10 @@ from klear_core.artifacts.records import INLINE_BYTES, StoredTestsWriter
 from klear_core.config.verify import CodeConfig, VerifyConfig
 from klear_core.errors import JudgeError
 from klear_core.types import CodeReference, Outcome, StoredTests, Verdict
-from klear_core.verify import JudgeHealth, JudgePool, build_judge_pool, faulty_references
+from klear_core.verify import JudgeHealth, JudgePool, faulty_references
 from klear_core.verify.client import CodeTask
 from klear_core.verify.code.program import reference_fault
+from klear_core.verify.judge_pool import code_task
 
 PADDING = "# " + "x" * 2000 + "\n"
 CHECKER = "def check(input, output, expected):\n    return output.split() == expected.split()"
@@ -49,8 +50,7 @@ def test_stored_tests_give_the_verdict_of_the_same_tests_in_memory(tmp_path: Pat
 def test_a_task_with_stored_tests_is_small_and_says_how_many_will_run(tmp_path: Path):
     with StoredTestsWriter(tmp_path / "a.tests") as writer:
         stored = writer.stored(stdin_reference(*STDIN))
-    pool = build_judge_pool(VerifyConfig())
-    task = pool._prepare_code("p", stored, "print(1)")
+    task = code_task("p", stored, b"print(1)", VerifyConfig())
     assert isinstance(task, CodeTask)
     assert len(pickle.dumps(task)) < 1000 < INLINE_BYTES
     assert task.num_tests == CodeConfig().max_tests

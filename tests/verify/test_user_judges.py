@@ -1,4 +1,4 @@
-"""A judge of the user's own gives verdicts; where it fails there is none, and never a wrong answer."""
+"""A judge of the user's own gives verdicts; whose fault a failure is depends on whether it works on an answer of ours."""
 
 from __future__ import annotations
 
@@ -28,13 +28,18 @@ import numpy as np
 def near(answer):
     if answer.box is None: return 0
     if answer.box == "raise": raise KeyError("no such word")
+    if answer.box == "exit": raise SystemExit(0)
     if answer.box == "die": os._exit(3)
+    while answer.box == "spin": pass
     if answer.box == "sleep": time.sleep(1000)
     if answer.box == "eat": return len(bytearray(10**10))
     odd = {"none": None, "word": "1", "two": 2, "minus": -0.1, "nan": float("nan"), "list": [1]}
     if answer.box in odd: return odd[answer.box]
     if answer.box == "numpy": return np.isclose(answer.reference["target"], 24)
     return abs(float(answer.box) - answer.reference["target"]) <= answer.reference.get("within", 0)
+
+def words(answer):
+    return answer.box == answer.reference or 0 / (not answer.box.isdigit())
 
 def part(answer):
     return answer.reference.index(answer.answer.strip()) / 4
@@ -47,6 +52,7 @@ def shown(answer):
 """
 JUDGES = [
     {"name": "near", "function": "my_judges:near", "timeout_s": 0.3, "memory_mb": 256},
+    {"name": "words", "function": "my_judges:words", "memory_mb": 256},
     {"name": "part-of", "function": "my_judges:part", "memory_mb": 256},
     {"name": "shown", "function": "my_judges:shown", "memory_mb": 256},
 ]
@@ -99,35 +105,48 @@ def test_an_answer_without_the_required_tags_is_no_answer_and_the_judge_is_not_a
 
 
 @pytest.mark.parametrize(
-    ("answer", "outcome", "why"),
+    ("answer", "why"),
     [
-        ("raise", Outcome.JUDGE_FAILED, r"KeyError: 'no such word' \(my_judges.py, line 7\)"),
-        ("die", Outcome.JUDGE_FAILED, "a worker died"),
-        ("sleep", Outcome.TIMED_OUT, "ran out of time"),
-        ("eat", Outcome.JUDGE_FAILED, "my_judges:near needs more memory than its memory_mb = 256"),
-        ("none", Outcome.JUDGE_FAILED, "returned NoneType, and not a number"),
-        ("word", Outcome.JUDGE_FAILED, "returned str, and not a number"),
-        ("list", Outcome.JUDGE_FAILED, "returned list, and not a number"),
-        ("two", Outcome.JUDGE_FAILED, "returned 2, which is not between 0 and 1"),
-        ("minus", Outcome.JUDGE_FAILED, "returned -0.1, which is not between 0 and 1"),
-        ("nan", Outcome.JUDGE_FAILED, "returned nan"),
-        ("seven", Outcome.JUDGE_FAILED, "ValueError: could not convert string"),
+        ("raise", r"KeyError: 'no such word' \(my_judges.py, line 7\)"),
+        ("exit", "SystemExit: 0"),
+        ("die", "a worker died"),
+        ("spin", "limit of CPU time"),
+        ("eat", "my_judges:near needs more memory than its memory_mb = 256"),
+        ("none", "returned NoneType, and not a number"),
+        ("word", "returned str, and not a number"),
+        ("list", "returned list, and not a number"),
+        ("two", "returned 2, which is not between 0 and 1"),
+        ("minus", "returned -0.1, which is not between 0 and 1"),
+        ("nan", "returned nan"),
+        ("seven", "ValueError: could not convert string"),
     ],
 )
-def test_a_judge_that_fails_gives_no_verdict_and_the_next_one_does(
-    pool: JudgePool, answer: str, outcome: Outcome, why: str
-) -> None:
+def test_an_answer_over_which_a_working_judge_fails_is_wrong(pool: JudgePool, answer: str, why: str) -> None:
     failed = verdict(pool, answer)
-    assert failed.outcome is outcome
-    assert not failed.outcome.counts_for_model
+    assert (failed.outcome, failed.score) == (Outcome.SCORED, 0.0)
     assert re.search(why, failed.detail), failed.detail
     assert verdict(pool, "24").is_correct
+
+
+def test_a_judge_that_waits_too_long_or_fails_on_every_answer_gives_no_verdict(pool: JudgePool) -> None:
+    slow = verdict(pool, "sleep")
+    assert (slow.outcome, "ran out of time" in slow.detail) == (Outcome.TIMED_OUT, True), slow
+    for answer in ("24", "7", "raise"):
+        broken = verdict(pool, answer, {"goal": 24})
+        assert broken.outcome is Outcome.JUDGE_FAILED, broken
+    assert "KeyError: 'target'" in verdict(pool, "24", {"goal": 24}).detail
+
+
+def test_a_judge_that_reads_only_answers_like_its_reference_works(pool: JudgePool) -> None:
+    assert verdict(pool, "no word", "word", judge="words").score == 0.0
+    odd = verdict(pool, "7", "word", judge="words")
+    assert (odd.outcome, odd.score, "ZeroDivisionError" in odd.detail) == (Outcome.SCORED, 0.0, True), odd
 
 
 def test_a_reference_that_names_no_judge_of_the_settings_is_told_before_anything_is_spent(pool: JudgePool) -> None:
     unknown = to_judge("nearer", 1)
     with pytest.raises(
-        ConfigError, match=r"problem p0 of test: verify.judges has no judge 'nearer'; it has near, part"
+        ConfigError, match=r"problem p0 of test: verify.judges has no judge 'nearer'; it has near, words"
     ):
         pool.prepare([math_problem("7"), unknown])
     assert pool.submit(unknown, boxed("1")).result().outcome is Outcome.BAD_REFERENCE
@@ -185,8 +204,8 @@ def test_a_file_of_answers_is_judged_by_the_judge_that_each_row_names(tmp_path: 
     lines = [json.dumps({"id": i, "response": boxed(answer), "reference": r}) for i, answer, r in rows]
     answers.write_text("\n".join(lines))
     summary = judge_file(answers, settings(*JUDGES), out=tmp_path / "out.jsonl")
-    assert (summary.outcomes, summary.mean_score) == ({Outcome.SCORED: 3, Outcome.JUDGE_FAILED: 1}, 2 / 3)
-    (bad, *_) = judge_file(answers, settings(JUDGES[1])).bad_rows
+    assert (summary.outcomes, summary.mean_score) == ({Outcome.SCORED: 4}, 2 / 4)
+    (bad, *_) = judge_file(answers, settings(JUDGES[2])).bad_rows
     assert bad == BadRow(line=1, reason="reference of a: verify.judges has part-of, and not 'near'")
     with pytest.raises(
         ConfigError, match=r"verify.judges, name = 'near', function = 'my_judges:nearer': .* has no function"

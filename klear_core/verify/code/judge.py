@@ -16,7 +16,17 @@ from typing import Literal, assert_never
 from klear_core.artifacts.records import load_tests
 from klear_core.config.verify import CodeConfig, VerifyConfig
 from klear_core.errors import ArtifactError
-from klear_core.types import AssertTests, CallTests, Outcome, StdinTests, StoredTests, Verdict
+from klear_core.types import (
+    AssertTests,
+    CallCase,
+    CallTests,
+    CodeReference,
+    Outcome,
+    StdinCase,
+    StdinTests,
+    StoredTests,
+    Verdict,
+)
 from klear_core.verify.client import CodeTask
 from klear_core.verify.code.program import chosen_tests, limits_for, limits_of_tester, same_output, same_value
 from klear_core.verify.sandbox.jail import Jail, JailBrokenError, JailReply, Status, TestLimits, WireError, plain_value
@@ -28,9 +38,13 @@ _SHOWN_CHARS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestResult:
-    """The result of one test. `is_timeout` counts towards `max_timeouts`, the number of tests that may time out."""
+    """The result of one test. `is_timeout` counts towards `max_timeouts`, the number of tests that may time out.
 
-    kind: Literal["passed", "failed", "broken", "timed_out"]
+    `broken` says that the checker or the test program did not give a result. The trial of a reference fails over it. A
+    reference that has passed its trial breaks only over what a program sent, so that the program has failed the test.
+    """
+
+    kind: Literal["passed", "failed", "broken"]
     detail: str = ""
     is_timeout: bool = False
 
@@ -45,7 +59,7 @@ class CodeJudge:
         self._tests = JailSlot(backend, cfg)
 
     def judge(self, task: CodeTask) -> Verdict:
-        """Return the verdict on a program; `sandbox_failed` if the jail broke twice.
+        """Return the verdict on a program, or on the reference alone; `sandbox_failed` if the jail broke twice.
 
         `judge_failed` if the problem's stored tests cannot be read: that says nothing about the program.
         """
@@ -58,7 +72,7 @@ class CodeJudge:
         # A jail that breaks says nothing about the program, which gets a second try in fresh jails.
         for _ in range(2):
             try:
-                return self._judge(task)
+                return self._try_reference(task) if task.program is None else self._judge(task, task.program)
             except JailBrokenError as e:
                 first_fault = first_fault or str(e)
                 self.close()
@@ -76,11 +90,36 @@ class CodeJudge:
         chosen = chosen_tests(load_tests(task.reference), task.problem_id, self._cfg.code)
         return dataclasses.replace(task, reference=dataclasses.replace(task.reference, tests=chosen))
 
-    def _judge(self, task: CodeTask) -> Verdict:
+    def _try_reference(self, task: CodeTask) -> Verdict:
+        """Run the checker on each expected output, or the assertions against a stand-in for the program."""
+        for i in range(task.num_tests):
+            result = self._try_test(task.reference, i)
+            if result.kind == "broken":
+                return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=f"test {i}: {result.detail}")
+        return Verdict(outcome=Outcome.SCORED, score=1.0, detail=f"{task.num_tests} tests can be run")
+
+    def _try_test(self, reference: CodeReference, i: int) -> TestResult:
+        tests = reference.tests
+        match tests:
+            case StdinTests():
+                case = tests.cases[i]
+                return self._check(reference.checker, case.input, case.output, case.output)
+            case CallTests():
+                call = tests.cases[i]
+                expected = json.loads(call.expected_json)
+                return self._check(reference.checker, json.loads(call.args_json), expected, expected)
+            case AssertTests():
+                return self._ask_tester({"source": tests.programs[i], "is_trial": True})
+            case StoredTests():
+                raise AssertionError("stored tests are read before the first test")
+            case _:
+                assert_never(tests)
+
+    def _judge(self, task: CodeTask, program: bytes) -> Verdict:
         limits = limits_for(task.reference, self._cfg)
         # Compiled once for all tests; a jail that replaces this one compiles it again (`jail_for`).
         jail = self._programs.next_program()
-        loaded = jail.load(task.program, limits)
+        loaded = jail.load(program, limits)
         num_tests = task.num_tests
         if loaded.status is Status.NOT_PYTHON:
             detail = f"0 of {num_tests} tests passed: {_shown(loaded.text)}"
@@ -90,19 +129,12 @@ class CodeJudge:
         num_passed = num_timeouts = 0
         first_failure = ""
         for i in range(num_tests):
-            result = self._run_test(task, i, limits)
-            match result.kind:
-                case "passed":
-                    num_passed += 1
-                case "broken":
-                    return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=f"test {i}: {result.detail}")
-                case "timed_out":
-                    return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"test {i}: {result.detail}")
-                case "failed":
-                    first_failure = first_failure or f"; test {i}: {result.detail}"
-                    num_timeouts += result.is_timeout
-                case _:
-                    assert_never(result.kind)
+            result = self._run_test(task.reference, program, i, limits)
+            if result.kind == "passed":
+                num_passed += 1
+            else:
+                first_failure = first_failure or f"; test {i}: {result.detail}"
+                num_timeouts += result.is_timeout
             # The score is known (hard), or further timeouts would cost minutes: the remaining tests count as failed.
             if num_timeouts >= self._cfg.code.max_timeouts or (first_failure and self._cfg.code.score == "hard"):
                 if i + 1 < num_tests:
@@ -111,40 +143,40 @@ class CodeJudge:
         detail = f"{num_passed} of {num_tests} tests passed{first_failure}"
         return verdict_of(num_passed, num_tests, detail, self._cfg.code)
 
-    def _run_test(self, task: CodeTask, i: int, limits: TestLimits) -> TestResult:
-        tests = task.reference.tests
+    def _run_test(self, reference: CodeReference, program: bytes, i: int, limits: TestLimits) -> TestResult:
+        tests = reference.tests
         match tests:
             case StdinTests():
                 case = tests.cases[i]
-                return self._run_stdin(task, case.input, case.output, limits)
+                return self._run_stdin(reference, program, case, limits)
             case CallTests():
                 call = tests.cases[i]
-                args, expected = json.loads(call.args_json), json.loads(call.expected_json)
-                return self._run_call(task, tests.fn_name, args, expected, limits)
+                return self._run_call(reference, program, tests.fn_name, call, limits)
             case AssertTests():
-                return self._run_asserts(task, tests.programs[i], limits)
+                return self._run_asserts(program, tests.programs[i], limits)
             case StoredTests():
                 raise AssertionError("stored tests are read before the first test")
             case _:
                 assert_never(tests)
 
-    def _run_stdin(self, task: CodeTask, given: str, expected: str, limits: TestLimits) -> TestResult:
-        jail = self._programs.jail_for(task.program, limits)
-        reply = jail.run(given.encode("utf-8", "surrogateescape"), limits)
+    def _run_stdin(self, reference: CodeReference, program: bytes, case: StdinCase, limits: TestLimits) -> TestResult:
+        jail = self._programs.jail_for(program, limits)
+        reply = jail.run(case.input.encode("utf-8", "surrogateescape"), limits)
         self._programs.note(reply)
         if reply.status is not Status.OK:
             return _failure(reply, limits)
         output = reply.data.decode("utf-8", "surrogateescape")
-        if task.reference.checker:
-            return self._check(task.reference.checker, given, output, expected)
-        if same_output(expected, output, self._cfg.code, is_order_free=task.reference.is_order_free):
+        if reference.checker:
+            return self._check(reference.checker, case.input, output, case.output)
+        if same_output(case.output, output, self._cfg.code, is_order_free=reference.is_order_free):
             return TestResult(kind="passed")
-        return TestResult(kind="failed", detail=f"wrong output {_shown(output)}, expected {_shown(expected)}")
+        return TestResult(kind="failed", detail=f"wrong output {_shown(output)}, expected {_shown(case.output)}")
 
     def _run_call(
-        self, task: CodeTask, fn_name: str, args: list[object], expected: object, limits: TestLimits
+        self, reference: CodeReference, program: bytes, fn_name: str, call: CallCase, limits: TestLimits
     ) -> TestResult:
-        jail = self._programs.jail_for(task.program, limits)
+        args, expected = json.loads(call.args_json), json.loads(call.expected_json)
+        jail = self._programs.jail_for(program, limits)
         with open_session(self._programs, jail, "program", limits) as session:
             # "raw": the arguments are plain JSON, and the guest converts them to its tagged form.
             reply = session.ask(json.dumps({"entry": fn_name, "args": args, "raw": True}).encode(), limits)
@@ -154,16 +186,19 @@ class CodeJudge:
             answer = plain_value(reply.data)
         except WireError as e:
             return TestResult(kind="failed", detail=_shown(str(e)))
-        if task.reference.checker:
-            return self._check(task.reference.checker, args, answer, expected)
-        if same_value(expected, answer, self._cfg.code, is_order_free=task.reference.is_order_free):
-            return TestResult(kind="passed")
+        try:
+            if reference.checker:
+                return self._check(reference.checker, args, answer, expected)
+            if same_value(expected, answer, self._cfg.code, is_order_free=reference.is_order_free):
+                return TestResult(kind="passed")
+        except RecursionError:
+            return TestResult(kind="failed", detail="the result is nested too deeply to compare")
         detail = f"wrong result {_shown(repr(answer))}, expected {_shown(repr(expected))}"
         return TestResult(kind="failed", detail=detail)
 
-    def _run_asserts(self, task: CodeTask, source: str, limits: TestLimits) -> TestResult:
+    def _run_asserts(self, program: bytes, source: str, limits: TestLimits) -> TestResult:
         """Run the tests in a separate jail; each of their calls to the program goes to the program's jail and back."""
-        programs = self._programs.jail_for(task.program, limits)
+        programs = self._programs.jail_for(program, limits)
         tester_limits = limits_of_tester(self._cfg, limits)
         tests = self._tests.jail()
         with (
@@ -185,15 +220,18 @@ class CodeJudge:
         return TestResult(kind="failed", detail=f"more than {_MAX_CALLS_PER_TEST} calls", is_timeout=True)
 
     def _check(self, checker: str, given: object, output: object, expected: object) -> TestResult:
+        return self._ask_tester({"source": checker, "input": given, "output": output, "expected": expected})
+
+    def _ask_tester(self, request: dict[str, object]) -> TestResult:
+        """Run a checker, or assertions without a program, in the tests' jail."""
         tests = self._tests.jail()
         limits = limits_of_tester(self._cfg, None)
-        request = {"source": checker, "input": given, "output": output, "expected": expected}
         with open_session(self._tests, tests, "tester", limits):
             reply = tests.ask(json.dumps(request).encode(), limits)
         if reply.status is not Status.REPLIED:
             return _tester_failure(reply)
         result = _test_verdict(reply.data)
-        return result or TestResult(kind="broken", detail="the checker called the program")
+        return result or TestResult(kind="broken", detail="it called the program")
 
 
 def verdict_of(num_passed: int, num_tests: int, detail: str, cfg: CodeConfig) -> Verdict:
@@ -239,13 +277,17 @@ def _failure(reply: JailReply, limits: TestLimits) -> TestResult:
 
 def _tester_failure(reply: JailReply) -> TestResult:
     if reply.status in (Status.CPU_LIMIT, Status.WALL_LIMIT):
-        return TestResult(kind="timed_out", detail="the test program itself ran out of time")
+        return TestResult(kind="broken", detail="the test program itself ran out of time", is_timeout=True)
     return TestResult(kind="broken", detail=f"the test program ended: {reply.status.name} {_shown(reply.text)}")
 
 
 def _test_verdict(frame: bytes) -> TestResult | None:
     """Return the result in a frame from the tests' jail, or None if it is a call that the program must answer."""
-    match json.loads(frame):
+    try:
+        found = json.loads(frame)
+    except (ValueError, RecursionError):
+        return None  # a call, with a value that this interpreter cannot read; the program's may
+    match found:
         case {"passed": True}:
             return TestResult(kind="passed")
         case {"passed": False}:

@@ -1,7 +1,7 @@
 """Compare answers with references by algebra. No other module calls math-verify.
 
 This runs in the main thread of a worker process, under a limit of CPU time. math-verify turns its own time limits into
-a silent "wrong", so they are switched off; our limit yields an outcome of its own, `timed_out`.
+a silent "wrong", so they are switched off; what exceeds our limit is reported as such, as a `Fault`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from klear_core.types import Outcome, Verdict
-from klear_core.verify.client import MathTask
+from klear_core.verify.client import Fault, MathTask
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning that its time limits, which ours replace, are off
 
@@ -35,41 +35,53 @@ Parsed = tuple[object, ...]
 """The result of math-verify's parser: sympy's form and the text itself; empty if the text cannot be parsed."""
 # CPU seconds beyond its limit after which a comparison is killed, if the alarm could not stop one long C call.
 _BACKSTOP_CPU_S = 2
+_MAX_DETAIL = 500
 
 
 class CpuLimitError(BaseException):
     """Raised when the CPU time is used up. It is not an Exception, so `except Exception` in sympy lets it pass."""
 
 
-def compare(task: MathTask) -> Verdict:
-    """Return the verdict on one answer; `timed_out` if it needs more time or memory than the settings allow."""
+def compare(task: MathTask) -> Verdict | Fault:
+    """Return the verdict on one answer, or on the references alone (`is_trial`).
+
+    A Fault if the comparison needs more CPU time or memory than the settings allow, or raises.
+    """
     try:
         with cpu_limit(task.cfg.cpu_s):
-            return _compare(task)
+            return _try_references(task) if task.is_trial else _compare(task)
     except CpuLimitError:
-        return Verdict(
-            outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.cpu_s:g} s of CPU time"
-        )
-    except (OverflowError, RecursionError) as e:
-        return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"a number too large to compute: {e}")
+        return Fault(kind="out_of_cpu", detail=f"not compared within {task.cfg.cpu_s:g} s of CPU time")
     except MemoryError:
-        return Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail=f"not compared within {task.cfg.memory_mb} MB")
+        return Fault(kind="out_of_memory", detail=f"not compared within {task.cfg.memory_mb} MB")
+    except (OverflowError, RecursionError) as e:
+        detail = f"a number too large to compute: {e}"
+    except Exception as e:  # noqa: BLE001  sympy and math-verify raise anything over odd expressions
+        detail = f"not compared: {type(e).__name__}: {e}"
+    return Fault(kind="broke_off", detail=detail[:_MAX_DETAIL])
+
+
+def _try_references(task: MathTask) -> Verdict:
+    """Make all comparisons of a trial; BAD_REFERENCE if no reference can be read."""
+    is_readable = False
+    for pairs in _parsed_alternatives(task):
+        is_readable |= all(gold for gold, _ in pairs)
+        for gold, answer in pairs:
+            if gold and answer:
+                _are_equal(gold, answer, task.cfg.rounding_digits)
+    if is_readable:
+        return Verdict(outcome=Outcome.SCORED, score=1.0, detail="the reference can be read as math")
+    detail = f"no reference can be read as math: {task.golds[0][:200]!r}"
+    return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
 
 
 def _compare(task: MathTask) -> Verdict:
     digits = task.cfg.rounding_digits
-    is_gold_readable = is_answer_readable = False
+    is_answer_readable = False
     for pairs in _parsed_alternatives(task):
-        is_gold_readable |= all(gold for gold, _ in pairs)
         is_answer_readable |= all(answer for _, answer in pairs)
         if all(gold and answer and _are_equal(gold, answer, digits) for gold, answer in pairs):
             return _scored(task, "equals the reference, by algebra", 1.0)
-    if not is_gold_readable:
-        return Verdict(
-            outcome=Outcome.BAD_REFERENCE,
-            score=0.0,
-            detail=f"no reference can be read as math: {task.golds[0][:200]!r}",
-        )
     found = "does not equal the reference, by algebra" if is_answer_readable else "cannot be read as math"
     return _scored(task, found, 0.0)
 

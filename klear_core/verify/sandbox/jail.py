@@ -27,8 +27,8 @@ from klear_core.verify.sandbox.jail_command import Account, Backend, account_for
 _HEAD = struct.Struct(">BiIII")
 _MARSHAL_VERSION = 4  # readable by every interpreter from 3.4 on, whichever version the host runs
 # In both lists a module imports only from those before it.
-_SUPERVISOR_MODULES = ("kernel", "programs", "frames", "processes", "child")
-_CHILD_MODULES = ("values", "tester", "service")
+_SUPERVISOR_MODULES = ("kernel", "parallel", "programs", "frames", "processes", "child")
+_CHILD_MODULES = ("values", "forms", "remote", "tester", "service")
 _START_S = 20.0  # seconds in which a jail must have started
 _END_S = 2.0  # seconds for a jail to exit once its pipes are closed
 STARVED_FACTOR = 6
@@ -103,7 +103,7 @@ class Jail:
 
     def load(self, source: bytes, limits: TestLimits) -> JailReply:
         """Compile the program that the next tests run."""
-        return self._call({"op": "program", "source": source, "memory_mb": limits.memory_mb}, 10.0)
+        return self._call({"op": "program", "source": source, "memory_mb": limits.memory_mb}, 10.0 * STARVED_FACTOR)
 
     def run(self, given: bytes, limits: TestLimits) -> JailReply:
         """Run the program once on a standard input."""

@@ -174,6 +174,7 @@ def _bubblewrap_flags(account: Account, python: Path) -> list[str]:
     flags = [
         "--unshare-all",
         "--unshare-user",
+        "--as-pid-1",  # else bubblewrap itself is the first process, with memory that programs may write
         "--die-with-parent",
         "--new-session",
         "--hostname",

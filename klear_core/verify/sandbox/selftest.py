@@ -170,6 +170,11 @@ def _in_a_jail(found: dict[str, Any], cfg: VerifyConfig) -> list[tuple[bool, str
             "do not run as root; allow user namespaces",
         ),
         (bool(shared), f"namespaces shared with the host: {', '.join(shared)}", container),
+        (
+            bool(found["memory_of"]),
+            f"the memory of processes {found['memory_of']} of the jail is accessible",
+            "report this: the supervisor is not dumpable, and there is no other process",
+        ),
         (found["pids"] > 20, f"{found['pids']} processes are visible", container),
         (
             found["uid_map"] == Path("/proc/self/uid_map").read_text().split(),

@@ -13,6 +13,7 @@ from klear_core.errors import ConfigError, DataError
 from klear_core.evaluate.answers.layouts import foreign_answers
 from klear_core.evaluate.answers.rejudge import CHANGES_FILE, check_folder, read_summary, rejudge
 from klear_core.evaluate.answers.stored import evaluation_answers, rejudged_answers
+from klear_core.types import Outcome, Verdict
 
 ONE = VerifyConfig.model_validate({"runtime": {"math_workers": 1}})
 BARE = "<think>\nsteps\n</think>\nThe answer is 2."
@@ -31,6 +32,17 @@ def test_every_changed_verdict_is_listed_and_the_scores_move_with_them(tmp_path:
     (line,) = (tmp_path / "again" / CHANGES_FILE).read_text().splitlines()
     assert json.loads(line)["problem_id"] == f"{2:016x}"
     assert read_summary(tmp_path / "again") == summary
+
+
+def test_answers_that_broke_the_judge_before_are_listed_as_wrong_now(tmp_path: Path) -> None:
+    timed_out = Verdict(outcome=Outcome.TIMED_OUT, score=0.0, detail="not compared within 5 s of CPU time")
+    samples = [sample(1, 0, said("9^{9^{9^9}}"), timed_out), sample(2, 0, said(2), RIGHT)]
+    quick = ONE.model_copy(update={"math": MathConfig(cpu_s=0.5)})
+    (part,) = rejudge(evaluation_answers(evaluation(tmp_path, samples).path), quick, tmp_path / "again").benchmarks
+    assert part.changes == {"not judged to wrong": 1}
+    assert part.before.score is not None
+    assert part.after.score is not None
+    assert (part.before.score.value, part.after.score.value) == (1.0, 0.5)
 
 
 def test_both_judgements_can_be_read_again_with_texts_and_references(tmp_path: Path) -> None:

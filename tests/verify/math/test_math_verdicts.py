@@ -242,7 +242,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_answer_earns_nothing_and_comes_back(hostile_pool: JudgePool, name: str) -> None:
     verdict = hostile_pool.submit(math_problem("73"), boxed(HOSTILE[name])).result(timeout=120)
-    assert verdict.outcome in (Outcome.SCORED, Outcome.NO_ANSWER, Outcome.TIMED_OUT), verdict
+    assert verdict.outcome in (Outcome.SCORED, Outcome.NO_ANSWER), verdict
     assert verdict.score == 0.0
 
 
@@ -253,7 +253,7 @@ def test_good_answers_are_judged_while_hostile_ones_burn_their_time() -> None:
         burning = [pool.submit(math_problem("73"), boxed(HOSTILE["tower"] + f"+{i}")) for i in range(2)]
         verdicts: list[Verdict] = [pool.submit(math_problem("1/2"), boxed(f"0.5+{i}-{i}")).result() for i in range(5)]
         assert [v.score for v in verdicts] == [1.0] * 5
-        assert {f.result().outcome for f in burning} == {Outcome.TIMED_OUT}
+        assert {(f.result().outcome, f.result().score) for f in burning} == {(Outcome.SCORED, 0.0)}
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The sandbox proves itself, and refuses to go on where it does not isolate."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,8 +15,10 @@ from klear_core.config.verify import SandboxConfig, VerifyConfig
 from klear_core.errors import SandboxError
 from klear_core.types import Outcome
 from klear_core.verify import build_judge_pool
+from klear_core.verify.sandbox import jail as jails
 from klear_core.verify.sandbox.jail_command import (
     SETUP_HINT,
+    _bubblewrap_flags,
     _firejail_flags,
     account_for,
     clean_environment,
@@ -36,6 +39,24 @@ def needs(program: str) -> None:
 def test_a_backend_that_isolates_has_no_gaps(sandbox_name: str, backend: str) -> None:
     needs("bwrap" if backend == "bubblewrap" else backend)
     assert find_gaps(backend, VerifyConfig()) == []
+
+
+def test_the_first_process_of_a_jail_by_bubblewrap_is_ours() -> None:
+    """bubblewrap's own first process has no seccomp filter, and memory that every program of its user may write."""
+    assert "--as-pid-1" in _bubblewrap_flags(account_for(SandboxConfig()), Path("/usr/bin/python3"))
+
+
+def test_memory_of_another_process_that_can_be_opened_is_a_gap(sandbox_name: str) -> None:
+    program = "import os, time\nif os.fork() == 0:\n    time.sleep(30)\n"  # the canary would find this child of its own
+    jail = jails.Jail(sandbox_name, SandboxConfig())
+    limits = jails.TestLimits(cpu_s=10.0, wall_s=30.0, memory_mb=512, output_bytes=1 << 20, recursion_limit=1000)
+    try:
+        jail.load(program.encode() + jails.guest_source("canary.py"), limits)
+        request = {"folders": [], "secrets": [], "pids": [], "processes": 8, "memory_mb": 64}
+        reply = jail.run(json.dumps(request).encode(), limits)
+    finally:
+        jail.kill()
+    assert len(json.loads(reply.data)["memory_of"]) == 1
 
 
 def test_limits_alone_have_none_of_the_gaps_they_can_close() -> None:

@@ -96,6 +96,19 @@ def processes_to_signal():
     return [pid for pid in REQUEST["pids"] if works(os.kill, pid, 0)]
 
 
+def accessible_memory():
+    """Return the other processes whose memory can be read or written, among them the first of the namespace."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            paths = ["/proc/%s/%s" % (name, file) for file in ("mem", "environ", "maps")]
+            if any(
+                works(lambda path=path, mode=mode: open(path, mode).close()) for path in paths for mode in ("rb", "r+b")
+            ):
+                found.append(int(name))
+    return found
+
+
 def open_descriptors():
     return [fd for fd in range(3, 64) if works(os.fstat, fd)]
 
@@ -120,6 +133,7 @@ found = {
     "writable": writable_folders(),
     "readable": readable_secrets(),
     "kills": processes_to_signal(),
+    "memory_of": accessible_memory(),
     "environment": sorted(os.environ),
     "descriptors": open_descriptors(),
     "forks": count_forks(REQUEST["processes"] + 8),

@@ -38,7 +38,6 @@ _DENIED = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "socket": (41, 198),
-    "socketpair": (53, 199),
     "shmget": (29, 194),
     "semget": (64, 190),
     "msgget": (68, 186),
@@ -76,6 +75,8 @@ _DENIED = {
     "finit_module": (313, 273),
     "kexec_load": (246, 104),
 }
+_SOCKETPAIR = (53, 199)
+_AF_UNIX = 1
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32_BIT = 0x40000000
 _EPERM = 0x00050001  # SECCOMP_RET_ERRNO | EPERM
@@ -117,6 +118,10 @@ def filter_for(pid):
         lines += [_bpf(_IF_EQUAL, 0, len(is_target_self), numbers[column]), *is_target_self]
     for numbers in _DENIED.values():
         lines += [_bpf(_IF_EQUAL, 0, 1, numbers[column]), _bpf(_RETURN, 0, 0, _EPERM)]
+    # socketpair: two connected ends without a name, which event loops wake themselves by
+    is_unix = [_bpf(_LOAD, 0, 0, 16), _bpf(_IF_EQUAL, 1, 0, _AF_UNIX)]
+    pair = [*is_unix, _bpf(_RETURN, 0, 0, _EPERM), _bpf(_RETURN, 0, 0, _ALLOW)]
+    lines += [_bpf(_IF_EQUAL, 0, len(pair), _SOCKETPAIR[column]), *pair]
     # clone3: its flags cannot be read here; libc falls back to clone
     lines += [_bpf(_IF_EQUAL, 0, 1, 435), _bpf(_RETURN, 0, 0, _ENOSYS)]
     new_namespaces = 0x7E020000  # user, pid, net, ipc, uts, cgroup and mount namespaces in clone's flags

@@ -8,6 +8,8 @@ import struct
 import sys
 import types
 
+from klear_parallel import provide_parallel
+
 ERROR_BYTES = 600
 
 PRELUDE = {
@@ -127,6 +129,7 @@ class Program:
             for name in words & set(names.split()):
                 if hasattr(__import__(module), name):
                     self.provided[name] = getattr(__import__(module), name)
+        self.is_parallel = bool(words & {"multiprocessing", "ProcessPoolExecutor"})
         for module in sorted(words & MODULES):  # imported here, once for all forks
             self.provided[module] = __import__(module)
 
@@ -135,6 +138,8 @@ class Program:
 
         As builtins they are hidden by anything that the program binds itself, in any scope.
         """
+        if self.is_parallel:
+            provide_parallel()
         for name, value in self.provided.items():
             if not hasattr(builtins, name):
                 setattr(builtins, name, value)

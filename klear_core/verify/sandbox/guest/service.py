@@ -1,29 +1,119 @@
 """Runs inside a jailed child as module `klear_service`: answers calls of the program, or runs the tests, by role."""
 
+import builtins
+import copy
+import dataclasses
+import io
+import operator
+import sys
+import threading
+
+from klear_remote import REMOTE_METHODS
 from klear_tester import serve_tester
-from klear_values import ListNode, TreeNode, Wire, receive, send, text_of
+from klear_values import ListNode, Message, TreeNode, Wire, receive, send, text_of
+
+_MAX_SHOWN_BYTES = 1 << 20  # of what one call prints
+
+
+class Printed(io.BytesIO):
+    """Keeps what the program prints, up to a limit, until it is sent to the tests."""
+
+    def write(self, data):
+        room = _MAX_SHOWN_BYTES - self.tell()
+        if room > 0:
+            super().write(bytes(data)[:room])
+        return len(data)
+
+    def taken(self):
+        text = self.getvalue()
+        self.seek(0)
+        self.truncate()
+        return text.decode("utf-8", "replace")
+
+
+class Remote:
+    """Stands for an object of the tests, such as a function or an instance of their class that they pass."""
+
+    __slots__ = ("_klear_path", "_klear_side")
+
+    def __init__(self, side, number):
+        object.__setattr__(self, "_klear_side", side)
+        object.__setattr__(self, "_klear_path", [number])
+
+    def _klear_ask(self, do, *args, **kwargs):
+        return self._klear_side.ask_tests(self._klear_path[0], do, args, kwargs)
+
+    def __call__(self, *args, **kwargs):
+        return self._klear_ask("__call__", *args, **kwargs)
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._klear_ask("__getattribute__", name)
+
+    def __setattr__(self, name, value):
+        self._klear_ask("__setattr__", name, value)
+
+
+def _remote_method(name):
+    return lambda self, *args: self._klear_ask(name, *args)
+
+
+for _name in (*REMOTE_METHODS, "__enter__", "__exit__"):
+    setattr(Remote, _name, _remote_method(_name))
+
+
+class RemoteInput(io.TextIOBase):
+    """The standard input that the tests have put in place of theirs."""
+
+    def __init__(self, side, number):
+        self.readline = lambda *args: side.ask_tests(number, "readline", args, {})
+        self.read = lambda *args: side.ask_tests(number, "read", args, {})
+
+    def __next__(self):
+        line = self.readline()
+        if not line:
+            raise StopIteration
+        return line
 
 
 class ProgramSide:
     """Answers calls of the untrusted program's functions."""
 
-    def __init__(self, names, defined):
+    def __init__(self, names, defined, is_plain):
         self.names = names
         self.defined = defined
-        self.wire = Wire(self._find, keeps_objects=True)
+        self.wire = Wire(self, is_plain)
+        self.loop = None
+        # What the tests may apply to objects of the program.
+        self.functions = {name: getattr(operator, name) for name in _OPERATORS}
+        self.functions.update(
+            {f.__name__: f for f in (len, iter, next, bool, hash, str, repr, int, float, round, isinstance, issubclass)}
+        )
+        self.functions.update({"getattr": getattr, "setattr": setattr, "await": self.wait_for, "anext": self.anext})
+        self.functions.update(copy=copy.copy, deepcopy=copy.deepcopy, type=type)
+        for name in ("asdict", "astuple", "replace"):
+            self.functions[name] = getattr(dataclasses, name)
+        self.own_input = builtins.input, sys.stdin
+        self.lock = threading.RLock()
+
+    def check_handle(self, value):
+        """Any object of the program may be named by a handle."""
+
+    def describe(self, value):
+        kind = type(value)
+        return [self.wire.handle(kind)] if kind.__module__ == "solution" and not isinstance(value, type) else []
+
+    def node(self, name):
         # A program that defines ListNode itself may rely on the attributes and methods of its own class.
-        self.wire.node = lambda name: self.names.get(name) or Wire.node(self.wire, name)
+        return self.names.get(name) or {"ListNode": ListNode, "TreeNode": TreeNode}[name]
 
-    def _find(self, tag, value):
-        return self.wire.kept[value] if tag == "h" else self.resolve(value)
-
-    def resolve(self, path):
-        """Return the object at a path: a name that the program defines, or a handle, followed by attributes."""
-        first, *attributes = path
-        target = self.wire.kept[first] if isinstance(first, int) else self._defined(first)
-        for name in attributes:
-            target = getattr(target, name)
-        return target
+    def object_from(self, tag, rest):
+        if tag == "p":
+            return self.wire.kept[rest[0][0]]
+        if tag == "g":
+            return iter(lambda: self.ask_tests(rest[0], "__next__", (), {}), self)
+        return Remote(self, rest[0])
 
     def _defined(self, name):
         if name not in self.defined or name not in self.names:
@@ -36,44 +126,108 @@ class ProgramSide:
             return getattr(self.names["Solution"](), name)
         return self._defined(name)
 
-    def answer(self, request):
-        """Call, set, read or list what the request names, and return the result encoded."""
-        args = [self.wire.decode(a) for a in request["args"]]
-        kwargs = {k: self.wire.decode(v) for k, v in request.get("kwargs", {}).items()}
-        target = self.entry(request["entry"]) if "entry" in request else self.resolve(request["path"])
-        if "set" in request:
-            setattr(target, request["set"], args[0])
-            return None
-        if request.get("get"):
-            return self.wire.encode(target)
-        if request.get("list"):
-            return self.wire.encode(list(target))
-        return self.wire.encode(target(*args, **kwargs))
+    def wait_for(self, awaitable):
+        """Run the program's coroutine to its end, in one event loop for all."""
+        import asyncio
+
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self.loop)
+
+        async def result():
+            return await awaitable
+
+        return self.loop.run_until_complete(result())
+
+    def anext(self, iterator):
+        return self.wait_for(iterator.__anext__())
+
+    def ask_tests(self, number, name, args, kwargs):
+        """Call a function of the tests, and answer what they ask meanwhile."""
+        with self.lock:
+            message = Message()
+            encoded = [self.wire.encode(a, message) for a in args]
+            named = {k: self.wire.encode(v, message) for k, v in kwargs.items()}
+            send({"callback": number, "name": name, "args": encoded, "kwargs": named})
+            while True:
+                reply = receive()
+                if "result" in reply:
+                    return self.wire.decode(reply["result"], message)
+                if "raised" in reply:
+                    raise self.wire.decode(reply["raised"], message)
+                send(self.reply_to(reply))
+
+    def reply_to(self, request):
+        """Return the result of a request with the arguments that it changed, or the exception that it raised."""
+        message = Message()
+        reply = {}
+        snapshot = []
+        try:
+            self._take_input(request)
+            args = [self.wire.decode(a, message) for a in request["args"]]
+            kwargs = {k: self.wire.decode(v, message) for k, v in request["kwargs"].items()}
+            snapshot = self.wire.snapshot(message)
+            if request["do"] == "look_up":
+                result = self._defined(*args)
+            elif request["do"] == "bind":
+                result = self.names.__setitem__(*args)
+            elif request["do"] == "call":
+                result = args[0](*args[1:], **kwargs)
+            else:
+                result = self.functions[request["do"]](*args, **kwargs)
+            changes = self.wire.changes(snapshot, message)
+            reply = {"changes": changes, "value": self.wire.encode(result, message)}
+        except BaseException as e:  # also SystemExit: a program may call sys.exit
+            reply = self._error(e, snapshot, message)
+        return reply
+
+    def _take_input(self, request):
+        """Read from what the tests have put in place of `input` and of the standard input."""
+        builtins.input, sys.stdin = self.own_input
+        if "input" in request:
+            builtins.input = Remote(self, request["input"])
+        if "stdin" in request:
+            sys.stdin = RemoteInput(self, request["stdin"])
+
+    def _error(self, error, snapshot, message):
+        try:
+            del message.objects[len(snapshot) :]
+            message.numbers = {id(value): i for i, value in enumerate(message.objects)}
+            changes = self.wire.changes(snapshot, message)
+            return {"changes": changes, "error": self.wire.encode(error, message)}
+        except BaseException:
+            return {"changes": [], "error": ["e", ["y", "Exception"], ["t", []], ["d", []], text_of(error)]}
+
+    def plain_reply_to(self, request):
+        """Answer a call test, whose arguments and result are plain values."""
+        try:
+            return {"value": self.wire.encode(self.entry(request["entry"])(*request["args"]))}
+        except BaseException as e:
+            return {"error": type(e).__name__, "text": text_of(e)}
+
+
+_OPERATORS = (
+    "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift iadd isub imul "
+    "neg pos abs invert eq ne lt le gt ge contains getitem setitem delitem"
+).split()
 
 
 def serve_program(code, program, new_main):
+    request = receive()
+    is_plain = request.get("raw", False)
     program.provide()
     names = new_main("solution", {"ListNode": ListNode, "TreeNode": TreeNode})
+    printed = Printed()
+    if not is_plain:
+        sys.stdout = sys.__stdout__ = io.TextIOWrapper(printed, "utf-8", "surrogateescape", write_through=True)
     exec(code, names)
-    side = ProgramSide(names, program.defined)
+    side = ProgramSide(names, program.defined, is_plain)
     while True:
-        request = receive()
-        if request.get("raw"):
-            request["args"] = [_plain(a) for a in request["args"]]
-        try:
-            reply = {"value": side.answer(request)}
-        except BaseException as e:  # also SystemExit: a program may call sys.exit
-            reply = {"error": type(e).__name__, "text": text_of(e)}
+        reply = side.plain_reply_to(request) if is_plain else side.reply_to(request)
+        if not is_plain:
+            reply["printed"] = printed.taken()
         send(reply)
-
-
-def _plain(value):
-    """Return a plain JSON argument in the wire's tagged form."""
-    if isinstance(value, list):
-        return ["l", [_plain(v) for v in value]]
-    if isinstance(value, dict):
-        return ["d", [[k, _plain(v)] for k, v in value.items()]]
-    return value
+        request = receive()
 
 
 def serve(code, program, new_main, role):

@@ -37,6 +37,10 @@ from klear_programs import ERROR_BYTES, Program
 _HEAD = struct.Struct(">BiIII")  # status, exit status or signal, cpu ms, wall ms, length of the text that explains
 _POLL_MS = 50
 _MAX_STARVED_LIMITS = 4  # a test that waits for a core gets at most this many wall-clock limits more
+_SERVICE_MODULES = (
+    "ast bisect builtins collections contextlib copy datetime decimal fractions functools heapq inspect io itertools "
+    "json math operator random re string symtable typing"
+).split()
 _CONTROL_IN, _CONTROL_OUT = 50, 51  # below the smallest valid verify.limits.open_files
 
 _STANDARD_STREAMS = (sys.stdin, sys.stdout, sys.stderr)  # kept alive: their deletion would close a child's fds 0 to 2
@@ -137,6 +141,8 @@ class Session:
     """A process of the program, or of our test code, that answers requests one after another."""
 
     def __init__(self, tracker, program, test):
+        for name in _SERVICE_MODULES:  # once a jail: its sessions are forks
+            __import__(name)
         self.tracker = tracker
         self.test = test
         self.used_s = 0.0

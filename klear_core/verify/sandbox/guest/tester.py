@@ -1,33 +1,12 @@
 """Runs inside a jailed child as module `klear_tester`: runs the tests, which call the program in the other jail."""
 
-from klear_values import CannotSendError, ListNode, Proxy, TreeNode, Wire, receive, send, text_of
+import ast
+import sys
+import types
 
-
-class RemoteError(Exception):
-    """The program raised something that has no builtin type of that name."""
-
-
-class Tester:
-    """Runs the tests; every call of the program's names goes to the other jail and back."""
-
-    def __init__(self):
-        self.wire = Wire(lambda tag, value: Proxy(self, [value] if tag == "h" else value), keeps_objects=False)
-
-    def request(self, path, args, kwargs, **how):
-        encoded_args = [self.wire.encode(a) for a in args]
-        encoded_kwargs = {k: self.wire.encode(v) for k, v in kwargs.items()}
-        send({"path": path, **how, "args": encoded_args, "kwargs": encoded_kwargs})
-        reply = receive()
-        if "value" in reply:
-            return self.wire.decode(reply["value"])
-        import builtins
-
-        # Tests may expect the type: `try: f(-1)`, `except ValueError: pass`.
-        kind = getattr(builtins, reply["error"], None)
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            kind = RemoteError
-        raise kind("%s: %s" % (reply["error"], reply["text"]))
-
+from klear_forms import pytest_module, run_forms
+from klear_remote import Names, ProgramModule, Tester, know_dataclasses, type_of
+from klear_values import CannotSendError, ListNode, TreeNode, receive, send, text_of
 
 _MODULES = [
     "bisect",
@@ -91,40 +70,200 @@ _HELPERS = {f.__name__: f for f in (ListNode, TreeNode, list_node, tree_node, is
 _HELPERS["inf"] = float("inf")
 
 
-def run_tests(source):
-    """Run a test program and return `passed`, `failed`, or `broken` if the test program itself cannot run."""
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+class StopTrial(BaseException):
+    """Raised in a trial that has seen enough."""
+
+
+class StandIn:
+    """Stands for the program in the trial of a test program: all its attributes, calls and operators give another.
+
+    Every comparison but `!=`, `<` and `>` holds. A loop that only the real program would end is stopped.
+    """
+
+    _klear_path = ("the program",)
+
+    def __init__(self, wire):
+        self._klear_wire = wire
+        self._klear_left = [2_000]
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._any()
+
+    def __call__(self, *args, **kwargs):
+        for value in (*args, *kwargs.values()):
+            self._klear_wire.encode(value)
+        return self._any()
+
+    def _any(self, *_):
+        self._klear_left[0] -= 1
+        if self._klear_left[0] < 0:
+            raise StopTrial
+        return self
+
+    def _true(self, *_):
+        return self._any() is self
+
+    def _false(self, *_):
+        return self._any() is not self
+
+    def _zero(self, *_):
+        self._any()
+        return 0
+
+    def _nothing(self, *_):
+        self._any()
+
+    def __iter__(self):
+        self._any()
+        return iter(())
+
+    def __await__(self):
+        yield from ()
+        return self._any()
+
+    def __mro_entries__(self, bases):
+        raise CannotSendError("the tests derive a class from one of the program's")
+
+    def __float__(self):
+        return 0.0
+
+    def __setattr__(self, name, value):
+        if name.startswith("_klear"):
+            object.__setattr__(self, name, value)
+
+    __bool__ = __eq__ = __le__ = __ge__ = __contains__ = __instancecheck__ = __subclasscheck__ = _true
+    __ne__ = __lt__ = __gt__ = _false
+    __hash__ = __len__ = __index__ = __int__ = _zero
+    __setitem__ = __delitem__ = __exit__ = _nothing
+    __enter__ = __getitem__ = __neg__ = __pos__ = __abs__ = __invert__ = __round__ = _any
+
+
+for _name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split():
+    setattr(StandIn, "__%s__" % _name, StandIn._any)
+    setattr(StandIn, "__r%s__" % _name, StandIn._any)
+
+
+def _without_failures(tree):
+    """Return the test program with every statement alone in a `try`, so that one that fails does not hide the next."""
+
+    class Transformer(ast.NodeTransformer):
+        def generic_visit(self, node):
+            super().generic_visit(node)
+            for field in ("body", "orelse", "finalbody"):
+                statements = getattr(node, field, None)
+                if isinstance(statements, list) and statements and isinstance(statements[0], ast.stmt):
+                    setattr(node, field, [self.guarded(s) for s in statements])
+            return node
+
+        def guarded(self, statement):
+            is_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+            if is_future or isinstance(statement, (ast.Global, ast.Nonlocal)):
+                return statement
+            name = lambda n: ast.Name(id=n, ctx=ast.Load())  # noqa: E731
+            serious = ast.Tuple(elts=[name("_klear_import_error"), name("_klear_cannot_send")], ctx=ast.Load())
+            handlers = [
+                ast.ExceptHandler(type=serious, name=None, body=[ast.Raise(exc=None, cause=None)]),
+                ast.ExceptHandler(type=name("_klear_exception"), name=None, body=[ast.Pass()]),
+            ]
+            return ast.Try(body=[statement], handlers=handlers, orelse=[], finalbody=[])
+
+    return ast.fix_missing_locations(Transformer().visit(tree))
+
+
+_PROGRAM_MODULES = ("solution", "main", "program", "submission", "candidate", "your_module", "my_module", "module")
+
+
+def run_tests(source, is_trial=False):
+    """Run a test program and return `passed`, `failed`, or `broken` if the test program itself cannot run.
+
+    A trial runs it against a stand-in for the program, with which no assertion fails: it is `broken` if it cannot be
+    compiled, imports what is not there, hangs by itself, or gives the program a value that cannot be sent.
+    """
     tester = Tester()
-    tree, stars = _without_star_imports(source)
-    if isinstance(stars, str):
-        return {"broken": stars}
-    names = {"__name__": "tests", **_HELPERS, **stars}
-    names.update((name, __import__(name)) for name in _MODULES)
-    names.update((name, getattr(names["typing"], name)) for name in _TYPING)
-    names.update((name, Proxy(tester, [name])) for name in _names_under_test(source, tree.body[-1], names))
-    names["__builtins__"] = __builtins__
     try:
-        exec(compile(tree, "<tests>", "exec"), names)
-    except AssertionError as e:
-        return {"failed": "assertion failed " + text_of(e)}
-    except (SystemExit, ImportError, CannotSendError) as e:
-        return {"broken": "%s: %s" % (type(e).__name__, text_of(e))}
-    except Exception as e:
-        return {"failed": "%s: %s" % (type(e).__name__, text_of(e))}
+        stand_in = StandIn(tester.wire) if is_trial else None
+        names, tree = _prepared(source, tester, stand_in)
+        called = {node.id for s in tree.body if not isinstance(s, _DEFINITIONS) for node in _names_in(s)}
+        code = compile(_without_failures(tree) if is_trial else tree, "<tests>", "exec")
+        exec(code, names)
+        run_forms(names, called)
+    except StopTrial:
+        return {"passed": True}
+    except BaseException as e:
+        return _result_of(e, is_trial)
     return {"passed": True}
 
 
-def _without_star_imports(source):
-    """Return the tree without its `from x import *`, and the names that these bind (or why one cannot be imported)."""
-    import ast
+def _result_of(error, is_trial):
+    text = "%s: %s" % (type(error).__name__, text_of(error))
+    is_remote = getattr(error, "_klear_is_remote", False)
+    if isinstance(error, (CannotSendError, ImportError, SyntaxError)) and not is_remote:
+        return {"broken": text}
+    if is_trial or (isinstance(error, SystemExit) and not error.code and not is_remote):
+        return {"passed": True}
+    return {"failed": "assertion failed " + text_of(error) if isinstance(error, AssertionError) else text}
 
+
+class _TypeOf(ast.NodeTransformer):
+    """Has the tests ask the program for the type of one of its objects, in place of that of what stands for it."""
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1 and not node.keywords:
+            node.func.id = "_klear_type"
+        return node
+
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        if node.attr == "__class__" and isinstance(node.ctx, ast.Load):
+            return ast.Call(func=ast.Name(id="_klear_type", ctx=ast.Load()), args=[node.value], keywords=[])
+        return node
+
+
+def _names_in(statement):
+    return [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+
+
+def _prepared(source, tester, stand_in):
+    """Return the global names of a test program, and its tree."""
+    for name in _PROGRAM_MODULES:
+        if stand_in is None:
+            sys.modules[name] = ProgramModule(name, tester.look_up, lambda *pair: tester.apply("bind", *pair))
+        else:
+            sys.modules[name] = ProgramModule(name, lambda _: stand_in, lambda *_: None)
+    sys.modules["pytest"] = pytest_module()
+    tree, stars = _without_star_imports(source)
+    if "unittest" in source:
+        __import__("unittest").main = lambda *_, **__: None  # `run_forms` runs the cases
+    if "dataclasses" in source:
+        know_dataclasses()
+    provided = {"__name__": "tests", "_klear_type": type_of, **_HELPERS}
+    provided.update((name, __import__(name)) for name in _MODULES)
+    provided.update((name, getattr(provided["typing"], name)) for name in _TYPING)
+    provided.update(stars)
+    under_test = _names_under_test(source, tree.body[-1], provided) if tree.body else set()
+    names = Names(tester, under_test)
+    names.update(provided, __builtins__=__builtins__)
+    if stand_in is not None:
+        names.update(dict.fromkeys(under_test, stand_in))
+        names.update(_klear_import_error=ImportError, _klear_cannot_send=CannotSendError, _klear_exception=Exception)
+    module = sys.modules["tests"] = types.ModuleType("tests")  # unittest and dataclasses look it up
+    vars(module).update(names)
+    return names, ast.fix_missing_locations(_TypeOf().visit(tree))
+
+
+def _without_star_imports(source):
+    """Return the tree without its `from x import *`, and the names that these bind."""
     tree = ast.parse(source)
     stars, kept = {}, []
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            try:
-                exec("from %s import *" % node.module, stars)
-            except ImportError as e:
-                return tree, str(e)
+            exec("from %s import *" % node.module, stars)
         else:
             kept.append(node)
     tree.body = kept
@@ -138,7 +277,6 @@ def _names_under_test(source, last, provided):
     If there are none, those of the last statement (`check(add)` after star imports). If those are builtins only, the
     builtins that it calls (MBPP asks for a function `sum`).
     """
-    import ast
     import builtins
     import symtable
 
@@ -175,4 +313,8 @@ def run_checker(request):
 def serve_tester():
     while True:
         request = receive()
-        send(run_checker(request) if "output" in request else run_tests(request["source"]))
+        send(
+            run_checker(request)
+            if "output" in request
+            else run_tests(request["source"], request.get("is_trial", False))
+        )

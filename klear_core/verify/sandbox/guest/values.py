@@ -5,7 +5,13 @@ form stay where they are and travel as handles.
 """
 
 import base64
+import builtins
+import collections
+import datetime
+import decimal
+import fractions
 import json
+import operator
 import os
 import struct
 
@@ -29,8 +35,15 @@ class TreeNode:
         self.right = right
 
 
-_TYPES = {t.__name__: t for t in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, type(None))}
+_BUILTIN_TYPES = {n: t for n, t in vars(builtins).items() if isinstance(t, type)}
+_BUILTIN_TYPES["NoneType"] = type(None)
 _NODES = {"ListNode": ("val", "next"), "TreeNode": ("val", "left", "right")}
+_SCALARS = frozenset([bool, int, str, type(None)])
+_DICTS = {
+    "Counter": collections.Counter,
+    "OrderedDict": collections.OrderedDict,
+    "defaultdict": collections.defaultdict,
+}
 
 
 class CannotSendError(Exception):
@@ -66,113 +79,312 @@ def text_of(error):
         return ""
 
 
+def _parts_of(value):
+    """Return the name and arguments that make an equal object of the standard library; None for all other values."""
+    kind = type(value)
+    if kind is decimal.Decimal:
+        return "Decimal", [str(value)]
+    if kind is fractions.Fraction:
+        return "Fraction", [value.numerator, value.denominator]
+    if kind is datetime.timedelta:
+        return "timedelta", [value.days, value.seconds, value.microseconds]
+    if kind is datetime.timezone:
+        return "timezone", [value.utcoffset(None)]
+    if kind is datetime.datetime:
+        date = [value.year, value.month, value.day]
+        return "datetime", [*date, value.hour, value.minute, value.second, value.microsecond, value.tzinfo]
+    if kind is datetime.date:
+        return "date", [value.year, value.month, value.day]
+    if kind is datetime.time:
+        return "time", [value.hour, value.minute, value.second, value.microsecond, value.tzinfo]
+    if kind is range:
+        return "range", [value.start, value.stop, value.step]
+    if kind is slice:
+        return "slice", [value.start, value.stop, value.step]
+    return None
+
+
+_MAKERS = {
+    "Decimal": decimal.Decimal,
+    "Fraction": fractions.Fraction,
+    "timedelta": datetime.timedelta,
+    "timezone": datetime.timezone,
+    "datetime": datetime.datetime,
+    "date": datetime.date,
+    "time": datetime.time,
+    "range": range,
+    "slice": slice,
+}
+
+
+def _remote_text(error):
+    return getattr(error, "_klear_text", "") or ", ".join(str(a) for a in error.args)
+
+
+class Message:
+    """The lists, dicts, sets and nodes of one message, numbered in the order in which they are met on both sides."""
+
+    def __init__(self, objects=()):
+        self.objects = list(objects)
+        self.numbers = {id(value): i for i, value in enumerate(self.objects)}
+
+    def add(self, value):
+        self.numbers[id(value)] = len(self.objects)
+        self.objects.append(value)
+
+
 class Wire:
     """Encodes and decodes values; objects it cannot write become handles of this side.
 
-    A value is a JSON scalar or a list that begins with a tag. l: list, t: tuple, s: set, f: frozenset, d: dict, i:
-    iterator (decoded as a list), b: bytes, c: complex, x: a float without a JSON form, y: a type, n: a node of a linked
-    list or tree, h: a handle of an object that stays here, p: a path to an object of the other side.
+    A value is a JSON scalar or a list that begins with a tag. l: list, t: tuple, s: set, f: frozenset, d: dict, i: an
+    iterable as a list, b: bytes, B: bytearray, c: complex, x: a float without a JSON form, y: a builtin type, o: an
+    object of the standard library, q: deque, m: namedtuple, n: a node of a linked list or tree, r: an object that the
+    message holds already, h: a handle of an object that stays here, g: one of an iterator, G: one of an asynchronous
+    iterator, a: one of a coroutine, k: one of an exception class, e: an exception, p: an object of the other side.
     """
 
-    def __init__(self, handle_from, keeps_objects):
+    def __init__(self, side, is_plain=False):
+        self.side = side
+        self.is_plain = is_plain  # of a call test: values only, as trees
         self.kept = []
-        self.handle_from = handle_from
-        self.keeps_objects = keeps_objects
+        self.numbers = {}
+        self.named_tuples = {}
+        self.classes = {}
 
-    def encode(self, value):
+    def handle(self, value):
+        """Keep an object on this side and return its number, the same each time."""
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.kept)
+            self.kept.append(value)
+        return self.numbers[id(value)]
+
+    def encode(self, value, message=None):
+        message = message or Message()
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if kind in _SCALARS:
             return value
         if kind is float:  # inf and nan, for which x - x is not 0, have no JSON form
             return value if value - value == 0 else ["x", repr(value)]
-        if isinstance(value, (list, tuple, set, frozenset)):
-            tag = next(t for t, k in (("l", list), ("t", tuple), ("s", set), ("f", frozenset)) if isinstance(value, k))
-            return [tag, [self.encode(v) for v in value]]
-        if isinstance(value, dict):
-            return ["d", [[self.encode(k), self.encode(v)] for k, v in value.items()]]
-        return self._encode_object(value, kind)
+        if not self.is_plain and id(value) in message.numbers:
+            return ["r", message.numbers[id(value)]]
+        if isinstance(value, (list, tuple, set, frozenset, dict)) and (self.is_plain or not self.has_methods(kind)):
+            return self._encode_container(value, kind, message)
+        return self._encode_object(value, kind, message)
 
-    def _encode_object(self, value, kind):
-        if isinstance(value, (bytes, bytearray)):
+    def has_methods(self, kind):
+        """Return whether a class derived from a container is more than a container."""
+        return kind.__module__ in ("solution", "tests") and any(
+            callable(v) and not k.startswith("_") for k, v in vars(kind).items()
+        )
+
+    def _encode_container(self, value, kind, message):
+        if isinstance(value, (tuple, frozenset)):
+            if hasattr(kind, "_fields") and not self.is_plain:
+                return ["m", kind.__name__, list(kind._fields), self.items(value, message)]
+            return ["t" if isinstance(value, tuple) else "f", self.items(value, message)]
+        message.add(value)
+        return self.contents(value, message)
+
+    def contents(self, value, message):
+        """Encode what a list, dict, set or node holds now."""
+        if isinstance(value, list):
+            return ["l", self.items(value, message)]
+        if isinstance(value, set):
+            return ["s", self.items(value, message)]
+        if isinstance(value, dict):
+            pairs = [[self.encode(k, message), self.encode(v, message)] for k, v in value.items()]
+            name = type(value).__name__
+            if self.is_plain or _DICTS.get(name) is not type(value):
+                return ["d", pairs]
+            factory = getattr(value, "default_factory", None)
+            return ["d", pairs, name, factory.__name__ if factory in _BUILTIN_TYPES.values() else ""]
+        if isinstance(value, bytearray):
+            return ["B", base64.b64encode(value).decode()]
+        if isinstance(value, collections.deque):
+            return ["q", self.items(value, message), value.maxlen]
+        name = type(value).__name__
+        return ["n", name, [self.encode(getattr(value, field), message) for field in _NODES[name]]]
+
+    def items(self, values, message):
+        values = list(values)
+        if all(type(v) in _SCALARS for v in values):
+            return values
+        return [self.encode(v, message) for v in values]
+
+    def _encode_object(self, value, kind, message):
+        if kind is bytes or (self.is_plain and isinstance(value, (bytes, bytearray))):
             return ["b", base64.b64encode(value).decode()]
         if kind is complex:
-            return ["c", value.real, value.imag]
+            return ["c", self.encode(value.real), self.encode(value.imag)]
         if isinstance(value, (bool, int, str, float)):  # of a subclass, such as IntEnum: send the plain value
             plain = next(k for k in (int, float, str) if isinstance(value, k))
             return self.encode(plain(value))
         if kind.__name__ in _NODES:  # by name, because programs define these classes themselves
-            return ["n", kind.__name__, [self.encode(getattr(value, name)) for name in _NODES[kind.__name__]]]
-        if isinstance(value, Proxy):
+            message.add(value)
+            return self.contents(value, message)
+        if hasattr(kind, "_klear_path"):
             return ["p", object.__getattribute__(value, "_klear_path")]
         # numpy's arrays and numbers
         if hasattr(kind, "__array__") and hasattr(kind, "tolist"):
-            return self.encode(value.tolist())
-        if (
-            kind is range
-            or hasattr(kind, "__next__")
-            or kind.__name__ in ("deque", "dict_keys", "dict_values", "dict_items")
-        ):
-            return ["i", [self.encode(v) for v in value]]
-        if isinstance(value, type) and _TYPES.get(value.__name__) is value:
-            return ["y", value.__name__]
-        if not self.keeps_objects:
-            raise CannotSendError("the tests pass a %s, which cannot be sent to the program" % kind.__name__)
-        self.kept.append(value)
-        return ["h", len(self.kept) - 1]
+            return self.encode(value.tolist(), message)
+        is_view = kind.__name__ in ("dict_keys", "dict_values", "dict_items")
+        if is_view or (self.is_plain and (kind.__name__ in ("range", "deque") or hasattr(kind, "__next__"))):
+            return ["i", [self.encode(v, message) for v in value]]
+        if not self.is_plain:
+            encoded = self._encode_rich(value, kind, message)
+            if encoded is not None:
+                return encoded
+        self.side.check_handle(value)
+        return ["h", self.handle(value), *self.side.describe(value)]
 
-    def decode(self, value):
+    def _encode_rich(self, value, kind, message):
+        if kind is bytearray or kind is collections.deque:
+            message.add(value)
+            return self.contents(value, message)
+        parts = _parts_of(value)
+        if parts is not None:
+            return ["o", parts[0], [self.encode(part) for part in parts[1]]]
+        if isinstance(value, BaseException):
+            return self._encode_exception(value, kind, message)
+        if isinstance(value, type) and _BUILTIN_TYPES.get(value.__name__) is value:
+            return ["y", value.__name__]
+        if isinstance(value, type) and issubclass(value, BaseException):
+            if "_klear_number" in vars(value):
+                return ["p", [value._klear_number]]
+            return ["k", self.handle(value), value.__name__, [self.encode(base) for base in value.__bases__]]
+        for tag, method in (("a", "__await__"), ("G", "__anext__"), ("g", "__next__")):
+            if hasattr(kind, method) and kind.__module__ not in ("solution", "tests"):
+                self.side.check_handle(value)
+                return [tag, self.handle(value)]
+        return None
+
+    def _encode_exception(self, value, kind, message):
+        attributes = {}
+        for name, attribute in getattr(value, "__dict__", {}).items():
+            if not name.startswith("_"):
+                attributes[name] = attribute
+        encoded = [self.encode(kind), self.encode(value.args, message), self.encode(attributes, message)]
+        return ["e", *encoded, text_of(value)]
+
+    def exception_class(self, number, name, bases):
+        """Return a class of this side for one of the other's, which tests can name in `except`."""
+        if number not in self.classes:
+            decoded = tuple(self.decode(base) for base in bases)
+            kinds = tuple(k for k in decoded if isinstance(k, type)) or (Exception,)
+            if not any(issubclass(k, BaseException) for k in kinds):
+                kinds = (Exception,)
+            members = {"_klear_number": number, "__str__": _remote_text, "__module__": "solution"}
+            try:
+                self.classes[number] = type(name, kinds, members)
+            except TypeError:
+                self.classes[number] = type(name, (Exception,), members)
+        return self.classes[number]
+
+    def exception(self, kind, arguments, attributes, text, message):
+        kind = self.decode(kind)
+        arguments, attributes = self.decode(arguments, message), self.decode(attributes, message)
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            kind = Exception
+        try:
+            made = kind.__new__(kind, *arguments)
+        except Exception:
+            made = kind.__new__(kind)
+        made.args = arguments
+        if "_klear_number" not in vars(kind):
+            try:
+                kind.__init__(made, *arguments)
+            except Exception:
+                pass
+        for name, value in attributes.items():
+            setattr(made, name, value)
+        made._klear_text = text
+        return made
+
+    def decode(self, value, message=None):
         if not isinstance(value, list):
             return value
+        message = message or Message()
         tag, *rest = value
-        if tag in ("l", "t", "s", "f", "i"):
-            return {"l": list, "t": tuple, "s": set, "f": frozenset, "i": list}[tag](self.decode(v) for v in rest[0])
-        if tag == "d":
-            return {self.decode(k): self.decode(v) for k, v in rest[0]}
+        if tag in ("l", "s", "d", "q", "B", "n"):
+            made = self._empty(tag, rest)
+            message.add(made)
+            self.fill(made, value, message)
+            return made
+        if tag in ("t", "f", "i"):
+            return {"t": tuple, "f": frozenset, "i": list}[tag](self.decode(v, message) for v in rest[0])
+        if tag == "r":
+            return message.objects[rest[0]]
         if tag == "b":
             return base64.b64decode(rest[0])
         if tag == "c":
-            return complex(*rest)
+            return complex(*(self.decode(v) for v in rest))
         if tag == "x":
             return float(rest[0])
         if tag == "y":
-            return _TYPES[rest[0]]
+            return _BUILTIN_TYPES[rest[0]]
+        if tag == "o":
+            return _MAKERS[rest[0]](*(self.decode(part) for part in rest[1]))
+        if tag == "m":
+            key = (rest[0], tuple(rest[1]))
+            if key not in self.named_tuples:
+                self.named_tuples[key] = collections.namedtuple(*key)
+            return self.named_tuples[key](*(self.decode(v, message) for v in rest[2]))
+        if tag == "k":
+            return self.exception_class(*rest)
+        if tag == "e":
+            return self.exception(*rest, message)
+        return self.side.object_from(tag, rest)
+
+    def _empty(self, tag, rest):
+        if tag == "d" and len(rest) > 1:
+            made = _DICTS[rest[1]]()
+            if rest[2]:
+                made.default_factory = _BUILTIN_TYPES[rest[2]]
+            return made
+        if tag == "q":
+            return collections.deque(maxlen=rest[1])
         if tag == "n":
-            return self.node(rest[0])(*(self.decode(v) for v in rest[1]))
-        return self.handle_from(tag, rest[0])
+            kind = self.side.node(rest[0])
+            return kind.__new__(kind)
+        return {"l": list, "s": set, "d": dict, "B": bytearray}[tag]()
 
-    def node(self, name):
-        return {"ListNode": ListNode, "TreeNode": TreeNode}[name]
+    def fill(self, target, value, message):
+        """Give an existing list, dict, set or node the contents that were sent."""
+        tag, *rest = value
+        if tag == "l":
+            target[:] = [self.decode(v, message) for v in rest[0]]
+        elif tag == "d":
+            pairs = [(self.decode(k, message), self.decode(v, message)) for k, v in rest[0]]
+            target.clear()
+            for key, item in pairs:
+                target[key] = item
+        elif tag == "B":
+            target[:] = base64.b64decode(rest[0])
+        elif tag == "n":
+            for field, item in zip(_NODES[rest[0]], rest[1]):  # noqa: B905  Python 3.9
+                setattr(target, field, self.decode(item, message))
+        else:
+            items = [self.decode(v, message) for v in rest[0]]
+            target.clear()
+            (target.update if tag == "s" else target.extend)(items)
+
+    def snapshot(self, message):
+        """Return the objects of a message with what each holds, to find those that a call changes."""
+        return [(value, _held(value)) for value in message.objects]
+
+    def changes(self, snapshot, message):
+        """Encode the new contents of objects that changed, by number."""
+        found = []
+        for i, (value, before) in enumerate(snapshot):
+            now = _held(value)
+            if len(now) != len(before) or any(map(operator.is_not, now, before)):
+                found.append([i, self.contents(value, message)])
+        return found
 
 
-class Proxy:
-    """Stands for an object of the program. Operators are those of this class; the program's are never called."""
-
-    def __init__(self, tester, path):
-        object.__setattr__(self, "_klear_tester", tester)
-        object.__setattr__(self, "_klear_path", path)
-
-    def __call__(self, *args, **kwargs):
-        return self._klear_tester.request(self._klear_path, args, kwargs)
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        path = self._klear_path
-        if isinstance(path[0], int):  # the path starts at an object: ask for the attribute's current value
-            return self._klear_tester.request([*path, name], (), {}, get=True)
-        return Proxy(self._klear_tester, [*path, name])
-
-    def __setattr__(self, name, value):
-        self._klear_tester.request(self._klear_path, (value,), {}, set=name)
-
-    def __iter__(self):
-        return iter(self._klear_tester.request(self._klear_path, (), {}, list=True))
-
-    def __bool__(self):
-        # Without this, every assertion on such an object would pass.
-        raise TypeError("an object of the program is neither true nor false")
-
-    def __eq__(self, other):
-        return self is other
-
-    __hash__ = object.__hash__
+def _held(value):
+    if isinstance(value, dict):
+        return [part for pair in list(value.items()) for part in pair]
+    if type(value).__name__ in _NODES:
+        return [getattr(value, field, None) for field in _NODES[type(value).__name__]]
+    return list(value)

@@ -1,0 +1,265 @@
+"""Runs inside a jailed child as module `klear_forms`: runs tests in the forms of pytest and unittest.
+
+pytest itself is not in the jail. This has the part of it that tests of single functions use.
+"""
+
+import contextlib
+import inspect
+import io
+import itertools
+import math
+import re
+import sys
+import types
+
+
+class Raises:
+    """The context of `pytest.raises`, and what it gives."""
+
+    def __init__(self, expected, match=None):
+        self.expected, self.match = expected, match
+        self.value = self.type = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if kind is None:
+            raise AssertionError("DID NOT RAISE %r" % (self.expected,))
+        if not issubclass(kind, self.expected):
+            return False
+        self.value, self.type = error, kind
+        if self.match is not None and not re.search(self.match, str(error)):
+            raise AssertionError("%r does not match %r" % (self.match, str(error)))
+        return True
+
+
+def raises(expected, *args, match=None, **kwargs):
+    context = Raises(expected, match)
+    if not args:
+        return context
+    with context:
+        args[0](*args[1:], **kwargs)
+    return context
+
+
+class Approx:
+    """Equal to a number, or to a list, tuple or dict of numbers, within pytest's tolerances."""
+
+    def __init__(self, expected, rel=None, abs=None, nan_ok=False):  # noqa: A002
+        self.expected, self.nan_ok = expected, nan_ok
+        self.rel = 1e-6 if rel is None and abs is None else rel or 0
+        self.abs = 1e-12 if abs is None else abs
+
+    def __eq__(self, other):
+        return self._same(self.expected, other)
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __repr__(self):
+        return "approx(%r)" % (self.expected,)
+
+    __hash__ = None
+
+    def _same(self, expected, value):
+        if isinstance(expected, dict):
+            is_dict = isinstance(value, dict) and expected.keys() == value.keys()
+            return is_dict and all(self._same(expected[k], value[k]) for k in expected)
+        if isinstance(expected, (list, tuple)):
+            is_list = isinstance(value, (list, tuple)) and len(value) == len(expected)
+            return is_list and all(map(self._same, expected, value))
+        if isinstance(expected, (str, bytes, bool, type(None))) or not isinstance(value, (int, float, complex)):
+            is_number = hasattr(type(value), "__float__") and type(value).__module__ in ("decimal", "fractions")
+            return bool(is_number and abs(value - expected) <= self.abs) or expected == value
+        if expected == value:
+            return True
+        if expected != expected:
+            return self.nan_ok and value != value
+        difference = abs(expected - value)
+        return not math.isinf(difference) and difference <= max(self.rel * abs(expected), self.abs)
+
+
+class Skipped(Exception):  # noqa: N818  pytest's name
+    """A test that skips itself; it counts as passed."""
+
+
+class Fixture:
+    """A function marked as a fixture."""
+
+    def __init__(self, function, params=None, autouse=False):
+        self.function, self.params, self.autouse = function, params, autouse
+
+
+def fixture(function=None, *_, params=None, autouse=False, **__):
+    if callable(function):
+        return Fixture(function)
+    return lambda f: Fixture(f, params, autouse)
+
+
+def _skip(reason=""):
+    raise Skipped(reason)
+
+
+def _fail(reason="", *_, **__):
+    raise AssertionError(reason)
+
+
+class Param:
+    def __init__(self, *values, **_):
+        self.values = values
+
+
+class Mark:
+    """`pytest.mark`: `parametrize` and `skip` have an effect, all others have none."""
+
+    def __getattr__(self, name):
+        def mark(*args, **kwargs):
+            if len(args) == 1 and callable(args[0]) and not kwargs and name != "parametrize":
+                return args[0] if name != "skip" else _marked(args[0], "skips", True)
+            if name == "parametrize":
+                return lambda f: _marked(f, "rows", [*getattr(f, "_klear_rows", []), (args[0], list(args[1]))])
+            if name == "skip" or (name == "skipif" and args and args[0]):
+                return lambda f: _marked(f, "skips", True)
+            return lambda f: f
+
+        return mark
+
+
+def _marked(function, what, value):
+    setattr(function, "_klear_" + what, value)
+    return function
+
+
+class Capture:
+    """The fixture `capsys`: what was printed since the last reading."""
+
+    def __init__(self):
+        self.out, self.err = io.StringIO(), io.StringIO()
+
+    def readouterr(self):
+        texts = [stream.getvalue() for stream in (self.out, self.err)]
+        for stream in (self.out, self.err):
+            stream.seek(0)
+            stream.truncate()
+        return types.SimpleNamespace(out=texts[0], err=texts[1])
+
+
+class MonkeyPatch:
+    """The fixture `monkeypatch`, for attributes, items and the environment of the tests' own process."""
+
+    def __init__(self, stack):
+        from unittest.mock import patch
+
+        self.patch, self.stack = patch, stack
+
+    def setattr(self, target, name, *value):
+        patch = self.patch(target, name) if isinstance(target, str) else self.patch.object(target, name, *value)
+        self.stack.enter_context(patch)
+
+    def setitem(self, target, key, value):
+        self.stack.enter_context(self.patch.dict(target, {key: value}))
+
+    def setenv(self, name, value):
+        self.stack.enter_context(self.patch.dict("os.environ", {name: value}))
+
+
+def pytest_module():
+    module = types.ModuleType("pytest")
+    module.raises, module.approx, module.fixture, module.mark, module.param = raises, Approx, fixture, Mark(), Param
+    module.skip, module.fail, module.importorskip = _skip, _fail, __import__
+    module.warns = module.deprecated_call = lambda *_, **__: contextlib.nullcontext()
+    module.main = lambda *_, **__: 0
+    return module
+
+
+def run_forms(names, called):
+    """Run test functions, test classes and unittest's cases that the tests define and do not call themselves."""
+    unittest = sys.modules.get("unittest")  # costs time, and is there if the tests have imported it
+    for name, value in list(names.items()):
+        if (
+            unittest
+            and isinstance(value, type)
+            and issubclass(value, unittest.TestCase)
+            and value.__module__ == "tests"
+        ):
+            _run_cases(value)
+        elif name.startswith("Test") and isinstance(value, type) and value.__module__ == "tests":
+            for method in [m for m in vars(value) if m.startswith("test")]:
+                instance = value()
+                getattr(instance, "setup_method", lambda: None)()
+                run_function(getattr(instance, method), names)
+        elif name.startswith("test") and isinstance(value, types.FunctionType) and name not in called:
+            run_function(value, names)
+
+
+def _run_cases(case):
+    import unittest
+
+    result = unittest.TestResult()
+    result.addError = result.addFailure = result.addSubTest = lambda _test, *error: _reraise(error[-1])
+    suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
+    suite.run(result)
+
+
+def _reraise(error):
+    if error is not None:
+        raise error[1]
+
+
+def run_function(function, names):
+    """Run one test once for each combination of its parameters."""
+    if getattr(function, "_klear_skips", False):
+        return
+    rows = []
+    for argument_names, values in getattr(function, "_klear_rows", []):
+        listed = argument_names.replace(" ", "").split(",") if isinstance(argument_names, str) else argument_names
+        rows.append([(listed, v.values if isinstance(v, Param) else (v,) if len(listed) == 1 else v) for v in values])
+    for combination in itertools.product(*rows):
+        given = {}
+        for listed, values in combination:
+            given.update(zip(listed, values))  # noqa: B905  Python 3.9
+        with contextlib.ExitStack() as stack:
+            cache = {}
+            for fixture_name, value in list(names.items()):
+                if isinstance(value, Fixture) and value.autouse:
+                    _fixture_value(fixture_name, names, stack, cache)
+            for name in inspect.signature(function).parameters:
+                if name not in given:
+                    given[name] = _fixture_value(name, names, stack, cache)
+            try:
+                finish(function(**given))
+            except Skipped:
+                pass
+
+
+def finish(result):
+    """Run the coroutine of an asynchronous test to its end."""
+    if inspect.iscoroutine(result):
+        import asyncio
+
+        asyncio.run(result)
+
+
+def _fixture_value(name, names, stack, cache):
+    if name in cache:
+        return cache[name]
+    if name == "capsys":
+        cache[name] = Capture()
+        stack.enter_context(contextlib.redirect_stdout(cache[name].out))
+        stack.enter_context(contextlib.redirect_stderr(cache[name].err))
+    elif name == "monkeypatch":
+        cache[name] = MonkeyPatch(stack)
+    elif isinstance(names.get(name), Fixture):
+        function = names[name].function
+        needed = inspect.signature(function).parameters
+        value = function(**{n: _fixture_value(n, names, stack, cache) for n in needed if n != "request"})
+        if inspect.isgenerator(value):
+            stack.callback(lambda: next(value, None))
+            value_now = next(value)
+        else:
+            value_now = value
+        cache[name] = value_now
+    else:
+        raise LookupError("the test's argument %r is no fixture" % name)
+    return cache[name]

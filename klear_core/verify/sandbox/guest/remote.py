@@ -1,0 +1,364 @@
+"""Runs inside a jailed child as module `klear_remote`: what stands for the program's objects on the tests' side."""
+
+import builtins
+import operator
+import sys
+import threading
+import types
+
+from klear_values import CannotSendError, ListNode, Message, TreeNode, Wire, receive, send
+
+_OPERATORS = "getitem setitem delitem contains eq ne lt le gt ge add sub mul truediv floordiv mod pow neg index".split()
+REMOTE_METHODS = {"__%s__" % f.__name__: f for f in (iter, next, len, bool, hash, str, repr, abs, int, float)}
+"""What the program may do with objects of the tests, beside calling them and their public methods."""
+REMOTE_METHODS.update({"__%s__" % name: getattr(operator, name) for name in _OPERATORS})
+REMOTE_METHODS.update(__radd__=lambda a, b: b + a, __rsub__=lambda a, b: b - a, __rmul__=lambda a, b: b * a)
+
+
+class Tester:
+    """Runs the tests; every use of the program's names goes to the other jail and back."""
+
+    def __init__(self):
+        self.wire = Wire(self)
+        self.proxies = {}
+        self.lock = threading.RLock()
+        self.own_input = builtins.input, sys.stdin
+        self.named = set()  # handles of what the tests name themselves: functions, classes and objects
+
+    def check_handle(self, value):
+        """Raise CannotSendError for a value of the tests that the program cannot use from afar."""
+        if isinstance(value, types.ModuleType) or hasattr(type(value), "__await__"):
+            raise CannotSendError("the tests pass a %s, which cannot be sent to the program" % type(value).__name__)
+
+    def describe(self, value):
+        return []
+
+    def node(self, name):
+        return {"ListNode": ListNode, "TreeNode": TreeNode}[name]
+
+    def object_from(self, tag, rest):
+        if tag == "p":
+            return self.wire.kept[rest[0][0]]
+        if tag == "a":
+            return self._coroutine(Proxy(self, rest[0]))
+        number = rest[0]
+        if number not in self.proxies:
+            kind = {"g": RemoteIterator, "G": RemoteAsyncIterator}.get(tag, Proxy)
+            self.proxies[number] = kind(self, *rest)
+        return self.proxies[number]
+
+    async def _coroutine(self, awaitable):
+        return self.apply("await", awaitable)
+
+    def apply(self, do, *args, **kwargs):
+        """Have the program apply a function to its objects, and return the result or raise what it raised."""
+        with self.lock:
+            return self._apply(do, args, kwargs)
+
+    def _apply(self, do, args, kwargs):
+        message = Message()
+        encoded = [self.wire.encode(a, message) for a in args]
+        named = {k: self.wire.encode(v, message) for k, v in kwargs.items()}
+        request = {"do": do, "args": encoded, "kwargs": named}
+        for name, own, now in zip(("input", "stdin"), self.own_input, (builtins.input, sys.stdin)):  # noqa: B905
+            if now is not own:
+                request[name] = self.wire.handle(now)
+        send(request)
+        reply = receive()
+        while "callback" in reply:
+            send(self._call_back(reply))
+            reply = receive()
+        if reply.get("printed"):
+            sys.stdout.write(reply["printed"])
+        for number, contents in reply["changes"]:
+            self.wire.fill(message.objects[number], contents, message)
+        if "value" in reply:
+            return self.wire.decode(reply["value"], message)
+        error = self.wire.decode(reply["error"], message)
+        error._klear_is_remote = True
+        raise error
+
+    def _call_back(self, request):
+        """Call a function of the tests for the program, to which they passed it."""
+        message = Message()
+        try:
+            target = self.wire.kept[request["callback"]]
+            args = [self.wire.decode(a, message) for a in request["args"]]
+            kwargs = {k: self.wire.decode(v, message) for k, v in request["kwargs"].items()}
+            result = self._use(target, request["name"], args, kwargs)
+            return {"result": self.wire.encode(result, message)}
+        except CannotSendError:
+            raise
+        except BaseException as e:
+            return {"raised": self.wire.encode(e)}
+
+    def _use(self, target, name, args, kwargs):
+        if name == "__call__":
+            return target(*args, **kwargs)
+        if name in ("__getattribute__", "__setattr__"):
+            if args[0].startswith("_"):
+                raise AttributeError(args[0])
+            return (getattr if name == "__getattribute__" else setattr)(target, *args)
+        if name in REMOTE_METHODS:
+            return REMOTE_METHODS[name](target, *args)
+        if name.startswith("_") and name not in ("__enter__", "__exit__"):
+            raise AttributeError(name)
+        return getattr(target, name)(*args, **kwargs)
+
+    def look_up(self, name):
+        """Return what the program binds to a name now, and note that the tests name it."""
+        value = self.apply("look_up", name)
+        if type(value) is Proxy:
+            self.named.add(value._klear_path[0])
+        return value
+
+
+class Names(dict):
+    """The global names of the tests. Those of the program are asked for at each use, unless they are objects of it."""
+
+    def __init__(self, tester, under_test):
+        self.tester = tester
+        self.under_test = under_test
+
+    def __missing__(self, name):
+        if name not in self.under_test:
+            raise KeyError(name)
+        value = self.tester.look_up(name)
+        if type(value) is Proxy or isinstance(value, type):
+            self[name] = value
+        return value
+
+
+class RemoteIterator:
+    """An iterator of the program, which runs as far as it is asked."""
+
+    _klear_path = None
+
+    def __init__(self, tester, number):
+        self._klear_tester = tester
+        self._klear_path = [number]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self._klear_tester.apply("next", self)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._klear_tester.apply("getattr", self, name)
+
+
+class RemoteAsyncIterator:
+    """An asynchronous iterator of the program."""
+
+    _klear_path = None
+
+    def __init__(self, tester, number):
+        self._klear_tester = tester
+        self._klear_path = [number]
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        return self._klear_tester.apply("anext", self)
+
+
+class Proxy:
+    """Stands for an object of the program.
+
+    Whether an assertion holds is never left to an object that the tests do not know: a result could claim to equal
+    everything. Comparisons and arithmetic are the program's only for what the tests name themselves, and for instances
+    of classes that they name; and none of these ever equals a plain value.
+    """
+
+    __slots__ = ("_klear_kind", "_klear_path", "_klear_tester")
+
+    def __init__(self, tester, number, kind=None):
+        for name, value in zip(self.__slots__, (kind, [number], tester)):  # noqa: B905
+            object.__setattr__(self, name, value)
+
+    def _klear_is_known(self):
+        named = self._klear_tester.named
+        return self._klear_path[0] in named or self._klear_kind in named
+
+    def _klear_apply(self, do, *args):
+        return self._klear_tester.apply(do, self, *args)
+
+    def __call__(self, *args, **kwargs):
+        return self._klear_tester.apply("call", self, *args, **kwargs)
+
+    def __getattr__(self, name):
+        if name.startswith("__") and name not in _SHOWN_NAMES:
+            raise AttributeError(name)
+        value = self._klear_apply("getattr", name)
+        if type(value) is Proxy and self._klear_path[0] in self._klear_tester.named and value._klear_kind is None:
+            self._klear_tester.named.add(value._klear_path[0])  # such as a class inside of a class
+        return value
+
+    def __setattr__(self, name, value):
+        self._klear_apply("setattr", name, value)
+
+    def __mro_entries__(self, bases):
+        raise CannotSendError("the tests derive a class from one of the program's")
+
+    def __instancecheck__(self, value):
+        return type(value) is Proxy and self._klear_apply_reversed("isinstance", value)
+
+    def __subclasscheck__(self, value):
+        return type(value) is Proxy and self._klear_apply_reversed("issubclass", value)
+
+    def _klear_apply_reversed(self, do, value):
+        return bool(self._klear_tester.apply(do, value, self))
+
+    def __eq__(self, other):
+        if self is other or type(other) is not Proxy:
+            return self is other
+        return self._klear_is_known() and other._klear_is_known() and self._klear_apply("eq", other) is True
+
+    def __hash__(self):
+        return self._klear_apply("hash") if self._klear_is_known() else object.__hash__(self)
+
+    def __bool__(self):
+        # Without this, every assertion on such an object would pass.
+        if not self._klear_is_known():
+            raise TypeError("an object of the program is neither true nor false")
+        return self._klear_apply("bool") is True
+
+    def __len__(self):
+        return self._klear_apply("len")
+
+    def __iter__(self):
+        return self._klear_apply("iter")
+
+    def __contains__(self, value):
+        if self._klear_is_known():
+            return self._klear_apply("contains", value) is True
+        return any(value is item or value == item for item in self)
+
+    def __enter__(self):
+        return self._klear_tester.apply("call", self._klear_apply("getattr", "__enter__"))
+
+    def __exit__(self, kind, error, trace):
+        leave = self._klear_apply("getattr", "__exit__")
+        return self._klear_tester.apply("call", leave, kind, error, None)
+
+    async def __aenter__(self):
+        return await self._klear_tester.apply("call", self._klear_apply("getattr", "__aenter__"))
+
+    async def __aexit__(self, kind, error, trace):
+        leave = self._klear_apply("getattr", "__aexit__")
+        return await self._klear_tester.apply("call", leave, kind, error, None)
+
+    def __aiter__(self):
+        return self._klear_tester.apply("call", self._klear_apply("getattr", "__aiter__"))
+
+
+_SHOWN_NAMES = frozenset(["__name__", "__doc__", "__len__", "__next__", "__dict__", "__annotations__", "__wrapped__"])
+
+
+def _unary(do, is_free):
+    def method(self, *args):
+        if not is_free and not self._klear_is_known():
+            raise TypeError("the tests do not know this object of the program")
+        return self._klear_apply(do, *args)
+
+    return method
+
+
+def _binary(do, is_reversed):
+    """Return an operator method. With a plain value it gives another object only: a number could be any claim."""
+
+    def method(self, other):
+        if not self._klear_is_known():
+            return NotImplemented
+        both = (other, self) if is_reversed else (self, other)
+        result = self._klear_tester.apply(do, *both)
+        is_shown = type(result) is Proxy or (type(other) is Proxy and other._klear_is_known())
+        return result if is_shown else NotImplemented
+
+    return method
+
+
+def _ordering(do):
+    def method(self, other):
+        if type(other) is not Proxy or not (self._klear_is_known() and other._klear_is_known()):
+            return NotImplemented
+        return self._klear_apply(do, other) is True
+
+    return method
+
+
+for _name in ("getitem", "setitem", "delitem", "str", "repr", "int", "float", "round", "copy", "deepcopy"):
+    setattr(Proxy, "__%s__" % _name, _unary(_name, is_free=True))
+for _name in ("neg", "pos", "abs", "invert"):
+    setattr(Proxy, "__%s__" % _name, _unary(_name, is_free=False))
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and_",
+    "or_",
+    "xor",
+    "lshift",
+    "rshift",
+):
+    setattr(Proxy, "__%s__" % _name.strip("_"), _binary(_name, is_reversed=False))
+    setattr(Proxy, "__r%s__" % _name.strip("_"), _binary(_name, is_reversed=True))
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Proxy, "__%s__" % _name, _ordering(_name))
+
+
+class ProgramModule(types.ModuleType):
+    """What the tests import the program as."""
+
+    def __init__(self, name, look_up, bind):
+        super().__init__(name)
+        vars(self).update(_klear_look_up=look_up, _klear_bind=bind, _klear_saved={})
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._klear_look_up(name)
+
+    def __setattr__(self, name, value):
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+        else:
+            self._klear_saved.setdefault(name, getattr(self, name, None))
+            self._klear_bind(name, value)
+
+    def __delattr__(self, name):
+        self._klear_bind(name, self._klear_saved.pop(name))  # `mock.patch` ends so
+
+
+def type_of(value):
+    if type(value) is not Proxy:
+        return type(value)
+    found = value._klear_apply("type")
+    if value._klear_is_known() and type(found) is Proxy:
+        value._klear_tester.named.add(found._klear_path[0])
+    return found
+
+
+def know_dataclasses():
+    """Have the helpers of dataclasses work on instances of the program's."""
+    import dataclasses
+
+    def forwarded(name, own):
+        def function(value, *args, **kwargs):
+            if type(value) is Proxy:
+                return value._klear_tester.apply(name, value, *args, **kwargs)
+            return own(value, *args, **kwargs)
+
+        return function
+
+    for name in ("asdict", "astuple", "replace"):
+        setattr(dataclasses, name, forwarded(name, getattr(dataclasses, name)))

@@ -1,0 +1,181 @@
+# ruff: noqa: E501
+"""Assertions on a right program pass in all the forms in which published tests are written, and fail on a wrong one.
+
+Each row is a test program, a right program, and a text in it with its replacement that makes the program wrong.
+"""
+
+import pytest
+from verify_builders import asserts_reference, fenced, problem
+
+from klear_core.types import Outcome
+from klear_core.verify import JudgePool
+
+POINT = "class Point:\n    def __init__(self, x, y): self.x, self.y = x, y\n"
+EQUAL = "    def __eq__(self, o): return isinstance(o, Point) and (self.x, self.y) == (o.x, o.y)\n    def __hash__(self): return hash((self.x, self.y))\n"
+DATA = "from dataclasses import dataclass\n@dataclass(frozen=True, order=True)\nclass Point:\n    x: int\n    y: int = 0\ndef mirror(p): return Point(-p.x, p.y)\n"
+STACK = (
+    "class Stack:\n    def __init__(self): self._items = []\n    def push(self, x): self._items.append(x)\n    def pop(self):\n"
+    "        if not self._items: raise EmptyError('empty', 3)\n        return self._items.pop()\n    def __len__(self): return len(self._items)\n"
+    "    def __contains__(self, x): return x in self._items\n    def __iter__(self): return iter(self._items)\n    def __bool__(self): return bool(self._items)\n"
+    "    def __getitem__(self, i): return self._items[i]\n    def __repr__(self): return 'Stack(%r)' % self._items\n"
+    "    def __enter__(self): return self\n    def __exit__(self, *a): self._items.clear(); return True\n"
+    "class EmptyError(LookupError):\n    def __init__(self, text, code):\n        super().__init__(text)\n        self.code = code\n"
+)
+FORMS = {
+    "list changed in place": ("a = [3, 1, 2]\nsort(a)\nassert a == [1, 2, 3]", "def sort(a): a.sort()", "a.sort()", "sorted(a)"),
+    "returns None and changes": ("a = [0, 1]\nassert f(a) is None and a == [1, 0]", "def f(a): a.reverse()", "reverse", "copy"),
+    "nested list in place": ("m = [[1, 2], [3, 4]]\nrow = m[0]\nflip(m)\nassert m == [[1, 3], [2, 4]] and m[0] is row", "def flip(m): m[0][1], m[1][0] = m[1][0], m[0][1]", "m[0][1], m[1][0] =", "_ ="),
+    "dict in place": ("d = {'a': 1}\ninc(d)\nassert d == {'a': 2, 'b': 0}", "def inc(d):\n    d['a'] += 1\n    d['b'] = 0", "+= 1", "+= 0"),
+    "set and bytearray in place": ("s, b = {1}, bytearray(b'ab')\nadd(s, b)\nassert s == {1, 2} and b == b'xb'", "def add(s, b):\n    s.add(2)\n    b[0] = 120", "s.add(2)", "s.add(3)"),
+    "keyword argument in place": ("a = []\nput(into=a)\nassert a == [1]", "def put(into): into.append(1)", "(1)", "(2)"),
+    "linked list in place": ("n = list_node([1, 2, 3])\ncut(n)\nassert is_same_list(n, list_node([1, 3]))", "def cut(n): n.next = n.next.next", ".next.next", ".next"),
+    "returns its argument": ("a = [1]\nassert same(a) is a", "def same(a): return a", "return a", "return list(a)"),
+    "default argument is shared": ("assert f(1) == [1]\nassert f(2) == [1, 2]", "def f(x, seen=[]):\n    seen.append(x)\n    return seen", "seen=[]):", "seen=[]):\n    seen = []"),
+    "dates": ("import datetime\nassert nxt(datetime.date(2024, 2, 28)) == datetime.date(2024, 2, 29)", "def nxt(d): return d + timedelta(days=1)", "days=1", "days=2"),
+    "datetimes with a zone": ("from datetime import *\nassert f(datetime(2024, 1, 1, tzinfo=timezone.utc)) == datetime(2024, 1, 1, 1, tzinfo=timezone.utc)", "from datetime import timedelta\ndef f(d): return d + timedelta(hours=1)", "hours=1", "hours=2"),
+    "durations": ("from datetime import timedelta\nassert total([timedelta(1), timedelta(2)]).days == 3", "from datetime import timedelta\ndef total(x): return sum(x, timedelta())", "sum(x,", "max(x), ("),
+    "decimals": ("from decimal import Decimal\nassert add(Decimal('0.1'), Decimal('0.2')) == Decimal('0.3')", "def add(a, b): return a + b", "a + b", "a - b"),
+    "fractions": ("from fractions import Fraction\nassert half(Fraction(1, 3)) == Fraction(1, 6)", "def half(x): return x / 2", "/ 2", "* 2"),
+    "complex numbers": ("assert roots() == {1j, -1j} and abs(mul(1j, 1j) + 1) < 1e-9", "def roots(): return {1j, -1j}\ndef mul(a, b): return a * b", "a * b", "a"),
+    "counters": ("from collections import Counter\nassert count('aab') == Counter('aba') and count('aab').most_common(1) == [('a', 2)]", "from collections import Counter\ndef count(s): return Counter(s)", "Counter(s)", "Counter(s[1:])"),
+    "default dicts": ("d = group(['ab', 'c'])\nassert d['zz'] == [] and d[2] == ['ab']", "from collections import defaultdict\ndef group(w):\n    d = defaultdict(list)\n    for x in w: d[len(x)].append(x)\n    return d", "len(x)", "0"),
+    "deques": ("from collections import deque\nq = deque([1, 2])\nrot(q)\nassert q == deque([2, 1])", "def rot(q): q.rotate(1)", "(1)", "(2)"),
+    "namedtuples": ("p = origin()\nassert p.x == 0 and p == (0, 1)", "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef origin(): return P(0, 1)", "P(0, 1)", "P(1, 1)"),
+    "ranges": ("assert rng(3) == range(3)", "def rng(n): return range(n)", "range(n)", "range(n + 1)"),
+    "dataclasses": ("assert mirror(Point(1, 2)) == Point(-1, 2)\nassert Point(3) == Point(3, 0) != Point(4)\nassert Point(1) < Point(2)", DATA, "-p.x", "p.x"),
+    "dataclass shown": ("assert repr(Point(1, 2)) == 'Point(x=1, y=2)' and str(Point(0)) == 'Point(x=0, y=0)'", DATA, "y: int = 0", "y: int = 1"),
+    "objects in sets": ("assert len({Point(1, 2), Point(1, 2)}) == 1 and Point(1, 2) in [Point(1, 2)]", POINT + EQUAL, "return hash((self.x, self.y))", "return id(self)"),
+    "arithmetic": ("v = Point(1, 2) + Point(3, 4)\nassert (v.x, v.y) == (4, 6)\nassert (Point(1, 2) * 3).y == 6 and (2 * Point(1, 2)).x == 2", POINT + "    def __add__(self, o): return Point(self.x + o.x, self.y + o.y)\n    def __mul__(self, k): return Point(self.x * k, self.y * k)\n    __rmul__ = __mul__", "self.y * k", "self.y"),
+    "dot product": ("assert Point(1, 2) @ Point(3, 4) == 11", POINT + "    def __matmul__(self, o): return self.x * o.x + self.y * o.y", "+ self.y", "- self.y"),
+    "length": ("s = Stack()\nassert len(s) == 0\ns.push(5)\nassert len(s) == 1", STACK, "return len(self._items)", "return 1"),
+    "membership and items": ("s = Stack()\ns.push(5)\nassert 5 in s and 6 not in s and s[0] == 5 and list(s) == [5]", STACK, "x in self", "x not in self"),
+    "truth": ("s = Stack()\nassert not s\ns.push(1)\nassert s", STACK, "bool(self._items)", "True"),
+    "repr in an f-string": ("s = Stack()\ns.push(1)\nassert f'{s}' == 'Stack([1])'", STACK, "Stack(%r)", "S(%r)"),
+    "with": ("with Stack() as s:\n    s.push(1)\n    assert len(s) == 1\n    raise ValueError\nassert len(s) == 0", STACK, "clear(); ", "count(0); "),
+    "isinstance": ("assert isinstance(make(), Point) and not isinstance(3, Point)", POINT + "def make(): return Point(0, 0)", "return Point(0, 0)", "return 0"),
+    "inheritance": ("assert issubclass(Sub, Point) and isinstance(Sub(1, 2), Point)", POINT + "class Sub(Point): pass", "Sub(Point)", "Sub"),
+    "own exceptions": ("try:\n    Stack().pop()\n    assert False, 'did not raise'\nexcept EmptyError as e:\n    assert str(e) == 'empty' and e.code == 3 and isinstance(e, LookupError)", STACK, "EmptyError('empty', 3)", "EmptyError('empty', 4)"),
+    "an exception by its base": ("ok = False\ntry:\n    Stack().pop()\nexcept LookupError:\n    ok = True\nassert ok", STACK, "raise EmptyError('empty', 3)", "return 0"),
+    "builtin exception with a text": ("try:\n    f(-1)\nexcept ValueError as e:\n    assert 'negative' in str(e) and e.args == ('negative', -1)\nelse:\n    assert False", "def f(x): raise ValueError('negative', x)", "ValueError", "TypeError"),
+    "SystemExit": ("try:\n    f()\n    assert False\nexcept SystemExit as e:\n    assert e.code == 2", "import sys\ndef f(): sys.exit(2)", "exit(2)", "exit(0)"),
+    "captured output": ("import io, contextlib\nb = io.StringIO()\nwith contextlib.redirect_stdout(b):\n    hello('x')\nassert b.getvalue() == 'hello x\\n'", "def hello(n): print('hello', n)", "'hello'", "'hallo'"),
+    "stdout replaced": ("import io, sys\nold, sys.stdout = sys.stdout, io.StringIO()\nhello()\ntext, sys.stdout = sys.stdout.getvalue(), old\nassert text == 'a\\nb\\n'", "import sys\ndef hello():\n    print('a')\n    sys.stdout.write('b\\n')", "print('a')", "print('b')"),
+    "globals": ("assert count == 0\ntick()\ntick()\nassert count == 2 and LIMIT == 10", "count = 0\nLIMIT = 10\ndef tick():\n    global count\n    count += 1", "+= 1", "+= 2"),
+    "globals in a function": ("def check():\n    log.clear() if False else None\n    record('x')\n    assert log == ['x']\ncheck()", "log = []\ndef record(x): log.append(x)", "(x)", "(x + x)"),
+    "generators": ("g = fib()\nassert [next(g) for _ in range(5)] == [0, 1, 1, 2, 3]\nfrom itertools import islice\nassert list(islice(fib(), 3)) == [0, 1, 1]", "def fib():\n    a, b = 0, 1\n    while True:\n        yield a\n        a, b = b, a + b", "yield a", "yield b"),
+    "a generator that ends": ("g = two()\nassert next(g) == 1 and next(g) == 2 and next(g, None) is None and list(two()) == [1, 2]", "def two():\n    yield 1\n    yield 2", "yield 2", "yield 3"),
+    "send to a generator": ("g = echo()\nnext(g)\nassert g.send(3) == 6", "def echo():\n    x = 0\n    while True: x = yield 2 * x", "2 * x", "x"),
+    "zip and map": ("assert list(pairs([1, 2])) == [(1, 1), (2, 4)] and dict(pairs([3])) == {3: 9}", "def pairs(x): return zip(x, map(lambda v: v * v, x))", "v * v", "v"),
+    "cyclic list": ("a = [1]\na.append(a)\nassert depth(a) == 1\nb = loop()\nassert b[0] is b", "def depth(a): return 1 if a[1] is a else 2\ndef loop():\n    x = []\n    x.append(x)\n    return x", "is a else 2", "is not a else 2"),
+    "shared rows": ("r = [0]\nm = [r, r]\nput(m)\nassert m == [[5], [5]] and r == [5]", "def put(m): m[0][0] = 5", "= 5", "= 6"),
+    "async": ("import asyncio\nassert asyncio.run(double(4)) == 8", "import asyncio\nasync def double(x):\n    await asyncio.sleep(0)\n    return 2 * x", "2 * x", "x"),
+    "async gathered": ("import asyncio\nasync def main():\n    assert await asyncio.gather(double(1), double(2)) == [2, 4]\nasyncio.run(main())", "async def double(x): return 2 * x", "2 * x", "x"),
+    "async for and with": ("import asyncio\nasync def go():\n    async with Box() as b:\n        assert [x async for x in b.items()] == [1, 2]\nasyncio.run(go())", "class Box:\n    async def __aenter__(self): return self\n    async def __aexit__(self, *a): pass\n    async def items(self):\n        yield 1\n        yield 2", "yield 2", "yield 3"),
+    "a function of the tests": ("calls = []\ndef twice(x):\n    calls.append(x)\n    return 2 * x\nassert apply(twice, [1, 2]) == [2, 4] and calls == [1, 2]", "def apply(f, x): return [f(v) for v in x]", "f(v)", "v"),
+    "a key function": ("assert order(['bb', 'a'], key=lambda s: len(s)) == ['a', 'bb']", "def order(x, key): return sorted(x, key=key)", "sorted(x, key=key)", "list(x)"),
+    "an object of the tests": ("class Store:\n    def get(self, k): return {'a': 1}[k]\nassert read(Store(), 'a') == 2", "def read(s, k): return s.get(k) + 1", "+ 1", "+ 0"),
+    "a mock": ("from unittest.mock import Mock\nm = Mock(return_value=3)\nassert use(m) == 4\nm.assert_called_once_with(7)", "def use(f): return f(7) + 1", "f(7)", "f(8)"),
+    "a function that returns one": ("add5 = adder(5)\nassert add5(1) == 6 and adder(1)(2) == 3", "def adder(n): return lambda x: x + n", "x + n", "x"),
+    "a decorator": ("calls = []\n@cached\ndef f(x):\n    calls.append(x)\n    return x\nassert f(1) == f(1) == 1 and calls == [1]", "def cached(f):\n    kept = {}\n    def inner(x):\n        if x not in kept: kept[x] = f(x)\n        return kept[x]\n    return inner", "if x not in kept: ", ""),
+    "a closure with state": ("c = counter()\nassert [c(), c(), c()] == [1, 2, 3]", "def counter():\n    n = 0\n    def inner():\n        nonlocal n\n        n += 1\n        return n\n    return inner", "n += 1", "n += 2"),
+    "enum": ("assert Color.RED.value == 1 and Color['RED'] is Color.RED and mix(Color.RED) == Color.BLUE and len(Color) == 2", "from enum import Enum\nclass Color(Enum):\n    RED = 1\n    BLUE = 2\ndef mix(c): return Color.BLUE", "return Color.BLUE", "return c"),
+    "class attributes and properties": ("assert Circle.PI == 3 and Circle(2).area == 12\nc = Circle(1)\nc.r = 3\nassert c.area == 27 and Circle.unit().r == 1", "class Circle:\n    PI = 3\n    def __init__(self, r): self.r = r\n    @property\n    def area(self): return self.PI * self.r ** 2\n    @classmethod\n    def unit(cls): return cls(1)", "** 2", "** 3"),
+    "subclass of list": ("s = Bag()\ns.put(1)\nassert len(s) == 1 and s[0] == 1", "class Bag(list):\n    def put(self, x): self.append(x)", "append(x)", "append(0)"),
+    "hasattr and getattr": ("assert hasattr(Point(1, 2), 'x') and not hasattr(Point(1, 2), 'z') and getattr(Point(1, 2), 'y') == 2 and Point.__name__ == 'Point'", POINT, "self.x, self.y = x, y", "self.z, self.y = x, y"),
+    "callable object": ("f = Adder(2)\nassert f(3) == 5 and callable(f)", "class Adder:\n    def __init__(self, n): self.n = n\n    def __call__(self, x): return x + self.n", "x + self.n", "x"),
+    "unittest": ("import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.s = Stack()\n    def test_push(self):\n        self.s.push(1)\n        self.assertEqual(self.s.pop(), 1)\n    def test_empty(self):\n        with self.assertRaises(EmptyError):\n            self.s.pop()\nif __name__ == '__main__':\n    unittest.main()", STACK, "raise EmptyError('empty', 3)", "return 0"),
+    "unittest run at once": ("import unittest\nclass T(unittest.TestCase):\n    def test_add(self):\n        self.assertEqual(add(1, 2), 3)\nunittest.main()", "def add(a, b): return a + b", "a + b", "a"),
+    "pytest functions": ("import pytest\nfrom solution import add\ndef test_add():\n    assert add(1, 2) == 3\ndef test_none():\n    with pytest.raises(TypeError, match='unsupported'):\n        add(1, None)\ndef test_near():\n    assert add(0.1, 0.2) == pytest.approx(0.3)", "def add(a, b): return a + b", "a + b", "a or b"),
+    "pytest parameters and fixtures": ("import pytest\n@pytest.fixture\ndef stack():\n    s = Stack()\n    s.push(1)\n    yield s\n@pytest.mark.parametrize('x, n', [(1, 1), (2, 2)])\ndef test_push(stack, x, n):\n    stack.push(x)\n    assert stack[1] == n and len(stack) == 2", STACK, "self._items.append(x)", "self._items.append(1)"),
+    "pytest capsys": ("def test_hello(capsys):\n    hello()\n    assert capsys.readouterr().out == 'hi\\n'", "def hello(): print('hi')", "'hi'", "'ho'"),
+    "a test class": ("class TestAdd:\n    def setup_method(self): self.n = 1\n    def test_it(self): assert add(self.n, 2) == 3", "def add(a, b): return a + b", "a + b", "a"),
+    "the module by name": ("import solution\nassert solution.add(1, 2) == 3\nsolution.BASE = 5\nassert solution.add(1, 2) == 8", "BASE = 0\ndef add(a, b): return BASE + a + b", "BASE + a", "a"),
+    "types": ("p = Point(1, 2)\nassert type(p) is Point and type(p).__name__ == 'Point' and p.__class__ == Point and type(f()) is tuple", POINT + "def f(): return ()", "return ()", "return []"),
+    "vars and dataclass helpers": ("from dataclasses import asdict, replace\nassert asdict(Point(1, 2)) == {'x': 1, 'y': 2} and replace(Point(1, 2), x=5).x == 5 and vars(Box(3)) == {'w': 3}", DATA + "class Box:\n    def __init__(self, w): self.w = w", "self.w = w", "self.v = w"),
+    "input replaced": ("from unittest.mock import patch\nwith patch('builtins.input', side_effect=['2', '3']):\n    assert ask() == 5", "def ask(): return int(input()) + int(input())", "+ int(", "- int("),
+    "stdin replaced": ("import io, sys\nsys.stdin = io.StringIO('2\\n3\\n')\nassert ask() == [2, 3]", "import sys\ndef ask(): return [int(input())] + [int(x) for x in sys.stdin]", "int(x)", "x"),
+    "a helper replaced": ("from unittest.mock import patch\nwith patch('solution.load', return_value=4):\n    assert double() == 8\nassert double() == 2", "def load(): return 1\ndef double(): return 2 * load()", "2 *", "3 *"),
+    "nodes of the tests": ("class Node:\n    def __init__(self, val, children=()): self.val, self.children, self.seen = val, list(children), False\nroot = Node(1, [Node(2), Node(3, [Node(4)])])\nassert total(root) == 10 and root.children[0].seen", "def total(n):\n    n.seen = True\n    return n.val + sum(map(total, n.children))", "n.seen = True", "pass"),
+    "a container of the tests": ("class Ring:\n    def __len__(self): return 3\n    def __getitem__(self, i): return i * i if i < 3 else [][0]\nassert total(Ring()) == (3, 5, True)", "def total(r): return len(r), sum(r[i] for i in range(len(r))), bool(r)", "bool(r)", "not r"),
+    "threads of the tests": ("import threading\nout = []\nts = [threading.Thread(target=lambda i=i: out.append(sq(i))) for i in range(8)]\n[t.start() for t in ts]\n[t.join() for t in ts]\nassert sorted(out) == [i * i for i in range(8)]", "def sq(x): return x * x", "x * x", "x"),
+    "lru_cache": ("assert fib(10) == 55 and fib.cache_info().misses == 11", "from functools import lru_cache\n@lru_cache(None)\ndef fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)", "n if n < 2", "1 if n < 2"),
+    "a list of objects": ("assert line(2) == [Point(0, 0), Point(1, 0)] and {Point(0): 1}[line(1)[0]] == 1", DATA + "def line(n): return [Point(i) for i in range(n)]", "Point(i)", "Point(i, i)"),
+    "sorting objects": ("assert sorted([Point(2), Point(1)])[0].x == 1 and max(Point(2), Point(3)).x == 3 and min([Point(2), Point(1)], key=lambda p: -p.x).x == 2", DATA, "x: int", "y: int"),
+    "subtests": ("import unittest\nclass T(unittest.TestCase):\n    def test_all(self):\n        for i in range(3):\n            with self.subTest(i=i):\n                self.assertEqual(sq(i), i * i)", "def sq(x): return x * x", "x * x", "x"),
+    "tests that end with sys.exit(0)": ("import sys\nassert add(1, 2) == 3\nsys.exit(0)", "def add(a, b): return a + b", "a + b", "a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_right_program_passes_and_a_wrong_one_fails(code_pool: JudgePool, form: str) -> None:
+    tests, program, right, wrong = FORMS[form]
+    assert right in program
+    reference = problem(asserts_reference(tests))
+    passed = code_pool.submit(reference, fenced(program)).result()
+    assert (passed.outcome, passed.score) == (Outcome.SCORED, 1.0), passed.detail
+    failed = code_pool.submit(reference, fenced(program.replace(right, wrong))).result()
+    assert (failed.outcome, failed.score) == (Outcome.SCORED, 0.0), failed.detail
+
+
+CANNOT_BE_SENT = {
+    "a module": "import math\nassert area(math, 2) > 12",
+    "a class derived from the program's": "class Sub(Point): pass\nassert Sub(1, 2).x == 1",
+}
+
+
+@pytest.mark.parametrize("form", CANNOT_BE_SENT)
+def test_tests_that_cannot_be_forwarded_fail_their_trial_and_no_program(code_pool: JudgePool, form: str) -> None:
+    programs = [POINT + "def area(m, r): return m.pi * r * r", "def area(m, r): return 0", "x = 1"]
+    for program in programs:
+        verdict = code_pool.submit(problem(asserts_reference(CANNOT_BE_SENT[form])), fenced(program)).result()
+        assert verdict.outcome is Outcome.BAD_REFERENCE, verdict
+        assert "CannotSendError" in verdict.detail
+
+
+YES = (
+    "class Yes:\n    def __init__(self, *a): pass\n"
+    + "".join(
+        f"    def __{n}__(self, *a): return True\n"
+        for n in ["eq", "ne", "lt", "le", "gt", "ge", "bool", "contains", "instancecheck"]
+    )
+    + "".join(
+        f"    def __{n}__(self, *a): return self\n"
+        for n in ["add", "sub", "mul", "radd", "rsub", "rmul", "abs", "neg", "getitem", "call", "enter", "round"]
+    )
+    + "    def __hash__(self): return 3\n    def __len__(self): return 3\n    def __iter__(self): return iter([])\n    def __getattr__(self, n): return self\n"
+)
+CLAIMS = {
+    "equality": "assert add(1, 2) == 3",
+    "equality from the right": "assert 3 == add(1, 2)",
+    "order": "assert add(1, 2) < 4",
+    "difference": "assert abs(add(1, 2) - 3) < 1e-6",
+    "truth": "assert add(1, 2)",
+    "membership": "assert 3 in add(1, 2)",
+    "membership in a list": "assert add(1, 2) in [3]",
+    "approx": "import pytest\ndef test_it():\n    assert add(1, 2) == pytest.approx(3)",
+    "unittest": "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(add(1, 2), 3)",
+    "with a class of the program": "assert isinstance(Yes(), Yes)\nassert add(1, 2) == 3",
+    "less with a class of the program": "assert isinstance(Yes(), Yes)\nassert add(1, 2) < 4",
+    "near with a class of the program": "assert isinstance(Yes(), Yes)\nassert abs(add(1, 2) - 3) < 1e-6",
+    "isinstance of int": "assert isinstance(add(1, 2), int) and add(1, 2) == 3",
+    "exit": "assert add(1, 2) == 3",
+}
+CHEATS = {
+    "object": "def add(a, b): return Yes()",
+    "class": "def add(a, b): return Yes",
+    "exit": "import sys\ndef add(a, b): sys.exit(0)",
+    "SystemExit": "def add(a, b): raise SystemExit",
+    "skip": "def add(a, b):\n    class Skipped(Exception): pass\n    raise Skipped",
+    "StopTrial": "def add(a, b):\n    raise type('StopTrial', (BaseException,), {})()",
+    "StopIteration": "def add(a, b): raise StopIteration",
+    "verdict": "import os, struct, json\ndef add(a, b):\n    p = json.dumps({'passed': True}).encode()\n    os.write(4, struct.pack('>I', len(p)) + p)\n    return Yes()",
+    "callback": "import os, struct, json\ndef add(a, b):\n    p = json.dumps({'callback': 0, 'name': 'exit', 'args': [], 'kwargs': {}}).encode()\n    os.write(4, struct.pack('>I', len(p)) + p)\n    return Yes()",
+    "changes": "import os, struct, json\ndef add(a, b):\n    p = json.dumps({'value': ['r', 0], 'changes': [[0, ['l', [3]]]]}).encode()\n    os.write(4, struct.pack('>I', len(p)) + p)\n    return Yes()",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_no_object_of_a_program_makes_an_assertion_hold(code_pool: JudgePool, claim: str) -> None:
+    for name, cheat in CHEATS.items():
+        verdict = code_pool.submit(problem(asserts_reference(CLAIMS[claim])), fenced(YES + cheat)).result()
+        assert (verdict.outcome, verdict.score) == (Outcome.SCORED, 0.0), (name, verdict.detail)
