@@ -19,6 +19,7 @@ from types import FrameType
 import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy.logic.boolalg import BooleanAtom
 
 from klear_core.types import Outcome, Verdict
 from klear_core.verify.client import Fault, MathTask
@@ -104,15 +105,36 @@ def _parsed_alternatives(task: MathTask) -> list[list[tuple[Parsed, Parsed]]]:
 # All samples of a problem are compared with the same references.
 @lru_cache(maxsize=4096)
 def _parse_boxed(text: str) -> Parsed:
-    return tuple(parse(rf"\boxed{{{text}}}", _BOXED_EXTRACTION, parsing_timeout=None))
+    return tuple(map(_plain_symbols, parse(rf"\boxed{{{text}}}", _BOXED_EXTRACTION, parsing_timeout=None)))
 
 
 def _parse_unboxed(text: str) -> Parsed:
-    return tuple(parse(text, parsing_timeout=None))
+    return tuple(map(_plain_symbols, parse(text, parsing_timeout=None)))
+
+
+def _plain_symbols(value: object) -> object:
+    """Return the value with the imaginary unit for `i`, and with real symbols.
+
+    The parser makes `i` a real symbol in `6+3i` and one that is not real in `3(2+i)`, and others likewise.
+    """
+    if not isinstance(value, sympy.Basic | sympy.MatrixBase):
+        return value
+    real = {
+        symbol: sympy.Symbol(symbol.name, real=True)
+        for symbol in value.free_symbols
+        if isinstance(symbol, sympy.Symbol)
+    }
+    real |= {symbol: sympy.I for symbol in real if symbol.name == "i"}
+    changed = {symbol: new for symbol, new in real.items() if symbol != new}
+    plain = value.subs(changed) if changed else value
+    # An equation that holds for no real number would be the same as any other such equation.
+    return value if isinstance(plain, BooleanAtom) else plain
 
 
 def _are_equal(gold: Parsed, answer: Parsed, digits: int) -> bool:
     """Compare numbers exactly or by significant digits, sets also as sets, and everything else by math-verify."""
+    if _is_decided(gold[0]) or _is_decided(answer[0]):
+        return _same_equation(gold[0], answer[0])
     if _is_number(gold[0]) and _is_number(answer[0]):
         is_exact = not _has(sympy.Float, gold[0], answer[0])
         exact_gold, exact_answer = _exactly(gold[0]), _exactly(answer[0])
@@ -121,13 +143,30 @@ def _are_equal(gold: Parsed, answer: Parsed, digits: int) -> bool:
         # An unevaluated expression is a percentage from prose, which math-verify accepts in both readings.
         if exact_gold.is_Rational and exact_answer.is_Rational and not _has(sympy.UnevaluatedExpr, gold[0], answer[0]):
             return bool(exact_gold == exact_answer)
+    if _is_complex_number(gold[0]) and _is_complex_number(answer[0]):
+        return _close(gold[0], answer[0], digits if _has(sympy.Float, gold[0], answer[0]) else 25)
     if verify(list(gold), list(answer), float_rounding=digits, timeout_seconds=None):
         return True
     return isinstance(gold[0], sympy.Set) and isinstance(answer[0], sympy.Set) and _same_set(gold[0], answer[0])
 
 
+def _is_decided(value: object) -> bool:
+    """Return whether sympy makes a truth value of an equation: `x^2+1=0` and `x^2+2=0` both hold for no real number."""
+    return isinstance(value, sympy.Eq) and isinstance(value.func(*value.args), BooleanAtom)
+
+
+def _same_equation(gold: object, answer: object) -> bool:
+    if not (isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq)):
+        return False
+    return bool(sympy.simplify((gold.lhs - gold.rhs) - (answer.lhs - answer.rhs)) == 0)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, sympy.Expr) and bool(value.is_number) and value.is_extended_real is not False
+
+
+def _is_complex_number(value: object) -> bool:
+    return isinstance(value, sympy.Expr) and bool(value.is_number) and value.has(sympy.I)
 
 
 def _has(kind: type, *values: object) -> bool:

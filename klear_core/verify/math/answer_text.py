@@ -3,36 +3,26 @@
 String operations only, linear in the length of the response.
 """
 
+# ruff: noqa: RUF001  the signs that are read look like others
+
 from __future__ import annotations
 
 import re
-import unicodedata
 from dataclasses import dataclass
 
 from klear_core.config.verify import MathConfig
 from klear_core.prompts import NoAnswer
-from klear_core.verify.math.numbers import brace_short_fractions, join_thousands, read_mixed_numbers
+from klear_core.verify.math.numbers import (
+    brace_short_fractions,
+    join_thousands,
+    read_angles,
+    read_mixed_numbers,
+    read_repeating,
+)
+from klear_core.verify.math.spelling import closing_brace, on_one_line, plain_characters, plain_commands
+from klear_core.verify.math.words import in_english, meant_symbol
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
-_SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
-_BEFORE_NFKC = str.maketrans(
-    dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", "\\,")
-    | {"\u211d": r"\mathbb{R}"}
-)
-"""Characters to replace before NFKC: narrow and no-break spaces join digits, and NFKC would make them plain spaces."""
-_SIGNS = str.maketrans(
-    {
-        "\u2212": "-",
-        "\u2013": "-",
-        "\ufe63": "-",
-        "\u2044": "/",
-        "\u00d7": r"\times ",
-        "\u00f7": "/",
-        "\u00b7": r"\cdot ",
-    }
-    | {"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx "}
-    | {"∈": r"\in ", "\u222a": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "\u2228": r"\lor ", "∧": r"\land "}
-)
 _SYNONYMS = (
     (re.compile(r"\\(?:leq|leqslant|leqq)(?![a-zA-Z])|<=|=<"), r"\\le "),
     (re.compile(r"\\(?:geq|geqslant|geqq)(?![a-zA-Z])|>="), r"\\ge "),
@@ -43,17 +33,17 @@ _SYNONYMS = (
     (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
     (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
 )
-_MIXED = re.compile(r"(?<=\d)(?=[¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])")
 _SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~|\s+")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\}])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.])")
-_ORDINAL = re.compile(r"(?<=\d)(?:\^?\{?\\(?:text|mathrm|textrm)\{(?:st|nd|rd|th)\}\}?|(?:st|nd|rd|th)\b)")
+_ORDINAL = re.compile(
+    r"(?<=\d)(?:\^?\{?\\(?:text|mathrm|textrm)\{(?:st|nd|rd|th)\}\}?|(?:st|nd|rd|th)\b)"
+    r"(?!\s*(?:\\text\s*\{)?\s*(?:root|power))"
+)
 _LONE_BRACES = re.compile(r"(?<=[_^])\{(\w)\}")
-_SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])|\\displaystyle(?![a-zA-Z])")
-_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
-_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _BRACES = re.compile(r"\\[{}\\]|[{}]")
 _IDLE_SPACES = re.compile(r"(?<!\d) +| +(?!\d)")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,1000}", re.ASCII)
+_PLAIN = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?", re.ASCII)
 _MAX_QUOTED = 80
 _MAX_BOXES = 64
 """Boxes of a response that are compared, from its end."""
@@ -103,7 +93,7 @@ def boxed_texts(text: str) -> list[str | None]:
     contents: list[str | None] = []
     position = 0
     while (start := _BOX.search(text, position)) is not None:
-        end = _closing_brace(text, start.end())
+        end = closing_brace(text, start.end())
         if end is None:
             contents.append(None)
             break  # everything after an unclosed box is inside it
@@ -115,22 +105,15 @@ def boxed_texts(text: str) -> list[str | None]:
 def normalise(text: str, *, commas_separate: bool = False) -> str:
     """Remove differences of spelling that never change a math answer's value.
 
-    These are Unicode forms, spaces, delimiters, thousands separators and mixed numbers. With `commas_separate` a plain
-    comma is never read as a thousands separator: `81,256` is two values.
+    These are characters, presentation, words of other languages (`spelling.py`, `words.py`), spaces, thousands
+    separators, and other ways to write a number. With `commas_separate` a plain comma is never read as a thousands
+    separator: `81,256` is two values.
     """
-    text = _SUPERSCRIPTS.sub(_raise, text.translate(_BEFORE_NFKC))
-    text = _MIXED.sub(" ", text)  # `3½` is 3 and 1/2, not 31/2
-    text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
-    text = text.strip().rstrip(".。").strip()
-    for opening, closing in _DELIMITERS:
-        if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing):
-            text = text[len(opening) : len(text) - len(closing)].strip()
-    boxes = boxed_texts(text)
-    if len(boxes) == 1 and boxes[0] is not None and _BOX.match(text) and text.endswith("}"):
-        text = boxes[0]
-    text = _SIZING.sub("", text)
-    text = _FRACTION.sub(r"\\frac", text)
-    # Before spaces become plain ones: `1\,000` is one number, `1 000` is none.
+    if _PLAIN.fullmatch(text):
+        return text
+    text = on_one_line(plain_commands(plain_characters(text)))
+    text = in_english(text)
+    # Before spaces become plain ones: `1\\,000` is one number, `1 000` is none.
     text = join_thousands(text, in_lists=not commas_separate)
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
     for pattern, command in _SYNONYMS:
@@ -140,11 +123,8 @@ def normalise(text: str, *, commas_separate: bool = False) -> str:
     text = brace_short_fractions(text)
     text = _SPACES.sub(" ", text).strip().rstrip(".").strip()
     text = re.sub(" +", " ", text)
-    return read_mixed_numbers(text)  # last: it expects fractions with braces, and single spaces
-
-
-def _raise(match: re.Match[str]) -> str:
-    return f"^{{{unicodedata.normalize('NFKC', match.group())}}}"
+    text = read_angles(read_repeating(text))
+    return meant_symbol(read_mixed_numbers(text))  # it expects fractions with braces, and single spaces
 
 
 def same_text_or_integers(gold: str, answer: str) -> bool | None:
@@ -190,23 +170,13 @@ def _unboxed_answer(answer_text: str, cfg: MathConfig) -> MathAnswer | NoAnswer:
     statement = stated_answer(text[-cfg.max_prose_chars :])
     if statement is None:
         return NoAnswer(reason="no box, and no finished sentence at the end that states an answer")
-    return MathAnswer(texts=(statement,), is_unboxed=True)
-
-
-def _closing_brace(text: str, opening: int) -> int | None:
-    depth = 0
-    for match in _BRACES.finditer(text, opening):
-        if match.group() == "{":
-            depth += 1
-        elif match.group() == "}":
-            depth -= 1
-            if depth == 0:
-                return match.start()
-    return None
+    if statement.value is not None and nesting(statement.value) <= cfg.max_nesting:
+        return MathAnswer(texts=(statement.value,), is_unboxed=False)
+    return MathAnswer(texts=(statement.sentence,), is_unboxed=True)
 
 
 # ---- prose ----
-# Find the sentence in which a text without a box states its answer. A number that is only mentioned is no answer.
+# Find the answer that a text without a box states at its end. A number that is only mentioned is no answer.
 
 
 _MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|\*\*|__")
@@ -216,13 +186,15 @@ _SENTENCE_END = re.compile(r"(?<=[.?。])\s+|(?<=!)\s+(?=[A-Z])|\n+")
 _FINISHED = re.compile(r"""[.!?。][)"'”$*]*$|\\[\])]$|\$$""")
 _CUT_OFF = re.compile(
     r"[,;:=+\-*/^_&(\[{<>]\s*$|\\[a-zA-Z]*$"
-    r"|\b(?:and|or|so|the|a|an|is|are|be|of|to|for|with|that|because|if|then|which|where|than|at|by|in)[\s.…]*$",
+    r"|\b(?:and|or|so|the|(?-i:a)|an|is|are|be|of|to|for|with|that|because|if|then|which|where|than|at|by|in)[\s.…]*$",
     re.I,
 )
 _NAMED = re.compile(
     r"^\s*####\s*\S"
-    r"|^\s*(?:final answer|answer|ans|a|solution|result)\s*[:=]\s*\S"
-    r"|\banswer\b[^.!?\n]{0,60}?(?:\b(?:is|are|be|equals)\b|[:=])\s*\S"
+    r"|^\s*(?:final answer|answer|ans|a|solution|result)\s*(?:[:=\u2013]|\s-\s)\s*\S"
+    r"|\b(?:answers?|(?:correct|right) (?:option|choice))\b[^.!?\n]{0,60}?(?:\b(?:is|are|be|equals)\b|[:=])\s*\S"
+    r"|^(?:the )?(?:final )?result is\s+\S"
+    r"|\b(?:option|choice)\s+\(?[A-J]\)? is (?:the )?(?:correct|right)\b|\bI choose (?:option |choice )?\(?[A-J]\b"
     r"|\S\s+(?:is|are)\s+(?:indeed |definitely )?(?:the|our|my)\s+(?:final |correct |right )?"
     r"(?:answer|solution|result)\b",
     re.I,
@@ -237,7 +209,7 @@ _DENIES = re.compile(
     r"\b(?:could ?n[o']t|could not|can ?not|can't|unable|do(?:es)?(?: not|n't) (?:know|have|exist|work)|did(?: not|n't)"
     r"|no (?:final )?answer|unsure|not sure|not certain"
     r"|not (?:be )?(?:the|an|my|our|correct|right)|is ?n[o']t|is not|was not"
-    r"|wrong|incorrect|guess|unclear|unknown|undetermined|maybe|perhaps|might be|may be)\b",
+    r"|wrong|incorrect|guess|unclear|unknown|undetermined|maybe|perhaps|might be|may be|could be)\b",
     re.I,
 )
 _GOES_ON = re.compile(
@@ -247,14 +219,126 @@ _GOES_ON = re.compile(
 )
 _VALUE = re.compile(
     r"[0-9$\\∞π]|\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|infinite)\b"
-    r"|(?:\b(?:is|are|be)|[:=])\s*\(?[A-Za-z]+\W*$"
+    r"|(?:\b(?:is|are|be)|[:=])\s*\(?[A-Za-z]+(?: [A-Za-z]+){0,2}\W*$|\b(?:option|choice)\b"
 )
+_TAG = re.compile(
+    r"<(?:final_?)?answer>\s*(.*?)\s*</(?:final_?)?answer>|\[ANSWER\]\s*(.*?)\s*\[/ANSWER\]"
+    r"|\{[^{}]{0,200}?\"(?:final_)?answer\"\s*:\s*(?:\"([^\"\n]{0,200})\"|([^\"{},\n]{1,200}))\s*\}",
+    re.I | re.S,
+)
+_BOLD_LINE = re.compile(r"(?:\*\*|__)([^*]+)(?:\*\*|__)\s*[.!]?")
+_HEADING = re.compile(r"(?:#{1,6}\s*|\*\*)?(?:the )?(?:final |correct )?(?:answer|result)\s*:?\s*(?:\*\*)?\s*:?", re.I)
+_LABELLED = re.compile(
+    r"\W*(?:step|case|part|example|method|note|problem|question|conclusion|solution|proof|lemma|remark|section)\b", re.I
+)
+_WORDS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}(?![A-Za-z]*\})")
+_VALUE_AT = tuple(
+    re.compile(pattern, re.I | re.S)
+    for pattern in (
+        r"^\s*####\s*(.+)$",
+        r"\b(?:option|choice)\s+(\(?[A-J]\)?) is (?:the )?(?:correct|right)\b",
+        r"\bI choose (?:option |choice )?(\(?[A-J]\)?)\W*$",
+        r"(?:^|\s)(\$[^$]{1,60}\$|\\\(.{1,60}?\\\)|[^\s,]*[\d\\][^\s,]*|\(?[A-J]\)?)\s+is (?:indeed |definitely )?"
+        r"(?:the|our|my) (?:final |correct |right )?(?:answer|solution|result)\W*$",
+        r"^(?:.*\b(?:answers?|(?:option|choice|result))\b[^.!?\n]{0,60}?(?:\b(?:is|are|be|equals)\b|[:=\u2013]|\s-\s)"
+        r"|\s*(?:a|ans|solution)\s*[:=])\s*:?\s*(?:option |choice )?(\S.*)$",
+    )
+)
+"""How a sentence states a value; the first group is the value."""
+_FILLER = re.compile(
+    r"^(?:(?:indeed|definitely|simply|just|therefore|thus|then|clearly|also|still|again|option|choice)\s+)+", re.I
+)
+_IS = "The answer is "
+_FOREIGN = tuple(
+    (re.compile(pattern, re.I), replacement)
+    for pattern, replacement in (
+        (r"(?:答案|答え|解答|結果|结果|选项)(?:并)?(?:不是|ではない)", "The answer is not "),
+        (r"(?:答案|答え|解答|结果|选项)\s*(?:应该是|应为|是|为|等于|は|[:：=])\s*", _IS),
+        (r"(?<!不)(?:答案|故|应|应该|所以|因此)?\s*(?:选择|选|選)\s*(?:项)?\s*[:：]?\s*(?=\(?[A-J])", _IS),
+        (r"(?:です|である|となります|입니다|이다)\s*[.。]?(?=\s|$)", "."),
+        (r"(?:정답|답)\s*(?:은|는|[:：])\s*", _IS),
+        (r"\bist die (?:richtige |endgültige )?(?:Antwort|Lösung)\s+(?!ist|lautet)", f"{_IS.lower()}"),
+        (r"\b(?:Antwort|Lösung)\s*(?:ist|lautet)\s+nicht\b", "The answer is not"),
+        (r"\b(?:Antwort|Lösung)\s*(?:ist|lautet|:)\s*", _IS),
+        (r"\b(?:réponse|solution)(?: finale| correcte)?\s*n['’]est pas", "The answer is not"),
+        (r"\b(?:réponse|solution)(?: finale| correcte)?\s*(?:est|:)\s*", _IS),
+        (
+            r"\b(?:respuesta|resposta|risposta|solución|solução|soluzione)(?: \w+)?\s+(?:no es|não é|non è)",
+            "The answer is not",
+        ),
+        (r"\b(?:respuesta|resposta|risposta|solución|solução|soluzione)(?: \w+)?\s*(?:es|é|è|:)\s*", _IS),
+        (r"\bответ\s*не\b", "The answer is not"),
+        (r"\bответ\s*(?:равен|это|[:—-])\s*", _IS),
+        (r"الجواب\s*(?:ليس)", "The answer is not "),
+        (r"(?:الجواب|الإجابة)\s*(?:هو|هي|:)\s*", _IS),
+    )
+)
+"""How other languages say "the answer is", and that it is not."""
+_MAX_VALUE_CHARS = 120
 _MAX_AFTER = 2  # sentences that may follow the statement: "I think that's the final answer."
 _MAX_BARE_CHARS = 80
 
 
-def stated_answer(text: str) -> str | None:
-    """Return the sentence that states the answer at the end of a finished text; None if there is none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stated:
+    """A statement of the answer, and the value alone where it can be told from the words around it."""
+
+    sentence: str
+    value: str | None
+
+
+def stated_answer(text: str) -> Stated | None:
+    """Return what states the answer at the end of a finished text; None if nothing does."""
+    tagged = _tagged(text)
+    if tagged is not None:
+        inner = stated_answer(tagged) if _NAMED.search(tagged) else None
+        return inner or (Stated(sentence=tagged, value=tagged) if tagged else None)
+    alone = _alone(text)
+    if alone is not None:
+        return Stated(sentence=alone, value=alone)
+    for pattern, replacement in _FOREIGN:
+        text = pattern.sub(replacement, text)
+    sentence = _stating_sentence(text)
+    return None if sentence is None else Stated(sentence=sentence, value=_value_in(sentence))
+
+
+def _tagged(text: str) -> str | None:
+    """Return the content of the last answer tag or JSON answer, "" if it is empty or taken back; None without one."""
+    found = [*_TAG.finditer(text)]
+    if not found:
+        return None
+    last = found[-1]
+    after = text[last.end() :]
+    content = next(group for group in last.groups() if group is not None).strip()
+    return "" if _GOES_ON.search(after) or _DENIES.search(after) else content
+
+
+def _alone(text: str) -> str | None:
+    """Return the last line if it is one value in bold, or stands under a heading that says that it is the answer."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    before = lines[-2] if len(lines) > 1 else ""
+    bold = _BOLD_LINE.fullmatch(lines[-1]) if lines else None
+    value = bold[1].strip() if bold is not None else (lines[-1] if lines else "")
+    is_answer = _HEADING.fullmatch(before) is not None or (bold is not None and not before.endswith(":"))
+    is_label = _LABELLED.match(value) or _NAMED.search(value) or _DENIES.search(value) or value.endswith(":")
+    is_value = 0 < len(value) <= _MAX_BARE_CHARS and not is_label and len(_WORDS.findall(value)) <= 3
+    return value if is_answer and is_value else None
+
+
+def _value_in(sentence: str) -> str | None:
+    """Return the value that a sentence states if few words stand beside it; None if its words must be read too."""
+    text = sentence.strip()
+    for pattern in _VALUE_AT:
+        found = pattern.search(text)
+        if found is not None:
+            value = found[1].strip().rstrip(".!。").strip()
+            value = _FILLER.sub("", value.removeprefix(":").strip())
+            is_short = 0 < len(value) <= _MAX_VALUE_CHARS and len(_WORDS.findall(value)) <= 3
+            return value if is_short and not re.search(r"[.?!]\s", value) else None
+    return None
+
+
+def _stating_sentence(text: str) -> str | None:
     text = _DISPLAYED.sub(lambda m: " ".join(m[0].split()), _MARKS.sub("", text))
     text = _COLON_AT_LINE_END.sub(": ", text).strip()
     if len(text) <= _MAX_BARE_CHARS and _is_bare(text):
@@ -288,4 +372,6 @@ def _is_complete(sentence: str) -> bool:
 def _is_bare(text: str) -> bool:
     """Return whether the text is only an expression or a word: `73`, `$x=\\frac12$`, `Yes.`"""
     words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text)
+    if _LABELLED.match(text):
+        return False
     return "\n" not in text and len(words) <= 1 and not _CUT_OFF.search(text) and not _DENIES.search(text)

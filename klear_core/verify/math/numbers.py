@@ -15,6 +15,7 @@ _SEPARATOR = rf"(?:,|\{{,\}}|\\text\{{,\}}|,?\{{?{_GAP}\}}?|\{{,{_GAP}\}})"
 _THOUSANDS = re.compile(rf"(?<![\d,.])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d|,\d)")
 _LIST_COMMA = re.compile(r",(?!\s*\\!)")
 _DECIMAL_GROUPS = re.compile(rf"(?<=\d)\.\d{{3}}(?:{_GAP}\d{{3}})*{_GAP}\d{{1,3}}(?!\d)")
+_DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _OPENINGS = re.compile(r"[(\[]|\\\{")
 _CLOSINGS = re.compile(r"[)\]]|\\\}")
 
@@ -38,9 +39,28 @@ _BASED = re.compile(
     r"\s*_\s*\{?\s*(?:\\text\s*\{)?\s*(\d{1,3}|[a-z]+)\s*\}*"
 )
 
+_REPEATING = re.compile(
+    r"(?<![\d.])(?P<whole>\d{0,15})\.(?P<fixed>\d{0,15})"
+    r"(?:\\(?:overline|bar)\s*(?P<bar>\{\d{1,15}\}|\d)|\((?P<round>\d{1,15})\)"
+    r"|(?P<dots>\\dot\s*(?:\{\d\}|\d)(?:\d{0,15}\\dot\s*(?:\{\d\}|\d))?))"
+)
+_CONTINUED = re.compile(r"(?<![\d.])(?P<whole>\d{1,15})\.(?P<digits>\d{2,30})\s*(?:\.{3}|\\(?:l|c)?dots(?![a-zA-Z]))")
+_REPEATED = re.compile(r"(\d{2,10}?)\1+$|(\d)\2\2+$")
+_DIGITS_TIMES = re.compile(r"(?<![\w.^{\\])(\d+)\s*(?=\([(\d\\-])")
+_MINUTES = re.compile(
+    r"(?P<degrees>\d{1,6})\s*\^\s*\{?\\circ\s*\}?\s*(?P<minutes>\d{1,2})\s*(?:'|\^\{?\\prime\}?)(?!')"
+    r"(?:\s*(?P<seconds>\d{1,2})\s*(?:''|\^\{?\\prime\s*\\prime\}?))?"
+)
+_ANGLE = re.compile(
+    r"(\\frac\{[^{}]*\}\{[^{}]*\}|\([^()]*\)|(?<![\w.])\\?[a-zA-Z](?![a-zA-Z])|\d+(?:\.\d+)?(?:/\d+)?)"
+    r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))"
+)
+_CIS = re.compile(r"\\cis\s*(\((?:[^()]|\([^()]*\))*\)|\\frac\{[^{}]*\}\{[^{}]*\}|\\?\w+)")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|cis)(?![a-zA-Z])")
+
 _LETTERS = re.compile(r"[^\W\d_]")
 _NUMERIC_COMMANDS = re.compile(
-    r"\\(?:frac|sqrt|pi|cdot|times|binom|div|pm|log|ln|sin|cos|tan|circ|exp|infty)(?![a-zA-Z])"
+    r"\\(?:frac|sqrt|pi|cdot|times|binom|div|pm|log|ln|a?r?c?(?:sin|cos|tan|cot|sec|csc)|circ|exp|infty)(?![a-zA-Z])"
 )
 
 _UNITS = (
@@ -84,7 +104,8 @@ def join_thousands(text: str, *, in_lists: bool = True) -> str:
     def join_decimals(match: re.Match[str]) -> str:
         return "." + re.sub(r"\D", "", match.group())
 
-    return _DECIMAL_GROUPS.sub(join_decimals, _THOUSANDS.sub(join, text))
+    text = _DECIMAL_GROUPS.sub(join_decimals, _THOUSANDS.sub(join, text))
+    return _DECIMAL_COMMA.sub(".", text)
 
 
 def read_mixed_numbers(text: str) -> str:
@@ -99,6 +120,53 @@ def read_mixed_numbers(text: str) -> str:
         return f"{match['before']}{match['blank']}\\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
 
     return _MIXED.sub(convert, text)
+
+
+def read_repeating(text: str) -> str:
+    """Rewrite decimals that repeat as exact fractions: `0.1\\overline{6}`, `0.1\\dot6`, `0.1(6)` and `0.1666\\ldots`.
+
+    Of a decimal with dots that does not repeat (`3.14159\\ldots`) the dots are removed: it is a rounded number.
+    """
+
+    def marked(match: re.Match[str]) -> str:
+        block = re.sub(r"\D", "", match["bar"] or match["round"] or match["dots"])
+        return _fraction_text(match["whole"] or "0", match["fixed"], block)
+
+    def continued(match: re.Match[str]) -> str:
+        digits = match["digits"]
+        repeated = _REPEATED.search(digits)
+        if repeated is None:
+            return f"{match['whole']}.{digits}"
+        return _fraction_text(match["whole"], digits[: repeated.start()], repeated[1] or repeated[2])
+
+    text = _CONTINUED.sub(continued, _REPEATING.sub(marked, text))
+    return _DIGITS_TIMES.sub(r"\1\\cdot ", text)  # the parser would read `2(3)` as a mixed number
+
+
+def _fraction_text(whole: str, fixed: str, block: str) -> str:
+    """Return `whole.fixed` followed by `block` for ever as LaTeX."""
+    nines = 10 ** len(block) - 1
+    value = Fraction(int(whole + fixed or "0") * nines + int(block), nines * 10 ** len(fixed))
+    return as_text(value)
+
+
+def read_angles(text: str) -> str:
+    """Rewrite `22^\\circ 30'` as degrees, and degrees in a formula with trigonometric functions as radians."""
+
+    def in_degrees(match: re.Match[str]) -> str:
+        seconds = Fraction(match["seconds"] or 0)
+        value = Fraction(match["degrees"]) + Fraction(match["minutes"]) / 60 + seconds / 3600
+        return as_text(value) + r"^\circ"
+
+    text = _MINUTES.sub(in_degrees, text)
+    if _TRIGONOMETRIC.search(text):
+        text = _CIS.sub(r"e^{i \1}", in_radians(text))
+    return text
+
+
+def in_radians(text: str) -> str:
+    """Return the text with each angle in degrees as a multiple of pi."""
+    return _ANGLE.sub(lambda m: rf"(\frac{{{m[1]} \pi}}{{180}})", text)
 
 
 def brace_short_fractions(text: str) -> str:

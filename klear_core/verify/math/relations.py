@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import permutations, product
 from typing import Literal
 
 from klear_core.verify.math.numbers import is_numeric
@@ -15,6 +15,13 @@ from klear_core.verify.math.numbers import is_numeric
 _SIGN = re.compile(r"\\(?:le|ge|neq|in)(?![a-zA-Z])|[<>]")
 _NAME = r"(?:\\?[A-Za-z]+'?(?:_\{?\w+\}?)?(?:\((?:\\?[A-Za-z]+|\d+)\))?)"
 _NAMED = re.compile(rf"\s*({_NAME}|\((?:\s*{_NAME}\s*,)*\s*{_NAME}\s*\))\s*=(?!=)\s*(\S.*)", re.S)
+_TUPLE_NAMED = re.compile(
+    rf"\((?P<names>\s*{_NAME}(?:\s*,\s*{_NAME})+\s*)\)\s*=\s*\((?P<values>[^()]*(?:\([^()]*\)[^()]*)*)\)"
+)
+_TUPLE_NAME = re.compile(rf"^\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\)\s*=\s*(?=\()")
+_MEMBER_NAME = re.compile(rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\)")
+_SIGN_OR_EQUAL = re.compile(r"\\(?:le|ge|neq)(?![a-zA-Z])|[<>=]")
+_MAX_RELATIONS = 4
 _IS_NAME = re.compile(_NAME)
 CONNECTIVE = re.compile(
     r"\s*,?\s*(?:\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(or|and)\s*\}"
@@ -46,16 +53,21 @@ class Statement:
     kind: Literal["plain", "region", "named", "relation"]
     texts: tuple[str, ...]
     names: tuple[str, ...] = ()
+    source: str = ""
+    """The text of a region or relation as it was written."""
 
 
 def read_statement(text: str) -> Statement:
     """Return the statement that a normalised text makes."""
+    text = _assigned(text)
     builder = _SET_BUILDER.fullmatch(text.strip())
     body = builder["body"].strip() if builder is not None else text
     parts, joints = _split(body)
     has_sign = any(_signs(part) for part in parts)
     if has_sign:
-        return _read_region(parts, joints) or _read_membership(parts) or Statement(kind="relation", texts=(text,))
+        found = _read_region(parts, joints) or _read_membership(parts) or Statement(kind="relation", texts=(text,))
+        names = () if builder is not None else found.names
+        return replace(found, source=text, names=names)
     if builder is not None or len(parts) == 1 or len(parts) > _MAX_PARTS:
         return Statement(kind="plain", texts=(text,))
     return _read_list(parts)
@@ -78,7 +90,9 @@ def compare_statements(gold: Statement, answer: Statement) -> Alternatives:
         plain = gold if gold.kind == "plain" else answer
         can_match = _SET.match(plain.texts[0]) is not None
     else:
-        can_match = kinds in ({"plain"}, {"relation"}, {"region", "relation"})
+        can_match = kinds == {"plain"}
+    if "relation" in kinds and kinds <= {"region", "relation"}:
+        return _match_relations(gold.source, answer.source)
     if not can_match:
         return ()
     return tuple(((g, a),) for g, a in product(gold.texts, answer.texts))
@@ -109,6 +123,95 @@ def _match_in_order(gold: Statement, answer: Statement) -> Alternatives:
     return tuple(alternatives)
 
 
+def _match_relations(gold: str, answer: str) -> Alternatives:
+    """Match inequalities that are no region: `a<b<c` with `c>b>a` or with `a<b, b<c`, `x+y>3` with `3<y+x`."""
+    gold_relations, answer_relations = _relations(gold), _relations(answer)
+    if gold_relations is None or answer_relations is None or len(gold_relations) != len(answer_relations):
+        return ()
+    is_either = {"or" in _split(text)[1] for text in (gold, answer)}
+    if len(gold_relations) > _MAX_RELATIONS or len(is_either) > 1:
+        return ()
+    alternatives: list[tuple[tuple[str, str], ...]] = []
+    for order in permutations(answer_relations):
+        pairs: list[tuple[str, str]] = []
+        for (gold_left, gold_sign, gold_right), (left, sign, right) in zip(gold_relations, order, strict=True):
+            if gold_sign != sign:
+                break
+            is_same = (_bare(gold_left), _bare(gold_right)) == (_bare(left), _bare(right))
+            # both sides may be shifted: `x-3>0` is `x>3`
+            differences = (rf"({gold_left})-({gold_right})", rf"({left})-({right})")
+            pairs.append((gold_left, gold_left) if is_same else differences)
+        else:
+            alternatives.append(tuple(pairs))
+    certain = [pairs for pairs in alternatives if all(g == a for g, a in pairs)]
+    return tuple(certain[:1] or alternatives[:_MAX_PARTS])
+
+
+def _relations(text: str) -> list[tuple[str, str, str]] | None:
+    """Return (smaller side, sign, larger side) of each relation of chains and lists; None if a side is missing."""
+    found: list[tuple[str, str, str]] = []
+    for part in _split(text)[0]:
+        depths = bracket_depths(part)
+        signs = [m for m in _SIGN_OR_EQUAL.finditer(part) if depths[m.start()] == 0]
+        borders = [0, *(b for s in signs for b in s.span()), len(part)]
+        sides = [part[borders[i] : borders[i + 1]].strip() for i in range(0, len(borders), 2)]
+        if not signs or not all(sides):
+            return None
+        found += [_smaller_first(*relation) for relation in zip(sides, signs, sides[1:], strict=False)]
+    return found
+
+
+def _smaller_first(left: str, sign: re.Match[str], right: str) -> tuple[str, str, str]:
+    if sign.group() in (">", r"\ge"):
+        return right, _FLIPPED[sign.group()], left
+    if sign.group() in ("=", r"\neq"):
+        left, right = sorted((left, right))
+    return left, sign.group(), right
+
+
+def _bare(text: str) -> str:
+    return re.sub(r"\s", "", text)
+
+
+def _assigned(text: str) -> str:
+    """Return tuples of assignments as `x=1, y=2`, and lists of them as lists of tuples."""
+    text = text.strip()
+    for opening, closing in (("(", ")"), (r"\{", r"\}")):
+        inner = text[len(opening) : -len(closing)]
+        if text.startswith(opening) and text.endswith(closing):
+            parts = _split(inner)[0]
+            if len(parts) > 1 and all(_NAMED.fullmatch(part) for part in parts):
+                text = inner
+    tupled = _TUPLE_NAMED.fullmatch(text)
+    if tupled is not None and len(_split(tupled["values"])[0]) == len(_split(tupled["names"])[0]):
+        names, values = _split(tupled["names"])[0], _split(tupled["values"])[0]
+        return ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+    parts, joints = _split(text)
+    if "or" in joints:
+        tuples = _tuples_of_assignments(parts, joints)
+        if tuples is not None:
+            return tuples
+    if len(parts) > 1 and any(_TUPLE_NAME.match(part) for part in parts):
+        return ", ".join(_TUPLE_NAME.sub("", part) for part in parts)
+    return text
+
+
+def _tuples_of_assignments(parts: list[str], joints: list[str]) -> str | None:
+    """Return `(1,2), (3,4)` for `x=1, y=2 or x=3, y=4`; None if the alternatives do not name the same things."""
+    groups: list[dict[str, str]] = [{}]
+    for part, joint in zip(parts, ["", *joints], strict=True):
+        if joint == "or":
+            groups.append({})
+        named = _NAMED.fullmatch(part)
+        if named is None or not _IS_NAME.fullmatch(named[1]):
+            return None
+        groups[-1][named[1]] = named[2].strip()
+    names = sorted(groups[0])
+    if len(names) < 2 or any(sorted(group) != names for group in groups):
+        return None
+    return ", ".join(f"({','.join(group[name] for name in names)})" for group in groups)
+
+
 def split_values(text: str) -> tuple[str, ...]:
     """Return the values of a list, tuple or set."""
     text = text.strip()
@@ -122,6 +225,13 @@ def split_values(text: str) -> tuple[str, ...]:
 def listed(text: str) -> list[str]:
     """Return the values of a bare list: the parts between commas, `or` and `and` outside of brackets."""
     return _split(text)[0]
+
+
+def split_sides(text: str) -> list[str]:
+    """Return the sides of an equation: the parts between equals signs outside of brackets."""
+    depths = bracket_depths(text)
+    borders = [i for i, char in enumerate(text) if char == "=" and depths[i] == 0]
+    return [text[start:end] for start, end in zip([0, *(i + 1 for i in borders)], [*borders, len(text)], strict=True)]
 
 
 def _split(text: str) -> tuple[list[str], list[str]]:
@@ -179,7 +289,7 @@ def _read_membership(parts: list[str]) -> Statement | None:
     if len(signs) != 1 or signs[0].group() != r"\in":
         return None
     name, members = text[: signs[0].start()].strip(), text[signs[0].end() :].strip()
-    if _IS_NAME.fullmatch(name) is None or not members:
+    if _MEMBER_NAME.fullmatch(name) is None or not members:
         return None
     return Statement(kind="plain", texts=(members,))
 

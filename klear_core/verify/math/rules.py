@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from functools import lru_cache
 from typing import assert_never
 
 from klear_core.config.verify import MathConfig
@@ -15,11 +17,22 @@ from klear_core.verify.math.text_compare import (
     compare_values,
     in_digits,
 )
+from klear_core.verify.math.words import phrase_words, same_phrase
 
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mbox|operatorname)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 _WORD_LIST = re.compile(r"[A-Za-z][A-Za-z', -]*")
 _SHORT_WORDS = frozenset({"yes", "no", "odd", "even", "on", "none", "true", "false", "not", "both", "all"})
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sept?|Oct|Nov|Dec)[a-z]*\.?"
+_DATE = re.compile(rf"{_MONTH} \d{{1,2}}|\d{{1,2}} {_MONTH}")
+_NAME_OF_LETTERS = re.compile(r"[A-Z]{2,12}")
+_CAPITALS = re.compile(r"(?<![\\a-zA-Z])[A-Z]{2,}(?![a-z])")
+_POINTS_BEFORE = re.compile(r"\\(?:triangle|angle|overline|line|seg)(?![a-zA-Z])|[{}]")
+_SYMBOLIC = re.compile(r"[=<>^_+*/\\]|\\[a-zA-Z]")
+_RATIO_NAME = re.compile(r"^\s*[^=]{0,40}=(?!=)")
+_NO_RATIO = re.compile(r"\\(?:\{|mapsto|to|text|in|mid)(?![a-zA-Z])|[=<>,;|]|(?<![\\A-Za-z])[A-Za-z]{2,}")
+_TO = r"\s*(?:\\text\s*\{\s*to\s*\}| to )\s*"
+_WORDED_RATIO = re.compile(rf"\s*([\d.]+){_TO}([\d.]+)(?:{_TO}([\d.]+))?\s*")
 _CLOCK = re.compile(r"0*(\d{1,2})(?::(\d{2}))?(?::(\d{2}))?\s*(?:([ap])\.?\s*m\b\.?)?", re.I)
 _HEAVY = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap)(?![a-zA-Z])")
 _STATED = re.compile(r"\b[Aa]nswer(?: is|:)?[:\s*]++([^\n]{1,200}?)(?=\.?\**+(?:\s*+(?:\n|$)|\. [A-Z]))")
@@ -44,12 +57,14 @@ def usable_references(answers: tuple[str, ...], cfg: MathConfig) -> tuple[str, .
     return tuple(dict.fromkeys(reading for a in short for reading in _readings(a) if reading))
 
 
-def _readings(reference: str) -> list[str]:
+# All samples of a problem are compared with the same references.
+@lru_cache(maxsize=4096)
+def _readings(reference: str) -> tuple[str, ...]:
     texts = _EITHER.split(reference)
     readings = [_first_side(normalise(text)) for text in texts]
     if _READ_AS_LIST.search(reference):
         readings += [normalise(text, commas_separate=True) for text in texts]
-    return readings
+    return tuple(readings)
 
 
 def _first_side(reference: str) -> str:
@@ -153,6 +168,11 @@ def _compare_text(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComp
     same = _first(same_text_or_integers(gold, answer), _word_verdict(gold, answer), _based_verdict(gold, answer))
     if same is not None:
         return same
+    ratio = _ratio_verdict(gold, answer)
+    if ratio is not None:
+        return ratio
+    if _has_swapped_names(gold, answer):
+        return False
     if _HEAVY.search(answer) and not _HEAVY.search(gold):
         return False  # an unevaluated sum or integral restates the question
     if has_split_digits(gold) or has_split_digits(answer):
@@ -162,6 +182,13 @@ def _compare_text(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComp
         # Each side of `0.56 = 56\%` may have its own percent sign.
         answer = _PERCENT.sub(r"\\frac{\1}{100}", answer)
     return compare_values(_LABEL.sub("", gold), answer, cfg)
+
+
+def _has_swapped_names(gold: str, answer: str) -> bool:
+    """Return whether names in capitals differ by the order of their letters only, which algebra reads as products."""
+    gold_names, answer_names = Counter(_CAPITALS.findall(gold)), Counter(_CAPITALS.findall(answer))
+    extra, missing = answer_names - gold_names, gold_names - answer_names
+    return bool(missing) and {"".join(sorted(name)) for name in extra} >= {"".join(sorted(name)) for name in missing}
 
 
 def _based_verdict(gold: str, answer: str) -> bool | None:
@@ -181,12 +208,47 @@ def _word_verdict(gold: str, answer: str) -> bool | None:
         # `4:30` may be either half of the day.
         same_half = not (clock[3] and given[4]) or clock[3] == given[4].lower()
         return clock[:3] == (int(given[1]), int(given[2] or 0), int(given[3] or 0)) and same_half
-    words = _unwrap(gold)
+    words, given_words = _unwrap(gold), _unwrap(answer)
+    if _NAME_OF_LETTERS.fullmatch(words) and words.lower() not in _SHORT_WORDS:
+        # Letters in capitals are a name (`SWS`, a segment AB), not a product; a name has one order.
+        if same_phrase(words, given_words):
+            return phrase_words(words) != [words.lower()] or words == given_words
+        return words == _POINTS_BEFORE.sub("", given_words).strip() or _letters(words) == _letters(given_words)
     # Up to three letters without a wrapper may be a product of variables, `xyz`.
     is_words = (_WORD_LIST if ONE_WRAPPER.fullmatch(gold) else _WORDS).fullmatch(words) is not None
-    if is_words and (_WRAPPED.search(gold) or len(words) >= 4 or words.lower() in _SHORT_WORDS):
-        return _letters(words) == _letters(_unwrap(answer))
+    is_meant = _WRAPPED.search(gold) is not None or len(words) >= 4 or words.lower() in _SHORT_WORDS
+    if (is_words and is_meant) or _DATE.fullmatch(words) is not None:
+        is_text = _SYMBOLIC.search(given_words) is None
+        return _letters(words) == _letters(given_words) or (is_text and same_phrase(words, given_words))
     return None
+
+
+def _ratio_verdict(gold: str, answer: str) -> bool | AlgebraComparison | None:
+    """Compare two ratios part by part: `3:4` is `6:8`, but not the number 0.75; None if neither is a ratio."""
+    gold_parts, answer_parts = _ratio_parts(gold), _ratio_parts(answer)
+    if gold_parts is None and answer_parts is None:
+        return None
+    if gold_parts is not None and answer_parts is None:
+        worded = _WORDED_RATIO.fullmatch(answer)
+        answer_parts = [part for part in worded.groups() if part] if worded is not None else None
+    if gold_parts is None or answer_parts is None or len(gold_parts) != len(answer_parts):
+        return False
+    pairs: list[Pair] = []
+    for gold_part, answer_part in zip(gold_parts[1:], answer_parts[1:], strict=True):
+        pairs.append(
+            Pair(
+                gold=rf"\frac{{{gold_part}}}{{{gold_parts[0]}}}", answer=rf"\frac{{{answer_part}}}{{{answer_parts[0]}}}"
+            )
+        )
+    return True if gold_parts == answer_parts else AlgebraComparison(alternatives=(tuple(pairs),))
+
+
+def _ratio_parts(text: str) -> list[str] | None:
+    named = _RATIO_NAME.sub("", text)
+    if ":" not in named or _NO_RATIO.search(named):
+        return None
+    parts = [part.strip() for part in named.split(":")]
+    return parts if all(parts) else None
 
 
 def _clock_time(text: str) -> tuple[int, int, int, str] | None:
@@ -202,11 +264,11 @@ def _clock_text(text: str) -> str:
 
 
 def _unwrap(text: str) -> str:
-    return _WRAPPED.sub(r"\1", text).strip()
+    return _WRAPPED.sub(r"\1", text).strip(" .")
 
 
 def _letters(text: str) -> str:
-    return re.sub(r"[^a-z]+", " ", text.lower()).strip()
+    return re.sub(r"[^\w]+|_", " ", text.lower()).strip()
 
 
 # ---- choices ----

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from klear_core.config.verify import MathConfig
 from klear_core.verify.math.answer_text import same_text_or_integers
-from klear_core.verify.math.numbers import as_text, is_numeric, numbers_agree, plain_number, spoken_number
+from klear_core.verify.math.numbers import as_text, in_radians, is_numeric, numbers_agree, plain_number, spoken_number
 from klear_core.verify.math.relations import (
     CONNECTIVE,
     Statement,
@@ -19,8 +19,10 @@ from klear_core.verify.math.relations import (
     compare_statements,
     listed,
     read_statement,
+    split_sides,
 )
-from klear_core.verify.math.units import NO_UNIT, is_glued_letter, same_unit, split_unit, units_fit
+from klear_core.verify.math.units import NO_UNIT, Unit, is_glued_letter, read_compound, same_unit, split_unit, units_fit
+from klear_core.verify.math.variables import with_same_bound_names
 
 ONE_WRAPPER = re.compile(r"\\(?:text|textrm|mbox|mathrm)\s*\{([^{}]*)\}")
 _LETTER_LIST = re.compile(r"[A-Za-z](?:\s*,\s*[A-Za-z])+")
@@ -40,6 +42,12 @@ _FUNCTION_NAMES = (
 _FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 _NAME_BEFORE = re.compile(r"^\s*\\(?:text|textrm|mbox|mathrm)\s*\{[^{}]*\}\s*(?==)")
 _TEXT_BEHIND = re.compile(r"(?<=[\d})])\s*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}$")
+_DEGREE_WORD = re.compile(r"(?<=\d)()\s*(?:\\(?:text|mathrm)\s*\{\s*degrees?\s*\}|degrees?)(?=$|\s*[,)])")
+_RADIAN_WORD = re.compile(r"\s*(?:\\(?:text|mathrm)\s*\{\s*rad(?:ian)?s?\s*\}|(?<![A-Za-z\\])rad(?:ian)?s?)\s*")
+_RADIANS = re.compile(
+    rf"\\pi(?![a-zA-Z])|\\arc(?:sin|cos|tan|cot)|\\(?:sin|cos|tan|cot)\s*\^\s*\{{?-1|{_RADIAN_WORD.pattern}"
+)
+_DEGREE_SIGNS = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))(?!\s*\\?(?:text|mathrm|[CF]))")
 _APPROX = re.compile(r"\\(?:approx|simeq|thickapprox)(?![a-zA-Z])")
 
 
@@ -60,6 +68,10 @@ class AlgebraComparison:
 
 def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComparison:
     """Return the verdict on two normalised texts, or the comparison that algebra must make."""
+    named = with_same_bound_names(gold, answer)
+    if named is None:
+        return False
+    gold, answer = _in_one_angle_unit(*named)
     gold, gold_percent = _strip_percent(gold)
     answer, answer_percent = _strip_percent(answer)
     sides = _values(gold, answer, cfg)
@@ -79,12 +91,25 @@ def compare_values(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraCom
     return AlgebraComparison(alternatives=tuple(alternatives)) if alternatives else False
 
 
+def _in_one_angle_unit(gold: str, answer: str) -> tuple[str, str]:
+    """Write degrees in radians where the other text is in radians; without degree signs in lists and tuples."""
+    texts = (_DEGREE_WORD.sub(r"\1^\\circ", gold), _DEGREE_WORD.sub(r"\1^\\circ", answer))
+    is_degrees = [r"\circ" in text for text in texts]
+    is_radians = [
+        _RADIANS.search(text) is not None and not degrees for text, degrees in zip(texts, is_degrees, strict=True)
+    ]
+    if any(is_degrees) and any(is_radians):
+        in_one = (in_radians(_RADIAN_WORD.sub("", text)) for text in texts)
+        return next(in_one), next(in_one)
+    return (gold, answer) if "," not in gold + answer else (_DEGREE_SIGNS.sub("", gold), _DEGREE_SIGNS.sub("", answer))
+
+
 def _values(gold: str, answer: str, cfg: MathConfig) -> tuple[str, str] | None:
     """Return both values, the answer's converted to the reference's unit; None if their units cannot be equal."""
     if cfg.units == "ignore":
         gold, answer = _without_text_behind(gold), _without_text_behind(answer)
     gold_value, gold_unit = split_unit(gold)
-    answer_value, answer_unit = split_unit(answer)
+    answer_value, answer_unit = _split_answer(answer, gold_value, gold_unit)
     gold_is_product = is_glued_letter(gold, gold_value) and answer_unit == NO_UNIT
     answer_is_product = is_glued_letter(answer, answer_value) and gold_unit == NO_UNIT and answer[-1] in gold
     if gold_is_product or answer_is_product:
@@ -97,6 +122,18 @@ def _values(gold: str, answer: str, cfg: MathConfig) -> tuple[str, str] | None:
     if cfg.units == "compatible" and gold_unit.dimensions == answer_unit.dimensions:
         ratio *= answer_unit.size / gold_unit.size
     return _scaled(gold_value, Fraction(gold_unit.scale)), _scaled(answer_value, ratio)
+
+
+def _split_answer(answer: str, gold_value: str, gold_unit: Unit) -> tuple[str, Unit]:
+    """Return the answer's value and unit; `1 hour 30 minutes` is 1.5 if that is a reference without a unit."""
+    compound = read_compound(answer)
+    number = plain_number(gold_value) if compound is not None and gold_unit == NO_UNIT else None
+    if compound is not None and number is not None:
+        total, smallest, largest = compound
+        in_largest = total * smallest.size / largest.size
+        if number.value == in_largest:
+            return as_text(in_largest), largest
+    return split_unit(answer)
 
 
 def _without_text_behind(text: str) -> str:
@@ -123,6 +160,7 @@ def _compare_bare(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComp
     if cfg.units != "ignore" and _extra_words(gold) != _extra_words(answer):
         return False
     alternatives: list[tuple[Pair, ...]] = []
+    gold, answer = _with_names_apart(gold, answer), _with_names_apart(answer, gold)
     gold_statement, answer_statement = read_statement(_exact(gold)), read_statement(_exact(answer))
     lengths = {length for length in map(num_listed, (gold_statement, answer_statement)) if length is not None}
     if len(lengths) > 1:
@@ -137,6 +175,14 @@ def _compare_bare(gold: str, answer: str, cfg: MathConfig) -> bool | AlgebraComp
         undecided = (pair for pair, verdict in zip(chained, verdicts, strict=True) if verdict is None)
         alternatives.append(tuple(_with_signs_apart(pair) for pair in undecided))
     return AlgebraComparison(alternatives=tuple(alternatives)) if alternatives else False
+
+
+def _with_names_apart(text: str, other: str) -> str:
+    """Return `a=3, b=3` for `a=b=3` where the other text has several values too."""
+    *names, value = [side.strip() for side in text.split("=")]
+    if len(names) < 2 or "," not in other or not all(_NAME.fullmatch(name) for name in names) or "," in value:
+        return text
+    return ", ".join(f"{name}={value}" for name in names)
 
 
 def _with_signs_apart(pair: Pair) -> Pair:
@@ -159,7 +205,7 @@ def _extra_words(text: str) -> list[str]:
     if r"\begin" in text:
         return []
     text = CONNECTIVE.sub(",", _NAME_BEFORE.sub("", text))
-    words = re.findall(r"[A-Za-z]{2,}", " ".join(_TEXTS.findall(text)).lower())
+    words = re.findall(r"[^\W\d_]{2,}|[^\W\d_a-zA-Z]", " ".join(_TEXTS.findall(text)).lower())
     bare = [word.lower() for word in _QUALIFIERS.findall(_TEXTS.sub(" ", text))]
     return [word for word in words if word not in _FUNCTIONS] + bare
 
@@ -183,12 +229,14 @@ def _chain(gold: str, answer: str) -> tuple[Pair, ...]:
     `2+3=5` is right for 5 only if every numeric side equals 5; algebra alone would look at the last side. `x=5` is 5
     with a name, and two equations with the same left side are compared by their right sides.
     """
-    gold_sides, answer_sides = gold.split("="), answer.split("=")
+    gold_sides, answer_sides = split_sides(gold), split_sides(answer)
     if len(gold_sides) == len(answer_sides) == 2 and gold_sides[0].replace(" ", "") == answer_sides[0].replace(" ", ""):
         return (Pair(gold=gold_sides[1], answer=answer_sides[1]),)
-    if "=" not in answer or "=" in gold:
+    if len(gold_sides) == 2 and len(answer_sides) == 1 and _NAME.fullmatch(gold_sides[0].strip()):
+        return (Pair(gold=gold_sides[1].strip(), answer=answer),)
+    if len(answer_sides) == 1 or len(gold_sides) > 1:
         return (Pair(gold=gold, answer=answer),)
-    sides = [side.strip() for side in answer.split("=")]
+    sides = [side.strip() for side in answer_sides]
     if _NAME.fullmatch(sides[0]) and len(sides) == 2 and sides[1]:
         return (Pair(gold=gold, answer=sides[1]),)
     numeric = [s for s in sides if s and is_numeric(s)]

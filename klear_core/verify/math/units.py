@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
-from klear_core.verify.math.numbers import SCALES, is_numeric, spoken_number
+from klear_core.verify.math.numbers import SCALES, as_text, is_numeric, spoken_number
 
 # ---- unit names ----
 # List the units, and the nouns that problems count. A word that is in none of these tables is not a unit.
@@ -69,9 +69,13 @@ OTHER_UNITS = {
     "dollar usd buck": ("1", {"dollar": 1}),
     "cent penny pennies ¢": ("1/100", {"dollar": 1}),
     "euro eur": ("1", {"euro": 1}),
-    "rupee": ("1", {"rupee": 1}),
-    "yuan": ("1", {"yuan": 1}),
-    "yen": ("1", {"yen": 1}),
+    "rupee inr": ("1", {"rupee": 1}),
+    "yuan cny rmb": ("1", {"yuan": 1}),
+    "ruble rouble rub": ("1", {"ruble": 1}),
+    "peso": ("1", {"peso": 1}),
+    "gbp": ("1", {"pound sterling": 1}),
+    "krw": ("1", {"won": 1}),
+    "yen jpy": ("1", {"yen": 1}),
     "degree deg": ("1", {"degree": 1}),
     "celsius centigrade": ("1", {"celsius": 1}),
     "fahrenheit": ("1", {"fahrenheit": 1}),
@@ -136,14 +140,46 @@ These are the nouns that problems of GSM8K and MATH ask for most.
 """
 
 _ADJECTIVES = """
-    a all altogether an apart away big black blue complex deep different distinct each green high large left
-    long negative new nonnegative of old ordered positive possible prime real red remaining small such tall the
-    total unique valid white whole wide yellow
+    a all altogether an apart away big complex deep different distinct each even high large left
+    long negative new nonnegative odd of old ordered positive possible prime real remaining small such tall the
+    total unique valid whole wide
 """
 ADJECTIVES = frozenset(_ADJECTIVES.split())
 
 POWERS_BEFORE = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 POWERS_AFTER = {"squared": 2, "cubed": 3}
+
+_NO_NOUNS = """
+    about above additional after again almost also always and another any approximately are around as at away be because
+    been before below between bigger both but by can cannot certain correct cubed decimal denominator did divided do
+    does doubled either else equal equals exactly except extra factorial fail fails false few fewer fifth first for
+    fourth from greater guess guessed had half halves has have he hence higher however if impossible incorrect infinity
+    instead is it just larger least less let longer lower many maximum maybe me means might minimum minus mod modulo
+    more most much must my nearly neither never no none nor not nothing now okay only optional or other others our out
+    over perhaps plus possibly power probably quite rejected remainder right root roughly same second she short should
+    shorter since smaller so some sometimes squared sufficient than that their them then there therefore these they
+    third this those thus times to too true twice under undefined unknown unless until up upon usually very wait was
+    approx est ish inverse reciprocal negated opposite complement conjugate tripled quadrupled thirds fourths fifths
+    sixths sevenths eighths ninths tenth tenths hundredth hundredths thousandth thousandths millionths ninths alpha beta
+    gamma delta theta lambda sigma omega sqrt choose infinitely exclusive inclusive ago ahead
+    we were what when where which while will with without wrong yes yet you your
+    mehr weniger oder nicht kein keine mindestens höchstens und etwa circa moins pas ou et environ más mas
+    menos y casi não mais больше меньше более менее или не и примерно
+"""
+NO_NOUNS = frozenset(_NO_NOUNS.split())
+"""Words after a number that are no unit: they change its value, deny it, or say something else of it."""
+
+NOUN_JOINTS = frozenset(["of", "per", "in", "for", "from", "on", "with", "each", "a", "an", "every"])
+"""Words between a noun and what it is of: `slices of pizza`, `pages per day`."""
+
+CURRENCIES = {
+    "$": "dollar", "\u20ac": "euro", "\u00a3": "pound sterling", "\u00a5": "yen", "\u20b9": "rupee", "\u20a9": "won",
+    "\u20bd": "ruble", "\u20ba": "lira", "\u20aa": "shekel", "\u20b1": "peso", "\u20ab": "dong", "\u0e3f": "baht",
+}  # fmt: skip
+CURRENCY_CODES = {
+    "USD": "$", "EUR": "\u20ac", "GBP": "\u00a3", "JPY": "\u00a5", "INR": "\u20b9", "Rs": "\u20b9", "Rs.": "\u20b9",
+    "KRW": "\u20a9", "RUB": "\u20bd", "CAD": "$", "AUD": "$",
+}  # fmt: skip
 
 
 # ---- units ----
@@ -317,12 +353,19 @@ def same_unit(gold: Unit, answer: Unit) -> bool:
 
 def units_fit(gold: Unit, answer: Unit) -> bool:
     """Return whether a value in one unit may equal one in the other: 5 apples are 5, but not 5 oranges or 5 cm."""
-    if gold.noun and answer.noun and gold.noun != answer.noun:
+    if gold.noun and answer.noun and not _same_noun(gold.noun, answer.noun):
         return False
     if gold.dimensions and answer.dimensions:
         return gold.dimensions == answer.dimensions or _are_both_degrees(gold.dimensions, answer.dimensions)
     counted, measured = (gold, answer) if answer.dimensions else (answer, gold)
     return not (counted.noun and measured.dimensions)
+
+
+def _same_noun(gold: str, answer: str) -> bool:
+    """Return whether both name the same things: red marbles are marbles, but not blue marbles."""
+    (*gold_modifiers, gold_head), (*answer_modifiers, answer_head) = gold.split(), answer.split()
+    is_narrower = not gold_modifiers or not answer_modifiers or gold_modifiers == answer_modifiers
+    return gold_head == answer_head and is_narrower
 
 
 def _are_both_degrees(gold: Dimensions, answer: Dimensions) -> bool:
@@ -331,9 +374,13 @@ def _are_both_degrees(gold: Dimensions, answer: Dimensions) -> bool:
     return ("degree", 1) in names and names <= {("degree", 1), ("celsius", 1), ("fahrenheit", 1)}
 
 
-_CURRENCY = {"$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen"}
-_CURRENCY_BEFORE = re.compile(r"^([-+]?)\s*\\?([$€£¥])\s*(?=[-+\d.\\(])")
-_CURRENCY_AFTER = re.compile(r"(?<=\d)\s*\\?([$€£¥])$")
+_SIGNS = "".join(CURRENCIES)
+_CODE_BEFORE = re.compile(r"^(?:\\(?:text|mathrm)\s*\{\s*)?([A-Z]{3}|[A-Z]\w\.?)\s*\}?\s*(?=\d)")
+_CODED_SIGN = re.compile(
+    rf"^\\(?:text|mathrm)\s*\{{\s*\\?([{_SIGNS}])\s*\}}|^\\text\s*\{{\s*(\\?[{_SIGNS}][\d.,]+)\s*\}}$"
+)
+_CURRENCY_BEFORE = re.compile(rf"^([-+]?)\s*\\?([{_SIGNS}])\s*(?=[-+\d.\\(])")
+_CURRENCY_AFTER = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?\\?([{_SIGNS}])\s*\}}?$")
 _DEGREES = re.compile(r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*(?:\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}|([CF]))?$")
 _TAIL_TOKEN = re.compile(
     r"(?P<wrapped>\\(?:text|mathrm|textrm|mbox|operatorname|textit|mathit|mathsf|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\})"
@@ -341,16 +388,23 @@ _TAIL_TOKEN = re.compile(
     r"|(?P<other>\\(?!mu(?![a-zA-Z])|cdot(?![a-zA-Z]))[a-zA-Z]+)|(?P<bare>(?:\\mu\s*)?[^\W\d_]+\.?|¢)|(?P<per>/)"
     r"|(?P<glue>\\cdot|\^\{?-?\d\}?(?!\d)|[\s*·⋅\-~()])|."
 )
+_COMPOUND_PART = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)\s*([a-zA-Z]+\.?)")
+_COMPOUND = re.compile(rf"{_COMPOUND_PART.pattern}(?:\s*(?:,?\s*and|,)?\s*{_COMPOUND_PART.pattern}){{1,4}}\s*")
+_FEET_AND_INCHES = re.compile(r"^(\d+)\s*'\s*(\d+(?:\.\d+)?)\s*(?:''|\")$")
 _MAX_UNIT_TOKENS = 24
 _OPERATORS = "+-*/^=<>,([{:_|&!"
 
 
 def split_unit(text: str) -> tuple[str, Unit]:
     """Return the value and its unit; the complete text and NO_UNIT if no known unit follows the value."""
+    code = _CODE_BEFORE.match(text)
+    if code is not None and code[1] in CURRENCY_CODES:
+        text = CURRENCY_CODES[code[1]] + text[code.end() :]
+    text = _CODED_SIGN.sub(lambda m: m[1] or m[2], text)
     before = _CURRENCY_BEFORE.match(text)
     if before is not None:
         value, unit = split_unit(before[1] + text[before.end() :].strip())
-        is_money = unit.dimensions == () or unit.dimensions == ((_CURRENCY[before[2]], 1),)
+        is_money = unit.dimensions == () or unit.dimensions == ((CURRENCIES[before[2]], 1),)
         return (value, _money(before[2], unit.scale)) if is_money else (text, NO_UNIT)
     after = _CURRENCY_AFTER.search(text)
     if after is not None:
@@ -359,11 +413,36 @@ def split_unit(text: str) -> tuple[str, Unit]:
     if degrees is not None and degrees.start() > 0:
         name = {"C": "celsius", "F": "fahrenheit", None: "degree"}[degrees[1] or degrees[2]]
         return text[: degrees.start()].strip(), Unit(dimensions=((name, 1),))
+    compound = read_compound(text)
+    if compound is not None:
+        return as_text(compound[0]), compound[1]
     return _split_tail(text)
 
 
+def read_compound(text: str) -> tuple[Fraction, Unit, Unit] | None:
+    """Return the value of `1 hour 30 minutes` in its smallest unit, that unit and the largest; None for other texts."""
+    plain = re.sub(r"\\(?:text|mathrm|rm|mbox)\s*\{([^{}]*)\}", r" \1 ", text)
+    plain = _FEET_AND_INCHES.sub(r"\1 feet \2 inches", plain.strip())
+    if _COMPOUND.fullmatch(plain) is None:
+        return None
+    total, units = Fraction(0), list[Unit]()
+    parts = _COMPOUND_PART.findall(plain)
+    names = [name.rstrip(".") for _, name in parts]
+    if names[0] in ("h", "hr", "hrs") or names[-1] in ("s", "sec"):
+        names = ["min" if name == "m" else name for name in names]  # of an hour, not meters
+    for (number, _), name in zip(parts, names, strict=True):
+        unit = read_unit(name)
+        if unit is None or not unit.dimensions or unit.scale != 1:
+            return None
+        if units and (unit.dimensions != units[0].dimensions or unit.size >= units[-1].size):
+            return None
+        units.append(unit)
+        total += Fraction(number) * unit.size
+    return total / units[-1].size, units[-1], units[0]
+
+
 def _money(sign: str, scale: int) -> Unit:
-    return Unit(dimensions=((_CURRENCY[sign], 1),), scale=scale)
+    return Unit(dimensions=((CURRENCIES[sign], 1),), scale=scale)
 
 
 def _split_tail(text: str) -> tuple[str, Unit]:
@@ -376,11 +455,56 @@ def _split_tail(text: str) -> tuple[str, Unit]:
     # In order of position, so that the longest unit is tried first.
     for start, is_bare in starts[-_MAX_UNIT_TOKENS:]:
         value = text[:start].strip()
-        is_value = value != "" and value[-1] not in _OPERATORS and (not is_bare or _takes_bare_unit(value))
+        is_closed = sum(map(value.count, "([{")) == sum(map(value.count, ")]}"))
+        is_value = (
+            value != "" and is_closed and value[-1] not in _OPERATORS and (not is_bare or _takes_bare_unit(value))
+        )
         unit = read_unit(text[start:]) if is_value else None
+        if is_value and unit is None and (not is_bare or _may_be_bare_noun(text, start)):
+            unit = read_noun(text[start:])
         if unit is not None:
             return value, unit
     return text, NO_UNIT
+
+
+def _may_be_bare_noun(text: str, start: int) -> bool:
+    """Return whether unknown letters after a number are a word: `4 zorbs`, but not the variables of `4xy`."""
+    word = re.match(r"[^\W\d_]+", text[start:])
+    return word is not None and (not word[0].isascii() or (text[start - 1] == " " and len(word[0]) >= 4))
+
+
+def read_noun(text: str) -> Unit | None:
+    """Return the unit that a noun in no list is: `zorbs`, `red marbles`, `slices of pizza`; None for other words."""
+    words = re.findall(r"[^\W\d_]+(?:-[^\W\d_]+)*", _WRAPPER.sub(r" \1 ", text))
+    if (
+        text.startswith("/")
+        or not 1 <= len(words) <= 7
+        or re.search(r"\d|[^\w\s{}()\\$.\-/]", _WRAPPER.sub(r" \1 ", text))
+    ):
+        return None
+    words = [word.lower() for word in words]
+    joint = next((i for i, word in enumerate(words) if i > 0 and word in NOUN_JOINTS), len(words))
+    if any(
+        _is_no_noun(word) for word in words[:joint] + [w for w in words[joint:] if w not in ADJECTIVES | NOUN_JOINTS]
+    ):
+        return None
+    *modifiers, head = words[:joint]
+    if head in ADJECTIVES or any(len(word) == 1 and word.isascii() for word in words[:joint]):
+        return None
+    kept = [word for word in modifiers if word not in ADJECTIVES]
+    return Unit(noun=" ".join([*kept, _known_singular(head)]) if head not in GENERIC_NOUNS else "")
+
+
+def _is_no_noun(word: str) -> bool:
+    is_number = spoken_number(word) is not None or word.removesuffix("s") in SCALES
+    is_adverb = word.endswith("ly") and len(word) > 4
+    return word in NO_NOUNS or is_number or is_adverb
+
+
+def _known_singular(word: str) -> str:
+    if len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
+        return word.removesuffix("s")
+    return word
 
 
 def _takes_bare_unit(value: str) -> bool:

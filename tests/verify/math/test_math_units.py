@@ -114,6 +114,7 @@ RIGHT = [
     (r"48\pi \text{ cm}^3", r"48\pi"),
     (r"\frac{3}{4} \text{ cup}", "0.75 cups"),
     ("20 percent", r"20\%"),
+    ("4", r"4\text{ zorbs}"),
 ]  # fmt: skip
 
 WRONG = [
@@ -138,7 +139,6 @@ WRONG = [
     ("4", r"4 \text{ dollars or more}"),
     ("4", r"4\mathrm{~or~more}"),
     ("4", r"4\text{ or fewer}"),
-    ("4", r"4\text{ zorbs}"),
     ("4", r"4 \text{, I guess}"),
     ("4", r"\text{less than } 4"),
     ("4", r"\text{up to }4"),

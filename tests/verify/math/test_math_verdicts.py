@@ -273,7 +273,7 @@ def hostile_pool() -> Iterator[JudgePool]:
         (r"\sqrt{8}", r"</think>\boxed{2\sqrt2}", r'answer "2\sqrt2" equals the reference, by algebra'),
         ("x+1", r"</think>\boxed{x+2}", 'answer "x+2" does not equal the reference, by algebra'),
         ("yes", "</think>\\boxed{\x1b[31m no}", 'answer "\ufffd[31m no" does not match the reference, by text rules'),
-        ("7", r"</think>The answer is 7.", 'answer "The answer is 7." matches the reference, by text rules'),
+        ("7", r"</think>The answer is 7.", 'answer "7" matches the reference, by text rules'),
     ],
 )
 def test_a_verdict_says_what_was_compared_with_the_reference_and_how(

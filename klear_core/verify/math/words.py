@@ -1,0 +1,239 @@
+"""Read words: those of other languages, articles, synonyms, dates and phrases that mean a symbol.
+
+A word of another language that is also one of English (`pair`, `non`, `dos`) is translated only if it is the complete
+answer. Number words and units go on to the rules for numbers and units.
+"""
+
+from __future__ import annotations
+
+import re
+
+_ANYWHERE = {
+    "and": "und и и 和 与 及 y_también そして と 그리고",
+    "or": "oder или 或者 或 または 또는 أو",
+    "even": "偶数 偶 gerade чётное четное чётный парное pari_numero 짝수",
+    "odd": "奇数 奇 ungerade нечётное нечетное нечётный impar impair dispari 홀수",
+    "yes": "да 是 是的 はい 네 예 نعم",
+    "no": "нет 否 不是 nein いいえ 아니요 لا",
+    "true": "wahr vrai verdadero verdadeiro vero 真 正确 верно истина 참",
+    "false": "falsch faux falso 假 错误 неверно ложь 거짓",
+    "circle": "kreis cercle círculo circulo circunferencia cerchio 圆 окружность круг 円 원",
+    "ellipse": "elipse ellisse эллипс 椭圆 楕円 타원",
+    "parabola": "parabel parabole parábola парабола 抛物线 放物線",
+    "hyperbola": "hyperbel hyperbole hipérbola hipérbole iperbole гипербола 双曲线",
+    "triangle": "dreieck triángulo triângulo triangolo треугольник 三角形",
+    "square": "quadrat carré cuadrado quadrado quadrato квадрат 正方形",
+    "rectangle": "rechteck rectángulo retângulo rettangolo прямоугольник 长方形 矩形",
+    "line": "gerade_linie droite línea linha retta прямая 直线",
+    "Monday": "montag lundi lunes lunedì понедельник 星期一 周一 月曜日 월요일 segunda-feira",
+    "Tuesday": "dienstag mardi martes martedì вторник 星期二 周二 火曜日 화요일 terça-feira",
+    "Wednesday": "mittwoch mercredi miércoles miercoles mercoledì среда 星期三 周三 水曜日 수요일 quarta-feira",
+    "Thursday": "donnerstag jeudi jueves giovedì четверг 星期四 周四 木曜日 목요일 quinta-feira",
+    "Friday": "freitag vendredi viernes venerdì пятница 星期五 周五 金曜日 금요일 sexta-feira",
+    "Saturday": "samstag sonnabend samedi sábado sabado sabato суббота 星期六 周六 土曜日 토요일",
+    "Sunday": "sonntag dimanche domingo domenica воскресенье 星期日 星期天 周日 日曜日 일요일",
+    "meters": "метров метра метр mètres mètre metros metro metri 米 メートル 미터",
+    "centimeters": (
+        "zentimeter сантиметров сантиметра сантиметр centimètres centimètre centímetros centímetro centimetri 厘米"
+    ),
+    "kilometers": "километров километра километр kilomètres kilomètre kilómetros quilômetros chilometri 千米 公里",
+    "millimeters": "миллиметров миллиметра миллиметр millimètres milímetros 毫米",
+    "square meters": "平方米 quadratmeter",
+    "square centimeters": "平方厘米 quadratzentimeter",
+    "cubic centimeters": "立方厘米 kubikzentimeter",
+    "kilograms": ("kilogramm килограммов килограмма килограмм kilogrammes kilogramme kilogramos quilogramas 千克 公斤"),
+    "grams": "gramm граммов грамма грамм grammes gramos gramas grammi 克",
+    "liters": "литров литра литр litres litros litri 升",
+    "hours": "stunden stunde часов часа час heures heure horas hora ore 小时 時間 시간",
+    "minutes": "minuten минут минуты минута minutos minuto minuti 分钟 分鐘 분",
+    "seconds": "sekunden sekunde секунд секунды секунда secondes seconde segundos segundo secondi 秒",
+    "days": "tage дней дня день jours jour días dias día giorni 天 일",
+    "weeks": "wochen woche недель недели неделя semaines semaine semanas semana settimane 周 星期",
+    "months": "monate месяцев месяца месяц meses mesi 个月",
+    "years": "jahre jahr лет года год années années ans años anos anni 年 岁",
+    "degrees": "grad градусов градуса градус degrés grados graus gradi 度",
+    "percent": "prozent процентов процента процент pourcent",
+    "dollars": "доллара долларов доллар dólares dólar dollari 美元",
+    "yuan": "元 块",
+    "euros": "евро 欧元",
+    "rubles": "рублей рубля рубль",
+    "things": "个 只 本 张 人 名 种 次 件 条 个人 个数 штук personas persone personnes personen человек 개 명",
+    "no solution": "无解 没有解 无实数解 解なし 해가_없다",
+    "empty set": "空集 空集合 пустое_множество leere_menge ensemble_vide conjunto_vacío conjunto_vazio",
+    "does not exist": "不存在 не_существует existiert_nicht n'existe_pas no_existe não_existe non_esiste",
+    "infinitely many": "无穷多 无数个 无限多 unendlich_viele бесконечно_много",
+    "infinity": "无穷大 无穷 unendlich бесконечность infini infinito",
+    "not ": "不 非",
+    "at least ": "至少 mindestens au_moins al_menos almeno",
+    "at most ": "至多 最多 höchstens au_plus",
+    " or more": "以上",
+    " or less": "以下",
+    "about ": "大约 约 примерно ungefähr environ aproximadamente",
+}
+_ALONE = {
+    "yes": "oui ja sí si sim 对",
+    "no": "non não nao nee 不 错",
+    "even": "pair par pares pari paire",
+    "no solution": (
+        "keine_lösung keine_lösungen pas_de_solution pas_de_solutions aucune_solution sin_solución sin_soluciones "
+        "no_hay_solución no_hay_soluciones нет_решений решений_нет нет_решения nessuna_soluzione sem_solução"
+    ),
+    "none": "keine aucun aucune ninguno ninguna nessuno nenhum",
+    "all real numbers": (
+        "alle_reellen_zahlen tous_les_réels todos_los_números_reales все_действительные_числа 全体实数 所有实数"
+    ),
+    "0": "null zéro cero zero_ ноль 零",
+    "1": "eins un une uno una один 一",
+    "2": "zwei deux dos due dois два 二 两",
+    "3": "drei trois tres tre três три 三",
+    "4": "vier quatre cuatro quattro quatro четыре 四",
+    "5": "fünf cinq cinco cinque пять 五",
+    "6": "sechs seis sei шесть 六",
+    "7": "sieben sept siete sette sete семь 七",
+    "8": "acht huit ocho otto oito восемь 八",
+    "9": "neun neuf nueve nove девять 九",
+    "10": "zehn dix diez dieci dez десять 十",
+    "11": "elf onze once_ undici одиннадцать 十一",
+    "12": "zwölf douze doce dodici doze двенадцать 十二",
+}
+_CONNECTIVES = {"and": "et y e i и 和 且", "or": "o ou u и/или 或"}
+"""Connectives that are also letters: translated only if a `\\text{}` holds nothing else."""
+
+
+def _by_word(table: dict[str, str]) -> dict[str, str]:
+    return {word.strip("_").replace("_", " "): english for english, words in table.items() for word in words.split()}
+
+
+_WORDS, _JOINING = _by_word(_ANYWHERE), _by_word(_CONNECTIVES)
+_COMPLETE = {word.lower(): word for word in _ANYWHERE} | _WORDS | _by_word(_ALONE)
+_EASTERN = re.compile("|".join(sorted((w for w in _WORDS if ord(w[0]) >= 0x1100), key=len, reverse=True)))
+_PHRASES = [word for word in _WORDS if " " in word]
+_WORD = re.compile(r"(?<![\\\w])[^\W\d_]+(?:-[^\W\d_]+)?")
+_ONLY_JOINING = re.compile(r"\\text\s*\{\s*([^{}\s]+)\s*\}")
+_FOREIGN_ARTICLE = re.compile(
+    r"^(?:une?|eine?[rs]?|der|die|das|les?|la|el|un[ao]?|uma?|il|os?|as?|es ist|c'est|это)\s+(?=\S{3})", re.I
+)
+_WRAPPED = re.compile(r"^\\(?:text|mathrm|operatorname)\s*\{([^{}]*)\}$")
+
+
+def in_english(text: str) -> str:
+    """Return the text with the words of other languages that answers use in English."""
+    wrapped = _WRAPPED.match(text)
+    inner = (wrapped[1] if wrapped else text).strip(" .")
+    found = _COMPLETE.get(inner.lower()) or _COMPLETE.get(_FOREIGN_ARTICLE.sub("", inner).lower())
+    if found is not None:
+        return rf"\text{{{found.strip()}}}" if not found.isdigit() else found
+    text = _ONLY_JOINING.sub(_joined, text)
+    if text.isascii() and not any(phrase in text for phrase in _PHRASES) and _WORD.search(text) is None:
+        return text
+    text = _EASTERN.sub(lambda m: f" {_WORDS[m[0]]} ", text)
+    return _WORD.sub(lambda m: _WORDS.get(m[0].lower(), m[0]), text)
+
+
+def _joined(match: re.Match[str]) -> str:
+    """Return the English connective for a lower-case one between two values; a letter alone is a name."""
+    joins = match[1] in _JOINING and match.start() > 0 and match.end() < len(match.string)
+    return rf"\text{{ {_JOINING[match[1]]} }}" if joins else match[0]
+
+
+# Phrases -------------------------------------------------------------------------------------------------------------
+
+_MEANINGS = {
+    r"\emptyset": (
+        "no solution|no solution exist|no real solution exist|no such number exist|no real solution"
+        "|no integer solution|no real root|no root|no such number|no such integer"
+        "|no such value|no such x|no value|none|empty set|empty|null set|no integer|no possible value|no such function"
+    ),
+    r"\infty": (
+        "infinity|infinite|infinitely many|infinitely many solution|infinite solution|infinite number of solution"
+        "|infinite number|infinitely many value|positive infinity|plus infinity|infinitely"
+    ),
+    r"-\infty": "negative infinity|minus infinity",
+    r"\mathbb{R}": (
+        "all real number|all real|every real number|any real number|set of real number|set of all real number"
+        "|real number|all of real number|all real value|all real x"
+    ),
+    r"\mathbb{Z}": "all integer|integer|every integer|any integer|set of integer|set of all integer",
+    r"\mathbb{Q}": "all rational number|rational number|set of rational number|all rational",
+    r"\mathbb{N}": "all natural number|natural number|set of natural number|all positive integer",
+    r"\mathbb{C}": "all complex number|complex number|set of complex number",
+}
+_SYMBOLS = {phrase: symbol for symbol, phrases in _MEANINGS.items() for phrase in phrases.split("|")}
+_SYNONYMS = {
+    "dne": "not exist",
+    "undefined": "not defined",
+    "divergent": "diverge",
+    "convergent": "converge",
+    "impossible": "not possible",
+    "grey": "gray",
+    "nonexistent": "not exist",
+    "unequal": "not equal",
+    "coloured": "colored",
+    "correct": "true",
+    "incorrect": "false",
+}
+_MONTH_NAMES = "january february march april may june july august september october november december"
+_MONTHS = _MONTH_NAMES.split()
+_DAYS = ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"]
+_SHORT = {name[:3]: name for name in (*_MONTHS, *_DAYS)} | {"sept": "september", "tues": "tuesday", "thurs": "thursday"}
+_DIGITS = "zero one two three four five six seven eight nine ten"
+_NUMBERS = {word: str(i) for i, word in enumerate(_DIGITS.split())}
+_ONE_WORD = _SHORT | _NUMBERS | _SYNONYMS
+_SUBJECT = (
+    r"(?:it|they|this|that|these|there|we|he|she|(?:the|this|that) "
+    r"(?:limit|series|sequence|integral|answer|function|graph|curve|set|sum|system|equation|shape|figure|line|lines))"
+)
+_OPENING = re.compile(rf"^(?:{_SUBJECT} (?=\S))?(?:(?:is|are|was|be|has|have|does|do|will be) (?=\S))?")
+_ASSENT = re.compile(
+    r"^(yes|no|true|false) (?:it|they|this|that|there|he|she|we) (?:is|are|does|do|can|has|have|will)(?: not)?$"
+)
+_ARTICLES = frozenset(["a", "an", "the", "of", "on", "in", "straight", "angled"])
+_CLASS_NOUNS = "function triangle number set series sequence equation curve graph figure shape quadrilateral"
+_CLASSES = frozenset(_CLASS_NOUNS.split())
+
+
+def meant_symbol(text: str) -> str:
+    """Return the symbol that a phrase means (`no solution` is `\\emptyset`); the text itself if it means none."""
+    inner = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).strip()
+    if re.fullmatch(r"\\\{\s*\\?\s*\\\}", inner):
+        return r"\emptyset"
+    if re.fullmatch(r"[A-Za-z][A-Za-z' ,.-]{2,60}", inner) is None:
+        return text
+    return _SYMBOLS.get(" ".join(phrase_words(inner)), text)
+
+
+def phrase_words(text: str) -> list[str]:
+    """Return the words that carry the meaning of a phrase: without articles, subjects and plurals, synonyms as one."""
+    text = re.sub(r"(?:'|\s+n')t\b", " not", re.sub(r"n't\b", " not", text.lower()))
+    text = re.sub(r"[^a-z0-9]+", " ", text).strip()
+    assent = _ASSENT.match(text)
+    if assent is not None:
+        return [assent[1]]
+    words: list[str] = []
+    text = text.replace("not exist", "nonexistent")
+    for word in _OPENING.sub("", text).split():
+        words += _ONE_WORD.get(word, word).split() if word not in _ARTICLES else []
+    is_denied = "not" in words
+    words = [_singular(word) for word in words if word not in ("does", "do", "is", "are")]
+    if not words:
+        return text.split()
+    if any(month in words for month in _MONTHS) and len(words) == 2:
+        words.sort(key=str.isdigit)  # `30 October` is `October 30`
+    return (["not"] if is_denied else []) + [word for word in words if word != "not"]
+
+
+def _singular(word: str) -> str:
+    if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        return word.removesuffix("s")
+    return word
+
+
+def same_phrase(gold: str, answer: str) -> bool:
+    """Return whether two phrases mean the same: `the ellipse` is `an ellipse`, `even` is `an even function`."""
+    gold_words, answer_words = phrase_words(gold), phrase_words(answer)
+    if gold_words == answer_words:
+        return True
+    if set(gold_words) | set(answer_words) <= {"true", "t"} or set(gold_words) | set(answer_words) <= {"false", "f"}:
+        return True
+    longer, shorter = sorted((gold_words, answer_words), key=len, reverse=True)
+    return len(shorter) > 0 and longer[:-1] == shorter and longer[-1] in _CLASSES
