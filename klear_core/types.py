@@ -157,8 +157,9 @@ class Outcome(StrEnum):
 
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end token; `length`: the token budget ran out; `abort`: stopped by Klear (new weights, shutdown)."""
-TeacherFinish = Literal["stop", "length", "content_filter"]
-"""`stop` and `length` as above; `content_filter`: the teacher or its provider refused to answer."""
+TeacherFinish = Literal["stop", "length", "content_filter", "tool_calls", "other"]
+"""`stop` and `length` as above; `content_filter`: the teacher or its provider refused to answer; `tool_calls`: it
+called a tool instead; `other`: the reply has a shape that is not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +327,8 @@ class TeacherReply:
     num_tokens: int
     """Tokens as counted by the teacher's endpoint, or estimated if it counts none; for teachers that
     are programs, whitespace-separated words."""
+    defect: str = ""
+    """What is wrong with the shape of the reply, for people; empty if nothing is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

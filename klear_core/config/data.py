@@ -140,7 +140,7 @@ class RowSource(Settings):
     row_schema: RowSchema = "auto"
     """Row format; `auto` suffices unless the keys of the first row fit several formats."""
     fields: FieldMap | None = None
-    """Places of the values in a row, with `row_schema = "mapped"`."""
+    """Places of the values in a row, for row formats that are not built in; `row_schema` is then "mapped"."""
     domain: Literal["math", "code"] | None = None
     """Domain of rows that do not state theirs and have no reference that shows it; without it they are dropped."""
     subset: str = ""
@@ -153,15 +153,23 @@ class RowSource(Settings):
     """Files, folders or patterns of the data sets that hold the questions of OpenCodeReasoning where its rows have `-`;
     its columns `dataset`, `split` and `index` say where. Without an entry such a row is dropped."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _mapped_by_fields(cls, given: object) -> object:
+        is_mapped = isinstance(given, dict) and given.get("fields") is not None
+        return {"row_schema": "mapped", **given} if is_mapped else given  # type: ignore[dict-item]
+
     @model_validator(mode="after")
     def _mapped_or_not(self) -> Self:
         if (self.row_schema == "mapped") != (self.fields is not None):
-            raise ValueError('`fields` and row_schema = "mapped" belong together: set both or neither')
+            raise ValueError(
+                '`fields` and row_schema = "mapped" belong together: leave out row_schema, or set `fields`'
+            )
         return self
 
 
 class FileSource(RowSource):
-    """Local JSONL, JSON (also .gz or .zst), Parquet or Arrow files in a published schema."""
+    """Local JSONL, JSON, CSV, TSV (also .gz or .zst), Parquet or Arrow files in a published schema."""
 
     kind: Literal["file"] = "file"
     path: str = Field(min_length=1)

@@ -145,7 +145,7 @@ class CurateJob(Job):
     """Make the training problems."""
 
     kind = "curate"
-    code_version = 9
+    code_version = 10
 
     seed: int
     curate: CurateConfig

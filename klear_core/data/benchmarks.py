@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from klear_core.config.curate import DifficultyConfig
 from klear_core.config.data import BenchmarkConfig
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
+from klear_core.config.verify import CodeConfig, MathConfig
 from klear_core.data.candidates import Candidate, problem_from, with_stored_tests
 from klear_core.data.sources import READ, check_source, read_source
 from klear_core.errors import ConfigError, DataError, SandboxError
 from klear_core.metrics import Telemetry
-from klear_core.types import Dropped, Problem, UnverifiableReference
+from klear_core.types import CodeReference, Dropped, MathReference, Problem, Reference, UnverifiableReference
 from klear_core.verify import JudgePool, build_judge_pool, faulty_references, has_test_program
+from klear_core.verify.code.program import reference_fault
+from klear_core.verify.math.rules import usable_references
 
 _CONTEST_IDS = "contest_ids.json"
 """File of the artifact: contest id by problem id, of the problems that have one."""
@@ -241,9 +245,15 @@ def read_benchmarks(artifact: Path) -> Iterator[tuple[str, Problem]]:
 
 
 # ---- reference check ----
-# Check before training that the judge can use the references of a benchmark.
+# Check before training that the judge can use the references of problems, one by one or those of a benchmark.
 
 
+_PLAIN_ANSWER = re.compile(r"-?\w[\w.,/ -]{0,60}")
+"""Numbers and words, which are most answers and can always be read."""
+_NO_VALUE = re.compile(r"[\s?!'\"`$#@~;:.,_|\\]+")
+"""Punctuation alone; a sign (`<`) or brackets (`\\{\\}`) may be an answer."""
+_OPEN_END = re.compile(r"[\w})\]]\s*[=^_/]\s*$|\\(?:[dt]?frac|sqrt|[dt]?binom)\s*$|\\[dt]?frac\s*\{[^{}]*\}\s*$")
+"""The end of an expression that lacks its last part; a sign at the end may be meant (`\\mathbb{R}^+`)."""
 _SHOWN = 20
 """Number of bad rows that a message lists."""
 
@@ -254,6 +264,24 @@ class ReferenceCheck:
 
     counts: dict[str, int]
     notes: tuple[str, ...]
+
+
+def why_unreadable(reference: Reference, *, math: MathConfig, code: CodeConfig) -> str:
+    """Return why the judge can never use a reference, whatever the answer; empty if it can. Nothing is run."""
+    match reference:
+        case MathReference(answers=answers):
+            if any(map(_PLAIN_ANSWER.fullmatch, answers)):
+                return ""
+            usable = usable_references(answers, math)
+            if not usable:
+                return f"empty, unbalanced, or longer than {math.max_answer_chars} characters: {answers[0]!r:.100}"
+            if all(_NO_VALUE.fullmatch(one) or _OPEN_END.search(one) for one in usable):
+                return f"cannot be read as math: {answers[0]!r:.100}"
+            return ""
+        case CodeReference():
+            return reference_fault(reference, code) or ""
+        case _:
+            return ""
 
 
 def check_references(

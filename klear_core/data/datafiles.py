@@ -24,6 +24,7 @@ from klear_core.data.readers import (
     damage_as_data_error,
     is_array,
     line_ends,
+    separators_of,
     stem_of,
 )
 from klear_core.errors import ConfigError, DataError
@@ -294,7 +295,8 @@ _MAX_SPANS_PER_ROW_GROUP = 16
 def spans_of(path: Path, *, label: str, num_bytes: int, limit: int | None) -> list[Span] | None:
     """Return spans of about `num_bytes` that make up the file, or its first `limit` rows.
 
-    Return None for a file that can only be read from its start: a compressed one, or a JSON array. Raise errors as
+    Return None for a file that can only be read from its start: a compressed one, a JSON array, or CSV, in which a line
+    may end within a cell. Raise errors as
     `read_rows` does.
     """
     check_file(path)
@@ -303,7 +305,7 @@ def spans_of(path: Path, *, label: str, num_bytes: int, limit: int | None) -> li
             return _parquet_spans(path, num_bytes, limit)
         if path.suffix == ".arrow":
             return _arrow_spans(path, label, num_bytes, limit)
-        if path.suffix in _PACKED or is_array(path):
+        if path.suffix in _PACKED or separators_of(path) or is_array(path):
             return None
         return _line_spans(path, num_bytes, limit)
 

@@ -1,13 +1,15 @@
-"""Stream the rows of JSONL, JSON, Parquet and Arrow files with their positions; broken rows are reported."""
+"""Stream the rows of JSONL, JSON, CSV, TSV, Parquet and Arrow files with their positions; broken rows are reported."""
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
 
@@ -17,13 +19,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _PACKED = {".gz": "gzip", ".zst": "zstd"}
-"""Codec by the suffix of a compressed JSON file."""
-_JSON_KINDS = (".jsonl", ".ndjson", ".json")
-SUFFIXES = (*_JSON_KINDS, *(kind + packed for kind in _JSON_KINDS for packed in _PACKED), ".parquet", ".arrow")
+"""Codec by the suffix of a compressed text file."""
+_TEXT_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+SUFFIXES = (*_TEXT_KINDS, *(kind + packed for kind in _TEXT_KINDS for packed in _PACKED), ".parquet", ".arrow")
 """Names of data files end in one of these."""
 
 MAX_ROW_BYTES = 128 << 20
-"""Limit for one row of a JSON file, twice `verify.code.max_test_mb`. A longer row is dropped unparsed: one takes 5
+"""Limit for one row of a text file, twice `verify.code.max_test_mb`. A longer row is dropped unparsed: one takes 5
 times its size in memory, and 15 times if every text has a character of four bytes."""
 
 ALL_COLUMNS: frozenset[str] = frozenset()
@@ -44,7 +46,7 @@ class FileRow:
     """One object (JSON object, Parquet or Arrow row) of a file."""
 
     where: str
-    """File and line number, or row number in other files than JSONL (both from 1), for messages."""
+    """File and line number of JSONL, CSV and TSV, row number in other files (both from 1), for messages."""
     fields: dict[str, object]
 
 
@@ -157,6 +159,8 @@ def _rows_of(
         if span is None:
             return _table_rows(batches, label, first=0)
         return _table_rows(_rows_within(batches, 0, span), label, first=span.rows_before)
+    if separators := separators_of(path):
+        return _cell_rows(path, label, max_row_bytes, columns, separators)
     if span is None and is_array(path):
         return _array_rows(path, label, max_row_bytes)
     return _line_rows(path, label, max_row_bytes, span)
@@ -262,6 +266,117 @@ def _array_rows(path: Path, label: str, max_row_bytes: int) -> Iterator[FileRow 
             raise DataError(
                 f"{label}: starts like a JSON array but is not one to its end; row {number + 1} cannot be read ({e})"
             ) from e
+
+
+def separators_of(path: Path) -> str:
+    """Return the separators that a CSV or TSV file may have, the likeliest first; empty for other kinds of files."""
+    name = path.name.removesuffix(path.suffix) if path.suffix in _PACKED else path.name
+    return {".csv": ",;\t|", ".tsv": "\t"}.get(Path(name).suffix, "")
+
+
+def _cell_rows(
+    path: Path, label: str, max_row_bytes: int, columns: frozenset[str], separators: str
+) -> Iterator[FileRow | BrokenRow]:
+    """Yield the rows of a CSV or TSV file as RFC 4180 defines them; the first one has the names of the columns.
+
+    An empty cell is null. An object, or a list of objects, as JSON text is what it holds, as in other files.
+    """
+    csv.field_size_limit(max_row_bytes)
+    # surrogateescape: bytes that are not UTF-8 cost their own row alone
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as f:
+        lines = _Lines(f, max_row_bytes)
+        head = next(lines, "")
+        # Programs in some countries write semicolons.
+        separator = max(separators, key=head.count)
+        reader = csv.reader(chain([head], lines), delimiter=separator, strict=True)
+        names: list[str] = []
+        while True:
+            where = f"{label}:{reader.line_num + 1}"
+            try:
+                cells = next(reader, None)
+            except csv.Error as e:
+                yield _no_cells(e, where, max_row_bytes)
+                continue
+            if cells is None:
+                return
+            if lines.take_too_long():
+                yield _too_large(where, max_row_bytes)
+            elif cells and not names:
+                names = _column_names(cells, label)
+            elif cells:
+                yield _cell_row(names, cells, where, columns)
+
+
+class _Lines:
+    """The lines of a file; one that is too long is empty, and remembered."""
+
+    def __init__(self, file: TextIO, max_chars: int) -> None:
+        self._file, self._max_chars = file, max_chars
+        self._has_too_long = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline(self._max_chars + 1)
+        if not line:
+            raise StopIteration
+        if len(line) <= self._max_chars:
+            return line
+        self._has_too_long = True
+        while line and not line.endswith(("\n", "\r")):
+            line = self._file.readline(_CHUNK_CHARS)
+        return "\n"
+
+    def take_too_long(self) -> bool:
+        """Return whether a line since the last call was too long."""
+        found, self._has_too_long = self._has_too_long, False
+        return found
+
+
+def _column_names(cells: list[str], label: str) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    if not _is_utf8(cells) or any(name and names.count(name) > 1 for name in names):
+        raise DataError(f"{label}: the first line of a CSV or TSV file must name its columns, not {cells!a:.200}")
+    return names
+
+
+def _cell_row(names: list[str], cells: list[str], where: str, columns: frozenset[str]) -> FileRow | BrokenRow:
+    if len(cells) != len(names):
+        detail = f"{len(cells)} cells under {len(names)} names of columns"
+        return BrokenRow(where=where, reason="wrong_columns", detail=detail)
+    if not _is_utf8(cells):
+        return BrokenRow(where=where, reason="not_utf8", detail="bytes that are not text")
+    named = zip(names, cells, strict=True)
+    return FileRow(where=where, fields={n: _value_of(c) for n, c in named if n and (not columns or n in columns)})
+
+
+def _no_cells(error: csv.Error, where: str, max_row_bytes: int) -> BrokenRow:
+    if "field larger" in str(error):
+        return _too_large(where, max_row_bytes)
+    if "unexpected end of data" in str(error):
+        return BrokenRow(where=where, reason="cut_short", detail="the file ends within quotes that begin in this row")
+    return BrokenRow(where=where, reason="not_csv", detail=str(error))
+
+
+def _is_utf8(cells: list[str]) -> bool:
+    try:
+        "".join(cells).encode()
+    except UnicodeEncodeError:  # what surrogateescape made of other bytes
+        return False
+    return True
+
+
+def _value_of(cell: str) -> object:
+    """Return null for an empty cell, what JSON text of an object or of objects holds, else the text."""
+    if not cell or cell[0] not in "[{" or "{" not in cell:
+        return cell or None
+    try:
+        value = DECODER.decode(cell.strip())
+    except (ValueError, RecursionError):
+        return cell
+    objects = value if isinstance(value, list) else [value]
+    return value if all(isinstance(one, dict) for one in objects) else cell
 
 
 def parquet_batches(

@@ -18,7 +18,7 @@ from klear_core.data.candidates import Candidate
 from klear_core.data.datafiles import DataFile, check_files, data_files, default_name, is_cached, origin, repo_of
 from klear_core.data.formats.code_rows import QuestionTables
 from klear_core.data.formats.detect import schema_for
-from klear_core.data.formats.fields import Fields, RowError, Schema, contest_id, stated_id
+from klear_core.data.formats.fields import Fields, RowError, Schema, contest_id, is_empty_row, stated_id
 from klear_core.data.formats.references import has_half_character
 from klear_core.data.generated.puzzles import check_generated, domain_of_generated, generate
 from klear_core.data.readers import BrokenRow, FileRow, Span, read_rows
@@ -31,7 +31,11 @@ READ = "read"
 """Ledger step of the rows that this module drops."""
 
 _FIRST_ROWS = 5
-"""Number of rows in which `check_source` looks for a usable one."""
+"""Number of rows in which `check_source` looks for a usable one first."""
+_MOST_FIRST_ROWS = 10_000
+"""Number of rows in which it looks if these are unusable: some tables begin with rows of nulls."""
+EMPTY_ROW = "empty_row"
+"""Reason for dropping a row without any value."""
 
 
 def read_source(source: Source, *, seed: int) -> Iterator[Candidate | Dropped]:
@@ -68,9 +72,8 @@ class FirstRow:
 
 
 def first_row(source: FileSource | HubSource, files: Sequence[DataFile]) -> FirstRow | None:
-    """Return the first intact row up to the source's limit; None if there is none."""
-    rows = islice(_rows_of(files), source.limit)
-    first = next((row for row in rows if isinstance(row, FileRow)), None)
+    """Return the first intact row with a value, up to the source's limit; None if there is none."""
+    first = _first_full(islice(_rows_of(files), source.limit))
     return None if first is None else FirstRow(keys=tuple(first.fields), where=first.where)
 
 
@@ -137,7 +140,7 @@ def check_source(source: Source) -> None:
 
 def check_questions(source: FileSource) -> None:
     """Raise ConfigError as `check_source` does, for a source of which only the questions are read."""
-    _refuse_unusable(source, list(islice(read_questions(source), _FIRST_ROWS)))
+    _refuse_unusable(source, head_of(read_questions(source)))
 
 
 def files_here(source: FileSource | HubSource) -> list[DataFile]:
@@ -154,8 +157,7 @@ def is_without_references(source: Source) -> bool:
     """Return whether the format of a source's rows has no references, so that none can be judged."""
     if isinstance(source, GeneratedSource):
         return False
-    rows = _rows_of(files_here(source))
-    first = next((row for row in rows if isinstance(row, FileRow)), None)
+    first = _first_full(_rows_of(files_here(source)))
     return first is not None and schema_for(source, first.fields, where=first.where).reference is None
 
 
@@ -191,7 +193,7 @@ def _check_formats(source: FileSource | HubSource, files: Sequence[DataFile]) ->
     """Raise ConfigError if the first rows of two files have different formats."""
     first: dict[str, str] = {}
     for file in files:
-        row = next((row for row in _rows_of([file]) if isinstance(row, FileRow)), None)
+        row = _first_full(_rows_of([file]))
         if row is not None:
             first[schema_for(source, row.fields, where=row.where).name] = file.label
     if len(first) > 1:
@@ -211,12 +213,28 @@ def _refuse_unusable(source: FileSource | HubSource, head: list[Candidate | Drop
 
 
 def _first_rows(source: FileSource | HubSource) -> list[Candidate | Dropped]:
-    """Return the first rows; those whose question is looked up have a stand-in for it."""
+    """Return the first rows, up to a usable one; those whose question is looked up have a stand-in for it."""
     parse = _parser_of(source)
     check = QuestionTables(source.lookup).checked
     files = _rows_of(data_files(source))
     rows = _parse_rows(source, files, lambda fields, schema, row: parse(check(fields), schema, row))
-    return list(islice(rows, _FIRST_ROWS))
+    return head_of(rows)
+
+
+def head_of(rows: Iterator[T | Dropped]) -> list[T | Dropped]:
+    """Return the first few rows; more of them, up to the first usable one, if none of these is usable."""
+    head = list(islice(rows, _FIRST_ROWS))
+    if any(not isinstance(row, Dropped) for row in head):
+        return head
+    for row in islice(rows, _MOST_FIRST_ROWS):
+        head.append(row)
+        if not isinstance(row, Dropped):
+            break
+    return head
+
+
+def _first_full(rows: Iterable[FileRow | BrokenRow]) -> FileRow | None:
+    return next((row for row in rows if isinstance(row, FileRow) and not is_empty_row(row.fields)), None)
 
 
 def _parser_of(
@@ -243,12 +261,16 @@ def _parse_rows(
 ) -> Iterator[T | Dropped]:
     """Yield the result of `parse` for each row up to the limit.
 
-    `parse` gets a row's fields, their format, and the row's place in the source. The first intact row determines the
-    format, unless `schema` is given.
+    `parse` gets a row's fields, their format, and the row's place in the source. The first intact row with a value
+    determines the format, unless `schema` is given.
     """
     for row in islice(rows, source.limit):
         if isinstance(row, BrokenRow):
             yield Dropped(problem_id=row.where, step=READ, reason=row.reason, detail=f"{row.where}: {row.detail}")
+            continue
+        if is_empty_row(row.fields):
+            detail = f"{row.where}: no key has a value"
+            yield Dropped(problem_id=row.where, step=READ, reason=EMPTY_ROW, detail=detail)
             continue
         schema = schema or schema_for(source, row.fields, where=row.where)
         try:

@@ -147,7 +147,8 @@ class Collection:
             return dropped(problem.problem_id, sample_idx, step="ask", reason=reply.reason, detail=reply.detail)
         keep_incomplete = self.cfg.teacher.keep_incomplete
         if reason := why_incomplete(reply, self.cfg.select, keep_incomplete=keep_incomplete):
-            detail = f"{reply.num_tokens} tokens, finish_reason {reply.finish_reason}"
+            ending = reply.defect or f"finish_reason {reply.finish_reason}"
+            detail = f"{reply.num_tokens} tokens, {ending}"
             return dropped(problem.problem_id, sample_idx, step="complete", reason=reason, detail=detail)
         trace = TeacherTrace(
             problem_id=problem.problem_id,

@@ -13,12 +13,17 @@ from klear_core.types import Dropped, Outcome, TeacherReply, TeacherTrace
 
 
 def defect_of(reply: TeacherReply | TeacherTrace) -> str:
-    """Return what is missing in a reply: `refused`, `empty`, `truncated`, `no_reasoning` or `no_answer`; else ""."""
+    """Return what is missing in a reply, else "": `refused`, `truncated`, `tool_calls`, `other_shape`, `empty`,
+    `no_reasoning` or `no_answer`."""
     # The finish reason first: a reply that ran out of tokens often lacks an answer too, and needs another remedy.
     if reply.finish_reason == "content_filter":
         return "refused"
     if reply.finish_reason == "length":
         return "truncated"
+    if reply.finish_reason == "tool_calls":
+        return "tool_calls"
+    if reply.finish_reason == "other":
+        return "other_shape"
     if not reply.reasoning:
         return "no_reasoning" if reply.answer else "empty"
     return "" if reply.answer else "no_answer"
@@ -228,6 +233,10 @@ _REMEDIES = {
     "no_answer": "The teacher must answer after its reasoning: see what it returns to one request",
     "truncated": "Raise distill.teacher.max_tokens (sampling.max_new_tokens of a local teacher), or set "
     "distill.select.keep_truncated = true",
+    "tool_calls": "No tools are offered to the teacher: serve it without a tool parser, and see what it returns to one "
+    "request",
+    "other_shape": "The endpoint answers in a shape that is not read (the report names it): serve the teacher by an "
+    "OpenAI-compatible server",
     "over_budget": "Raise distill.teacher.runtime.budget and run again: nothing is paid twice",
 }
 """Remedy to name in the message, by the most common reason of loss."""

@@ -1,3 +1,4 @@
+import csv
 import gzip
 import io
 import json
@@ -29,6 +30,68 @@ def test_the_same_rows_come_from_every_kind_of_file(tmp_path):
         assert [r.fields for r in read_rows(path)] == rows, path
 
 
+CELLS = [
+    {"question": "What is 1, 2?", "answer": "3"},
+    {"question": 'Two\nlines, and "quotes".', "answer": "é"},
+    {"question": "An empty cell", "answer": None},
+]
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_csv_and_tsv_are_read_like_the_other_files(tmp_path, separator, ends):
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ["question", "answer"], delimiter=separator, lineterminator=ends)
+    writer.writeheader()
+    writer.writerows(CELLS)
+    body = text.getvalue().encode()
+    kind = "tsv" if separator == "\t" else "csv"
+    (tmp_path / f"a.{kind}").write_bytes(body)
+    (tmp_path / f"bom.{kind}").write_bytes(b"\xef\xbb\xbf" + body + ends.encode())
+    (tmp_path / f"a.{kind}.gz").write_bytes(gzip.compress(body))
+    for path in sorted(tmp_path.iterdir()):
+        rows = list(read_rows(path))
+        assert [r.fields for r in rows] == CELLS, path
+        assert [r.where for r in rows] == [f"{path}:{line}" for line in (2, 3, 5)]
+        assert next(r.fields for r in read_rows(path, columns=frozenset(["answer"]))) == {"answer": "3"}
+    assert stem_of(tmp_path / f"a.{kind}.gz") == "a"
+
+
+def test_json_in_a_cell_is_what_it_holds_if_it_is_objects(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,truth,answer,set\n"[{""role"": ""user""}]","{""a"": 1}","[1, 2]","{1, 2}"\n')
+    (row,) = read_rows(path)
+    assert row.fields == {"prompt": [{"role": "user"}], "truth": {"a": 1}, "answer": "[1, 2]", "set": "{1, 2}"}
+
+
+def test_a_broken_row_of_cells_is_reported_with_its_line_and_the_others_are_read(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'q,a,\n1,2,\n\n1\n1,2,3,4\n\xff,2,\n"x"y,2,\n' + b"z" * 60 + b',1,\n3,4,\n"5,6,\n')
+    found = list(read_rows(path, max_row_bytes=50))
+    assert [r.fields for r in found if isinstance(r, FileRow)] == [{"q": "1", "a": "2"}, {"q": "3", "a": "4"}]
+    assert [(r.where.removeprefix(f"{path}:"), r.reason) for r in found if isinstance(r, BrokenRow)] == [
+        ("4", "wrong_columns"),
+        ("5", "wrong_columns"),
+        ("6", "not_utf8"),
+        ("7", "not_csv"),
+        ("8", "row_too_large"),
+        ("10", "cut_short"),
+    ]
+
+
+@pytest.mark.parametrize("head", [b"q,q\n", b"q,\xff\n"])
+def test_columns_without_names_of_their_own_are_a_data_error(tmp_path, head):
+    (tmp_path / "a.csv").write_bytes(head + b"1,2\n")
+    with pytest.raises(DataError, match=r"a\.csv: .*must name its columns"):
+        list(read_rows(tmp_path / "a.csv"))
+
+
+def test_a_file_of_cells_without_rows_has_none(tmp_path):
+    for body in ("", "q,a\n", "\n"):
+        (tmp_path / "a.csv").write_text(body)
+        assert list(read_rows(tmp_path / "a.csv")) == []
+
+
 def test_a_broken_line_is_reported_with_its_number_and_the_others_are_read(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"q": 1}\n\n{"q": \n[1]\n"text"\n\xff\xfe\n{"q": 2}\n' + b"[" * 100_000 + b"\n")
@@ -49,9 +112,9 @@ def test_a_missing_file_and_an_unknown_kind_are_config_errors_that_name_them(tmp
         list(read_rows(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ConfigError, match=r"/nowhere: no such file"):
         list(read_rows(tmp_path / "nowhere"))  # a folder that is misspelt, not a kind of file
-    (tmp_path / "a.csv").write_text("q\n1\n")
-    with pytest.raises(ConfigError, match=r"a\.csv: unknown kind of file; allowed: \*\.jsonl"):
-        list(read_rows(tmp_path / "a.csv"))
+    (tmp_path / "a.xlsx").write_text("q\n1\n")
+    with pytest.raises(ConfigError, match=r"a\.xlsx: unknown kind of file; allowed: \*\.jsonl"):
+        list(read_rows(tmp_path / "a.xlsx"))
 
 
 def test_damaged_files_are_data_errors_that_name_them(tmp_path):

@@ -1,20 +1,26 @@
 import json
+import re
+import tomllib
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from klear_core.config.data import FileSource, ProceduralSource
 from klear_core.data.candidates import Candidate
+from klear_core.data.formats.detect import suggested_line
 from klear_core.data.sources import (
     check_questions,
     check_source,
     check_sources,
+    domains_of,
     read_questions,
     read_source,
     source_name,
 )
 from klear_core.errors import ConfigError
-from klear_core.types import CodeReference, Dropped, MathReference
+from klear_core.types import CodeReference, Domain, Dropped, MathReference
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +88,7 @@ def test_checking_passes_when_one_of_the_first_rows_is_good(tmp_path):
     ("rows", "message"),
     [
         ([], "holds no row"),
-        (["oops\n"] * 9, r"none of the first 5 rows can be used.*rows\.jsonl:1"),
+        (["oops\n"] * 9, r"none of the first 9 rows can be used.*rows\.jsonl:1"),
         ([{"question": "q", "answer": "?"}] * 2, "none of the first 2 rows can be used.*no '#### '"),
         ([{"prose": 1}], "no known row format"),
     ],
@@ -109,3 +115,105 @@ def test_a_set_of_bare_questions_is_fine_for_protection_only(tmp_path):
     check_questions(source)
     with pytest.raises(ConfigError):
         check_source(source)
+
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
+UNKNOWN = {
+    "plain": ({"prompt": "What is 2+2?", "answer": "4"}, {"question": "prompt", "answer": "answer"}),
+    "cased": (
+        {"id": 7, "Question": "What is 2+2?", "FinalAnswer": 4}, {"question": "Question", "answer": "FinalAnswer"}
+    ),
+    "spaced": (
+        {"the question": "What is 2+2?", "gold label": "4"}, {"question": "the question", "answer": "gold label"}
+    ),
+    "solution": (
+        {"query": "What is 2+2?", "solution": "We add 2 and 2.\nIt is 4.", "target": "4"},
+        {"question": "query", "answer": "target"},
+    ),
+    "nested": (
+        {"meta": {"source": "x", "ground_truth": "4"}, "data": {"problem_text": "What is 2+2?"}},
+        {"question": "data.problem_text", "answer": "meta.ground_truth"},
+    ),
+    "JSON text": (
+        {"text": "What is 2+2?", "info": json.dumps({"label": "4"})}, {"question": "text", "answer": "info.label"}
+    ),
+    "chat": ({"conversation": CHAT, "target": "4"}, {"question": "conversation", "answer": "target"}),
+    "prompt as a chat": ({"prompt": CHAT, "label": "4"}, {"question": "prompt", "answer": "label"}),
+    "another language": ({"aufgabe": "Was ist 2+2?", "nr": None, "loesung": "4"}, {"question": "aufgabe"}),
+    "no answer": ({"prompt": "Prove that 2+2=4.", "id": 3}, {"question": "prompt"}),
+    "code": (
+        {"prompt": "Print 4.", "test_cases": [{"input": "", "output": "4"}]},
+        {"question": "prompt", "tests": "test_cases"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_row_format_is_answered_by_the_line_that_reads_it(tmp_path, name):
+    row, places = UNKNOWN[name]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match="no known row format") as caught:
+        check_source(FileSource(path=str(path)))
+    line = re.search(r"fields = \{.*\}(, domain = \"math\")?", str(caught.value))
+    settings = tomllib.loads("source = {" + line[0] + "}")["source"]
+    assert settings["fields"].items() >= places.items()
+    source = FileSource(path=str(path), **settings)
+    check_source(source)
+    (found,) = read_source(source, seed=0)
+    assert "2+2" in found.question or name == "code"
+
+
+def test_a_row_format_is_guessed_from_the_keys_alone_where_values_are_null():
+    line = suggested_line(dict.fromkeys(["id", "prompt", "answer"]))
+    assert line == 'fields = { question = "prompt", answer = "answer" }'
+    assert suggested_line({"": 1, "a.b": {"c": 1}, "x": {"d.e": "f"}}).startswith("fields = { question = ")
+
+
+def write_rows(path, rows):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=100)
+    elif path.suffix == ".csv":
+        lines = [",".join("" if value is None else value for value in row.values()) for row in rows]
+        path.write_text("\n".join([",".join(rows[0]), *lines]) + "\n")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        ({"problem": None, "answer": None}, "empty_row"),
+        ({"problem": "Prove it.", "answer": None}, "no_reference"),
+        ({"problem": None, "answer": "4"}, "wrong_type"),
+    ],
+)
+def test_rows_of_nulls_at_the_start_of_a_file_stop_nothing(tmp_path, kind, first, reason):
+    path = tmp_path / f"rows.{kind}"
+    good = [{"problem": f"What is {i}+1?", "answer": str(i + 1)} for i in range(300)]
+    write_rows(path, [first] * 250 + good)
+    source = FileSource(path=str(path))
+    check_source(source)
+    assert domains_of(source) == {Domain.MATH}
+    found = list(read_source(source, seed=0))
+    assert [row.reason for row in found[:250]] == [reason] * 250
+    assert all(isinstance(row, Candidate) for row in found[250:])
+
+
+def test_an_empty_first_row_does_not_decide_the_format(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{}\n{"problem": null}\n' + json.dumps({"problem": "What is 2+2?", "answer": "4"}) + "\n")
+    check_source(FileSource(path=str(path)))
+    assert [getattr(row, "reason", "") for row in read_source(FileSource(path=str(path)), seed=0)] == [
+        "empty_row",
+        "empty_row",
+        "",
+    ]
+
+
+def test_a_file_of_nothing_but_nulls_is_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    write_rows(path, [{"problem": None, "answer": None}] * 20)
+    with pytest.raises(ConfigError, match="none of the first 20 rows can be used"):
+        check_source(FileSource(path=str(path)))

@@ -110,17 +110,25 @@ def test_paid_replies_that_are_no_traces_are_kept_with_their_reason(tmp_path: Pa
         "p003": [make_reply("", reasoning="")],
         "p004": [make_reply("")],
         "p005": [make_reply("\\boxed{99}")],
+        "p006": [make_reply("print(6)", finish_reason="tool_calls", defect="the model calls a tool")],
+        "p007": [make_reply("It is 7.", finish_reason="other", defect="unknown finish_reason 'vibes'")],
     }
     cfg = DistillConfig(
         select=SelectConfig(hard="correct_only"), runtime=DistillRuntime(complete=YieldLimits(stop_below=0.2))
     )
     summary = run(cfg, tmp_path / "a", FakeTeacher(script, is_costly=True))
     unused = list(read_shards(tmp_path / "a" / "unused", UnusedReply))
-    reasons = ["truncated", "no_reasoning", "refused", "empty", "no_answer", "wrong_hard"]
+    reasons = ["truncated", "no_reasoning", "refused", "empty", "no_answer", "wrong_hard", "tool_calls", "other_shape"]
     assert [reply.reason for reply in unused] == reasons
     assert (unused[2].answer, unused[2].finish_reason) == ("I cannot", "content_filter")
-    assert sum(step.num_in - step.num_out for step in summary.ledger) == 6
-    assert summary.ledger[0].num_in == 10 == summary.counts["traces"] + 6
+    assert [reply.answer for reply in unused[6:]] == ["print(6)", "It is 7."]
+    details = [drop.detail for drop in read_shards(tmp_path / "a" / "dropped", Dropped)][6:]
+    assert details == [
+        "sample 0: 3 tokens, the model calls a tool",
+        "sample 0: 3 tokens, unknown finish_reason 'vibes'",
+    ]
+    assert sum(step.num_in - step.num_out for step in summary.ledger) == 8
+    assert summary.ledger[0].num_in == 10 == summary.counts["traces"] + 8
 
     teacher = {"base_url": "http://x", "model": "m", "keep_incomplete": ["no_reasoning", "no_answer", "refused"]}
     kept = cfg.model_copy(
@@ -130,7 +138,7 @@ def test_paid_replies_that_are_no_traces_are_kept_with_their_reason(tmp_path: Pa
         }
     )
     summary = run(kept, tmp_path / "b", FakeTeacher(script, is_costly=True))
-    assert summary.ledger[1].dropped == {"empty": 1}
+    assert summary.ledger[1].dropped == {"empty": 1, "tool_calls": 1, "other_shape": 1}
     noted = {f"{reason}_but_kept": 1 for reason in ("truncated", "no_reasoning", "refused", "no_answer")}
     assert summary.ledger[1].noted == noted
 

@@ -15,6 +15,8 @@ from klear_core.types import Difficulty, Outcome, Verdict
         ({"finish_reason": "length"}, "truncated"),
         ({"reasoning": ""}, "no_reasoning"),
         ({"answer": ""}, "no_answer"),
+        ({"finish_reason": "tool_calls"}, "tool_calls"),
+        ({"finish_reason": "other"}, "other_shape"),
     ],
 )
 def test_a_whole_reply_ended_by_itself_and_has_both_parts(changes: dict[str, object], reason: str) -> None:

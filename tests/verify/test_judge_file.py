@@ -107,9 +107,9 @@ def test_files_that_are_cut_short_of_another_kind_or_folders_are_errors(tmp_path
     cut.write_bytes(gzip.compress(write_jsonl(tmp_path / "a.jsonl", MATH_ROWS).read_bytes())[:-12])
     with pytest.raises(DataError, match=r"cut.jsonl.gz: cannot be read beyond row"):
         judge_file(cut, CFG)
-    (tmp_path / "a.csv").write_text("id,response,reference")
+    (tmp_path / "a.xlsx").write_text("id,response,reference")
     with pytest.raises(ConfigError, match="unknown kind of file"):
-        judge_file(tmp_path / "a.csv", CFG)
+        judge_file(tmp_path / "a.xlsx", CFG)
     with pytest.raises(DataError, match="a folder; `klear judge` takes one file"):
         judge_file(tmp_path, CFG)
 

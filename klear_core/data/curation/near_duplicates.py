@@ -1,5 +1,7 @@
 """Find near-duplicates among questions: similar in words, the same in numbers and signs, with agreeing references.
 
+A reworded question, which has fewer words in common, is one if its reference says the same, too.
+
 There are three steps: `candidate_pairs`, `compare` and `decide`. The second can be divided among tasks. Questions are
 numbered in order of rank, over all tables. Axis letters: B bands, N questions, M questions in buckets, P pairs.
 """
@@ -18,12 +20,13 @@ from klear_core.artifacts.records import load_tests
 from klear_core.config.curate import NearConfig
 from klear_core.data.curation.sketch import (
     Hashes,
+    Overlaps,
     Ragged,
     hash_of,
     is_word,
     joined_parts,
+    overlaps_of,
     ragged,
-    similarities,
     sketches_of,
     tokens_of,
 )
@@ -40,6 +43,16 @@ _REASONS = (
 """Reasons for which two similar questions are different problems."""
 SAME = len(_REASONS)
 """Code of two questions that are the same problem; lower codes are indices of `_REASONS`."""
+_KEYS_BESIDE_BANDS = 2
+"""Keys by which reworded questions are found, where no MinHash band may agree: facts with answers, and facts alone."""
+_MAX_COMPARED_BESIDE = 8
+"""The same as `_MAX_COMPARED` for these keys: thousands of questions without a number may have the answer `yes`."""
+_FEW_FACTS = 3
+"""Numbers, signs and decisive words from which questions are compared by these alone."""
+_LEAST_SHARED = 2.0
+"""Runs that a reworded question shares at least."""
+_CHANGED_RUNS = 6
+"""Runs of three tokens that differ if two words do."""
 UNLIKE = SAME + 1
 """Code of two questions that are not similar."""
 
@@ -55,6 +68,7 @@ class NearTable:
     shingles: Ragged
     band_keys_BN: Hashes
     facts_N: Hashes
+    num_facts_N: npt.NDArray[np.uint32]
     asked: Ragged
     """`ReferenceMarks.asked` of each question."""
     told: Ragged
@@ -74,13 +88,21 @@ def near_table(
     sketches = sketches_of(questions, cfg)
     # Questions of different domains never share a bucket.
     domains_N = np.array([hash_of(domain) for domain in domains], dtype=np.uint64)
-    facts_N = np.array([hash_of(" ".join(facts_of(tokens))) for tokens in questions], dtype=np.uint64)
+    facts = [facts_of(tokens) for tokens in questions]
+    facts_N = np.array([hash_of(" ".join(own)) for own in facts], dtype=np.uint64)
+    num_facts_N = np.array([len(own) for own in facts], dtype=np.uint32)
     asked = [sorted(m.asked) for m in marks]
     told = [sorted(m.told) for m in marks]
+    # A question without answers, or with few facts, is in the bucket of its first band once more: no new pairs.
+    first_N = sketches.band_keys_BN[0]
+    answers_N = np.array([m.first_answer for m in marks], dtype=np.uint64)
+    by_answer_N = np.where(answers_N, facts_N ^ answers_N, first_N)
+    by_facts_N = np.where(num_facts_N >= _FEW_FACTS, facts_N, first_N)
     return NearTable(
         shingles=sketches.shingles,
-        band_keys_BN=sketches.band_keys_BN ^ domains_N,
+        band_keys_BN=np.vstack([sketches.band_keys_BN, by_answer_N, by_facts_N]) ^ domains_N,
         facts_N=facts_N,
+        num_facts_N=num_facts_N,
         asked=ragged(asked, np.uint64),
         told=ragged(told, np.uint64),
     )
@@ -122,10 +144,11 @@ def candidate_pairs(tables: Sequence[NearTable], ranks_N: Ranks, cfg: NearConfig
     """
     facts_N = np.concatenate([table.facts_N for table in tables])[ranks_N]
     pairs_P = np.empty(0, dtype=np.uint64)
-    for band in range(cfg.num_bands):
+    for band in range(cfg.num_bands + _KEYS_BESIDE_BANDS):
         # One band of all questions is in memory at a time.
         keys_N = np.concatenate([table.band_keys_BN[band] for table in tables])[ranks_N]
-        pairs_P = np.union1d(pairs_P, _pairs_in_buckets(keys_N, facts_N, ranks_N))
+        most = _MAX_COMPARED if band < cfg.num_bands else _MAX_COMPARED_BESIDE
+        pairs_P = np.union1d(pairs_P, _pairs_in_buckets(keys_N, facts_N, ranks_N, most))
     return pairs_P
 
 
@@ -134,14 +157,21 @@ def compare(tables: Sequence[NearTable], pairs_P: Pairs, cfg: NearConfig) -> Com
     starts = np.cumsum([0, *map(len, tables)])
     later_P, earlier_P = _ranks_of(pairs_P)
     places_P = [_Places(tables, starts, ranks) for ranks in (later_P, earlier_P)]
-    similarity_P = similarities(places_P[0].shingles(), places_P[1].shingles())
+    overlaps = overlaps_of(places_P[0].shingles(), places_P[1].shingles())
+    similarity_P = overlaps.similarities()
     code_P = np.full(len(pairs_P), UNLIKE, dtype=np.uint8)
-    for i in np.flatnonzero(similarity_P >= cfg.threshold).tolist():
+    for i in np.flatnonzero((similarity_P >= cfg.threshold) | _may_be_reworded(overlaps, cfg)).tolist():
         (mine, my_index), (others, other_index) = places_P[0][i], places_P[1][i]
+        is_similar = similarity_P[i] >= cfg.threshold
         if mine.facts_N[my_index] != others.facts_N[other_index]:
-            code_P[i] = _REASONS.index("similar_with_other_numbers_or_signs")
-        else:
-            code_P[i] = _code(mine.marks(my_index), others.marks(other_index), similarity_P[i], cfg)
+            if is_similar:
+                code_P[i] = _REASONS.index("similar_with_other_numbers_or_signs")
+            continue
+        marks, others_marks = mine.marks(my_index), others.marks(other_index)
+        if is_similar:
+            code_P[i] = _code(marks, others_marks, similarity_P[i], cfg)
+        if code_P[i] != SAME and _is_reworded(overlaps, i, int(mine.num_facts_N[my_index]), marks, others_marks, cfg):
+            code_P[i] = SAME
     return Compared(similarity_P, code_P)
 
 
@@ -187,8 +217,40 @@ def _code(mine: ReferenceMarks, others: ReferenceMarks, alike: float, cfg: NearC
     return SAME
 
 
-def _pairs_in_buckets(keys_N: Hashes, facts_N: Hashes, ranks_N: Ranks) -> Pairs:
-    """Return the pairs of one band; a bucket is the questions with the same key. See `candidate_pairs`."""
+def _may_be_reworded(overlaps: Overlaps, cfg: NearConfig) -> npt.NDArray[np.bool_]:
+    """Return which pairs have the least overlap that `_is_reworded` asks for."""
+    num_runs_P = overlaps.num_in_smaller_P
+    least_P = np.minimum(cfg.threshold_reworded * num_runs_P, num_runs_P - _CHANGED_RUNS)
+    may: npt.NDArray[np.bool_] = overlaps.num_shared_P >= np.maximum(_LEAST_SHARED, least_P)
+    return may
+
+
+def _is_reworded(
+    overlaps: Overlaps, i: int, num_facts: int, mine: ReferenceMarks, others: ReferenceMarks, cfg: NearConfig
+) -> bool:
+    """Return whether a pair with the same facts is one question in other words, perhaps inside of a longer text.
+
+    If the references say the same, a share of the shorter question's runs is enough, or all but those of two words. If
+    one says nothing, the longer text must contain the shorter one.
+    """
+    num_shared, num_runs = int(overlaps.num_shared_P[i]), int(overlaps.num_in_smaller_P[i])
+    if mine.disagree(others):
+        return False
+    if not mine.agree(others):
+        is_silent = not (mine.answers and others.answers)
+        return is_silent and num_facts >= _FEW_FACTS and num_shared == num_runs > _CHANGED_RUNS
+    share = cfg.threshold_reworded if num_facts else cfg.threshold
+    needed = share * num_runs
+    if num_facts > 1:
+        needed = min(needed, num_runs - _CHANGED_RUNS)
+    return num_shared >= max(_LEAST_SHARED, needed)
+
+
+def _pairs_in_buckets(keys_N: Hashes, facts_N: Hashes, ranks_N: Ranks, most: int) -> Pairs:
+    """Return the pairs of one band, each later question with `most` earlier ones; see `candidate_pairs`.
+
+    A bucket is the questions with the same key.
+    """
     order_N = np.argsort(keys_N, kind="stable")  # stable: ascending ranks within a bucket
     is_same = np.diff(keys_N[order_N]) == 0
     is_in_bucket = np.append(is_same, False) | np.append(False, is_same)
@@ -206,7 +268,7 @@ def _pairs_in_buckets(keys_N: Hashes, facts_N: Hashes, ranks_N: Ranks) -> Pairs:
     is_new = np.append(True, (bucket_M[1:] != bucket_M[:-1]) | (facts_M[1:] != facts_M[:-1]))
     start_M = np.flatnonzero(is_new)[np.cumsum(is_new) - 1]  # first member with the same key and facts
     num_earlier_M = np.arange(len(members_M)) - start_M
-    counts_M = np.minimum(num_earlier_M, _MAX_COMPARED)
+    counts_M = np.minimum(num_earlier_M, most)
     # One pair for each member and each of the first members of its group; `within_P` counts these from 0.
     later_P = np.repeat(members_M, counts_M)
     within_P = np.arange(len(later_P)) - np.repeat(np.cumsum(counts_M) - counts_M, counts_M)
@@ -278,8 +340,12 @@ _DECISIVE = _OPERATORS | _MEANS.keys() | {_BAR}
 _BRACKETS = frozenset("()[]<>|!=&")
 _FUNCTION = re.compile(r"\bdef\s+(\w+)\s*\(|\bassert\s+(?:not\s+)?(?:\w+\()?(\w+)\s*\(")
 _LAYOUT_OF_ANSWER = re.compile(r"\\(?:text|mbox|mathrm|boxed)(?![a-zA-Z])|\\[,;:! ]|\.$")
+_SHORT_WORDS = frozenset(["by", "of", "to", "in", "up", "on", "at", "as", "or", "an", "so", "off", "out"])
+"""Words of which a hyphen before or behind makes no difference (`step-by-step`)."""
 _ANSWER, _NAME = 0, 1
 """Hashes that stand for the question itself and for the name of the function to write."""
+_OF_NAME = 1
+"""Lowest bit of an answer's hash that is the name of a function; those of all other answers are even."""
 _MAX_TESTS = 8
 """Tests of a program that are compared."""
 
@@ -291,15 +357,32 @@ class ReferenceMarks:
     asked: frozenset[int]
     """Hashes of the things asked for: the question itself, a function's name, or inputs of a program."""
     told: frozenset[int]
-    """The answers."""
+    """The answers. The hash of a function's name is odd, all others are even."""
 
     def disagree(self, other: ReferenceMarks) -> bool:
-        """Return whether the references contradict each other."""
+        """Return whether the references contradict each other; functions of two names do, whatever they return."""
+        if _NAME in self.asked & other.asked:
+            return (self.told - self.answers).isdisjoint(other.told - other.answers)
         return not self.asked.isdisjoint(other.asked) and self.told.isdisjoint(other.told)
 
     def share_an_answer(self, other: ReferenceMarks) -> bool:
         """Return whether the references agree on an answer or a test; a function's name alone proves little."""
-        return _NAME not in self.asked and not self.told.isdisjoint(other.told)
+        return not self.answers.isdisjoint(other.answers)
+
+    def agree(self, other: ReferenceMarks) -> bool:
+        """Return whether all answers, or the tests that are compared, of one reference are among the other's."""
+        mine, others = self.answers, other.answers
+        return bool(mine and others) and (mine <= others or others <= mine)
+
+    @property
+    def first_answer(self) -> int:
+        """Return the smallest of the answers' hashes, by which references that agree are found; 0 if there is none."""
+        return min([one for one in self.told if not one & _OF_NAME], default=0)
+
+    @property
+    def answers(self) -> frozenset[int]:
+        """Return what is told without the names of functions."""
+        return frozenset(one for one in self.told if not one & _OF_NAME)
 
 
 def facts_of(tokens: Sequence[str]) -> list[str]:
@@ -315,22 +398,32 @@ def first_fact(tokens: Sequence[str]) -> int:
 def marks_of(question: str, reference: Reference) -> ReferenceMarks:
     """Return what a reference says, for comparison with others of the same domain."""
     if isinstance(reference, MathReference):
-        answers = frozenset(hash_of(_plain_answer(answer)) for answer in reference.answers)
+        answers = _hashes(map(_plain_answer, reference.answers))
         return ReferenceMarks(asked=frozenset({_ANSWER}), told=answers)
     if isinstance(reference, CustomReference):
-        return ReferenceMarks(asked=frozenset({_ANSWER}), told=frozenset({hash_of(reference.value_json)}))
+        return ReferenceMarks(asked=frozenset({_ANSWER}), told=_hashes([reference.value_json]))
     if isinstance(reference, UnverifiableReference):
         return ReferenceMarks(asked=frozenset(), told=frozenset())
     tests = load_tests(reference)
     if isinstance(tests, CallTests):
-        return ReferenceMarks(asked=frozenset({_NAME}), told=frozenset({hash_of(tests.fn_name)}))
+        calls = [f"{call.args_json}\x1f{call.expected_json}" for call in tests.cases[:_MAX_TESTS]]
+        return ReferenceMarks(asked=frozenset({_NAME}), told=_name_hashes([tests.fn_name]) | _hashes(calls))
     if isinstance(tests, AssertTests):
         names = [name for match in _FUNCTION.findall(question) for name in match if name]
-        return ReferenceMarks(asked=frozenset({_NAME} if names else ()), told=frozenset(map(hash_of, names)))
+        told = _name_hashes(names) | _hashes(tests.programs[:_MAX_TESTS])
+        return ReferenceMarks(asked=frozenset({_NAME} if names else ()), told=told)
     cases = tests.cases[:_MAX_TESTS]
     asked = frozenset(hash_of(case.input.strip()) for case in cases)
-    told = frozenset(hash_of(f"{case.input.strip()}\x1f{case.output.strip()}") for case in cases)
+    told = _hashes(f"{case.input.strip()}\x1f{case.output.strip()}" for case in cases)
     return ReferenceMarks(asked=asked, told=told)
+
+
+def _hashes(answers: Iterable[str]) -> frozenset[int]:
+    return frozenset([hash_of(answer) & ~_OF_NAME for answer in answers])
+
+
+def _name_hashes(names: Iterable[str]) -> frozenset[int]:
+    return frozenset(hash_of(name) | _OF_NAME for name in names)
 
 
 def _facts(tokens: Sequence[str]) -> Iterator[tuple[int, str]]:
@@ -355,6 +448,8 @@ def _is_punctuation(tokens: Sequence[str], i: int) -> bool:
         return before.isalpha() and len(before) > 1
     # A single letter is a variable, and a short word may be a product of variables: `x-ab` is a difference.
     is_hyphen = tokens[i] == "-" and before.isalnum() and after.isalpha()
+    if is_hyphen and len(before) > 1 and not _SHORT_WORDS.isdisjoint((before, after)):
+        return True
     return is_hyphen and after not in _OPERATORS and len(after) >= (4 if len(before) == 1 else 3)
 
 

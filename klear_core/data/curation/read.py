@@ -16,6 +16,8 @@ import numpy as np
 from klear_core.artifacts.records import StoredTestsWriter, sizes_of_tests
 from klear_core.config.curate import CurateConfig
 from klear_core.config.data import GeneratedSource, QuestionSet
+from klear_core.config.verify import CodeConfig, MathConfig
+from klear_core.data.benchmarks import why_unreadable
 from klear_core.data.candidates import Candidate, difficulty_of, dropped_row
 from klear_core.data.curation.decontaminate import Decontaminator, Leak
 from klear_core.data.curation.near_duplicates import marks_of, near_table
@@ -41,6 +43,7 @@ TAGS = tuple(Difficulty)
 NOT_LEAKED, LEAKED, LEAK_DROPPED = range(3)
 """Codes of the column `leak`."""
 
+_MATH, _CODE = MathConfig(), CodeConfig()
 _SEGMENT_ROWS = 32_768
 _SEGMENT_CHARS = 24 << 20
 _CHUNK_ROWS = 512
@@ -177,7 +180,7 @@ class _Reader:
         for row in islice(rows, _CHUNK_ROWS):
             is_empty = False
             at, found.num_rows = found.num_rows, found.num_rows + 1
-            drop = row if isinstance(row, Dropped) else self._too_long(row)
+            drop = row if isinstance(row, Dropped) else self._unreadable(row) or self._too_long(row)
             if drop is None:
                 assert isinstance(row, Candidate)
                 chunk.append((at, row))
@@ -191,6 +194,14 @@ class _Reader:
             if num_chars >= _CHUNK_CHARS:
                 break
         return None if is_empty else chunk
+
+    def _unreadable(self, candidate: Candidate) -> Dropped | None:
+        """Return the drop record of a problem whose answers could never be judged, by the limits of the defaults."""
+        why = why_unreadable(candidate.reference, math=_MATH, code=_CODE)
+        if not why:
+            return None
+        detail = f"{candidate.row}: {why}"
+        return Dropped(problem_id=candidate.problem_id, step=READ, reason="unreadable_reference", detail=detail)
 
     def _too_long(self, candidate: Candidate) -> Dropped | None:
         length, most = len(candidate.question), self._cfg.max_question_chars
@@ -247,6 +258,7 @@ class _Reader:
             "shingles": table.shingles,
             "bands": table.band_keys_BN,
             "facts": table.facts_N,
+            "num_facts": table.num_facts_N,
             "asked": table.asked,
             "told": table.told,
         }

@@ -190,6 +190,7 @@ class Segment:
             shingles=self.lists("shingles"),
             band_keys_BN=self.column("bands"),
             facts_N=self.column("facts"),
+            num_facts_N=self.column("num_facts"),
             asked=self.lists("asked"),
             told=self.lists("told"),
         )

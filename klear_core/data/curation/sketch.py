@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import re
 import unicodedata
 import zlib
@@ -12,12 +13,44 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
 
 from klear_core.config.curate import NearConfig
 
+_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});")
+_MOST_ENCODINGS = 3
+"""Times that a text is decoded: some pages encode an entity's own sign again (`&amp;lt;`)."""
+_SCRIPT_TAG = re.compile(r"<(sup|sub)(?:\s[^<>]*)?>([^<>]*)</\1\s*>", re.I)
+_BREAK = re.compile(r"</?(?:p|br|hr|div|li|ul|ol|tr|td|th|table|pre|h[1-6])(?:\s[^<>]*)?/?>", re.I)
+_TAG = re.compile(
+    r"</?(?:a|abbr|b|blockquote|body|center|cite|code|em|figure|font|html|i|img|kbd|mark|math|q|s|samp|section|small|"
+    r"span|strike|strong|sub|sup|tbody|thead|tt|u|var)(?:\s[^<>]*)?/?>",
+    re.I,
+)
+"""Tags of HTML. Those with other names are inequalities or code."""
+_ESCAPED = re.compile(r"\\u([dD][89aAbB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})")
+"""Characters as JSON escapes them."""
+_ESCAPED_SPACE = re.compile(r"(?<!\\)\\[nrt](?!Leftarrow|Rightarrow|Leftrightarrow|VDash|Vdash)(?![a-z])")
+"""A line break that was escaped twice, but not the LaTeX commands that begin alike (`\\neq`, `\\theta`)."""
+_EMPHASIS = re.compile(
+    r"(?<![\w)\]}*])(?:(\*{2,3})(?=[^\s*])([^*\n]+?)(?<=[^\s*])\1|\*([A-Za-z][A-Za-z' ,.:;?!-]+)\*)(?![\w(\[{*])"
+)
+"""Text that Markdown emphasises (`**Problem.**`); a product has a space, or a letter or digit, on both sides."""
+_PERCENT = re.compile(r"%[0-9a-fA-F]{2}")
+_FEW_PERCENT = 3
+"""Escapes of a URL from which a text without any space is one."""
+_MOJIBAKE = re.compile(r"[\u00c2-\u00f4\u0192\u02c6\u0152][\u0080-\u00bf\u0152-\u2122]{1,3}")
+"""UTF-8 that was read as Windows-1252: `â‰¤` is ≤."""
+_LOOK_ALIKES = str.maketrans("аеорсухікмтнвзАВЕКМНОРСТХІ", "aeopcyxikmthb3ABEKMHOPCTXI")
+"""Cyrillic letters that look like Latin ones."""
+_DISGUISED = str.maketrans(
+    {full: full - 0xFEE0 for full in range(0xFF01, 0xFF5F)} | dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
+)
+"""Wide forms of ASCII, and spaces of no width, which may stand inside of a LaTeX command."""
+_CYRILLIC, _LATIN = re.compile("[\u0400-\u04ff]"), re.compile("[a-zA-Z]")
 _SPACING = re.compile(
     r"\\(?:[,;:!> ()\[\]]"
     r"|(?:quad|qquad|displaystyle|textstyle|limits|nolimits|left|right|[bB]igg?[lrm]?|thinspace|enspace)(?![a-zA-Z]))"
@@ -60,7 +93,7 @@ _CHARACTERS = str.maketrans(
         "∠": "\\angle ", "△": "\\triangle ", "⊥": "\\perp ", "∥": "\\parallel ", "≡": "\\equiv ", "≈": "\\approx ",
         "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ", "⊕": "\\oplus ", "∅": "\\emptyset ",
         "⟨": "\\langle ", "⟩": "\\rangle ", "‖": "|",
-        **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\ufeff", ""),  # soft hyphen, and spaces of no width
+        "\u00ad": "",  # soft hyphen
     }
 )  # fmt: skip
 """Unicode signs and the ASCII or LaTeX that means the same."""
@@ -108,7 +141,7 @@ def tokens_of(text: str) -> list[str]:
     """
     if text.isascii() and text.isdigit():
         return [text]  # most answers
-    plain = _ascii_letters(_without_layout(text))
+    plain = _ascii_letters(_without_layout(_decoded(text)))
     # A pattern is only tried on texts with the sign that it begins with: most texts are prose.
     if "," in plain:
         plain = _THOUSANDS_COMMA.sub("", plain)
@@ -123,6 +156,46 @@ def tokens_of(text: str) -> list[str]:
     patterns = _ASCII if plain.isascii() else _ANY
     plain = patterns.lone_letters.sub("", plain)
     return patterns.token.findall(_mark_groups(plain, patterns.token))
+
+
+def _decoded(text: str) -> str:
+    """Return the text that is meant by one with HTML entities and tags, escapes of JSON or of URLs, or mojibake."""
+    plain = text
+    for _ in range(_MOST_ENCODINGS):
+        if "&" not in plain or (unescaped := _ENTITY.sub(lambda m: html.unescape(m[0]), plain)) == plain:
+            break
+        plain = unescaped
+    if "%" in plain and len(_PERCENT.findall(plain)) >= _FEW_PERCENT and not any(map(str.isspace, plain)):
+        plain = unquote(plain.replace("+", " "))
+    if "\\u" in plain:
+        plain = _ESCAPED.sub(_escaped_character, plain)
+    if "\\n" in plain or "\\t" in plain or "\\r" in plain:
+        plain = _ESCAPED_SPACE.sub(" ", plain)
+    if "<" in plain and ">" in plain:
+        plain = _SCRIPT_TAG.sub(lambda m: f"{'^' if m[1].lower() == 'sup' else '_'}{{{m[2]}}}", plain)
+        plain = _TAG.sub("", _BREAK.sub(" ", plain))
+    if "*" in plain:
+        plain = _EMPHASIS.sub(lambda m: m[2] or m[3], plain)
+    if not plain.isascii():
+        plain = _MOJIBAKE.sub(_repaired, plain).translate(_DISGUISED)
+        if _CYRILLIC.search(plain) and len(_LATIN.findall(plain)) > len(_CYRILLIC.findall(plain)):
+            plain = plain.translate(_LOOK_ALIKES)
+    return plain
+
+
+def _escaped_character(match: re.Match[str]) -> str:
+    if match[3] is None:
+        return bytes.fromhex(match[1] + match[2]).decode("utf-16-be")
+    character = chr(int(match[3], 16))
+    return match[0] if "\ud800" <= character <= "\udfff" else character
+
+
+def _repaired(match: re.Match[str]) -> str:
+    """Return the character whose bytes in UTF-8 were read as Windows-1252; the same text if it is none."""
+    try:
+        return match[0].encode("cp1252").decode()
+    except UnicodeError:
+        return match[0]
 
 
 def _without_layout(text: str) -> str:
@@ -289,17 +362,33 @@ def sketches_of(questions: Sequence[Sequence[str]], cfg: NearConfig) -> Sketches
     return Sketches(_smallest(hashes), _band_keys(hashes, cfg))
 
 
-def similarities(one: Ragged, other: Ragged) -> npt.NDArray[np.float64]:
-    """Return the Jaccard similarity of each set of shingles and the one at the same place in `other`.
+@dataclass(frozen=True, slots=True, eq=False)
+class Overlaps:
+    """Numbers of shingles of pairs of questions; of a sample of them if one has more than `SKETCH_SIZE`."""
 
-    If a sketch is full, this is an estimate: the smallest hashes of the union are a random sample of the union
+    num_shared_P: npt.NDArray[np.int64]
+    num_in_union_P: npt.NDArray[np.int64]
+    num_in_smaller_P: npt.NDArray[np.int64]
+    """Those of the question that has fewer."""
+
+    def similarities(self) -> npt.NDArray[np.float64]:
+        """Return the Jaccard similarities."""
+        alike: npt.NDArray[np.float64] = self.num_shared_P / self.num_in_union_P
+        return alike
+
+
+def overlaps_of(one: Ragged, other: Ragged) -> Overlaps:
+    """Return the overlap of each set of shingles with the one at the same place in `other`.
+
+    If a sketch is full, its similarity is an estimate: the smallest hashes of the union are a random sample of it
     (bottom-k sketches, Cohen and Kaplan 2007).
     """
     if not len(one):
-        return np.empty(0)
+        return Overlaps(*(np.empty(0, dtype=np.int64) for _ in range(3)))
     # The pair's number is above the bits of the shingle, so that one sort merges all pairs. A shared shingle occurs
     # twice in a row.
-    merged = np.sort(np.concatenate([_numbered(one), _numbered(other)]))
+    mine = _numbered(one)
+    merged = np.sort(np.concatenate([mine, _numbered(other)]))
     is_repeat = np.append(False, merged[1:] == merged[:-1])
     is_shared = np.append(is_repeat[1:], False)[~is_repeat]
     union = merged[~is_repeat]
@@ -310,8 +399,9 @@ def similarities(one: Ragged, other: Ragged) -> npt.NDArray[np.float64]:
     counts = (np.arange(len(union)) - starts[pair] < SKETCH_SIZE) | ~is_full[pair]
     num_in_union = np.bincount(pair[counts], minlength=len(one))
     num_shared = np.bincount(pair[counts & is_shared], minlength=len(one))
-    alike: npt.NDArray[np.float64] = num_shared / num_in_union
-    return alike
+    is_mine = np.isin(union, mine, assume_unique=True)
+    num_mine = np.bincount(pair[counts & is_mine], minlength=len(one))
+    return Overlaps(num_shared, num_in_union, np.minimum(num_mine, num_in_union - num_mine + num_shared))
 
 
 def hash_of(text: str) -> int:

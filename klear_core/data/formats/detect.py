@@ -6,7 +6,9 @@ The modules `math_schemas`, `code_schemas`, `mixed_schemas` and `trace_schemas` 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from klear_core.config.data import FieldMap, FileSource, HubSource
 from klear_core.data.formats.code_rows import (
@@ -155,6 +157,111 @@ def _rating(fields: Fields, places: FieldMap) -> float | None:
         raise _named(places.rating, e) from e
 
 
+_QUESTION_NAMES = """
+question problem prompt query instruction problem_statement statement exercise task user_input input description
+messages conversations conversation chat dialog text content body title q
+"""
+_ANSWER_NAMES = """
+answer final_answer expected_answer correct_answer ground_truth reference_answer gold target solution expected
+expected_output label result truth reference output response a
+"""
+_TEST_NAMES = "tests test_cases unit_tests test_list testcases input_output asserts test"
+_OTHER_NAMES = "id uuid hash index idx source url type split subject domain level difficulty category"
+_NO_ANSWER_NAMES = frozenset(_OTHER_NAMES.split())
+_MOST_ANSWER_CHARS = 200
+"""A longer text is a solution, and no answer that could be compared."""
+_MOST_NESTED = 3
+
+
+def suggested_line(row: Fields) -> str:
+    """Return a line of TOML that says where a row has its question and reference, guessed from its keys and values."""
+    places = list(_places_of(row))
+    found: dict[str, str] = {"question": _question_place(row, places) or "PLACE_OF_THE_QUESTION"}
+    others = [place for place in places if place != found["question"]]
+    if answer := _first_readable(_by_name(others, _ANSWER_NAMES), row, _is_answer):
+        found["answer"] = answer
+    elif tests := _first_readable(_by_name(others, _TEST_NAMES), row, _is_tests):
+        found["tests"] = tests
+    elif answer := _first_readable(_unnamed(others, row), row, _is_answer):
+        found["answer"] = answer
+    pairs = ", ".join(f"{key} = {json.dumps(place, ensure_ascii=False)}" for key, place in found.items())
+    return f"fields = {{ {pairs} }}" + ("" if len(found) > 1 else ', domain = "math"')
+
+
+def _places_of(value: object, before: str = "", depth: int = 0) -> Iterator[str]:
+    """Yield the places in a row that have no further keys below them, those near its top first."""
+    held = _parsed(value) if before else value
+    if not isinstance(held, Mapping) or depth == _MOST_NESTED:
+        return
+    nested: list[str] = []
+    for key, below in held.items():
+        if not key or (before and "." in key):
+            continue  # no place can name it
+        if not isinstance(_parsed(below), Mapping):
+            yield f"{before}.{key}" if before else key
+        elif "." not in key:
+            nested.append(key)
+    for key in nested:
+        yield from _places_of(held[key], f"{before}.{key}" if before else key, depth + 1)
+
+
+def _question_place(row: Fields, places: Sequence[str]) -> str:
+    if named := _first_readable(_by_name(places, _QUESTION_NAMES), row, _is_question):
+        return named
+    texts = {place: value_at_place(row, place) for place in places}
+    longest = sorted(places, key=lambda place: -len(str(texts[place])) if isinstance(texts[place], str) else 0)
+    return _first_readable(longest, row, _is_question)
+
+
+def _by_name(places: Sequence[str], names: str) -> list[str]:
+    """Return the places whose last key is one of the names, or has one as a word; the best name first."""
+    ranks = {name: rank for rank, name in enumerate(names.split())}
+    ranked: list[tuple[int, int, str]] = []
+    for order, place in enumerate(places):
+        key = re.sub(r"(?<=[a-z])(?=[A-Z])|[^\w]+", "_", place.rsplit(".", 1)[-1]).lower()
+        words = [word for word in key.split("_") if len(word) > 1 and word in ranks]
+        if key in ranks:
+            ranked.append((ranks[key], order, place))
+        elif words:
+            ranked.append((len(ranks) + min(ranks[word] for word in words), order, place))
+    return [place for _, _, place in sorted(ranked)]
+
+
+def _unnamed(places: Sequence[str], row: Fields) -> list[str]:
+    """Return the places with a value that may be the answer whatever they are called."""
+    candidates = [place for place in places if _NO_ANSWER_NAMES.isdisjoint(re.split(r"[._\W]+", place.lower()))]
+    return [place for place in candidates if value_at_place(row, place) is not None]
+
+
+def _first_readable(places: Sequence[str], row: Fields, is_readable: Callable[[Fields, str], bool]) -> str:
+    values = {place: value_at_place(row, place) for place in places}
+    readable = (place for place, value in values.items() if value is not None and is_readable(row, place))
+    # A null says nothing: other rows may have a value there, or the row is known by its keys alone.
+    return next(chain(readable, (place for place, value in values.items() if value is None)), "")
+
+
+def _is_question(row: Fields, place: str) -> bool:
+    try:
+        return bool(_question(row, FieldMap(question=place)))
+    except RowError:
+        return False
+
+
+def _is_answer(row: Fields, place: str) -> bool:
+    try:
+        answers = _math_reference(row, place).answers
+    except RowError:
+        return False
+    return all(len(answer) <= _MOST_ANSWER_CHARS and "\n" not in answer for answer in answers)
+
+
+def _is_tests(row: Fields, place: str) -> bool:
+    try:
+        return bool(_code_reference(row, FieldMap(question="-", tests=place)))
+    except RowError:
+        return False
+
+
 # ---- mixed schemas ----
 # Define the row formats that hold math or code: RL training rows in verl's layout, and Klear's own format.
 
@@ -264,8 +371,10 @@ def schema_for(source: FileSource | HubSource, first_row: Fields, *, where: str)
     if len(best) == 1:
         return next(iter(best.values()))
     if not best:
-        known = ", ".join(schema.name for schema in SCHEMAS)
-        raise ConfigError(f"{where}: no known row format has the keys {sorted(first_row)}; known formats: {known}")
+        raise ConfigError(
+            f"{where}: no known row format has the keys {sorted(first_row)}. Say where the values are, in the source's "
+            f"settings: {suggested_line(first_row)} (docs/data.md, any other schema)"
+        )
     raise ConfigError(
         f"{where}: a row with the keys {sorted(first_row)} could be any of {', '.join(sorted(best))}; "
         "set row_schema to the right one"

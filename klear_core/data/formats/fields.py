@@ -70,6 +70,11 @@ def has_surrogate(text: str) -> bool:
 _ID_KEYS = ("id", "problem_id", "question_id", "uuid", "unique_id", "task_id", "hash", "uid")
 
 
+def is_empty_row(fields: Fields) -> bool:
+    """Return whether no key of a row has a value, as in the padding of some tables."""
+    return not any(value is not None and value != "" for value in fields.values())
+
+
 def stated_id(fields: Fields) -> str:
     """Return the id that the source gave the row; empty if it gave none."""
     for key in _ID_KEYS:

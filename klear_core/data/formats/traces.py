@@ -21,6 +21,7 @@ from klear_core.data.formats.fields import (
     RowError,
     Schema,
     contest_id,
+    is_empty_row,
     is_from_user,
     keys,
     message_text,
@@ -33,6 +34,7 @@ from klear_core.data.formats.fields import (
 )
 from klear_core.data.formats.math_rows import boxed_reference
 from klear_core.data.readers import BrokenRow, FileRow, read_rows
+from klear_core.data.sources import EMPTY_ROW, READ, head_of
 from klear_core.errors import ConfigError
 from klear_core.prompts import THINK_CLOSE, THINK_OPEN, split_response
 from klear_core.types import Domain, Dropped, Reference, TeacherFinish, problem_id_of
@@ -149,9 +151,6 @@ TRACE_SCHEMAS = (
 # ---- traces ----
 
 
-READ = "read"
-"""Ledger step of the rows that this module drops."""
-_FIRST_ROWS = 5
 _THOUGHT_OPEN, _THOUGHT_CLOSE = "<|begin_of_thought|>", "<|end_of_thought|>"
 _SOLUTION_OPEN, _SOLUTION_CLOSE = "<|begin_of_solution|>", "<|end_of_solution|>"
 """Tags of Sky-T1 and of OpenThoughts-114k."""
@@ -225,7 +224,7 @@ def check_traces(source: FileSource | HubSource) -> None:
         )
     if check_files(source) is None:
         return
-    head = list(islice(_rows(source, QuestionTables(source.lookup).checked), _FIRST_ROWS))
+    head = head_of(_rows(source, QuestionTables(source.lookup).checked))
     if not head:
         raise ConfigError(f"{origin(source)}: holds no row")
     dropped = [row for row in head if isinstance(row, Dropped)]
@@ -271,6 +270,10 @@ def _rows(source: FileSource | HubSource, complete: Callable[[Fields], Fields]) 
     for row in islice(rows, source.limit):
         if isinstance(row, BrokenRow):
             yield Dropped(problem_id=row.where, step=READ, reason=row.reason, detail=f"{row.where}: {row.detail}")
+            continue
+        if is_empty_row(row.fields):
+            detail = f"{row.where}: no key has a value"
+            yield Dropped(problem_id=row.where, step=READ, reason=EMPTY_ROW, detail=detail)
             continue
         found = found or format_of(row.fields, where=row.where)
         try:

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -116,6 +116,8 @@ _MIN_BEGINNING = 6
 """Shortest beginning of a key that is masked."""
 
 
+_UNREAD_TO_NAME = 2
+"""Replies in the same shape that cannot be used, after which the endpoint is named."""
 _REFUSALS_TO_GIVE_UP = 3
 """Requests refused by an endpoint that accepted none, and accepted by others, after which it gets no more."""
 
@@ -158,6 +160,8 @@ class Endpoint:
         """No request is sent before this time."""
         self.removed_because = ""
         """The reason for which it gets no more requests in this run; empty if it gets them."""
+        self.unusable: Counter[str] = Counter()
+        """Replies whose shape cannot be used, by what is wrong with it."""
         self.takes_stream_options = True
         self._runtime = runtime
         self._times_left_out = 0
@@ -200,6 +204,23 @@ class Endpoint:
         self.replies_in_window += 1
         self.failures_in_a_row = 0
         self._times_left_out = 0
+
+    def count_unusable(self, defect: str) -> None:
+        """Count a whole reply in a shape that cannot be used; log the second of a kind."""
+        # Up to the example that may follow, which differs from reply to reply.
+        kind = defect.partition(": ")[0]
+        self.unusable[kind] += 1
+        if self.unusable[kind] == _UNREAD_TO_NAME:
+            log.warning("distill: replies of %s are paid for and cannot be used: %s", self.cfg.base_url, defect)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return the kinds of unusable replies that it sent more than once."""
+        return tuple(
+            f"{self.cfg.base_url}: {num} replies were paid for and cannot be used: {kind}; their text is in `unused`"
+            for kind, num in self.unusable.items()
+            if num >= _UNREAD_TO_NAME
+        )
 
     def failed(self, now: float) -> None:
         """Count a failure; leave the endpoint out after several in a row."""

@@ -69,9 +69,11 @@ class HttpTeacher:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return which endpoints were given up in this run, and why."""
+        """Return which endpoints were given up in this run, and whose replies cannot be used, and why."""
         gone = [endpoint for endpoint in self._fleet.endpoints if endpoint.removed_because]
-        return tuple(f"{e.cfg.base_url} was given up: {e.removed_because}" for e in gone)
+        given_up = [f"{e.cfg.base_url} was given up: {e.removed_because}" for e in gone]
+        unusable = [note for endpoint in self._fleet.endpoints for note in endpoint.notes]
+        return (*given_up, *unusable)
 
     def count_earlier(self, usage: Usage) -> None:
         """Count what earlier runs of the stage spent against the budget."""
@@ -295,6 +297,8 @@ class Attempt:
 
     def _report_success(self, endpoint: Endpoint, reply: TeacherReply) -> None:
         endpoint.succeeded()
+        if reply.defect:
+            endpoint.count_unusable(reply.defect)
         if not self._reader.is_stream:
             endpoint.can_stream = False
             self._fleet.count_tokens(endpoint, reply.num_tokens)
@@ -379,7 +383,12 @@ class Attempt:
         reply = self._reader.finish()
         assert self.endpoint is not None
         redact = self.endpoint.redact_reply
-        return replace(reply, reasoning=redact(reply.reasoning), answer=redact(reply.answer))
+        return replace(
+            reply,
+            reasoning=redact(reply.reasoning),
+            answer=redact(reply.answer),
+            defect=self.endpoint.redact(reply.defect),
+        )
 
     async def _refusal(self, response: httpx.Response, endpoint: Endpoint) -> FailedTry:
         """Read an error response. Raise TeacherRejectsError if it is permanent and no other endpoint is left."""

@@ -1,10 +1,15 @@
-"""Read a chat completion as it arrives: server-sent events, or one JSON body from a server that does not stream."""
+"""Read a chat completion as it arrives: server-sent events, or one JSON body from a server that does not stream.
+
+A whole reply in a shape that is not read is returned with its text, because another request would return it again.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any, TypeGuard
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeGuard
 
 from klear_core.distill.teachers.teacher import split_tags
 from klear_core.types import TeacherFinish, TeacherReply
@@ -15,15 +20,46 @@ _MOST_CHARS_A_TOKEN = 20
 """Most characters a token, on average, in any reply. Above it the server has ignored `max_tokens`."""
 _MOST_TOKENS = 2**31
 """A larger count is a server's mistake, such as -1 as an unsigned number; no file of ours could hold it."""
-_FINISH: dict[str, TeacherFinish] = {
-    "stop": "stop",
-    "eos": "stop",
-    "eos_token": "stop",
-    "length": "length",
-    "content_filter": "content_filter",
+_FINISH_WORDS: dict[TeacherFinish, str] = {
+    "stop": "stop eos eos_token end end_turn end_of_text end_of_sequence stop_sequence stop_token stop_string complete "
+    "completed done finished success",
+    "length": "length max_length model_length max_tokens max_output_tokens max_new_tokens max_completion_tokens "
+    "token_limit context_length context_window max_context_length model_context_window_exceeded truncated incomplete",
+    "content_filter": "content_filter content_filtered filtered safety refusal refused sensitive recitation blocklist "
+    "prohibited_content spii error_toxic guardrail_intervened blocked moderation",
+    "tool_calls": "tool_calls tool_call tool_use function_call malformed_function_call unexpected_tool_call",
 }
-"""Together says `eos`, and older versions of TGI `eos_token`, where others say `stop`."""
+_FINISH = {word: finish for finish, words in _FINISH_WORDS.items() for word in words.split()}
+"""How a reply ended by the word for it, as OpenAI, Anthropic, Gemini, Mistral, Cohere, Together and TGI have it."""
+_INTERRUPTED_WORDS = """
+abort aborted cancel cancelled canceled error internal_error server_error insufficient_system_resource timeout timed_out
+interrupted overloaded network_error unavailable preempted
+"""
+_INTERRUPTED = frozenset(_INTERRUPTED_WORDS.split())
+"""Words for a reply that the server gave up; the same request may get a whole one."""
+_UNSAID = frozenset(["", "null", "none", "finish_reason_unspecified", "unspecified"])
+"""Words for a reply that has not ended."""
+_REASONING_FIELDS = (
+    "reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks", "reasoning_text", "thoughts",
+)  # fmt: skip
+"""Where servers put the reasoning beside the content: DeepSeek and older servers, vLLM, Ollama, OpenRouter, LiteLLM and
+others. Some send several of them with the same text, so the first that has any counts."""
+_TEXT_KEYS = ("text", "content", "thinking", "reasoning", "summary", "value", "refusal")
+"""Where a part of a list has its text, or further parts."""
+_MOST_NESTED = 8
+"""Depth of parts within parts. Published shapes have three."""
+_NO_TEXT_KEYS = frozenset(["type", "id", "index", "format", "signature", "data", "annotations", "logprobs", "status"])
+"""What parts without a text have: the signature of a thought, or one that is encrypted."""
+_OTHER_TEXT_KEYS = """
+message response text output output_text content content_block delta completion generated_text generation candidates
+outputs results item token
+"""
+_OTHER_PROTOCOLS = frozenset(_OTHER_TEXT_KEYS.split())
+"""Where other protocols have their text: Ollama's own, Anthropic's, OpenAI's Responses, Gemini's, TGI's."""
+PartKind = Literal["content", "reasoning", "refusal", "tool", "unknown"]
+Part = tuple[PartKind, str]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_LINE_END = re.compile(rb"\r\n|\n|\r")
 _EMPTY_EVENTS = (b"", b"null")
 """Events without content, which some servers and proxies send to keep a connection open."""
 
@@ -56,7 +92,23 @@ class ReplyReader:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._num_chars = 0
+        self._tool_calls: list[str] = []
+        self._unread_parts: list[str] = []
+        """Parts of the message in unknown shapes, as JSON."""
+        self._unread_events: list[str] = []
+        """Events, or whole bodies, with text in the places of other protocols, as JSON."""
+        self._held: dict[PartKind, list[str]] = {
+            "content": self._content,
+            "reasoning": self._reasoning,
+            "refusal": self._content,
+            "tool": self._tool_calls,
+            "unknown": self._unread_parts,
+        }
+        self._reasoning_place = ""
+        self._has_deltas = False
+        self._has_choices = False
         self._finish_reason = ""
+        """The server's word, in lower case with underscores."""
         self._is_refused = False
         self._start = b""
         self._line = bytearray()
@@ -64,6 +116,8 @@ class ReplyReader:
         self._data: list[bytes] = []
         """Data lines of the current event."""
         self._is_json: bool | None = None
+        self._is_after_return = False
+        """Whether the last line ended in a carriage return, of which a line feed may be the second half."""
 
     @property
     def is_stream(self) -> bool:
@@ -103,12 +157,8 @@ class ReplyReader:
             self._is_json = bytes(first) in (b"{", b"[")
             chunk = b""
         self._line += chunk
-        if not self._is_json and b"\n" in self._line:
-            # Lines are bytes until they are complete: a chunk may end within a character.
-            *lines, rest = self._line.split(b"\n")
-            self._line = bytearray(rest)
-            for line in lines:
-                self._read_line(bytes(line.removesuffix(b"\r")))
+        if not self._is_json:
+            self._read_lines()
         num_pending = len(self._line) + sum(map(len, self._data))
         if num_pending > self._max_pending:
             raise BadReplyError("malformed", f"more than {self._max_pending} bytes without an end of event")
@@ -123,37 +173,79 @@ class ReplyReader:
             self._read_line(b"")
         if self.is_over_limit and not self._finish_reason:
             self._finish_reason = "length"
+        if self._unread_events and not self._has_choices:
+            return self._reply("other", f"no chat completion: {self._unread_events[0][:200]}")
         if not self._finish_reason:
             if not self.num_pieces:
                 raise BadReplyError("malformed", f"no chat completion; it starts with {self._start[:100]!r}")
+            if self._is_json:  # it is whole, so the server says so every time
+                return self._reply("other", "no finish_reason")
             raise BadReplyError("broken_off", f"broken off after {self.num_pieces} pieces, without a finish reason")
-        if self._finish_reason not in _FINISH:
-            raise BadReplyError("interrupted", f"finish_reason {self._finish_reason[:50]!r}")
-        return self._reply()
+        is_known = self._finish_reason in _FINISH
+        if self._finish_reason in _INTERRUPTED or not (is_known or self.num_pieces):
+            raise BadReplyError("interrupted", f"finish_reason {self._finish_reason!r}")
+        return self._reply(*self._ending())
 
-    def _reply(self) -> TeacherReply:
-        content, reasoning = _text(self._content), _text(self._reasoning)
+    def _ending(self) -> tuple[TeacherFinish, str]:
+        """Return how the reply ended, and why it cannot be used if its shape is at fault."""
+        finish = _FINISH.get(self._finish_reason)
+        if finish is None:
+            return "other", f"unknown finish_reason {self._finish_reason!r}"
+        if self._unread_parts:
+            return "other", f"content of an unknown shape: {self._unread_parts[0][:200]}"
+        if self._is_refused:
+            return "content_filter", ""
+        if self.is_over_limit:
+            return "length", ""
+        if self._tool_calls and finish in ("stop", "tool_calls"):
+            return "tool_calls", "the model calls a tool"
+        # No tools are offered: a server that says `tool_calls` and sends none took something in the answer for a call.
+        return "stop" if finish == "tool_calls" else finish, ""
+
+    def _reply(self, finish_reason: TeacherFinish, defect: str) -> TeacherReply:
+        (content, is_whole), (reasoning, is_whole_too) = _text(self._content), _text(self._reasoning)
         # Servers without a reasoning parser leave the tags in the content.
         reasoning, answer = split_tags(content, reasoning)
-        finish_reason = _FINISH[self._finish_reason]
-        if self._is_refused:
-            finish_reason = "content_filter"
-        elif self.is_over_limit:
-            finish_reason = "length"
+        if not (is_whole and is_whole_too) and not defect:
+            finish_reason, defect = "other", "half a surrogate pair in the text"
+        apart = "\n".join([*self._tool_calls, *self._unread_parts, *self._unread_events])
         return TeacherReply(
             reasoning=reasoning,
-            answer=answer,
+            answer="\n".join(filter(None, [answer, apart])) if defect else answer,
             finish_reason=finish_reason,
             num_tokens=self.output_tokens,
+            defect=defect,
         )
+
+    def _read_lines(self) -> None:
+        """Read all lines that are complete; they end in LF, CR LF or CR alone."""
+        if self._is_after_return and self._line:
+            self._line = self._line.removeprefix(b"\n")
+            self._is_after_return = False
+        if b"\n" not in self._line and b"\r" not in self._line:
+            return
+        # The second half of the last CR LF may be in the next chunk. Its line is complete without it.
+        self._is_after_return = self._line.endswith(b"\r")
+        # Lines are bytes until they are complete: a chunk may end within a character.
+        *lines, rest = _LINE_END.split(self._line) if b"\r" in self._line else self._line.split(b"\n")
+        self._line = bytearray(rest)
+        for line in lines:
+            self._read_line(bytes(line))
 
     def _read_line(self, line: bytes) -> None:
         """Read one line of a stream: an empty one ends an event; comments and other fields are ignored."""
         if line:
             field, _, value = line.partition(b":")
-            if field == b"data":
-                self._data.append(value.removeprefix(b" "))
+            if field != b"data":
+                return
+            value = value.removeprefix(b" ")
+            if self._data and value.startswith((b"{", b"[DONE]")) and _is_json(b"\n".join(self._data)):
+                self._end_event()  # a server that sends no empty lines
+            self._data.append(value)
             return
+        self._end_event()
+
+    def _end_event(self) -> None:
         if self._data:
             event = b"\n".join(self._data).strip()
             self._data = []
@@ -168,42 +260,86 @@ class ReplyReader:
         except (ValueError, RecursionError) as e:  # also bytes that are no UTF-8
             raise BadReplyError("malformed", f"{type(e).__name__}: {e}; it starts with {payload[:100]!r}") from e
         if not isinstance(event, dict):
-            raise BadReplyError("malformed", f"not a chat completion; it starts with {payload[:100]!r}")
-        if event.get("error"):
-            raise BadReplyError("stream_error", f"the server says {str(event['error'])[:300]!r}")
+            self._keep_unread(event)  # the native protocol of TGI answers with a list
+            if not self._unread_events:
+                raise BadReplyError("malformed", f"not a chat completion; it starts with {payload[:100]!r}")
+            return
+        if event.get("error") or "error" in (event.get("object"), event.get("type")):
+            said = event.get("error") or event.get("message") or event
+            raise BadReplyError("stream_error", f"the server says {str(said)[:300]!r}")
         self.has_fingerprint |= bool(event.get("system_fingerprint"))
         self._read_usage(event.get("usage"))
         choices = event.get("choices") or []  # null beside the token counts of some servers
-        if not isinstance(choices, list):
-            raise BadReplyError("malformed", f"choices is {type(choices).__name__}")
+        if isinstance(choices, dict):
+            choices = [choices]
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise BadReplyError("malformed", f"choices is {type(choices).__name__} of what is no choice")
+        if not choices:
+            self._keep_unread(event)
         for choice in choices:
-            if not isinstance(choice, dict):
-                raise BadReplyError("malformed", f"a choice is {type(choice).__name__}")
             if not choice.get("index"):  # one is asked for; a server may send more, or call the only one null
                 self._read_choice(choice)
 
     def _read_choice(self, choice: dict[str, Any]) -> None:
-        message = choice.get("delta") or choice.get("message") or {}
-        if not isinstance(message, dict):
-            raise BadReplyError("malformed", f"a message is {type(message).__name__}")
-        # DeepSeek and older servers call it reasoning_content, vLLM reasoning; some send both, with the same text
-        self._add(message.get("reasoning_content") or message.get("reasoning"), self._reasoning, "reasoning")
-        self._add(message.get("content"), self._content, "content")
-        if message.get("refusal"):
-            self._is_refused = True
-            self._add(message["refusal"], self._content, "refusal")
-        finish_reason = choice.get("finish_reason")
-        if finish_reason:  # some servers send an empty one with every piece
-            self._finish_reason = str(finish_reason)
+        self._has_choices = True
+        num_pieces = self.num_pieces
+        if delta := choice.get("delta"):
+            self._read_message(delta)
+            self._has_deltas |= self.num_pieces > num_pieces
+        # Some servers end a stream with the whole message, whose pieces have come before.
+        elif not self._has_deltas:
+            self._read_message(choice.get("message") or choice.get("text"))
+        if reason := choice.get("finish_reason"):
+            word = _word_of(reason)
+            if word not in _UNSAID:  # some servers send an empty one with every piece
+                self._finish_reason = word
 
-    def _add(self, text: object, parts: list[str], field: str) -> None:
-        if text is None or text == "":
-            return
-        if not isinstance(text, str):
-            raise BadReplyError("malformed", f"{field} is {type(text).__name__}")
-        parts.append(text)
-        self.num_pieces += 1
-        self._num_chars += len(text)
+    def _read_message(self, message: object) -> None:
+        if not isinstance(message, dict):
+            message = {"content": message}
+        apart = self._reasoning_apart(message)
+        content = message.get("content")
+        inside = _listed_parts(content, "content")
+        thought = "" if isinstance(content, str) else _joined(inside, "reasoning")
+        # LiteLLM sends the thinking among the parts of the content, too.
+        if thought and (thought == _joined(apart, "reasoning") or self._is_repeated(thought, "content")):
+            inside = [part for part in inside if part[0] != "reasoning"]
+        self._add([*apart, *inside])
+        if refusal := message.get("refusal"):
+            self._is_refused = True
+            self._add(list(_parts_of("" if refusal is True else refusal, "refusal")))
+        for name in ("tool_calls", "function_call"):
+            if message.get(name):
+                self._add([("tool", json.dumps(message[name]))])
+
+    def _reasoning_apart(self, message: dict[str, Any]) -> list[Part]:
+        """Return the reasoning in a field of its own, unless the pieces in another place had it before."""
+        for name in _REASONING_FIELDS:
+            if not message.get(name):
+                continue
+            parts = _listed_parts(message[name], "reasoning")
+            # Alone, encrypted thinking is no reasoning, and another field may have it in plain text.
+            if text := _joined(parts, "reasoning"):
+                return [] if self._is_repeated(text, name) else parts
+        return []
+
+    def _is_repeated(self, thought: str, place: str) -> bool:
+        """Return whether the whole reasoning so far came in another place."""
+        self._reasoning_place = self._reasoning_place or place
+        return place != self._reasoning_place and thought == "".join(self._reasoning)
+
+    def _add(self, parts: Sequence[Part]) -> None:
+        for kind, text in parts:
+            self._is_refused |= kind == "refusal"
+            self._held[kind].append(text)
+            self.num_pieces += 1
+            self._num_chars += len(text)
+
+    def _keep_unread(self, value: object) -> None:
+        """Keep the text of another protocol. Other events without a choice are pings and counts."""
+        parts = value if isinstance(value, list) else [value]
+        if any(map(_has_text, parts)) and sum(map(len, self._unread_events)) < self._max_pending:
+            self._unread_events.append(json.dumps(value))
 
     def _read_usage(self, usage: object) -> None:
         """Take the counts of the last usage that has any; vLLM can send one with every piece."""
@@ -225,9 +361,84 @@ def estimate_tokens(num_chars: int) -> int:
     return math.ceil(num_chars / _CHARS_A_TOKEN)
 
 
-def _text(parts: list[str]) -> str:
-    """Join the pieces; the halves of a surrogate pair may have come in two of them."""
+def _has_text(event: object) -> bool:
+    """Return whether an event has something where another protocol has its text."""
+    if not isinstance(event, dict):
+        return False
+    # A text as the message is that of an error or a gateway; a reply's is an object.
+    return any(
+        event[key] for key in _OTHER_PROTOCOLS & event.keys() if key != "message" or isinstance(event[key], dict)
+    )
+
+
+def _listed_parts(value: object, kind: PartKind) -> list[Part]:
+    if isinstance(value, str):  # nearly all pieces
+        return [(kind, value)] if value else []
+    return list(_parts_of(value, kind))
+
+
+def _parts_of(value: object, kind: PartKind, depth: int = 0) -> Iterator[Part]:
+    """Yield the texts of a message's field, each with its kind: a text, a part with a type, or a list of such parts."""
+    if value is None or value in ("", [], {}):
+        return
+    if isinstance(value, str):
+        yield kind, value
+    elif isinstance(value, list) and depth < _MOST_NESTED:
+        for part in value:
+            yield from _parts_of(part, kind, depth + 1)
+    elif isinstance(value, dict) and depth < _MOST_NESTED:
+        yield from _parts_of_dict(value, kind, depth)
+    else:
+        yield "unknown", json.dumps(value)
+
+
+def _parts_of_dict(part: dict[str, Any], kind: PartKind, depth: int) -> Iterator[Part]:
+    name = str(part.get("type") or "").lower()
+    if re.search(r"encrypted|redacted|signature", name):
+        return  # nobody can read it
+    if re.search(r"tool|function", name):
+        yield "tool", json.dumps(part)
+        return
+    if re.search(r"think|thought|reason", name) or part.get("thought") is True:
+        kind = "reasoning"
+    elif "refusal" in name:
+        kind = "refusal"
+    keys = [key for key in _TEXT_KEYS if key in part]
+    if not keys:
+        if not part.keys() <= _NO_TEXT_KEYS:
+            yield "unknown", json.dumps(part)
+        return
+    filled = next((key for key in keys if part[key]), keys[0])
+    yield from _parts_of(part[filled], kind, depth + 1)
+
+
+def _word_of(finish_reason: object) -> str:
+    """Return the server's word for how a reply ended, in lower case with underscores (`MAX_TOKENS`, `end-turn`)."""
+    if isinstance(finish_reason, dict):
+        finish_reason = finish_reason.get("type") or finish_reason.get("reason")
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|[\s-]+", "_", str(finish_reason).strip()[:50])
+    return words.lower().removeprefix("finish_reason_")
+
+
+def _joined(parts: Sequence[Part], kind: PartKind) -> str:
+    return "".join([text for its_kind, text in parts if its_kind == kind])
+
+
+def _is_json(data: bytes) -> bool:
     try:
-        return "".join(parts).encode("utf-16-le", "surrogatepass").decode("utf-16-le")
-    except UnicodeDecodeError as e:
-        raise BadReplyError("malformed", "half a surrogate pair in the text") from e
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _text(parts: list[str]) -> tuple[str, bool]:
+    """Join the pieces, and return whether they are text: a lone half of a surrogate pair is replaced.
+
+    The halves of a pair may have come in two pieces.
+    """
+    units = "".join(parts).encode("utf-16-le", "surrogatepass")
+    try:
+        return units.decode("utf-16-le"), True
+    except UnicodeDecodeError:
+        return units.decode("utf-16-le", "replace"), False

@@ -8,6 +8,7 @@ from klear_core.config.curate import CurateConfig, CurateRuntime, DecontaminateC
 from klear_core.config.data import BenchmarkConfig, FileSource, ProceduralSource
 from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.data.benchmarks import prepare_benchmarks
+from klear_core.data.candidates import DroppedRow
 from klear_core.data.curation.curate import check_curation, curate
 from klear_core.data.curation.decontaminate import Leak
 from klear_core.errors import ConfigError, DataError
@@ -244,3 +245,30 @@ def test_some_broken_rows_are_a_warning(tmp_path, num_broken, num_warnings):
     )
     assert len(summary.notes) == num_warnings
     assert summary.ledger[0].dropped == ({"no_reference": num_broken} if num_broken else {})
+
+
+UNREADABLE = ["\\frac{1}{", "}{", "$$", "\\boxed{}", "x" * 1001, "???", "\\frac{1}", "\\sqrt", "x=", "2^", "..."]
+READABLE = [
+    "-1", "1/2", "\\frac{1}{2}", "\\{\\}", "\\emptyset", "<", "+", "\\mathbb{R}^+", "(-\\infty, 2)", "yes", "A",
+    "90^\\circ", "x=3", "50\\%", "5!", "1{,}000",
+]  # fmt: skip
+
+
+def test_references_that_no_answer_could_ever_match_are_a_row_of_the_ledger(tmp_path):
+    rows = [{"problem": f"Solve equation number {i}.", "answer": a} for i, a in enumerate([*UNREADABLE, *READABLE])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = CurateConfig(
+        sources=(FileSource(path=str(tmp_path / "rows.jsonl")),),
+        runtime=CurateRuntime(read={"stop_below": 0.1}),
+    )
+    (tmp_path / "benchmarks").mkdir()
+    summary = curate(
+        cfg, benchmarks=tmp_path / "benchmarks", seed=0, workdir=tmp_path / "out", telemetry=NullTelemetry()
+    )
+    (read,) = [step for step in summary.ledger if step.step == "read"]
+    assert read.dropped == {"unreadable_reference": len(UNREADABLE)}
+    assert read.num_out == len(READABLE)
+    dropped = list(read_shards(tmp_path / "out" / "dropped", DroppedRow))
+    assert {row.reason for row in dropped} == {"unreadable_reference"}
+    assert sorted(row.row.rsplit(":")[-1] for row in dropped) == sorted(str(i + 1) for i in range(len(UNREADABLE)))
+    assert all("rows.jsonl:" in row.detail for row in dropped)

@@ -1,5 +1,9 @@
+# ruff: noqa: RUF001  Cyrillic letters are the point
 import dataclasses
+import html
+import re
 from collections import Counter
+from urllib.parse import quote
 
 import pytest
 
@@ -216,3 +220,30 @@ def test_a_contest_problem_is_known_by_its_id_whatever_its_words():
     by_default = Guard(DecontaminateConfig(), [asked])
     assert by_default.leak_in(same) is None
     assert by_default.counts_by_rule()["rule_contest_alone"] == 1
+
+
+ENCODINGS = {
+    "entities": html.escape,
+    "entities, twice": lambda text: html.escape(html.escape(text)),
+    "numeric entities": lambda text: "".join(f"&#{ord(char)};" for char in text),
+    "fixed spaces": lambda text: text.replace(" ", "&nbsp;"),
+    "tags": lambda text: "<p>" + re.sub(r"(\w+) (\w+)", r"<b>\1</b> <i>\2</i>", text) + "</p>",
+    "JSON": lambda text: "".join(f"\\u{ord(char):04x}" for char in text),
+    "URL": quote,
+    "mojibake": lambda text: text.replace(" ", "\u00a0").encode().decode("cp1252"),
+    "Cyrillic": lambda text: text.translate(str.maketrans("aeopcyx", "аеорсух")),
+    "Markdown": lambda text: re.sub(r"\b([a-z]{5,})\b", r"**\1**", text),
+    "no width": lambda text: re.sub(r"(\w)(\w)", "\\1\u200b\\2", text),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("rule", ["ngram", "near"])
+def test_no_encoding_hides_a_benchmark_question_from_either_rule(encoding, rule):
+    question = (
+        "Real numbers x < y & y < 30 satisfy the equation $\\frac{1}{x} + \\frac{1}{y} = 2$, and their sum is even. "
+        "Find the number of ordered pairs that exist."
+    )
+    guard = protect(question, cfg=DecontaminateConfig(rules=(rule,)))
+    assert guard.leak_in(prompt(ENCODINGS[encoding](question))) is not None
+    assert protect(ENCODINGS[encoding](question), cfg=DecontaminateConfig(rules=(rule,))).leak_in(prompt(question))

@@ -3,6 +3,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from klear_core.config.curate import DedupConfig, NearConfig
 from klear_core.data.candidates import Candidate
 from klear_core.data.curation.near_duplicates import candidate_pairs, compare, decide, marks_of, near_table
 from klear_core.data.curation.segment import exact_key, first_with_key, keys_array
-from klear_core.data.curation.sketch import SKETCH_SIZE, ragged, similarities, sketches_of, tokens_of
+from klear_core.data.curation.sketch import SKETCH_SIZE, overlaps_of, ragged, sketches_of, tokens_of
 from klear_core.data.curation.work_plan import templates_of
 from klear_core.types import (
+    AssertTests,
     CallCase,
     CallTests,
     CodeReference,
@@ -215,6 +217,66 @@ def test_math_and_code_are_never_copies_of_each_other():
     assert dropped(math(STORY), stdin(STORY + " Go.", ("1", "1"))) == []
 
 
+REWORDED = [
+    (STORY, STORY.replace("picture", "drawing").replace("painted", "coloured")),
+    ("Find the sum of all primes below 20 that are not of the form 4k+1.", "Determine the sum of those primes below 20 "
+     "that are not of the form 4k+1."),
+    ("What is the remainder when $7^{100}$ is divided by 13?", "Compute the remainder if $7^{100}$ is divided by 13."),
+    ("Is every compact subset of a Hausdorff space closed in that space?", "Is each compact subset of a Hausdorff "
+     "space closed in that space?"),
+]  # fmt: skip
+WRAPPERS = [
+    "{}",
+    "Please solve the following problem carefully, and explain all of your reasoning before you answer: {}",
+    "{}\nThink step-by-step, and put the final answer within \\boxed{{}}.",
+    "<p>{}</p>\n**Solution.**",
+    "You are an expert. Here is a task for you, which you should read with care.\n\n{}\n\nLet's think about it.",
+]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(("question", "reworded"), REWORDED)
+def test_a_wrapper_and_two_other_words_do_not_hide_a_copy(question, reworded, wrapper):
+    wrapped = wrapper.format(reworded)
+    assert dropped(math(question), math(wrapped)) == [1]
+    assert dropped(math(wrapped), math(question)) == [1]
+    assert dropped(math(question), math(wrapped, "118")) == []
+    if "20" in question:
+        assert dropped(math(question), math(wrapped.replace("20", "30"))) == []
+
+
+def test_different_questions_with_the_same_numbers_and_answer_stay():
+    dice = "Ivan has 20 dice. Jerry has twice as many dice as Ivan. How many dice do they have altogether?"
+    spokes = "A bicycle has 20 spokes on the front wheel and twice as many on the back wheel. How many spokes has it?"
+    assert dropped(math(dice, "60"), math(spokes, "60")) == []
+    statement = "Determine whether the following statement is true or false: "
+    compact = statement + "a compact set is closed in every Hausdorff space."
+    measure = statement + "a sequence of functions that converges in measure has a limit almost everywhere."
+    assert dropped(math(compact, "True"), math(measure, "True")) == []
+
+
+def test_reworded_programs_are_copies_if_their_tests_are_the_same():
+    wrapped = WRAPPERS[1].format(REWORDED[0][1])
+    assert dropped(call(STORY, "sets"), call(wrapped, "sets")) == [1]
+    assert dropped(call(STORY, "sets"), call(wrapped, "packs")) == []
+    assert dropped(stdin(STORY, ("1", "1"), ("2", "4")), stdin(wrapped, ("1", "1"), ("2", "4"))) == [1]
+    assert dropped(stdin(STORY, ("1", "1"), ("2", "4")), stdin(wrapped, ("1", "1"), ("2", "5"))) == []
+    asserts = [AssertTests(programs=(f"assert sets({n}) == {n}",)) for n in (1, 2)]
+    assert dropped(program(STORY, asserts[0]), program(wrapped, asserts[0])) == [1]
+    assert dropped(program(STORY, asserts[0]), program(wrapped, asserts[1])) == []
+
+
+def test_without_an_answer_a_longer_text_must_contain_the_question():
+    def proof(question):
+        reference = UnverifiableReference(domain=Domain.MATH, why="a proof")
+        return Candidate(source="a", domain=Domain.MATH, question=question, reference=reference, rating=None)
+
+    wrapped = WRAPPERS[1].format(STORY)
+    assert dropped(math(STORY), proof(wrapped)) == [1]
+    assert dropped(proof(STORY), proof(wrapped)) == [1]
+    assert dropped(proof(STORY), proof(wrapped.replace("cards are", "shapes are"))) == []
+
+
 TEMPLATES = [
     "{} Let's think step by step and output the final answer within \\boxed{{}}.",
     "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
@@ -268,7 +330,7 @@ def similarity(one, other):
     """Of two lists of tokens, through both in one batch with a third."""
     sets = sketches_of([one, other, ["x"]], NearConfig()).shingles
     pair = [ragged([sets[i], sets[2]], np.uint32) for i in (0, 1)]
-    alike = similarities(*pair).tolist()
+    alike = overlaps_of(*pair).similarities().tolist()
     assert alike[1] == 1.0
     return alike[0]
 
@@ -309,6 +371,15 @@ def test_sketches_are_the_same_in_another_process():
     assert len(outputs) == 1
     sketches = sketches_of([["the", "quick", "brown", "fox"]], NearConfig())
     assert sketches.shingles[0].tolist() == [335126912, 1461449176]
+
+
+def test_thousands_of_questions_with_one_answer_and_no_number_are_no_quadratic_work():
+    words = [f"{a}{b}{c}" for a in "bdfg" for b in "aeiou" for c in "klmnprst"]
+    draw = Random(0)
+    questions = [math("Is " + " ".join(draw.choices(words, k=20)) + "?", "yes") for _ in range(3000)]
+    table = table_of(*questions)
+    assert len(candidate_pairs([table], np.arange(3000), NearConfig())) <= 8 * 3000
+    assert dropped(*questions) == []
 
 
 def test_thousands_of_questions_in_one_bucket_are_no_quadratic_work():

@@ -50,6 +50,19 @@ from klear_core.data.curation.sketch import tokens_of
         ("It isn't, and they don’t.", "It is not, and they do not."),
         ("num\u00adber of pri\u200bmes", "number of primes"),
         ("‖x‖ and ⟨u, v⟩", "$\\|x\\|$ and $\\langle u, v \\rangle$"),
+        ("a &lt; b &amp;&amp; c &ge; d&#39;s &#x2264; 3&nbsp;km &times; &pi;", "a < b && c ≥ d's ≤ 3 km × π"),
+        ("1 &amp;lt; 2, &amp;amp;le; 3", "1 < 2, ≤ 3"),  # encoded two and three times
+        ("&#70;&#105;&#110;&#100; x", "Find x"),
+        ("<p>Find <i>x</i><sup>2</sup> if a<sub>n+1</sub> is<br/>5.</p>", "Find $x^2$ if $a_{n+1}$ is 5."),
+        ('<div class="q"><b>Fi</b>nd</div><div>x</div>', "Find x"),
+        ("x \\u2264 3 \\u003c \\u03c0, \\ud835\\udc65", "x ≤ 3 < π, x"),
+        ("One.\\nFind\\tX.\\n\\n2 \\neq 3", "One. Find x. 2 \\neq 3"),
+        ("Find%20x%20%3C%203%2C%20y", "Find x < 3, y"),
+        ("Find+x%20%3C%203%2C+y", "Find x < 3, y"),
+        ("xâ‰¤3, donâ€™t, Ã—", "x≤3, don’t, ×"),
+        ("**Problem.** Find *all* x. ***Note:***", "Problem. Find all x. Note:"),
+        ("\\fr\u200bac{1}{2}, ＼ｆｒａｃ｛１｝｛２｝", "\\frac{1}{2}, \\frac{1}{2}"),
+        ("Find the аrea оf а сircle", "Find the area of a circle"),  # Cyrillic letters
     ],
 )
 def test_typesetting_does_not_matter(one, other):
@@ -97,6 +110,14 @@ def test_typesetting_does_not_matter(one, other):
         ("p ⟺ q", "p ⟹ q"),
         ("‖x‖", "x"),
         ("isn't", "is"),
+        ("a &lt; b", "a &gt; b"),
+        ("m<n and n>k", "m and k"),
+        ("f(x) \\\\n = 3", "f(x) = 3"),  # a line break of LaTeX, and n
+        ("20%30%40", "2040"),
+        ("2 ** 3 ** x", "2 3 x"),
+        ("a**b**c", "abc"),
+        ("x *y* z", "xyz"),
+        ("x<sup>2</sup>", "x2"),
     ],
 )
 def test_what_changes_the_meaning_stays(one, other):

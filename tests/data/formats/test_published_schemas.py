@@ -536,7 +536,7 @@ def test_a_mapped_answer_can_be_any_value_for_a_judge_of_ones_own(tmp_path):
         read_one(row, tmp_path, row_schema="mapped", fields={"question": "q", "judge": "countdown"})
 
 
-@pytest.mark.parametrize("settings", [{"row_schema": "mapped"}, {"fields": {"question": "q"}}])
+@pytest.mark.parametrize("settings", [{"row_schema": "mapped"}, {"row_schema": "gsm8k", "fields": {"question": "q"}}])
 def test_a_mapping_and_its_format_belong_together(settings):
     with pytest.raises(ValueError, match="belong together"):
         FileSource(path="x", **settings)

@@ -239,7 +239,7 @@ def test_unknown_keys_are_fine_in_a_known_format(tmp_path):
 
 
 def test_unknown_and_ambiguous_rows_are_config_errors_that_name_the_keys():
-    with pytest.raises(ConfigError, match=r"no known row format has the keys \['prose'\]"):
+    with pytest.raises(ConfigError, match=r"no known row format has the keys \['prose'\].*docs/data.md"):
         schema_for(FileSource(path="x"), {"prose": 1}, where="f:1")
     with pytest.raises(ConfigError, match="could be any of gsm8k, problem; set row_schema"):
         schema_for(FileSource(path="x"), {"question": "q", "answer": "a", "reference": {}}, where="f:1")

@@ -87,6 +87,33 @@ def test_a_fault_costs_an_attempt_and_the_next_one_sends_the_same_request(
     assert all(request == server.requests[0] for request in server.requests)
 
 
+CALLS = [{"id": "1", "function": {"name": "python", "arguments": "print(4)"}}]
+UNUSABLE = {
+    "the model calls a tool": streamed(*HALF, event({"tool_calls": CALLS}, "tool_calls"), DONE),
+    "unknown finish_reason 'vibes'": streamed(*STREAM[:4], event(finish_reason="vibes"), DONE),
+    "content of an unknown shape": Answer(body=GOOD.replace('"4"', '[{"type": "image", "url": "x"}]')),
+    "no chat completion": Answer(body='{"message": {"role": "assistant", "content": "4"}, "done": true}'),
+}
+
+
+@pytest.mark.parametrize("defect", UNUSABLE)
+def test_a_reply_in_a_shape_that_would_come_again_is_paid_once_kept_and_names_its_endpoint(
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture, defect: str
+) -> None:
+    server.script = [UNUSABLE[defect]]
+    notes: list[str] = []
+    cfg = make_config(server.base_url, {"max_attempts": 6})
+    (sample,) = ask_all(cfg, look=lambda teacher: notes.extend(teacher.notes))
+    assert isinstance(sample.result, TeacherReply)
+    assert defect in sample.result.defect
+    assert (sample.usage.attempts, len(server.requests), notes) == (1, 1, [])
+    with caplog.at_level(logging.WARNING):
+        ask_all(cfg, num_samples=3, look=lambda teacher: notes.extend(teacher.notes))
+    (note,) = notes
+    assert note.startswith(f"{server.base_url}: 3 replies were paid for and cannot be used: {defect}")
+    assert caplog.text.count("are paid for and cannot be used") == 1
+
+
 def test_what_was_received_before_a_reply_broke_off_is_paid_for(server: ScriptedServer) -> None:
     server.script = [streamed(*HALF, hangs_up=True), WHOLE]
     priced = {"endpoints": [{"base_url": server.base_url, "input_price": 1e6, "output_price": 2e6}]}

@@ -74,9 +74,10 @@ def test_content_without_tags_is_all_answer() -> None:
         (b"[1, 2]", "malformed", "not a chat completion"),
         (b'{"choices": [], "usage": {"completion_tokens": 1}}', "malformed", "no chat completion"),
         (b'{"choices": 3}', "malformed", "choices is int"),
-        (payload({"content": ["a", "b"]}), "malformed", "content is list"),
-        (payload({"content": "4"}, None), "broken_off", "without a finish reason"),
-        (payload({"content": "4"}).replace(b'"4"', b'"\\ud800"'), "malformed", "surrogate"),
+        (b'{"type": "ping"}', "malformed", "no chat completion"),
+        (b'{"message": "overloaded", "code": 500}', "malformed", "no chat completion"),
+        (b'{"object": "error", "message": "overloaded"}', "stream_error", "overloaded"),
+        (b'event: error\ndata: {"type": "error", "message": "overloaded"}\n\n', "stream_error", "overloaded"),
         (payload({"content": "4"}).replace(b'"4"', b'"\xff"'), "malformed", "UnicodeDecodeError"),
         (payload({"content": ""}, "insufficient_system_resource"), "interrupted", "insufficient_system_resource"),
         (b"".join(STREAM[:4]), "broken_off", "after 3 pieces"),
@@ -94,6 +95,7 @@ def test_what_is_no_whole_answer_is_a_failure_with_its_reason(body: bytes, reaso
 
 
 WHOLE = TeacherReply(reasoning="2+2=4", answer="4", finish_reason="stop", num_tokens=9)
+MESSAGE = b'"message": {"content": "4", "reasoning_content": "2+2=4"}'
 
 
 def test_a_stream_is_read_like_the_reply_at_once() -> None:
@@ -116,8 +118,15 @@ def test_a_stream_is_read_like_the_reply_at_once() -> None:
         b"\xef\xbb\xbf" + b"".join(STREAM[1:]),  # a byte order mark
         b"".join(STREAM).replace(b'"choices": []', b'"choices": null'),
         b"".join(STREAM).replace(b'"index": 0', b'"index": null'),
-        b"".join(STREAM).replace(b'"finish_reason": "stop"', b'"finish_reason": "eos"'),  # Together
-        b"".join(STREAM).replace(b'"finish_reason": "stop"', b'"finish_reason": "eos_token"'),  # TGI
+        b"".join(STREAM).replace(b"\n", b"\r"),
+        b"".join(STREAM).replace(b"\n\n", b"\r\n\r"),  # a mixture of line ends
+        b"".join(STREAM).replace(b"\n\n", b"\n"),  # no empty line between events
+        b"\r\n: hello\r" + b"".join(STREAM).replace(b"}\n\n", b"}\n: ping\n\n"),
+        b"".join(STREAM).replace(b", ", b",\ndata: "),  # data in several lines
+        b"\xef\xbb\xbf" + b"".join(STREAM).replace(b"\n", b"\r"),
+        b"".join(STREAM).replace(b"null", b'"null"'),  # Qwen's own service
+        STREAM[1] + b'data: {"type": "ping"}\n\n' + b"".join(STREAM[2:]),
+        b"".join(STREAM[:4]) + event({}, "stop").replace(b'"delta": {}', MESSAGE) + usage_event(),  # all of it again
         b"".join(STREAM[:-2]) + event(finish_reason="") + b"".join(STREAM[-2:]),  # nothing, after the reason
     ],
 )
@@ -179,3 +188,137 @@ def test_a_stream_longer_than_was_asked_for_is_cut_and_truncated() -> None:
 def test_a_line_without_an_end_is_not_read_for_ever() -> None:
     with pytest.raises(BadReplyError, match="without an end of event"):
         read_whole(*(b"data: " + b"x" * 1000 for _ in range(10_000)))
+
+
+THOUGHT = {"type": "thinking", "thinking": "2+2=4", "signature": "EqoB"}
+MESSAGES: dict[str, dict[str, object]] = {
+    "parts": {"reasoning_content": "2+2=4", "content": [{"type": "text", "text": "4"}]},
+    "several parts": {
+        "reasoning": "2+2=4",
+        "content": [{"type": "text", "text": ""}, "", {"type": "text", "text": "4"}],
+    },
+    "one part": {"reasoning": "2+2=4", "content": {"type": "output_text", "text": "4", "annotations": []}},
+    "a value": {"reasoning": "2+2=4", "content": [{"type": "text", "text": {"value": "4"}}]},
+    "Mistral": {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "2+2=4"}]}, {"text": "4"}]},
+    "Anthropic": {"content": [THOUGHT, {"type": "redacted_thinking", "data": "Eq"}, {"type": "text", "text": "4"}]},
+    "Ollama": {"thinking": "2+2=4", "content": "4"},
+    "OpenRouter": {
+        "reasoning_details": [
+            {"type": "reasoning.text", "text": "2+2=4", "format": "unknown", "index": 0},
+            {"type": "reasoning.encrypted", "data": "Eq"},
+        ],
+        "content": "4",
+    },
+    "a summary": {"reasoning_details": [{"type": "reasoning.summary", "summary": "2+2=4"}], "content": "4"},
+    "both": {"reasoning": "2+2=4", "reasoning_details": [{"type": "reasoning.text", "text": "2+2=4"}], "content": "4"},
+    "LiteLLM": {"reasoning_content": "2+2=4", "thinking_blocks": [THOUGHT], "content": "4"},
+    "LiteLLM's parts": {"reasoning_content": "2+2=4", "content": [THOUGHT, {"type": "text", "text": "4"}]},
+    "an object": {"reasoning": {"content": "2+2=4"}, "content": "4"},
+    "no tools": {"reasoning": "2+2=4", "content": "4", "tool_calls": [], "function_call": None, "refusal": False},
+    "tags in parts": {"content": [{"type": "text", "text": "<think>2+2=4</think>"}, {"type": "text", "text": "4"}]},
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_every_shape_of_content_and_reasoning_is_read_whole_and_streamed(name: str) -> None:
+    message = MESSAGES[name]
+    assert read_reply(payload(message, usage={"completion_tokens": 9})) == WHOLE
+    assert read_reply(event(message) + event(finish_reason="stop") + usage_event()) == WHOLE
+    fields = [event({key: value}) for key, value in message.items() if value]
+    assert read_reply(b"".join(fields) + event(finish_reason="stop") + usage_event()) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("stop STOP eos eos_token end_turn stop_sequence end-turn endTurn COMPLETE FINISH_REASON_STOP", "stop"),
+        ("length max_tokens MAX_TOKENS model_length max-tokens max_output_tokens", "length"),
+        ("content_filter content-filter SAFETY refusal sensitive RECITATION", "content_filter"),
+        ("tool_calls tool-calls tool_use function_call", "stop"),  # no tool is called
+    ],
+)
+def test_each_servers_word_for_the_end_is_known(words: str, expected: str) -> None:
+    message: dict[str, object] = {"content": "4", "reasoning": "2+2=4"}
+    for word in words.split():
+        reply = read_reply(payload(message, word))
+        assert (reply.finish_reason, reply.answer, reply.defect) == (expected, "4", ""), word
+        streamed_reply = read_reply(event(message) + event(finish_reason=word))
+        assert (streamed_reply.finish_reason, streamed_reply.answer) == (expected, "4"), word
+    assert read_reply(payload(message, {"type": "max_tokens"})).finish_reason == "length"
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "python", "arguments": "print(4)"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "finish_reason", "defect", "text"),
+    [
+        (payload({"content": "hm", "tool_calls": [CALL]}, "tool_calls"), "tool_calls", "calls a tool", "hm"),
+        (payload({"content": None, "tool_calls": [CALL]}, "tool_calls"), "tool_calls", "calls a tool", "print(4)"),
+        (
+            payload({"content": [{"type": "tool_use", "input": "print(4)"}]}, "tool_use"),
+            "tool_calls",
+            "tool",
+            "print(4)",
+        ),
+        (payload({"content": "It is 4."}, "vibes"), "other", "unknown finish_reason 'vibes'", "It is 4."),
+        (payload({"content": [{"type": "image", "url": "x"}, "4"]}), "other", "unknown shape", "4"),
+        (payload({"content": "It is 4."}, None), "other", "no finish_reason", "It is 4."),
+        (payload({"content": 4}), "other", "unknown shape: 4", "4"),
+        (payload({"content": "a"}).replace(b'"a"', b'"a\\ud800"'), "other", "surrogate", "a\ufffd"),
+        (
+            b'{"model": "r1", "message": {"content": "It is 4."}, "done": true}',
+            "other",
+            "no chat completion",
+            "It is 4.",
+        ),
+        (b'{"output": [{"content": [{"text": "It is 4."}]}]}', "other", "no chat completion", "It is 4."),
+        (b'[{"generated_text": "It is 4."}]', "other", "no chat completion", "It is 4."),
+        (b'data: {"type": "content_block_delta", "delta": {"text": "It is 4."}}\n\n', "other", "no chat", "It is 4."),
+    ],
+)
+def test_a_whole_reply_in_another_shape_keeps_its_text_and_says_what_is_wrong(
+    body: bytes, finish_reason: str, defect: str, text: str
+) -> None:
+    reply = read_reply(body)
+    assert reply.finish_reason == finish_reason
+    assert defect in reply.defect
+    assert text in reply.answer
+
+
+def test_an_unknown_end_without_any_text_is_no_reply() -> None:
+    with pytest.raises(BadReplyError, match="vibes"):
+        read_whole(payload({"content": ""}, "vibes"))
+
+
+ODD = (
+    None,
+    True,
+    7,
+    -1.5,
+    "",
+    "text",
+    [],
+    [None],
+    [[["x"]]],
+    {},
+    {"a": []},
+    {"type": "text"},
+    [{"type": 3, "text": {}}],
+)
+
+
+def test_odd_values_anywhere_lead_to_a_reply_or_a_failure_never_to_a_crash() -> None:
+    fields = ("content", "reasoning", "thinking", "reasoning_details", "refusal", "tool_calls", "role")
+    choices = [{"message": {"content": "4", field: odd}, "finish_reason": "stop"} for field in fields for odd in ODD]
+    choices += [{"message": {"content": "4"}, "finish_reason": "stop", key: odd} for key in ("message", "delta", "text",
+                "finish_reason", "index") for odd in ODD]  # fmt: skip
+    bodies = [{"choices": [choice]} for choice in choices]
+    bodies += [{"choices": [choices[0]], key: odd} for key in ("choices", "usage", "error", "object") for odd in ODD]
+    for body in map(json.dumps, bodies):
+        for sent in (body.encode(), b"data: " + body.encode() + b"\n\n"):
+            try:
+                reply = read_reply(sent)
+            except BadReplyError:
+                continue
+            assert reply.answer or reply.reasoning or not reply.defect, body
