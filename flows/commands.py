@@ -174,7 +174,8 @@ def evaluate(
         int | None, typer.Option(min=1, help="Maximum tokens of an answer; by default 32,768, or that of the profile.")
     ] = None,
     engine: Annotated[
-        Literal["auto", "torch", "vllm"], typer.Option(help="auto: torch for Qwen3 folders, vLLM for other models.")
+        Literal["auto", "torch", "vllm"],
+        typer.Option(help="auto: torch for folders of Llama, Qwen2, Qwen3; vLLM for others."),
     ] = "auto",
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; may be repeated.")
@@ -257,7 +258,8 @@ def chat(
     num_samples: Annotated[int, typer.Option("--samples", min=1, help="Number of answers to each question.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     engine: Annotated[
-        Literal["auto", "torch", "vllm"], typer.Option(help="auto: torch for Qwen3 models, vLLM for others.")
+        Literal["auto", "torch", "vllm"],
+        typer.Option(help="auto: torch for Llama, Qwen2, Qwen3; vLLM for others."),
     ] = "auto",
 ) -> None:
     """Ask a model of this workspace, any model folder, or a model of the Hub, a question of your own.

@@ -31,8 +31,8 @@ from klear_core.config.train import HubModelConfig
 from klear_core.cpus import usable_cpus
 from klear_core.data.readers import stem_of
 from klear_core.errors import ArtifactError, ConfigError, DataError
+from klear_core.generate.decoder.shape import is_supported
 from klear_core.generate.factory import ChatModel, ChatParams, open_chat
-from klear_core.hf_config import read_hf_config
 from klear_core.pipeline.graph import stages_of
 from klear_core.prompts import THINK_CLOSE
 from klear_core.scores import visible
@@ -167,12 +167,12 @@ def _given(model: str, root: Path, console: Console) -> dict[str, Any]:
 
 
 def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) -> str:
-    """Return the engine to use: the one asked for, else torch for folders of Qwen3 models and vLLM for others."""
+    """Return the engine to use: the one asked for, else torch for folders of models that it runs, and vLLM for others."""
     if engine != "auto":
         return engine
     if given["kind"] == "hub":
         return "vllm"  # its family is not known before it is downloaded
-    return "torch" if can_sample_in_torch(Path(given["path"])) else "vllm"
+    return "torch" if is_supported(Path(given["path"])) else "vllm"
 
 
 # ---- chat ----
@@ -197,7 +197,7 @@ def chat(which: str, question: str | None, params: ChatParams, *, root: Path, en
     console = Console(highlight=False, soft_wrap=True)
     folder, window = _find_model(which, root, Console(stderr=True))
     if engine == "auto":
-        engine = "torch" if can_sample_in_torch(folder) else "vllm"
+        engine = "torch" if is_supported(folder) else "vllm"
     with asyncio.Runner() as runner:
         model = runner.run(
             open_chat(folder, _ENGINES[engine], num_threads=usable_cpus(), seed=params.seed, window=window)
@@ -283,8 +283,6 @@ def _show(console: Console, completions: list[Completion]) -> None:
 
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_TORCH_FAMILY = "qwen3"
-"""`model_type` of the models that the torch engine samples."""
 
 
 def on_hub(model: str, console: Console) -> HubModelConfig | None:
@@ -301,8 +299,3 @@ def on_hub(model: str, console: Console) -> HubModelConfig | None:
         console.print(f"[dim]{repo}@{revision} is commit {commit}[/]")
         revision = commit
     return HubModelConfig(repo=repo, revision=revision)
-
-
-def can_sample_in_torch(folder: Path) -> bool:
-    """Return whether our own engine samples the model; vLLM runs the other families, too."""
-    return read_hf_config(folder).model_type == _TORCH_FAMILY

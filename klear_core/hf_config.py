@@ -43,6 +43,7 @@ class HfConfig(BaseModel):
     layer_types: tuple[str, ...] | None = None
     use_sliding_window: bool | None = None
     attention_bias: bool | None = None
+    mlp_bias: bool | None = None
     tie_word_embeddings: bool | None = None
     final_logit_softcapping: float | None = None
     attn_logit_softcapping: float | None = None

@@ -52,7 +52,7 @@ class TorchEngineRuntime(Settings):
 
 
 class TorchEngineConfig(Settings):
-    """Klear's sampler for Qwen3 models in plain torch, fast for small models on CPU and one GPU."""
+    """Klear's sampler for Llama, Qwen2 and Qwen3 models, fast for small models on CPU and one GPU."""
 
     kind: Literal["torch"] = "torch"
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from completions_endpoint import MODEL, serve
-from qwen3_folder import build_model, write_folder
+from decoder_folder import build_model, write_folder
 from vllm_marks import VLLM_MARKS
 
 from klear_core.config.evaluate import (

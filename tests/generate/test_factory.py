@@ -3,7 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qwen3_folder import build_model, write_folder
+from decoder_folder import build_model, write_folder
 
 from klear_core.config.evaluate import HttpEngineConfig, TorchEngineConfig
 from klear_core.generate.factory import build_engine, build_trainable_engine

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from qwen3_folder import build_model, write_folder
+from decoder_folder import build_model, write_folder
 from safetensors.torch import save_file
 
 from klear_core.errors import ConfigError

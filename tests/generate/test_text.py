@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from qwen3_folder import END_ID, build_model, write_folder
+from decoder_folder import END_ID, build_model, write_folder
 
 from klear_core.errors import ConfigError
 from klear_core.hf_config import FolderTokenizer

@@ -10,7 +10,7 @@ from typing import TypeVar
 import psutil
 import pytest
 import torch
-from qwen3_folder import build_model, write_folder
+from decoder_folder import build_model, write_folder
 from transformers import Qwen3ForCausalLM
 from vllm_marks import HAS_VLLM, needs_vllm
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from qwen3_folder import build_model, write_folder
+from decoder_folder import build_model, write_folder
 
 from klear_core.config.evaluate import TorchEngineConfig
 from klear_core.errors import ConfigError

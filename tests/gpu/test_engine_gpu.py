@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "generate"))
-from qwen3_folder import build_model, write_folder
+from decoder_folder import build_model, write_folder
 from transformers import Qwen3ForCausalLM
 from vllm_marks import HAS_VLLM
 

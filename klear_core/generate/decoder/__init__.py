@@ -1,1 +1,1 @@
-"""Sample from the Qwen3 family on CPU and CUDA, without vLLM."""
+"""Sample from the Llama, Qwen2 and Qwen3 families on CPU and CUDA, without vLLM."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from klear_core.generate.decoder.decode import NativeStep, RowState, draw, penalise, truncate_rows
-from klear_core.generate.decoder.model import KvCache, Qwen3, round_up
+from klear_core.generate.decoder.model import Decoder, KvCache, round_up
 from klear_core.generate.engine import SamplingParams
 
 MIN_ROWS = 4
@@ -61,7 +61,7 @@ class Batch(Generic[OwnerT]):
     """Static tensors of up to `max_rows` rows. Not thread-safe: only one thread may use it."""
 
     def __init__(
-        self, model: Qwen3, native: NativeStep | None, *, stop_ids: Sequence[int], max_rows: int, version: int
+        self, model: Decoder, native: NativeStep | None, *, stop_ids: Sequence[int], max_rows: int, version: int
     ) -> None:
         """Create an empty batch. `native` must be built for this model; without it, steps run as torch operations."""
         self.max_rows, self.version = max_rows, version

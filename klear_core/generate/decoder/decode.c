@@ -1,8 +1,8 @@
-// Compute the parts of a Qwen3 decode step between its matrix products, in float32. Rows are computed one by one, so
+// Compute the parts of a decode step between its matrix products, in float32. Rows are computed one by one, so
 // that no row's bits depend on the other rows.
 //
-// Compiled for one model: HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM (a multiple of 16), INTERMEDIATE and VOCAB are
-// macros.
+// Compiled for one model: HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM (a multiple of 16), INTERMEDIATE, VOCAB and
+// HAS_QK_NORM (0: queries and keys are rotated as they are) are macros.
 //
 // Axes: B active rows, P positions of the shared cache, L positions of the rows' private cache (P and L are multiples
 // of 16), S = P + L, T positions of the token table, G query heads per key/value head.
@@ -86,8 +86,12 @@ void gate(int num_rows, const float *gate_up, float *out) {
 
 static inline void rotate(const float *restrict x, const float *restrict weight, const float *restrict cosine, const float *restrict sine,
                           float factor, float eps, float *restrict out) {
+#if HAS_QK_NORM
     float normed[HEAD_DIM];
     rms_norm(x, weight, normed, HEAD_DIM, eps);
+#else
+    const float *restrict normed = x;
+#endif
 #pragma omp simd
     for (int d = 0; d < HEAD_DIM / 2; d++) { // the first half of the sine has rotate_half's minus sign
         const float a = normed[d], c = normed[d + HEAD_DIM / 2];
@@ -146,7 +150,7 @@ static inline void mix(const float *weights, int64_t S, const float *value, int6
         for (int g = 0; g < GROUP; g++) sum[g][0] += load(value + l * HEAD_DIM) * weights[g * S + l];
 }
 
-// Norm and rotate queries and keys, write key and value to the row's private cache, and attend to all positions up to
+// Norm (if the family does) and rotate queries and keys, write key and value to the row's private cache, and attend to all positions up to
 // the row's. The first start[b] positions are in row slot[b] of the shared caches, the others in row b of the private
 // caches. Keys are [R, K, D, L], values [R, K, L, D].
 void attend(int num_rows, const int64_t *position, const int64_t *start, const int64_t *slot, const float *qkv, const float *qk_norm,

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from klear_core.generate.decoder.model import KvCache, Places, Qwen3
+from klear_core.generate.decoder.model import Decoder, KvCache, Places
 from klear_core.native import COMPILERS, compile_c
 
 _LANES = 16  # floats of one vector in decode.c
@@ -55,7 +55,7 @@ class NativeStep:
     """The C functions for one model, and their buffers. Only one thread may use it."""
 
     @classmethod
-    def of(cls, model: Qwen3, *, compilers: Sequence[str] = COMPILERS) -> NativeStep | None:
+    def of(cls, model: Decoder, *, compilers: Sequence[str] = COMPILERS) -> NativeStep | None:
         """Build the step; None for another device or dtype, a head size that does not fill vectors, or no compiler."""
         s = model.shape
         if model.device.type != "cpu" or model.dtype != torch.float32 or s.head_dim % _LANES:
@@ -67,11 +67,12 @@ class NativeStep:
             "HEAD_DIM": s.head_dim,
             "INTERMEDIATE": s.intermediate_size,
             "VOCAB": s.vocab_size,
+            "HAS_QK_NORM": int(s.family.has_qk_norm),
         }
         library = compile_c(_SOURCE, sizes, _SIGNATURES, compilers=compilers)
         return None if library is None else cls(model, library)
 
-    def __init__(self, model: Qwen3, library: ctypes.CDLL) -> None:
+    def __init__(self, model: Decoder, library: ctypes.CDLL) -> None:
         self._model, self._library = model, library
         # weights are [out, in] as for F.linear; torch.mm takes the transposed views
         self._layers = []
@@ -93,7 +94,11 @@ class NativeStep:
         # also applies the first layer's norm
         lib.embed(num_rows, tokens, width, position, m.embed.data_ptr(), x, first, normed, eps)
         for i, (qkv_w, out_w, gate_up_w, down_w) in enumerate(self._layers):
-            torch.mm(b.normed_BC, qkv_w, out=b.qkv)
+            bias = m.qkv_bias[i]
+            if bias is None:
+                torch.mm(b.normed_BC, qkv_w, out=b.qkv)
+            else:
+                torch.addmm(bias, b.normed_BC, qkv_w, out=b.qkv)
             at_shared = (shared.keys[i].data_ptr(), shared.values[i].data_ptr(), shared.length)
             at_private = (private.keys[i].data_ptr(), private.values[i].data_ptr(), private.length)
             # norms and rotates queries and keys, writes the new key and value to `private`, and attends

@@ -1,4 +1,4 @@
-"""Run Qwen3 for inference: fused weight buffers, a KV cache of rows, prefill and one-token decode in plain torch.
+"""Run a Llama, Qwen2 or Qwen3 for inference: fused weight buffers, a KV cache of rows, prefill and one-token decode in plain torch.
 
 Axis letters: N tokens of all rows laid end to end, R cache rows, B active rows, T tokens of a row, L positions of a
 row's private cache, P positions of the shared cache, S = P + L positions attended to, H query heads, K key/value heads,
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from klear_core.generate.decoder.shape import Qwen3Shape
+from klear_core.generate.decoder.shape import DecoderShape
 from klear_core.generate.engine import WeightSource
 from klear_core.generate.model_weights import check_shapes, tensor_shapes, tensors
 
@@ -35,10 +35,10 @@ class Places:
     """Upper bound on the positions that a row has in its private cache."""
 
 
-class Qwen3:
-    """Weights and forward pass; computes what `transformers.Qwen3ForCausalLM` does, in fewer and larger products."""
+class Decoder:
+    """Weights and forward pass; computes what transformers' models of these families do, in fewer, larger products."""
 
-    def __init__(self, shape: Qwen3Shape, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: DecoderShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         s = shape
         num_qk, qkv_size = s.num_heads + s.num_kv_heads, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
@@ -49,7 +49,9 @@ class Qwen3:
         # buffers are only overwritten, never reallocated: `native` keeps views of them
         self.norm1, self.norm2 = buffers(s.hidden_size), buffers(s.hidden_size)
         self.qkv, self.out = buffers(qkv_size, s.hidden_size), buffers(s.hidden_size, s.num_heads * s.head_dim)
-        self.qk_norm = buffers(num_qk, s.head_dim)
+        # without elements in families that lack it
+        self.qk_norm = buffers(num_qk if s.family.has_qk_norm else 0, s.head_dim)
+        self.qkv_bias = buffers(qkv_size) if s.family.has_qkv_bias else [None] * s.num_layers
         self.gate_up, self.down = (
             buffers(2 * s.intermediate_size, s.hidden_size),
             buffers(s.hidden_size, s.intermediate_size),
@@ -126,9 +128,12 @@ class Qwen3:
         """Return query_NHD and key_NKD, normalised and rotated, and value_NKD."""
         s, (cos_N1D, sin_N1D) = self.shape, rotation
         num_qk = s.num_heads + s.num_kv_heads
-        qkv = F.linear(self._rms_norm(x_NC, self.norm1[layer]), self.qkv[layer]).view(len(x_NC), -1, s.head_dim)
+        normed_NC = self._rms_norm(x_NC, self.norm1[layer])
+        qkv = F.linear(normed_NC, self.qkv[layer], self.qkv_bias[layer]).view(len(x_NC), -1, s.head_dim)
         # queries and keys are contiguous in the fused buffer, so one norm and one rotation serve both
-        qk = self._rms_norm(qkv[:, :num_qk], self.qk_norm[layer])
+        qk = qkv[:, :num_qk]
+        if s.family.has_qk_norm:
+            qk = self._rms_norm(qk, self.qk_norm[layer])
         qk = qk * cos_N1D + qk.roll(s.head_dim // 2, -1) * sin_N1D  # the sine has rotate_half's minus sign
         return qk[:, : s.num_heads], qk[:, s.num_heads :], qkv[:, num_qk:]
 
@@ -178,13 +183,19 @@ class Qwen3:
                 "self_attn.k_proj": k,
                 "self_attn.v_proj": v,
                 "self_attn.o_proj": self.out[i],
-                "self_attn.q_norm": self.qk_norm[i][: s.num_heads],
-                "self_attn.k_norm": self.qk_norm[i][s.num_heads :],
                 "mlp.gate_proj": gate,
                 "mlp.up_proj": up,
                 "mlp.down_proj": self.down[i],
             }
+            if s.family.has_qk_norm:
+                layer["self_attn.q_norm"], layer["self_attn.k_norm"] = self.qk_norm[i].split(
+                    [s.num_heads, s.num_kv_heads]
+                )
             targets |= {f"model.layers.{i}.{name}.weight": target for name, target in layer.items()}
+            bias = self.qkv_bias[i]
+            if bias is not None:
+                parts = zip("qkv", bias.split([num_q, num_kv, num_kv]), strict=True)
+                targets |= {f"model.layers.{i}.self_attn.{part}_proj.bias": target for part, target in parts}
         return targets
 
 
@@ -194,7 +205,7 @@ class KvCache:
     Grows, never shrinks.
     """
 
-    def __init__(self, shape: Qwen3Shape, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: DecoderShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self.num_rows = self.length = 0
         self._num_heads, self._head_dim = shape.num_kv_heads, shape.head_dim
         empty = torch.zeros(0, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)

@@ -1,18 +1,36 @@
-"""Read the shape of a Qwen3 model, and refuse models that the torch engine cannot run. Imported without torch."""
+"""Read the shape of a decoder, and refuse models that the torch engine cannot run.
+
+This is a file of its own because checks before a run need it without torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from klear_core.errors import ConfigError
-from klear_core.hf_config import read_hf_config
+from klear_core.hf_config import HfConfig, read_hf_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3Shape:
+class Family:
+    """What distinguishes the families of decoders that share everything else."""
+
+    has_qk_norm: bool = False
+    """Queries and keys of each head are normalised before their rotation."""
+    has_qkv_bias: bool = False
+
+
+FAMILIES = {"llama": Family(), "qwen2": Family(has_qkv_bias=True), "qwen3": Family(has_qk_norm=True)}
+"""Families that the torch engine runs, by the `model_type` of config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
     """The values of `config.json` that inference depends on."""
 
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -26,39 +44,58 @@ class Qwen3Shape:
     is_tied: bool
 
 
-def read_shape(folder: Path, *, window: int | None = None) -> Qwen3Shape:
-    """Read the shape of a plain Qwen3. Raise ConfigError for other models, which need vLLM.
+def read_shape(folder: Path, *, window: int | None = None) -> DecoderShape:
+    """Read the shape of a Llama, Qwen2 or Qwen3. Raise ConfigError for other models, which need vLLM.
 
     `window` raises the positions of `config.json`.
     """
     path, config = folder / "config.json", read_hf_config(folder)
-    unsupported = {
-        "model_type": config.model_type != "qwen3",
-        "hidden_act": config.hidden_act != "silu",
-        "attention_bias": bool(config.attention_bias),
-        "use_sliding_window": bool(config.use_sliding_window),
-        "rope_parameters": config.rope_type != "default",
-    }
-    for key, is_unsupported in unsupported.items():
-        if is_unsupported:
-            found = getattr(config, key)
-            raise ConfigError(
-                f'{path}: {key} = {found!r}: the torch engine runs plain Qwen3 models only; set engine.kind = "vllm"'
-            )
-    if config.head_dim is None or config.num_key_value_heads is None or config.rms_norm_eps is None:
+    for key in _unsupported_keys(config):
         raise ConfigError(
-            f"{path}: a Qwen3 has head_dim, num_key_value_heads and rms_norm_eps, of which something is missing here"
+            f"{path}: {key} = {getattr(config, key)!r}: the torch engine runs plain {', '.join(FAMILIES)} models only; "
+            'set engine.kind = "vllm"'
         )
-    return Qwen3Shape(
+    if config.rms_norm_eps is None:
+        raise ConfigError(f"{path}: rms_norm_eps is missing")
+    return DecoderShape(
+        family=FAMILIES[config.model_type],
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=_head_dim(path, config),
         norm_eps=config.rms_norm_eps,
         rope_theta=config.theta,
         max_len=config.window(window),
         is_tied=bool(config.tie_word_embeddings),
     )
+
+
+def is_supported(folder: Path) -> bool:
+    """Return whether the torch engine runs the model in a folder; vLLM runs the others, too."""
+    return not any(_unsupported_keys(read_hf_config(folder)))
+
+
+def _unsupported_keys(config: HfConfig) -> Iterator[str]:
+    """Yield the keys of `config.json` with which the torch engine would compute something else."""
+    unsupported = {
+        "model_type": config.model_type not in FAMILIES,
+        "hidden_act": config.hidden_act != "silu",
+        "attention_bias": bool(config.attention_bias),
+        "mlp_bias": bool(config.mlp_bias),
+        "use_sliding_window": bool(config.use_sliding_window),
+        "layer_types": bool(set(config.layer_types or ()) - {"full_attention"}),
+        "rope_parameters": config.rope_type != "default" or config.rope.get("partial_rotary_factor", 1) != 1,
+    }
+    yield from (key for key, is_unsupported in unsupported.items() if is_unsupported)
+
+
+def _head_dim(path: Path, config: HfConfig) -> int:
+    if config.head_dim is not None:
+        return config.head_dim
+    # transformers gives a Qwen3 without the key 128, whatever its width: better asked than guessed
+    if config.model_type == "qwen3":
+        raise ConfigError(f"{path}: head_dim is missing, which a Qwen3 states")
+    return config.hidden_size // config.num_attention_heads

@@ -1,4 +1,4 @@
-"""Sample from Qwen3 models: requests queue up, share one running batch in a worker thread, and return when they end.
+"""Sample from Llama, Qwen2 and Qwen3 models: requests queue up, share one running batch in a worker thread, and return when they end.
 
 A completion depends on the weights, the prompt, `params.seed` and the sample's index, and on nothing else in the batch.
 In float32 on CPU this was seen to hold to the last bit; elsewhere a token can differ where two are within rounding of a
@@ -24,7 +24,7 @@ from klear_core.config.evaluate import MAX_BATCH_SIZE, TorchEngineConfig
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.generate.decoder.batch import Batch, BatchRow, EndedRow
 from klear_core.generate.decoder.decode import NativeStep
-from klear_core.generate.decoder.model import Qwen3
+from klear_core.generate.decoder.model import Decoder
 from klear_core.generate.decoder.shape import read_shape
 from klear_core.generate.engine import SamplingParams, WeightSource
 from klear_core.hf_config import FolderTokenizer
@@ -70,14 +70,14 @@ class TorchEngine:
         version: int = 0,
         window: int | None = None,
     ) -> None:
-        """Load the model. Raise ConfigError if it is not a plain Qwen3.
+        """Load the model. Raise ConfigError if it is of another family, or not a plain one.
 
         `num_threads` is set for all of torch in this process; `window` raises the positions of the folder's config.
         """
         shape = read_shape(model_folder, window=window)
         device = torch.device(device_name(cfg))
         self.version = version
-        self._model = Qwen3(shape, dtype=getattr(torch, cfg.dtype), device=device)
+        self._model = Decoder(shape, dtype=getattr(torch, cfg.dtype), device=device)
         self._model.load(model_folder)
         self._tokenizer = FolderTokenizer(model_folder)
         self._batch: Batch[_Sample] = Batch(

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from qwen3_folder import build_model, write_folder
+from decoder_folder import build_model, write_folder
 
 from klear_core.generate.decoder.batch import Batch, BatchRow, EndedRow
 from klear_core.generate.decoder.decode import NativeStep
-from klear_core.generate.decoder.model import Qwen3
+from klear_core.generate.decoder.model import Decoder
 from klear_core.generate.decoder.shape import read_shape
 from klear_core.generate.engine import SamplingParams
 
@@ -18,15 +18,15 @@ NEVER = 1000
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Qwen3:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder = write_folder(tmp_path_factory.mktemp("model"), build_model(seed=1))
-    model = Qwen3(read_shape(folder), dtype=torch.float32, device=torch.device("cpu"))
+    model = Decoder(read_shape(folder), dtype=torch.float32, device=torch.device("cpu"))
     model.load(folder)
     return model
 
 
 @pytest.fixture(params=["compiled", "torch"])
-def native(request: pytest.FixtureRequest, model: Qwen3) -> NativeStep | None:
+def native(request: pytest.FixtureRequest, model: Decoder) -> NativeStep | None:
     if request.param == "torch":
         return None
     return NativeStep.of(model) or pytest.skip("no C compiler on this machine")
@@ -53,11 +53,11 @@ def finish(batch: Batch[int], arrivals: Iterable[list[BatchRow[int]]] = ()) -> d
     return ended
 
 
-def batch_of(model: Qwen3, native: NativeStep | None) -> Batch[int]:
+def batch_of(model: Decoder, native: NativeStep | None) -> Batch[int]:
     return Batch(model, native, stop_ids=[NEVER], max_rows=64, version=0)
 
 
-def test_a_row_among_rows_of_its_prompt_is_the_same_as_alone(model: Qwen3, native: NativeStep | None) -> None:
+def test_a_row_among_rows_of_its_prompt_is_the_same_as_alone(model: Decoder, native: NativeStep | None) -> None:
     """Compiled steps: to the bit."""
     lots = [[row(owner) for owner in range(start, start + 7)] for start in range(0, 56, 7)]
     crowd = finish(batch_of(model, native), lots)
@@ -71,7 +71,7 @@ def test_a_row_among_rows_of_its_prompt_is_the_same_as_alone(model: Qwen3, nativ
         assert len(together.token_ids) == 1 + owner * 29 % 70
 
 
-def test_a_penalised_row_alone_is_what_it_is_among_others(model: Qwen3, native: NativeStep | None) -> None:
+def test_a_penalised_row_alone_is_what_it_is_among_others(model: Decoder, native: NativeStep | None) -> None:
     """Alone, rows without an owner run beside it. Theirs is token 0, to which this model gives a positive logit."""
     crowd = finish(batch_of(model, native), [[row(owner, repetition_penalty=1.3) for owner in range(8)]])
     for owner in range(8):
@@ -80,7 +80,7 @@ def test_a_penalised_row_alone_is_what_it_is_among_others(model: Qwen3, native: 
 
 
 def test_rows_that_go_on_in_slots_of_their_own_take_the_tokens_they_would_have_taken(
-    model: Qwen3, native: NativeStep | None
+    model: Decoder, native: NativeStep | None
 ) -> None:
     """`renew` with the weights there were: the prompt and what was sampled so far become a prefix."""
     owners = range(24)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from qwen3_folder import END_ID, build_model, write_folder
+from decoder_folder import END_ID, build_model, write_folder
 from transformers import Qwen3ForCausalLM
 
 from klear_core.config.evaluate import TorchEngineConfig, TorchEngineRuntime
@@ -312,7 +312,10 @@ def test_bfloat16_stays_near_transformers_bfloat16(folder: Path, model: Qwen3For
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"model_type": "llama"}, "model_type"),
+        ({"model_type": "mistral"}, "model_type"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"attention_bias": True}, "attention_bias"),

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from qwen3_folder import VOCAB_SIZE, build_model, write_folder
+from decoder_folder import VOCAB_SIZE, build_model, write_folder
 from torch import Tensor
 
 from klear_core.generate.decoder.batch import Batch, BatchRow, EndedRow
 from klear_core.generate.decoder.decode import Decoding, NativeStep, RowState, draw, penalise
-from klear_core.generate.decoder.model import Qwen3
+from klear_core.generate.decoder.model import Decoder
 from klear_core.generate.decoder.shape import read_shape
 from klear_core.generate.engine import SamplingParams
 
@@ -18,21 +18,21 @@ PROMPTS = [tuple(65 + (7 * i + j) % 50 for j in range(length)) for i, length in 
 STOP_ID = 70
 
 
-def load(folder: Path, **changes: int) -> Qwen3:
+def load(folder: Path, **changes: int) -> Decoder:
     write_folder(folder, build_model(**changes))  # type: ignore[arg-type]
-    model = Qwen3(read_shape(folder), dtype=torch.float32, device=torch.device("cpu"))
+    model = Decoder(read_shape(folder), dtype=torch.float32, device=torch.device("cpu"))
     model.load(folder)
     return model
 
 
-def native_of(model: Qwen3) -> NativeStep:
+def native_of(model: Decoder) -> NativeStep:
     native = NativeStep.of(model)
     if native is None:
         pytest.skip("no C compiler on this machine")
     return native
 
 
-def sample(model: Qwen3, native: NativeStep | None, **changes: float) -> list[EndedRow[int]]:
+def sample(model: Decoder, native: NativeStep | None, **changes: float) -> list[EndedRow[int]]:
     """Answers of all prompts, in the order of the rows; 40 tokens at the most, so that rows end one by one and others take their place."""
     decoding = {"temperature": 0.8, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0} | changes
     params = SamplingParams(num_samples=1, max_new_tokens=40, seed=0, **decoding)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def test_weights_that_are_not_finite_end_the_sampling_with_an_error(tmp_path: Pa
 def test_without_compiler_half_precision_or_odd_heads_steps_run_as_torch(tmp_path: Path) -> None:
     model = load(tmp_path)
     assert NativeStep.of(model, compilers=("no-such-compiler",)) is None
-    assert NativeStep.of(Qwen3(model.shape, dtype=torch.bfloat16, device=torch.device("cpu"))) is None
+    assert NativeStep.of(Decoder(model.shape, dtype=torch.bfloat16, device=torch.device("cpu"))) is None
     (tmp_path / "odd").mkdir()
     assert NativeStep.of(load(tmp_path / "odd", head_dim=8)) is None
 

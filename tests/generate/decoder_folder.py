@@ -1,14 +1,28 @@
-"""A tiny random Qwen3 as a Hugging Face folder, with a byte-level tokenizer: what the engines' tests run on."""
+"""A tiny random decoder as a Hugging Face folder, with a byte-level tokenizer: what the engines' tests run on."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 END_ID = 258  # <|im_end|>
 VOCAB_SIZE = 264
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
 
 
 def build_model(
@@ -19,9 +33,11 @@ def build_model(
     max_len: int = 256,
     head_dim: int = 16,
     is_tied: bool = True,
+    family: str = "qwen3",
 ) -> Qwen3ForCausalLM:
     """Sharp enough that sampling, truncation and weight changes all show."""
-    config = Qwen3Config(
+    make_config, make_model = FAMILIES[family]
+    config = make_config(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -36,7 +52,7 @@ def build_model(
         pad_token_id=256,
     )
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config).float().eval()
+    model: Qwen3ForCausalLM = make_model(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
