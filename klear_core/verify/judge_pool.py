@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import json
 import logging
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,7 +14,7 @@ from types import TracebackType
 from typing import Protocol, Self, assert_never
 
 from klear_core.config.rl import CustomReward
-from klear_core.config.verify import CustomJudge, MathConfig, VerifyConfig, VerifyRuntime, source_digest
+from klear_core.config.verify import CustomJudge, VerifyConfig, VerifyRuntime, source_digest
 from klear_core.cpus import usable_cpus
 from klear_core.errors import ConfigError, JudgeError, SandboxError
 from klear_core.prompts import NoAnswer, find_answer_text
@@ -28,15 +26,23 @@ from klear_core.types import (
     MathReference,
     Outcome,
     Problem,
-    StoredTests,
     UnverifiableReference,
     Verdict,
 )
+from klear_core.verify.blame import (
+    PASSED,
+    TRIAL_RESPONSE,
+    JudgeHealth,
+    code_task,
+    code_trial,
+    digest_of,
+    math_trial,
+    probes_of,
+)
 from klear_core.verify.client import CheckSandbox, CodeTask, Fault, JudgeClient, MathTask, Task, UserTask
-from klear_core.verify.code.program import check_size, chosen_tests, find_program, num_chosen, reference_fault
-from klear_core.verify.math.answer_text import MathAnswer, boxed_texts, find_answer, quoted
+from klear_core.verify.code.program import check_size, find_program
+from klear_core.verify.math.answer_text import boxed_texts, find_answer, quoted
 from klear_core.verify.math.rules import compared_texts, decide, unboxed_verdict, usable_references
-from klear_core.verify.math.text_compare import AlgebraComparison, Pair
 from klear_core.verify.user_code import memory_message
 
 _LOG = logging.getLogger(__name__)
@@ -451,74 +457,7 @@ def code_workers(runtime: VerifyRuntime) -> int:
     return runtime.code_workers or 2 * usable_cpus()
 
 
-# ---- health ----
-# Count verdicts by outcome, and stop a stage in which the judge itself fails too often.
-
-
-_NOT_THE_MODELS = (Outcome.JUDGE_FAILED, Outcome.SANDBOX_FAILED, Outcome.TIMED_OUT, Outcome.BAD_REFERENCE)
-"""Outcomes of a failed judge, machine or reference. An answer that uses up its CPU time is SCORED, not TIMED_OUT."""
-
-
-class JudgeHealth:
-    """Counts verdicts by outcome, and raises once too many of them failed for reasons that are not the model's."""
-
-    def __init__(self, *, max_failed_frac: float, min_failed_count: int, what: str = "verdicts") -> None:
-        """Count from zero. `what` names the counted verdicts in the error."""
-        self._what = what
-        self._max_failed_frac = max_failed_frac
-        self._min_failed_count = min_failed_count
-        self._lock = threading.Lock()
-        self._counts: Counter[Outcome] = Counter()
-
-    @property
-    def counts(self) -> dict[Outcome, int]:
-        """Return the number of verdicts so far, by outcome."""
-        with self._lock:
-            return dict(self._counts)
-
-    @property
-    def num_failed(self) -> int:
-        """Return the number of failures so far that are not the model's."""
-        counts = self.counts
-        return sum(counts.get(outcome, 0) for outcome in _NOT_THE_MODELS)
-
-    def record(self, verdict: Verdict) -> None:
-        """Count a verdict. Raise JudgeError when failures of the judge, machine or references exceed the limit."""
-        with self._lock:
-            self._counts[verdict.outcome] += 1
-            failed = sum(self._counts[o] for o in _NOT_THE_MODELS)
-            total = self._counts.total()
-        if (
-            verdict.outcome in _NOT_THE_MODELS
-            and failed >= self._min_failed_count
-            and failed > self._max_failed_frac * total
-        ):
-            raise JudgeError(
-                f"{failed} of {total} {self._what} failed for reasons that are not the model's "
-                f"(limit {self._max_failed_frac:.0%}, verify.max_failed_frac); continuing would use unreliable "
-                f"ones. Last failure: {verdict.outcome}: {verdict.detail}"
-            )
-
-
-# ---- references ----
-# Try references alone, before anything is judged by them: whose fault a broken judgement is depends on this trial.
-#
-# A reference that passes can be judged by. Whatever happens afterwards within the limits of CPU time and memory is then
-# the doing of the answer, which is wrong. One that fails leaves all its answers unscored.
-
-
-PASSED = Verdict(outcome=Outcome.SCORED, score=1.0, detail="the reference passed its trial")
-TRIAL_ANSWER = "7907"
-"""A plain number as the answer: text rules decide only if the reference is a number or words; else it is parsed."""
-TRIAL_RESPONSE = f"<think>\n</think>\n\\boxed{{{TRIAL_ANSWER}}}"
-_COMPUTES_NOTHING = re.compile(r"(?=.*\w)[\w\s.,:;'()%$-]*")
-"""Numbers, words and lists of them, over which algebra can neither fail nor take long."""
-
-
-def has_test_program(problem: Problem) -> bool:
-    """Return whether judging this problem runs a program that belongs to its reference: assertions or a checker."""
-    reference = problem.reference
-    return isinstance(reference, CodeReference) and _has_test_program(reference)
+# ---- faulty references ----
 
 
 def faulty_references(
@@ -539,81 +478,3 @@ def faulty_references(
         if not verdict.outcome.counts_for_model:
             faults.append((problem, verdict))
     return faults
-
-
-def math_trial(reference: MathReference, cfg: MathConfig) -> Verdict | MathTask:
-    """Return the verdict on a reference that needs no algebra, or the task that compares it by algebra."""
-    golds = usable_references(reference.answers, cfg)
-    if not golds:
-        detail = (
-            f"no usable reference among {len(reference.answers)} "
-            f"(empty, unbalanced braces, or longer than {cfg.max_answer_chars} characters)"
-        )
-        return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
-    if all(_COMPUTES_NOTHING.fullmatch(gold) for gold in golds):
-        return PASSED
-    # The reference as it is read against a plain number, and as a whole: other answers meet one of these forms.
-    read = decide(golds, MathAnswer(texts=(TRIAL_ANSWER,), is_unboxed=False), cfg)
-    sides = (
-        [[pair.gold for pair in pairs] for pairs in read.alternatives] if isinstance(read, AlgebraComparison) else []
-    )
-    sides += [[gold] for gold in golds]
-    if isinstance(read, bool):
-        sides.append(["0"])  # text rules alone read this reference: algebra need not, and must only not break off
-    # Against itself, which text may decide at once, and against another value.
-    alternatives = tuple(
-        tuple(Pair(gold=side, answer=answer) for side in group for answer in (side, TRIAL_ANSWER)) for group in sides
-    )
-    return MathTask(
-        golds=golds,
-        comparison=AlgebraComparison(alternatives=alternatives),
-        unboxed="",
-        answer="",
-        cfg=cfg,
-        is_trial=True,
-    )
-
-
-def code_trial(problem_id: str, reference: CodeReference, cfg: VerifyConfig) -> Verdict | CodeTask:
-    """Return the verdict on a reference without programs of its own, or the task that runs these alone."""
-    defect = reference_fault(reference, cfg.code)
-    if defect is not None:
-        detail = f"problem {problem_id}: {defect}"
-        return Verdict(outcome=Outcome.BAD_REFERENCE, score=0.0, detail=detail)
-    if not _has_test_program(reference):
-        return PASSED
-    return code_task(problem_id, reference, None, cfg)
-
-
-def code_task(problem_id: str, reference: CodeReference, program: bytes | None, cfg: VerifyConfig) -> CodeTask:
-    """Return the task that runs a program on the tests chosen for the problem; without one it tries the reference."""
-    tests = reference.tests
-    if not isinstance(tests, StoredTests):  # a worker reads stored tests, and chooses among them in the same way
-        reference = dataclasses.replace(reference, tests=chosen_tests(tests, problem_id, cfg.code))
-    return CodeTask(
-        problem_id=problem_id,
-        program=program,
-        reference=reference,
-        num_tests=num_chosen(reference.num_tests, cfg.code),
-    )
-
-
-def digest_of(trial: CodeTask) -> bytes:
-    """Return a key of the reference in a trial, with the tests that were chosen."""
-    return hashlib.blake2b(repr(trial).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def probes_of(task: UserTask) -> list[UserTask]:
-    """Return calls of a user's judge on answers of ours: a plain number, and the value of the reference itself."""
-    assert isinstance(task.answer, AnswerToJudge)
-    value = task.answer.reference
-    probes: list[UserTask] = []
-    for box in (TRIAL_ANSWER, value if isinstance(value, str) else json.dumps(value)):
-        text = f"\\boxed{{{box}}}"
-        answer = dataclasses.replace(task.answer, answer=text, box=box, response=f"<think>\n</think>\n{text}")
-        probes.append(dataclasses.replace(task, answer=answer))
-    return probes
-
-
-def _has_test_program(reference: CodeReference) -> bool:
-    return bool(reference.checker or reference.test_kind == "asserts")

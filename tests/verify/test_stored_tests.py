@@ -13,9 +13,9 @@ from klear_core.config.verify import CodeConfig, VerifyConfig
 from klear_core.errors import JudgeError
 from klear_core.types import CodeReference, Outcome, StoredTests, Verdict
 from klear_core.verify import JudgeHealth, JudgePool, faulty_references
+from klear_core.verify.blame import code_task
 from klear_core.verify.client import CodeTask
 from klear_core.verify.code.program import reference_fault
-from klear_core.verify.judge_pool import code_task
 
 PADDING = "# " + "x" * 2000 + "\n"
 CHECKER = "def check(input, output, expected):\n    return output.split() == expected.split()"

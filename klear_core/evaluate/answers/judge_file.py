@@ -18,7 +18,8 @@ from klear_core.data.readers import BrokenRow, FileRow, read_rows
 from klear_core.errors import DataError
 from klear_core.types import CodeReference, CustomReference, Difficulty, Outcome, Problem, Reference, Verdict, domain_of
 from klear_core.verify import user_code
-from klear_core.verify.judge_pool import JudgeHealth, JudgePool, build_judge_pool
+from klear_core.verify.blame import JudgeHealth
+from klear_core.verify.judge_pool import JudgePool, build_judge_pool
 
 _ROW_KEYS = {"id", "response", "reference"}
 _BROKEN = {"not_json": "not JSON", "not_utf8": "not UTF-8", "not_an_object": "a row must be an object"}

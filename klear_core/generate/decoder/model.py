@@ -194,7 +194,7 @@ class Decoder:
             targets |= {f"model.layers.{i}.{name}.weight": target for name, target in layer.items()}
             bias = self.qkv_bias[i]
             if bias is not None:
-                parts = zip("qkv", bias.split([num_q, num_kv, num_kv]), strict=True)
+                parts = zip("qkv", torch.split(bias, [num_q, num_kv, num_kv]), strict=True)
                 targets |= {f"model.layers.{i}.self_attn.{part}_proj.bias": target for part, target in parts}
         return targets
 
