@@ -19,7 +19,8 @@ from klear_core.config.data_jobs import BenchmarksRuntime
 from klear_core.config.known_benchmarks import KNOWN_BENCHMARKS
 from klear_core.config.verify import CodeConfig, MathConfig
 from klear_core.data.candidates import Candidate, problem_from, with_stored_tests
-from klear_core.data.sources import READ, check_source, read_source
+from klear_core.data.formats.fields import READ
+from klear_core.data.sources import check_source, read_source
 from klear_core.errors import ConfigError, DataError, SandboxError
 from klear_core.metrics import Telemetry
 from klear_core.types import CodeReference, Dropped, MathReference, Problem, Reference, UnverifiableReference

@@ -18,7 +18,17 @@ from klear_core.data.candidates import Candidate
 from klear_core.data.datafiles import DataFile, check_files, data_files, default_name, is_cached, origin, repo_of
 from klear_core.data.formats.code_rows import QuestionTables
 from klear_core.data.formats.detect import schema_for
-from klear_core.data.formats.fields import Fields, RowError, Schema, contest_id, is_empty_row, stated_id
+from klear_core.data.formats.fields import (
+    EMPTY_ROW,
+    READ,
+    Fields,
+    RowError,
+    Schema,
+    contest_id,
+    head_of,
+    is_empty_row,
+    stated_id,
+)
 from klear_core.data.formats.references import has_half_character
 from klear_core.data.generated.puzzles import check_generated, domain_of_generated, generate
 from klear_core.data.readers import BrokenRow, FileRow, Span, read_rows
@@ -26,16 +36,6 @@ from klear_core.errors import ConfigError, DataError
 from klear_core.types import CustomReference, Domain, Dropped, domain_of
 
 T = TypeVar("T")
-
-READ = "read"
-"""Ledger step of the rows that this module drops."""
-
-_FIRST_ROWS = 5
-"""Number of rows in which `check_source` looks for a usable one first."""
-_MOST_FIRST_ROWS = 10_000
-"""Number of rows in which it looks if these are unusable: some tables begin with rows of nulls."""
-EMPTY_ROW = "empty_row"
-"""Reason for dropping a row without any value."""
 
 
 def read_source(source: Source, *, seed: int) -> Iterator[Candidate | Dropped]:
@@ -219,18 +219,6 @@ def _first_rows(source: FileSource | HubSource) -> list[Candidate | Dropped]:
     files = _rows_of(data_files(source))
     rows = _parse_rows(source, files, lambda fields, schema, row: parse(check(fields), schema, row))
     return head_of(rows)
-
-
-def head_of(rows: Iterator[T | Dropped]) -> list[T | Dropped]:
-    """Return the first few rows; more of them, up to the first usable one, if none of these is usable."""
-    head = list(islice(rows, _FIRST_ROWS))
-    if any(not isinstance(row, Dropped) for row in head):
-        return head
-    for row in islice(rows, _MOST_FIRST_ROWS):
-        head.append(row)
-        if not isinstance(row, Dropped):
-            break
-    return head
 
 
 def _first_full(rows: Iterable[FileRow | BrokenRow]) -> FileRow | None:

@@ -18,8 +18,9 @@ from klear_core.data.curation.curate import protected_questions
 from klear_core.data.curation.decontaminate import Decontaminator, Leak, drop_of
 from klear_core.data.curation.sketch import tokens_of
 from klear_core.data.curation.write import write_leaks
+from klear_core.data.formats.fields import READ
 from klear_core.data.formats.traces import PublishedTrace, Reply, read_traces
-from klear_core.data.sources import READ, source_name
+from klear_core.data.sources import source_name
 from klear_core.distill.select import defect_of, dropped
 from klear_core.errors import DataError
 from klear_core.metrics import Telemetry

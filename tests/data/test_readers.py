@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from klear_core.data.readers import BrokenRow, FileRow, large_element, read_rows, stem_of
+from klear_core.data.json_arrays import large_element
+from klear_core.data.readers import BrokenRow, FileRow, read_rows, stem_of
 from klear_core.errors import ConfigError, DataError
 
 

@@ -38,7 +38,8 @@ from klear_core.data.curation.write import (
     open_state,
     write_leaks,
 )
-from klear_core.data.sources import READ, check_questions, check_sources, read_contest_questions, source_name
+from klear_core.data.formats.fields import READ
+from klear_core.data.sources import check_questions, check_sources, read_contest_questions, source_name
 from klear_core.errors import DataError
 from klear_core.metrics import Telemetry
 from klear_core.types import Dropped

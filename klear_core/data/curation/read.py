@@ -33,8 +33,9 @@ from klear_core.data.curation.segment import (
 from klear_core.data.curation.sketch import Numbers, Ragged, joined, ragged, tokens_of
 from klear_core.data.curation.work_plan import Block, Plan, SourcePlan, load_plan
 from klear_core.data.formats.code_rows import QuestionTables
+from klear_core.data.formats.fields import READ
 from klear_core.data.generated.puzzles import generate
-from klear_core.data.sources import READ, read_pieces
+from klear_core.data.sources import read_pieces
 from klear_core.seeding import seed_for
 from klear_core.types import CodeReference, CustomReference, Difficulty, Dropped, MathReference, Reference, StoredTests
 

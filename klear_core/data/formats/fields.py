@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
 
 from klear_core.config.data import RowSchema
 from klear_core.data.formats.code_tests import finite, is_number
-from klear_core.types import Domain, Reference, UnverifiableReference
+from klear_core.types import Domain, Dropped, Reference, UnverifiableReference
+
+T = TypeVar("T")
+
+READ = "read"
+"""Ledger step of the rows that cannot be used."""
+EMPTY_ROW = "empty_row"
+"""Reason for dropping a row without any value."""
+_FIRST_ROWS = 5
+"""Number of rows in which a check looks for a usable one first."""
+_MOST_FIRST_ROWS = 10_000
+"""Number of rows in which it looks if these are unusable: some tables begin with rows of nulls."""
+
 
 Fields = Mapping[str, object]
 
@@ -325,3 +339,15 @@ def _amount(value: object, units: dict[str, float], *, most: float) -> float | N
         value = float(match[2]) * units[match[3]]
     number = finite(value) if is_number(value) else None
     return number if number is not None and 0 < number <= most else None
+
+
+def head_of(rows: Iterator[T | Dropped]) -> list[T | Dropped]:
+    """Return the first few rows; more of them, up to the first usable one, if none of these is usable."""
+    head = list(islice(rows, _FIRST_ROWS))
+    if any(not isinstance(row, Dropped) for row in head):
+        return head
+    for row in islice(rows, _MOST_FIRST_ROWS):
+        head.append(row)
+        if not isinstance(row, Dropped):
+            break
+    return head

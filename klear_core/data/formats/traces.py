@@ -17,10 +17,13 @@ from klear_core.data.formats.code_rows import (
     without_wrapping,
 )
 from klear_core.data.formats.fields import (
+    EMPTY_ROW,
+    READ,
     Fields,
     RowError,
     Schema,
     contest_id,
+    head_of,
     is_empty_row,
     is_from_user,
     keys,
@@ -34,7 +37,6 @@ from klear_core.data.formats.fields import (
 )
 from klear_core.data.formats.math_rows import boxed_reference
 from klear_core.data.readers import BrokenRow, FileRow, read_rows
-from klear_core.data.sources import EMPTY_ROW, READ, head_of
 from klear_core.errors import ConfigError
 from klear_core.prompts import THINK_CLOSE, THINK_OPEN, split_response
 from klear_core.types import Domain, Dropped, Reference, TeacherFinish, problem_id_of

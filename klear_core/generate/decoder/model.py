@@ -188,9 +188,8 @@ class Decoder:
                 "mlp.down_proj": self.down[i],
             }
             if s.family.has_qk_norm:
-                layer["self_attn.q_norm"], layer["self_attn.k_norm"] = self.qk_norm[i].split(
-                    [s.num_heads, s.num_kv_heads]
-                )
+                layer["self_attn.q_norm"] = self.qk_norm[i][: s.num_heads]
+                layer["self_attn.k_norm"] = self.qk_norm[i][s.num_heads :]
             targets |= {f"model.layers.{i}.{name}.weight": target for name, target in layer.items()}
             bias = self.qkv_bias[i]
             if bias is not None:
