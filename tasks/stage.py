@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prefect import Task, task
 from prefect.client.schemas.objects import State, TaskRun
@@ -21,7 +22,7 @@ from klear_core.config.pipeline import WorkspaceConfig
 from klear_core.config.settings import result_settings
 from klear_core.config.stage import Job
 from klear_core.errors import KlearError
-from klear_core.metrics import METRICS_FILE, MetricsFile, Telemetry, finite
+from klear_core.metrics import METRICS_FILE, MetricsFile, finite
 from klear_core.pipeline.graph import artifact_id, input_records, open_store, workspace_root
 from tasks import tracking
 from tasks.progress import Attempt, PrefectProgress, artifact_of_current_run, console, show_in_prefect
@@ -33,15 +34,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class StageBody(Protocol):
-    """A core function with all arguments bound except its output folder and its telemetry."""
-
-    def __call__(self, *, workdir: Path, telemetry: Telemetry) -> StageSummary:
-        """Write the result under `workdir`, continuing from what an earlier attempt left there."""
-        ...
+Inputs = Mapping[str, ArtifactRef]
+StageTask = Task[[RunInfo, Any, Inputs], ArtifactRef]
+StageBody = Callable[..., StageSummary]
+"""Takes `workdir` and `telemetry`; writes the result there, continuing from what an earlier attempt left."""
 
 
-def run_stage(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: StageBody) -> ArtifactRef:
+def run_stage(info: RunInfo, job: Job, inputs: Inputs, body: StageBody) -> ArtifactRef:
     """Return the artifact of this job on these inputs: an existing one, or one that `body` builds.
 
     An artifact is published atomically. If two runs need the same one, one builds it and the other waits. A body that
@@ -115,7 +114,7 @@ class StageTelemetry:
         self._prefect.close(is_done=is_done)
 
 
-def _build(info: RunInfo, job: Job, inputs: Mapping[str, ArtifactRef], body: StageBody, slot: LocalSlot) -> ArtifactRef:
+def _build(info: RunInfo, job: Job, inputs: Inputs, body: StageBody, slot: LocalSlot) -> ArtifactRef:
     started = time.monotonic()
     records = input_records(job, inputs, info.workspace)
     metrics_file = slot.workdir / METRICS_FILE  # part of the artifact, and of what a later attempt continues
@@ -181,13 +180,22 @@ def _manifest(
 # Turn stages into Prefect tasks that are retried with backoff and cached by fingerprint.
 
 
-Inputs = Mapping[str, ArtifactRef]
-StageTask = Task[[RunInfo, Any, Inputs], ArtifactRef]
-
 _FIRST_DELAY_S = 5.0
 """Seconds before the first retry; each later delay is twice the one before it."""
 _OURS_OR_THE_USERS = (ValidationError, TypeError, AttributeError, NameError, AssertionError, ImportError)
 """Errors that a retry would repeat: wrong settings, or bugs."""
+
+
+def stage(body: StageBody) -> StageTask:
+    """Make the task of a stage that is built by `body(job, inputs, *, workdir, telemetry)`, under the body's name."""
+
+    def run(info: RunInfo, job: Job, inputs: Inputs) -> ArtifactRef:
+        return run_stage(info, job, inputs, partial(body, job, inputs))
+
+    # Not `functools.wraps`: Prefect would take the body's parameters for those of the task.
+    run.__name__ = run.__qualname__ = body.__name__
+    run.__doc__ = body.__doc__
+    return stage_task(run)
 
 
 def stage_task(function: Callable[[RunInfo, Any, Inputs], ArtifactRef]) -> StageTask:
