@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, Any
 from klear_core.artifacts.files import file_lock
 from klear_core.artifacts.manifest import OUTSIDE_KINDS, ArtifactRef, InputRecord
 from klear_core.errors import ConfigError
-from tasks.delivery import MetricPoint, OpenRun, Refused, RunStatus, TrackedRun, Unreachable, without_password
+from tasks.delivery import (
+    MAX_POINTS_PER_REQUEST,
+    MetricPoint,
+    OpenRun,
+    Refused,
+    RunStatus,
+    TrackedRun,
+    Unreachable,
+    without_password,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -105,11 +114,13 @@ class MlflowBackend:
             return max((m.step for m in self._client.get_metric_history(run_id, name)), default=None)
 
     def log_metrics(self, run_id: str, points: list[MetricPoint]) -> None:
-        """Send metric values, at most `MAX_POINTS_PER_REQUEST`."""
+        """Send metric values."""
         from mlflow.entities import Metric
 
+        metrics = [Metric(p.name, p.value, p.at_ms, p.step) for p in points]
         with translated():
-            self._client.log_batch(run_id, metrics=[Metric(p.name, p.value, p.at_ms, p.step) for p in points])
+            for start in range(0, len(metrics), MAX_POINTS_PER_REQUEST):
+                self._client.log_batch(run_id, metrics=metrics[start : start + MAX_POINTS_PER_REQUEST])
 
     def finish(self, run: OpenRun, record: TrackedRun) -> None:
         """Record the result: counts on both runs, scores on the parent, the model's URI or the report file."""

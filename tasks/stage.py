@@ -68,12 +68,11 @@ def run_stage(info: RunInfo, job: Job, inputs: Inputs, body: StageBody) -> Artif
 
 
 class StageTelemetry:
-    """Sends a stage's metrics to its metrics file and to MLflow, and its progress to Prefect and the console."""
+    """Writes a stage's metrics to its file, from which they go to MLflow, and shows its progress on Prefect and console."""
 
-    def __init__(self, stage: str, metrics_file: Path, run: tracking.StageRun) -> None:
+    def __init__(self, stage: str, metrics_file: Path) -> None:
         self.stage = stage
         self._file = MetricsFile(metrics_file)
-        self._run = run
         self._prefect = PrefectProgress(stage, artifact_of_current_run(stage))
         self._last_step: int | None = None
         self._lock = threading.Lock()  # a stage may add numbers from a thread of its own
@@ -96,13 +95,11 @@ class StageTelemetry:
                 self._file.rewind(step)
             self._last_step = step
             self._file.append(finite_metrics, step=step)
-            self._run.log(finite_metrics, step=step)
 
     def add(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Log more numbers of a step in a row of their own; other rows stay. Only finite values are logged."""
         with self._lock:
             self._file.append(metrics, step=step)
-            self._run.log(finite(metrics), step=step)
 
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Show `done` of `total` units on the console and in Prefect."""
@@ -119,7 +116,7 @@ def _build(info: RunInfo, job: Job, inputs: Inputs, body: StageBody, slot: Local
     records = input_records(job, inputs, info.workspace)
     metrics_file = slot.workdir / METRICS_FILE  # part of the artifact, and of what a later attempt continues
     with tracking.stage_run(info, job, slot.fingerprint, records, metrics_file) as run:
-        summary = _run_body(body, slot.workdir, StageTelemetry(info.stage, metrics_file, run))
+        summary = _run_body(body, slot.workdir, StageTelemetry(info.stage, metrics_file))
         run.flush()  # before the manifest, so that its note names only what MLflow still lacks
         wall_s = round(time.monotonic() - started, 3)
         manifest = _manifest(info, job, slot, records, summary, run=run, wall_s=wall_s)

@@ -1,7 +1,7 @@
 """Track runs in MLflow. Training never waits for it, and an outage of MLflow never ends a run.
 
-`metrics.jsonl` is the source of truth, MLflow a view of it. While MLflow does not answer, a running stage keeps its
-metrics in memory and an ended stage leaves a record on disk; this or a later stage or run sends them.
+`metrics.jsonl` is the source of truth, MLflow a view of it: a running stage's file is followed, and a stage that ends
+while MLflow does not answer leaves a record on disk, which this or a later stage or run sends.
 """
 
 from __future__ import annotations
