@@ -11,13 +11,12 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
 from flows.environment import grid_file, profile_folder, resolve
-from flows.terminal import intact_artifacts, runs_rl, watched
+from flows.run import RunConsole, intact_artifacts, prefect_run, runs_rl
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef, read_manifest
 from klear_core.config.ablation import AblationConfig, ComparedStage, load_ablation
 from klear_core.config.load import extended_by
@@ -31,9 +30,6 @@ from klear_core.evaluate.compare.published import AblationTable, CellRecord, as_
 from klear_core.pipeline.graph import evaluation_of, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
 from klear_core.pipeline.preflight.checks import require_ready
 from klear_core.report.run.warnings import Choice, write_choice
-
-if TYPE_CHECKING:
-    from flows.terminal import RunConsole
 
 Artifacts = Mapping[str, ArtifactRef]
 """The artifacts of one run, by stage."""
@@ -73,17 +69,17 @@ def ablate_grid(options: GridOptions) -> None:
     show_work(runs)
     if options.is_dry_run:
         return
-    made = made_runs(runs)
-    with watched_if(len(made) < len(runs), runs) as watcher:
+    made = finished_runs(runs)
+    with console_of(len(made) < len(runs), runs) as shown:
 
         def run_cell(cell: Cell) -> RunResult:
             is_made = cell in made
-            watcher.console.print(f"[bold]{escape(str(cell))}[/]{': reused' if is_made else ''}")
+            shown.console.print(f"[bold]{escape(str(cell))}[/]{': reused' if is_made else ''}")
             try:
                 refs = made[cell] if is_made else run_in_pipeline(runs[cell])
                 return result_of(runs[cell], refs, cfg.scored_on)
             except KlearError as e:
-                watcher.console.print(f"[red]error:[/] {escape(str(e))}", soft_wrap=True)  # run_grid continues
+                shown.console.print(f"[red]error:[/] {escape(str(e))}", soft_wrap=True)  # run_grid continues
                 raise
 
         names = cfg.scored_on or tuple(dict.fromkeys(b.name for run in runs.values() for b in run.config.benchmarks))
@@ -117,7 +113,7 @@ def run_grid(
     )
 
 
-def made_runs(runs: Runs) -> dict[Cell, Artifacts]:
+def finished_runs(runs: Runs) -> dict[Cell, Artifacts]:
     """Return the artifacts of the runs that have nothing left to make."""
     found: dict[Cell, Artifacts] = {}
     for cell, run in runs.items():
@@ -386,13 +382,11 @@ def _artifacts_to_make(runs: Runs) -> Counter[str]:
     return Counter(kind for (kind, _), is_there in needed.items() if not is_there)
 
 
-def watched_if(has_work: bool, runs: Runs) -> AbstractContextManager[RunConsole]:
-    """Return `watched` for a grid; without work return only a console, because comparing artifacts needs no Prefect."""
+def console_of(has_work: bool, runs: Runs) -> AbstractContextManager[RunConsole]:
+    """Return `prefect_run` for a grid; without work return only a console, because comparing artifacts needs no Prefect."""
     if has_work:
         first = next(iter(runs.values()))
-        return watched(
+        return prefect_run(
             first.config.workspace, needs_ray=any(runs_rl(run.config, run.compared.chosen) for run in runs.values())
         )
-    from flows.terminal import RunConsole
-
     return closing(RunConsole())

@@ -84,8 +84,7 @@ def run(
 
     klear run configs/laptop --until curate --set 'curate.sources=["problems.jsonl"]'
     """
-    from flows import console
-    from flows.terminal import carry_out
+    from flows.run import carry_out
     from klear_core.pipeline.graph import select_stages, stages_again, stages_of
 
     config = _config(profile, overrides)
@@ -93,7 +92,9 @@ def run(
     chosen = select_stages(stages, only=only, from_=from_, until=until)
     if dry_run:
         again = stages_again(stages, rerun_from, chosen)
-        console.show_plan(config, chosen, again=again)
+        from flows.plan import show_plan
+
+        show_plan(config, chosen, again=again)
         return
     carry_out(config, chosen, only=only, from_=from_, until=until, rerun_from=rerun_from)
 
@@ -146,11 +147,11 @@ def plan(
 
     klear plan configs/laptop --set rl.optim.lr=3e-4
     """
-    from flows import console
+    from flows.plan import show_plan
 
     config = _config(profile, overrides)
     checked_by: CheckedBy = "content" if check else "size"
-    console.show_plan(config, checked_by=checked_by, with_config=with_config, is_exact=is_exact)
+    show_plan(config, checked_by=checked_by, with_config=with_config, is_exact=is_exact)
 
 
 @app.command()
@@ -229,9 +230,9 @@ def judge(
 
     klear judge short_answers.jsonl --set verify.tags=none     (models that write no think tags)
     """
-    from flows import console
+    from flows.answers import judge as judge_answers
 
-    console.judge(file, overrides or [], out=out, bare_code=bare_code)
+    judge_answers(file, overrides or [], out=out, bare_code=bare_code)
 
 
 @app.command()

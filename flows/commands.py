@@ -49,7 +49,7 @@ def rejudge(
 
     klear rejudge samples_gsm8k_2026-01-31.jsonl --set verify.tags=none     (lm-evaluation-harness)
     """
-    from flows.answer_commands import rejudge_answers
+    from flows.answers import rejudge_answers
 
     rejudge_answers(which, overrides or [], root=root, layout=layout, out=out, num_samples=num_samples)
 
@@ -72,7 +72,7 @@ def answers(
 
     klear answers evaluate_rl samples_aime24.jsonl --root /data/klear
     """
-    from flows.answer_commands import view_answers
+    from flows.answers import view_answers
 
     view_answers(which, root=root, layout=layout, out=out)
 
@@ -320,7 +320,7 @@ def ui(
 
     klear ui --root /data/klear --prefect-port 4201
     """
-    from flows.serve import serve_uis
+    from flows.servers import serve_uis
 
     serve_uis(root, prefect_port=prefect_port, mlflow_port=mlflow_port)
 

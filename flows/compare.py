@@ -15,9 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from flows.answer_commands import newest_evaluation
+from flows.answers import newest_evaluation
 from flows.curate_files import check_folder_place, folder_name
-from flows.environment import check_tracking
+from flows.servers import check_tracking
 from flows.show import find_artifact
 from klear_core.artifacts.hub import require_token, upload
 from klear_core.artifacts.manifest import Manifest, read_manifest

@@ -17,8 +17,8 @@ from rich.progress import DownloadColumn, Progress
 from rich.text import Text
 
 from flows.environment import profile_folder
+from flows.run import carry_out
 from flows.show import find_artifact
-from flows.terminal import carry_out
 from klear_core.artifacts.hub import commit_of
 from klear_core.artifacts.manifest import MANIFEST
 from klear_core.artifacts.model_files import check_model, download

@@ -18,9 +18,10 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
-from flows.environment import PipelineResult, is_temporary_server, page_of, resolve, show_core_logs
+from flows.environment import PipelineResult, page_of, resolve, show_core_logs
 from flows.outages import CancelWatch, is_cancelling, record_run, server_awaited
 from flows.process import lost_interrupts_sent_again, make_terminations_interrupts
+from flows.servers import is_temporary_server
 from flows.sweep import MAX_ATTEMPTS
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig

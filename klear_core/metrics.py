@@ -96,7 +96,7 @@ def parse_row(line: str | bytes) -> dict[str, float | None]:
     """Return a row of a metrics file; empty for a line that a kill left unfinished."""
     try:
         row: dict[str, float | None] = json.loads(line, parse_constant=lambda _name: None)
-        return row if int(row["step"]) >= 0 else {}  # type: ignore[arg-type]  None is a TypeError
+        return row if int(row["step"]) >= 0 else {}  # type: ignore[arg-type]
     except (json.JSONDecodeError, KeyError, TypeError):
         return {}
 

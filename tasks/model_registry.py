@@ -162,15 +162,15 @@ def _draw(client: MlflowClient, name: str, holder: str) -> int:
 
 def _wait(turn: Turn, *, holder: str, turn_s: float) -> None:
     # Each ticket before this one may take `turn_s`, counted from when it is first seen to have the turn.
-    watched, since = 0, time.monotonic()
+    seen, since = 0, time.monotonic()
     while True:
         first = _first(turn.client, turn.name)
         if first is None or int(first.version) >= turn.number:
             return  # our turn, or others ended it while this process was stopped, which the next check finds
         number, other = int(first.version), first.tags.get(_HOLDER, "?")
-        if number != watched:
+        if number != seen:
             log.info("waiting for the registry: %s changes the champion", other)
-            watched, since = number, time.monotonic()
+            seen, since = number, time.monotonic()
         is_late = time.monotonic() - since > turn_s
         if is_late:
             log.warning("%s did not finish changing the champion within %.0f s: going on without it", other, turn_s)
