@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from flows.environment import grid_file, profile_folder, resolve
+from flows.environment import StageSelection, grid_file, profile_folder, resolve
 from flows.run import RunConsole, intact_artifacts, prefect_run, runs_rl
 from klear_core.artifacts.manifest import ArtifactId, ArtifactRef, read_manifest
 from klear_core.config.ablation import AblationConfig, ComparedStage, load_ablation
@@ -127,7 +127,7 @@ def run_in_pipeline(run: CellRun) -> Artifacts:
     """Run the evaluations and what they depend on, reusing existing artifacts."""
     from flows.pipeline import run_pipeline
 
-    return run_pipeline(run.config, needed_by=run.compared.chosen).refs
+    return run_pipeline(run.config, StageSelection(needed_by=run.compared.chosen)).refs
 
 
 def result_of(run: CellRun, refs: Artifacts, scored_on: Collection[str] = ()) -> RunResult:

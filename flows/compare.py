@@ -40,7 +40,7 @@ from klear_core.report.several.comparison import (
     compare_runs,
 )
 from klear_core.train.base_model import model_folder
-from tasks.mlflow_backend import database_file
+from tasks.mlflow_database import database_file
 from tasks.model_registry import Registry, Version, folder_of, open_registry
 from tasks.resources import learner_ranks
 from tasks.tracking import tracking_uri

@@ -18,7 +18,7 @@ from klear_core.config.load import apply_override, overlay, profiles_in, read_pr
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import Stage
 from klear_core.errors import ConfigError
-from klear_core.pipeline.graph import workspace_root
+from klear_core.pipeline.graph import select_stages, stages_again, workspace_root
 
 LOGGERS = ("klear_core", "tasks", "flows")
 
@@ -106,7 +106,25 @@ def profile_folder(profile: str) -> Path:
     return given
 
 
-# ---- results ----
+# ---- selections and results ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSelection:
+    """The stages that the user wants to run; None is no limit."""
+
+    only: str | None = None
+    from_: str | None = None
+    until: str | None = None
+    rerun_from: str | None = None
+    """Rebuild this stage and all that depend on it; only once per flow run, also if the run is retried."""
+    needed_by: tuple[str, ...] = ()
+    """Run only these stages and what they depend on."""
+
+    def of(self, stages: Sequence[Stage]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of the stages to run or reuse, and of those among them to rebuild."""
+        chosen = select_stages(stages, only=self.only, from_=self.from_, until=self.until, needed_by=self.needed_by)
+        return chosen, stages_again(stages, self.rerun_from, chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

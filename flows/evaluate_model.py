@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress
 from rich.text import Text
 
-from flows.environment import profile_folder
+from flows.environment import StageSelection, profile_folder
 from flows.run import carry_out
 from flows.show import find_artifact
 from klear_core.artifacts.hub import commit_of
@@ -66,7 +66,7 @@ def evaluate_model(asked: Asked) -> None:
     console = Console(highlight=False, soft_wrap=True)
     given = _given(asked.model, asked.root, console)
     config = evaluation_config(asked, given)
-    carry_out(config, [stage.name for stage in stages_of(config)])
+    carry_out(config, StageSelection())
     console.print(f"answers  klear answers evaluate_model --root {shlex.quote(config.workspace.root)}", markup=False)
 
 

@@ -26,7 +26,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from flows.environment import LOGGERS, PipelineResult, page_of, prepare_environment
+from flows.environment import LOGGERS, PipelineResult, StageSelection, page_of, prepare_environment
 from flows.servers import is_temporary_server
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
@@ -36,7 +36,6 @@ from klear_core.pipeline.graph import (
     fingerprints_of,
     open_store,
     set_moved_aside,
-    stages_again,
     stages_of,
     with_inputs,
 )
@@ -52,17 +51,9 @@ if TYPE_CHECKING:
     from tasks.progress import Attempt
 
 
-def carry_out(
-    config: PipelineConfig,
-    chosen: Sequence[str],
-    *,
-    only: str | None = None,
-    from_: str | None = None,
-    until: str | None = None,
-    rerun_from: str | None = None,
-) -> None:
-    """Make the chosen stages or reuse their artifacts, and print the result. The options are those of `klear run`."""
-    again = stages_again(stages_of(config), rerun_from, chosen)
+def carry_out(config: PipelineConfig, selection: StageSelection) -> None:
+    """Make the selected stages or reuse their artifacts, and print the result."""
+    chosen, again = selection.of(stages_of(config))
     require_ready(config, chosen, again=again)  # the flow checks again, but only after seconds of imports
     set_moved_aside(config, chosen)
     reused = None if again else reuse_all(config, chosen)
@@ -72,7 +63,7 @@ def carry_out(
     with prefect_run(config.workspace, needs_ray=runs_rl(config, chosen, again)) as shown:
         from flows.pipeline import run_pipeline
 
-        result = run_pipeline(config, only=only, from_=from_, until=until, rerun_from=rerun_from)
+        result = run_pipeline(config, selection)
     show_result(config, result, num_made=shown.num_made)
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -60,7 +61,11 @@ class OwnServer:
         """Start the server and set PREFECT_API_URL. The socket listens at once, so early requests wait in its queue."""
         self._log = log
         self._starting = ExitStack()  # two servers must not create or migrate the same database at once
-        self._starting.enter_context(file_lock(log.with_suffix(".lock"), on_wait=_log_wait))
+        lock = file_lock(
+            log.with_suffix(".lock"),
+            on_wait=lambda who: logging.getLogger(__name__).info("waiting for the Prefect server of %s to start", who),
+        )
+        self._starting.enter_context(lock)
         listener = socket.create_server(("127.0.0.1", 0))
         with listener, log.open("ab") as out:
             self.api_url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
@@ -103,10 +108,6 @@ class OwnServer:
 def is_temporary_server(api_url: str) -> bool:
     """Return whether the address is that of this process's server: it ends with the run, so links to it are useless."""
     return api_url == os.environ.get(_IS_OURS)
-
-
-def _log_wait(who: str) -> None:
-    logging.getLogger(__name__).info("waiting for the Prefect server of %s to start", who)
 
 
 def _serve(fd: int, caller: int) -> None:
@@ -154,7 +155,7 @@ def check_prefect() -> None:
 
 def check_tracking(workspace: WorkspaceConfig) -> None:
     """Raise ConfigError if MLflow's server does not answer, or if its database is damaged and holds runs."""
-    from tasks.mlflow_backend import database_file, refuse_broken_with_runs
+    from tasks.mlflow_database import database_file, refuse_broken_with_runs
     from tasks.tracking import tracking_uri
 
     uri = tracking_uri(workspace)
@@ -192,10 +193,7 @@ def check_endpoint(url: str, what: str, *, path: str, remedy: str) -> httpx.Resp
     if address.scheme not in ("http", "https") or not address.host:
         raise ConfigError(f"{what}: not an http or https address")
     target = address.copy_with(raw_path=(address.path.rstrip("/") + path).encode())
-
-    def ask() -> httpx.Response:
-        return httpx.get(target, timeout=GIVE_UP_AFTER_S, verify=False)  # noqa: S501  nothing secret is sent
-
+    ask = partial(httpx.get, target, timeout=GIVE_UP_AFTER_S, verify=False)  # nothing secret is sent
     host = _host_of(url)
     try:
         reply = _within_limit(ask, f"{what}: {host}")
@@ -208,12 +206,10 @@ def check_endpoint(url: str, what: str, *, path: str, remedy: str) -> httpx.Resp
 
 def check_port(host: str, port: int, what: str, *, remedy: str) -> None:
     """Raise ConfigError, prefixed with `what`, unless a TCP connection succeeds within 5 s."""
-
-    def connect() -> None:
-        socket.create_connection((host, port), timeout=GIVE_UP_AFTER_S).close()
-
     try:
-        _within_limit(connect, f"{what}: {host}:{port}")
+        _within_limit(
+            lambda: socket.create_connection((host, port), timeout=GIVE_UP_AFTER_S), f"{what}: {host}:{port}"
+        ).close()
     except OSError as e:
         raise ConfigError(f"{what}: {host}:{port} does not answer ({_reason(e)}); {remedy}") from e
 
@@ -278,8 +274,8 @@ def serve_uis(root: Path, *, prefect_port: int, mlflow_port: int) -> None:
 
     If MLFLOW_TRACKING_URI names a server, runs are tracked there and only Prefect's is started.
     """
-    from tasks.delivery import without_password
-    from tasks.mlflow_backend import database_file, ensure_database
+    from tasks.mlflow_backend import without_password
+    from tasks.mlflow_database import database_file, ensure_database
     from tasks.tracking import tracking_uri
 
     if not root.is_dir():

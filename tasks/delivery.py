@@ -11,14 +11,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
-from urllib.parse import urlsplit
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from klear_core.artifacts.manifest import ArtifactRef, InputRecord
-from klear_core.config.settings import Settings
+from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.metrics import METRICS_FILE, parse_row
+from tasks.mlflow_backend import (
+    MAX_POINTS_PER_REQUEST,
+    MetricPoint,
+    MlflowBackend,
+    OpenRun,
+    Refused,
+    RunStatus,
+    TrackedRun,
+    Unreachable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +46,9 @@ class Limits:
 class Connection:
     """A backend that the stages of a process share, with the time of the next attempt after a failure."""
 
-    def __init__(self, backend: Backend, undelivered: Undelivered, server: str, *, limits: Limits = Limits()) -> None:
+    def __init__(
+        self, backend: MlflowBackend, undelivered: Undelivered, server: str, *, limits: Limits = Limits()
+    ) -> None:
         self.backend = backend
         self.limits = limits
         self.undelivered = undelivered
@@ -220,7 +230,7 @@ class UnsentMetrics:
         """Return the number of metric values that MLflow lacks."""
         return sum(len(row.points) for row in self._rows())
 
-    def skip_known(self, backend: Backend, run_id: str) -> None:
+    def skip_known(self, backend: MlflowBackend, run_id: str) -> None:
         """Skip the rows that an earlier attempt has sent: up to the last step that MLflow has of their metrics."""
         known: dict[int, int] = {}
         # One metric of each row is asked for. Rows of other metrics are sent in an order of their own: a point of a
@@ -238,7 +248,7 @@ class UnsentMetrics:
                 known[_key(row.points)] = hash(row.line)
         self._sent |= known
 
-    def send(self, backend: Backend, run_id: str) -> None:
+    def send(self, backend: MlflowBackend, run_id: str) -> None:
         """Send the rows in the order of the file. After an error the next call goes on where this one ended."""
         batch: list[_Row] = []
         size = 0
@@ -250,7 +260,7 @@ class UnsentMetrics:
             batch.append(row)
         self._send_batch(backend, run_id, batch)
 
-    def _send_batch(self, backend: Backend, run_id: str, batch: Sequence[_Row]) -> None:
+    def _send_batch(self, backend: MlflowBackend, run_id: str, batch: Sequence[_Row]) -> None:
         points = [point for row in batch for point in row.points]
         if points:
             backend.log_metrics(run_id, points)
@@ -298,7 +308,7 @@ def _key(points: Sequence[MetricPoint]) -> int:
     return hash((points[0].step, *(point.name for point in points)))
 
 
-def _deliver(backend: Backend, record: TrackedRun, *, current_run: str) -> None:
+def _deliver(backend: MlflowBackend, record: TrackedRun, *, current_run: str) -> None:
     """Send a complete record, but not what MLflow already has."""
     if not record.stage:
         backend.end_pipeline(record)
@@ -312,7 +322,7 @@ def _deliver(backend: Backend, record: TrackedRun, *, current_run: str) -> None:
         backend.end(run.parent_id, run.parent_ended or record.status, record.ended_ms)
 
 
-def _end_run(backend: Backend, run: OpenRun, record: TrackedRun) -> None:
+def _end_run(backend: MlflowBackend, run: OpenRun, record: TrackedRun) -> None:
     if record.ref is not None:
         backend.finish(run, record)
     backend.end(run.run_id, record.status, record.ended_ms)
@@ -323,96 +333,11 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-# ---- tracked ----
-# Define the records that are sent to MLflow about a run; those not received yet are files in the workspace.
+# ---- records that wait ----
 
 
-RunStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
-
-MAX_POINTS_PER_REQUEST = 500  # MLflow takes up to 1000 metrics
 MAX_WAITING = 500
 """Most undelivered records on disk, one per stage; beyond it the oldest are dropped."""
-
-
-class Unreachable(Exception):  # noqa: N818  a state of the server, not a mistake
-    """Raised if MLflow does not answer, or answers with an error that a retry may solve."""
-
-
-class Refused(Exception):  # noqa: N818
-    """Raised if MLflow refuses a record for good: sending it again would not help."""
-
-
-class TrackedRun(Settings):
-    """All that MLflow is sent about one run except its metrics, which are in a file."""
-
-    server: str
-    """Host and port of the server, or the path of the database file."""
-    run_id: str
-    """Prefect's flow run id of the pipeline run."""
-    run_name: str
-    run_url: str = ""
-    stage: str = ""
-    """Stage name; empty for the pipeline run itself."""
-    kind: str = ""
-    fingerprint: str = ""
-    params: dict[str, str] = {}
-    inputs: tuple[InputRecord, ...] = ()
-    git_commit: str = ""
-    metrics_file: str = ""
-    makes_model: bool = False
-    scores_step: int | None = None
-    """Step of the scores on the pipeline's run, higher for later models; None if the stage scores no model."""
-    page: str = ""
-    """File of the artifact for the pipeline's run page; empty if there is none."""
-    ref: ArtifactRef | None = None
-    """The stage's artifact; None until it exists."""
-    status: RunStatus = "RUNNING"
-    ended_ms: int = 0
-
-
-class MetricPoint(NamedTuple):
-    """One metric value at one step."""
-
-    name: str
-    value: float
-    at_ms: int
-    step: int
-
-
-class OpenRun(NamedTuple):
-    """MLflow's ids of a stage's run and its parent; `parent_ended` is the parent's status if it had to be reopened."""
-
-    run_id: str
-    parent_id: str
-    parent_ended: RunStatus | None
-
-
-class Backend(Protocol):
-    """Sends records to MLflow. Every method may raise Unreachable or Refused; every call is idempotent."""
-
-    def open(self, record: TrackedRun) -> OpenRun:
-        """Open the stage's run and its parent, or reopen existing ones, and log parameters and inputs."""
-        ...
-
-    def last_step(self, run_id: str, name: str) -> int | None:
-        """Return the last step with a value of the metric; None if there is none."""
-        ...
-
-    def log_metrics(self, run_id: str, points: list[MetricPoint]) -> None:
-        """Send metric values."""
-        ...
-
-    def finish(self, run: OpenRun, record: TrackedRun) -> None:
-        """Record the stage's artifact."""
-        ...
-
-    def end(self, run_id: str, status: RunStatus, at_ms: int) -> None:
-        """Close a run."""
-        ...
-
-    def end_pipeline(self, record: TrackedRun) -> None:
-        """Close the pipeline's run."""
-        ...
 
 
 class Undelivered:
@@ -469,16 +394,3 @@ def _changed_at(file: Path) -> float:
         return file.stat().st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def server_name(uri: str) -> str:
-    """Return the part of a tracking URI that may be shown: host and port, or a file; never a user name or password."""
-    parts = urlsplit(uri)
-    if parts.scheme.startswith("sqlite"):
-        return parts.path.removeprefix("/")
-    return parts.netloc.rpartition("@")[2] or parts.path
-
-
-def without_password(text: str) -> str:
-    """Return the text with user names and passwords removed from the URLs in it."""
-    return re.sub(r"://[^/@\s]+@", "://", text)

@@ -26,8 +26,7 @@ from klear_core.config.pipeline import Champion, WorkspaceConfig
 from klear_core.config.settings import Settings
 from klear_core.errors import ConfigError, ResourceError
 from klear_core.pipeline.graph import workspace_root
-from tasks.delivery import Refused, Unreachable, server_name
-from tasks.mlflow_backend import mlflow_client, translated
+from tasks.mlflow_backend import Refused, Unreachable, mlflow_client, server_name, translated
 from tasks.tracking import tracking_uri
 
 if TYPE_CHECKING:
@@ -410,22 +409,6 @@ def open_registry(workspace: WorkspaceConfig, name: str) -> Registry:
     """Return the champions of a registered model, in the MLflow that tracks the runs of a workspace."""
     uri, root = tracking_uri(workspace), workspace_root(workspace)
     return Registry(mlflow_client(uri), name, lock=root / "mlflow" / ".champion.lock", server=server_name(uri))
-
-
-def promotion_of(
-    *, model: ArtifactRef, evaluation: ArtifactRef, decision: ArtifactRef, run: str, over: Champion | None
-) -> Promotion:
-    """Return what the registry keeps of a decision."""
-    return Promotion(
-        model=artifact_name(model),
-        model_uri=model.uri,
-        evaluation=artifact_name(evaluation),
-        evaluation_uri=evaluation.uri,
-        decision=artifact_name(decision),
-        decision_uri=decision.uri,
-        run=run,
-        over=over.version if over else None,
-    )
 
 
 def artifact_name(ref: ArtifactRef) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from uuid import UUID
 
 from klear_core.artifacts.manifest import ArtifactRef, Manifest
-from tasks.delivery import without_password
+from tasks.mlflow_backend import without_password
 from tasks.tracking import RunInfo
 
 if TYPE_CHECKING:

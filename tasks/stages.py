@@ -26,7 +26,7 @@ from klear_core.metrics import Telemetry
 from klear_core.pipeline.graph import artifact_id, fingerprints_of, open_store, stages_of, with_inputs, workspace_root
 from klear_core.pipeline.preflight.checks import given_contamination
 from tasks import resources
-from tasks.model_registry import Registry, Version, artifact_name, folder_of, open_registry, promotion_of
+from tasks.model_registry import Promotion, Registry, Version, artifact_name, folder_of, open_registry
 from tasks.resources import open_engines_and_judges
 from tasks.stage import Inputs, StageTask, run_stage, stage, stage_task
 from tasks.tracking import RunInfo, report_inputs
@@ -325,12 +325,16 @@ def promote(info: RunInfo, job: data.PromoteJob, inputs: Inputs) -> ArtifactRef:
         decision = _decide(info, asked, inputs)
         if not read_decision(decision.path).is_passed:
             return decision
-        promotion = promotion_of(
-            model=inputs["model"],
-            evaluation=inputs["evaluation"],
-            decision=decision,
+        model, evaluation = inputs["model"], inputs["evaluation"]
+        promotion = Promotion(
+            model=artifact_name(model),
+            model_uri=model.uri,
+            evaluation=artifact_name(evaluation),
+            evaluation_uri=evaluation.uri,
+            decision=artifact_name(decision),
+            decision_uri=decision.uri,
             run=info.run_id,
-            over=asked.champion,
+            over=asked.champion.version if asked.champion else None,
         )
         if registry.promote(promotion):
             return decision

@@ -32,8 +32,8 @@ from klear_core.errors import ConfigError
 from klear_core.metrics import read_metrics
 from klear_core.pipeline.graph import stages_of, workspace_root
 from klear_core.pipeline.preflight.checks import given_contamination
-from tasks.delivery import Connection, RunStatus, StageRun, TrackedRun, Undelivered, now_ms, server_name
-from tasks.mlflow_backend import EXPERIMENT, TRACKING_VARIABLE, mlflow_backend
+from tasks.delivery import Connection, StageRun, Undelivered, now_ms
+from tasks.mlflow_backend import EXPERIMENT, TRACKING_VARIABLE, RunStatus, TrackedRun, mlflow_backend, server_name
 
 if TYPE_CHECKING:
     from klear_core.report.run.data import PairedDifference, ReportInputs, ScoreWarning, StageFolder

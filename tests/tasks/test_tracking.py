@@ -10,17 +10,14 @@ from pathlib import Path
 import pytest
 
 from klear_core.metrics import MetricsFile
-from tasks.delivery import (
+from tasks.delivery import Connection, Limits, StageRun, Undelivered
+from tasks.mlflow_backend import (
     MAX_POINTS_PER_REQUEST,
-    Connection,
-    Limits,
     MetricPoint,
     OpenRun,
     Refused,
     RunStatus,
-    StageRun,
     TrackedRun,
-    Undelivered,
     Unreachable,
     server_name,
     without_password,
