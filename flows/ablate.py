@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -69,8 +69,11 @@ def ablate_grid(options: GridOptions) -> None:
     show_work(runs)
     if options.is_dry_run:
         return
-    made = finished_runs(runs)
-    with console_of(len(made) < len(runs), runs) as shown:
+    made = {cell: refs for cell, run in runs.items() if (refs := intact_artifacts(run.config, run.compared.chosen))}
+    # Comparing artifacts that exist needs no Prefect.
+    needs_ray = any(runs_rl(run.config, run.compared.chosen) for run in runs.values())
+    terminal = prefect_run(first.workspace, needs_ray=needs_ray) if len(made) < len(runs) else closing(RunConsole())
+    with terminal as shown:
 
         def run_cell(cell: Cell) -> RunResult:
             is_made = cell in made
@@ -111,16 +114,6 @@ def run_grid(
     return AblationTable(
         reference=cfg.reference, benchmarks=tuple(benchmarks), rows=rows, beside=beside, failures=failures
     )
-
-
-def finished_runs(runs: Runs) -> dict[Cell, Artifacts]:
-    """Return the artifacts of the runs that have nothing left to make."""
-    found: dict[Cell, Artifacts] = {}
-    for cell, run in runs.items():
-        artifacts = intact_artifacts(run.config, run.compared.chosen)
-        if artifacts is not None:
-            found[cell] = artifacts
-    return found
 
 
 def run_in_pipeline(run: CellRun) -> Artifacts:
@@ -380,13 +373,3 @@ def _artifacts_to_make(runs: Runs) -> Counter[str]:
             # Runs share stages, such as one SFT before many RL runs: each artifact counts once.
             needed[own.kind, own.fingerprint] = store.exists(own.kind, own.fingerprint)
     return Counter(kind for (kind, _), is_there in needed.items() if not is_there)
-
-
-def console_of(has_work: bool, runs: Runs) -> AbstractContextManager[RunConsole]:
-    """Return `prefect_run` for a grid; without work return only a console, because comparing artifacts needs no Prefect."""
-    if has_work:
-        first = next(iter(runs.values()))
-        return prefect_run(
-            first.config.workspace, needs_ray=any(runs_rl(run.config, run.compared.chosen) for run in runs.values())
-        )
-    return closing(RunConsole())

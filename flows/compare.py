@@ -32,13 +32,7 @@ from klear_core.evaluate.compare.promotion import Decision, read_decision, short
 from klear_core.report.publish import write_model
 from klear_core.report.run.final_table import decision_lines
 from klear_core.report.several.compared_runs import read_run
-from klear_core.report.several.comparison import (
-    COMPARISON_PAGE,
-    DifferenceCell,
-    RunComparison,
-    ScoreRow,
-    compare_runs,
-)
+from klear_core.report.several.comparison import COMPARISON_PAGE, DifferenceCell, RunComparison, ScoreRow, compare_runs
 from klear_core.train.base_model import model_folder
 from tasks.mlflow_database import database_file
 from tasks.model_registry import Registry, Version, folder_of, open_registry

@@ -13,42 +13,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich import progress as bars
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from flows.environment import LOGGERS, PipelineResult, StageSelection, page_of, prepare_environment
-from flows.servers import is_temporary_server
+from flows.servers import check_prefect, check_ray, check_tracking, is_temporary_server, own_server
 from klear_core.artifacts.manifest import ArtifactRef
 from klear_core.config.pipeline import PipelineConfig, WorkspaceConfig
 from klear_core.config.stage import ReportJob, RlJob
 from klear_core.errors import ArtifactError, ConfigError, KlearError
-from klear_core.pipeline.graph import (
-    fingerprints_of,
-    open_store,
-    set_moved_aside,
-    stages_of,
-    with_inputs,
-)
+from klear_core.pipeline.graph import fingerprints_of, open_store, set_moved_aside, stages_of, with_inputs
 from klear_core.pipeline.plan import PendingWork
 from klear_core.pipeline.preflight.checks import require_ready
 from klear_core.scores import number
+from tasks.progress import Attempt, set_console
 from tasks.progress import Console as StageConsole
-from tasks.progress import set_console
 from tasks.tracking import RunInfo, is_interrupt, report_inputs
 
 if TYPE_CHECKING:
     from klear_core.report.run.data import ReportInputs
-    from tasks.progress import Attempt
 
 
 def carry_out(config: PipelineConfig, selection: StageSelection) -> None:
@@ -60,11 +44,11 @@ def carry_out(config: PipelineConfig, selection: StageSelection) -> None:
     if reused is not None:
         show_result(config, reused, num_made=0)
         return
-    with prefect_run(config.workspace, needs_ray=runs_rl(config, chosen, again)) as shown:
+    with prefect_run(config.workspace, needs_ray=runs_rl(config, chosen, again)) as console:
         from flows.pipeline import run_pipeline
 
         result = run_pipeline(config, selection)
-    show_result(config, result, num_made=shown.num_made)
+    show_result(config, result, num_made=console.num_made)
 
 
 @contextmanager
@@ -74,7 +58,6 @@ def prefect_run(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunC
     Order matters: the environment is set before Prefect is imported, and the server starts while the imports run.
     """
     from flows.outages import close_killed_runs
-    from flows.servers import check_prefect, check_ray, check_tracking, own_server
 
     check_prefect()
     check_tracking(workspace)
@@ -87,18 +70,18 @@ def prefect_run(workspace: WorkspaceConfig, *, needs_ray: bool) -> Iterator[RunC
     if server is not None:
         server.wait_until_ready()
         close_killed_runs()
-    shown = RunConsole()
-    set_console(shown)
+    console = RunConsole()
+    set_console(console)
     try:
-        yield shown
+        yield console
     finally:
-        shown.close()
+        console.close()
         if is_interrupt(sys.exc_info()[1]):
             typer.echo("\ninterrupted; the same command goes on from here", err=True)
             raise typer.Exit(130)
 
 
-def runs_rl(config: PipelineConfig, chosen: Collection[str] | None = None, again: Collection[str] = ()) -> bool:
+def runs_rl(config: PipelineConfig, chosen: Collection[str], again: Collection[str] = ()) -> bool:
     """Return whether a run trains with RL, and so needs Ray, rather than reusing all of its RL stages."""
     return any(PendingWork.of(config, chosen, again).pending(RlJob))
 
@@ -247,17 +230,17 @@ class RunConsole(StageConsole):
         self.console = Console(highlight=False)
         self.num_made = 0
         columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            bars.SpinnerColumn(),
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TimeRemainingColumn(),
         )
-        self._progress = Progress(
-            *columns, TextColumn("{task.fields[note]}", style="dim"), console=self.console, transient=True
+        self._progress = bars.Progress(
+            *columns, bars.TextColumn("{task.fields[note]}", style="dim"), console=self.console, transient=True
         )
-        self._task: TaskID | None = None
+        self._task: bars.TaskID | None = None
         self._warnings = _Warnings(self.console)
         for name in LOGGERS:
             logging.getLogger(name).addHandler(self._warnings)
