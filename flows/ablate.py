@@ -202,8 +202,7 @@ def require_complete(table: AblationTable, *, num_runs: int) -> None:
         )
 
 
-# ---- grid ----
-# Plan the runs of an ablation grid: the cells, their settings, and the stages that a comparison needs.
+# ---- the runs of a grid ----
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -286,14 +286,20 @@ def _place(source: AnswerSource) -> str:
 def _scores(part: Rescored, summary: RejudgeSummary) -> Table:
     what = escape(in_template(part.benchmark, part.template))
     title = f"{what}, {part.decoding}: {part.before.num_problems:,} problems"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("judged")
-    for name in ("answers", "score", "cut off", "no answer", "not judged", "change, points"):
-        table.add_column(name, justify="right")
+    table = score_table(title, "judged", "answers")
     if part.before.num_without_verdict < part.before.num_answers:
         table.add_row("before" if summary.verify_before else "by the file", *_cells(part.before), "")
     change = _change(part.difference) if part.changes else ""
     table.add_row("again", *_cells(part.after), change)
+    return table
+
+
+def score_table(title: str, first: str, *more: str) -> Table:
+    """Return a table without rows for scores of answers; `more` are columns of numbers before them."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
+    table.add_column(first)
+    for name in (*more, "score", "cut off", "no answer", "not judged", "change, points"):
+        table.add_column(name, justify="right")
     return table
 
 

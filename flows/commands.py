@@ -202,8 +202,7 @@ def evaluate(
     evaluate_model(asked)
 
 
-# ---- inspection commands ----
-# The commands of `klear` that inspect results: show an artifact, ask a model, replay a step of RL.
+# ---- look ----
 
 
 def show(
@@ -305,8 +304,7 @@ def replay(
     replay_step(step, artifact, losses or [], root=root, num_workers=workers)
 
 
-# ---- server commands ----
-# The commands of `klear` that run until Ctrl-C: serve the UIs, and restart crashed runs.
+# ---- serve ----
 
 
 def ui(

@@ -175,8 +175,7 @@ def _engine(engine: Literal["auto", "torch", "vllm"], given: Mapping[str, Any]) 
     return "torch" if can_sample_in_torch(Path(given["path"])) else "vllm"
 
 
-# ---- chat ----
-# `klear chat`: ask a model that a run made a question of your own.
+# ---- klear chat ----
 
 
 Engine = Literal["auto", "torch", "vllm"]
@@ -277,8 +276,7 @@ def _show(console: Console, completions: list[Completion]) -> None:
             print(f"cut off after {len(completion.token_ids)} tokens", file=sys.stderr)  # noqa: T201
 
 
-# ---- named model ----
-# The model that a command names: a folder, an artifact of the workspace, or a repository of the Hugging Face Hub.
+# ---- models of the Hub ----
 
 
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?")

@@ -1,4 +1,4 @@
-"""The `klear` and `klear-retrain` flows, and how a run is carried out: check, track, report failures, survive outages."""
+"""The `klear` and `klear-retrain` flows; a run is checked, tracked, reported if it fails, and survives outages."""
 
 from __future__ import annotations
 
@@ -43,10 +43,6 @@ from tasks.resources import no_orphans
 from tasks.stage import StageTask, in_workspace
 from tasks.stages import TASKS, failed_report, read_keys, report_failure
 from tasks.tracking import RunInfo, is_interrupt
-
-# ---- execute ----
-# Carry out a pipeline run inside the current Prefect flow run: check, track, report failures, survive outages.
-
 
 log = logging.getLogger(__name__)
 
@@ -280,7 +276,7 @@ def _tracked(info: RunInfo) -> Iterator[None]:
         tracking.end_pipeline(info, tracking.status_now())
 
 
-# ---- pipeline ----
+# ---- the klear flow ----
 
 
 @flow(name="klear", flow_run_name=run_label, persist_result=False)
@@ -336,8 +332,7 @@ def run_pipeline(config: PipelineConfig, selection: StageSelection) -> PipelineR
         )
 
 
-# ---- retrain ----
-# The `klear-retrain` flow: run the pipeline on a schedule.
+# ---- the klear-retrain flow, which runs on a schedule ----
 
 
 Seed = Literal["fixed", "fresh"]

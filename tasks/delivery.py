@@ -1,4 +1,4 @@
-"""Send a run's metrics file and records to MLflow from a background thread; they stay on disk while it is unreachable."""
+"""Send metrics files and records to MLflow from a background thread; they wait on disk while it is unreachable."""
 
 from __future__ import annotations
 

@@ -379,9 +379,7 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 
-# ---- the shared view ----
-# A view of MLflow's table of runs that begins with the scores, for its menu Views and for a link.
-#
+# ---- the view that begins with the scores ----
 # MLflow has no setting for the columns that the table shows at first. It keeps a view that users share as a tag of the
 # experiment, and a URL that names the view opens it.
 

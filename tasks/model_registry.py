@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-# ---- registry records ----
-# Define the records that the model registry keeps: promotions, rollbacks and the versions they belong to.
+# ---- records ----
 
 
 class Promotion(Settings):
@@ -92,13 +91,11 @@ class Version:
         )
 
 
-# ---- registry turns ----
-# Take turns with the processes of other workspaces and machines that use one MLflow server.
-#
-# MLflow has neither locks nor a conditional write. But it numbers the versions of a registered model one by one and never
-# gives a number twice, not even after the version was deleted. So a version of a model made for this is a ticket, the
-# lowest number has the turn, and its holder deletes it at the end (Lamport's bakery algorithm, with the server in place
-# of the clerk). Since numbers are never reused, ending the turn of a dead process cannot end another one's.
+# ---- turns of workspaces and machines that use one MLflow server ----
+# MLflow has neither locks nor a conditional write. But it numbers the versions of a registered model one by one and
+# never gives a number twice, not even after the version was deleted. So a version of a model made for this is a ticket,
+# the lowest number has the turn, and its holder deletes it at the end (Lamport's bakery algorithm, with the server in
+# place of the clerk). Since numbers are never reused, ending the turn of a dead process cannot end another one's.
 
 
 log = logging.getLogger(__name__)

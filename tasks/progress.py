@@ -147,8 +147,7 @@ def _percent(done: int, total: int) -> float:
     return min(100.0, 100 * done / max(total, 1))
 
 
-# ---- latest ----
-# Deliver the newest value of a stream from a background thread, so that the producer never waits.
+# ---- delivery of the newest value ----
 
 
 T = TypeVar("T")
@@ -203,8 +202,7 @@ class Latest(Generic[T]):
                     self._waiting = [value]
 
 
-# ---- prefect view ----
-# Show a finished stage on its page in Prefect: counts, ledger and a link to MLflow.
+# ---- a finished stage's page in Prefect ----
 
 
 _TIMEOUT_S = 10.0
@@ -300,8 +298,8 @@ def ledger_rows(manifest: Manifest) -> list[dict[str, str | int]]:
     return rows
 
 
-# ---- prefect client ----
-# A client of Prefect's API that fails fast: one short attempt a request. Prefect's own client retries for minutes.
+# ---- requests to Prefect ----
+# Prefect's own client retries for minutes.
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def run_stage(info: RunInfo, job: Job, inputs: Inputs, body: StageBody) -> Artif
 
 
 class StageTelemetry:
-    """Writes a stage's metrics to its file, from which they go to MLflow, and shows its progress on Prefect and console."""
+    """Writes a stage's metrics to its file, from which MLflow gets them, and shows its progress."""
 
     def __init__(self, stage: str, metrics_file: Path) -> None:
         self.stage = stage
@@ -173,8 +173,7 @@ def _manifest(
     )
 
 
-# ---- task ----
-# Turn stages into Prefect tasks that are retried with backoff and cached by fingerprint.
+# ---- Prefect tasks: retries and cache ----
 
 
 _FIRST_DELAY_S = 5.0

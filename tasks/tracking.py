@@ -169,8 +169,7 @@ def _undelivered(workspace: WorkspaceConfig) -> Undelivered:
     return Undelivered(workspace_root(workspace) / "mlflow" / "undelivered")
 
 
-# ---- run info ----
-# Define the context of a stage: workspace, pipeline run, and name in it. None of it changes a result.
+# ---- the context of a stage ----
 
 
 class RunInfo(Settings):
@@ -190,8 +189,7 @@ class RunInfo(Settings):
     """The flow run's page in Prefect's UI; empty without a server."""
 
 
-# ---- provenance ----
-# Read the git commit of the code and the versions of its libraries, for an artifact's manifest.
+# ---- commit and versions, for manifests ----
 
 
 LIBRARIES = (
@@ -251,7 +249,7 @@ def _git(*args: str) -> str:
 
 
 # ---- interrupts ----
-# Recognize Ctrl-C even if a library wrapped it: native code turns an exception raised inside it into a SystemError.
+# Native code turns an exception raised inside it into a SystemError.
 
 
 def is_interrupt(error: BaseException | None) -> bool:
@@ -265,8 +263,8 @@ def is_interrupt(error: BaseException | None) -> bool:
     return False
 
 
-# ---- report inputs ----
-# Build the input of the report and of the terminal's result. Imports no Prefect: a run that only reuses needs none.
+# ---- input of the report and of the terminal's result ----
+# Without Prefect, which a run that only reuses does not import.
 
 
 _PUBLISHED = Path(__file__).parents[1] / "flows" / "profiles" / "published.toml"
