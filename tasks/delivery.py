@@ -222,9 +222,9 @@ class UnsentMetrics:
         self.file = file
         self._last = _Row(inode=0, end=0, line=b"", points=[])
         """The last row that was sent or skipped."""
-        self._sent: dict[int, int] = {}
-        """Hash of a line that MLflow has, by the hash of its step and names. A stage that goes back to an earlier step
-        has a new file, in which rows that stay are not sent again, and new values of a step are."""
+        self._sent: set[int] = set()
+        """Hashes of the lines that MLflow has. A stage that goes back to an earlier step has a new file, in which the
+        rows that stay are not sent again, and new values of a step are."""
 
     def count(self) -> int:
         """Return the number of metric values that MLflow lacks."""
@@ -232,7 +232,7 @@ class UnsentMetrics:
 
     def skip_known(self, backend: MlflowBackend, run_id: str) -> None:
         """Skip the rows that an earlier attempt has sent: up to the last step that MLflow has of their metrics."""
-        known: dict[int, int] = {}
+        known: set[int] = set()
         # One metric of each row is asked for. Rows of other metrics are sent in an order of their own: a point of a
         # curve comes some steps late.
         last_steps: dict[str, int | None] = {}
@@ -245,7 +245,7 @@ class UnsentMetrics:
                 last_steps[name] = backend.last_step(run_id, name)
             last = last_steps[name]
             if last is not None and row.points[0].step <= last:
-                known[_key(row.points)] = hash(row.line)
+                known.add(hash(row.line))
         self._sent |= known
 
     def send(self, backend: MlflowBackend, run_id: str) -> None:
@@ -264,7 +264,7 @@ class UnsentMetrics:
         points = [point for row in batch for point in row.points]
         if points:
             backend.log_metrics(run_id, points)
-        self._sent |= {_key(row.points): hash(row.line) for row in batch if row.points}
+        self._sent.update(hash(row.line) for row in batch)
         self._last = batch[-1] if batch else self._last
 
     def _rows(self) -> Iterator[_Row]:
@@ -279,14 +279,14 @@ class UnsentMetrics:
             f.seek(end - len(self._last.line))
             # The line is compared as well, because a file system gives the inode of a deleted file to a new one.
             if inode != self._last.inode or f.read(len(self._last.line)) != self._last.line:
+                f.seek(0)
+                self._sent.intersection_update(map(hash, f))
                 end = f.seek(0)
             for line in f:
                 if not line.endswith(b"\n"):
                     return  # the stage is writing it
                 end += len(line)
-                points = _points(line, at_ms)
-                is_sent = bool(points) and self._sent.get(_key(points)) == hash(line)
-                yield _Row(inode, end, line, [] if is_sent else points)
+                yield _Row(inode, end, line, [] if hash(line) in self._sent else _points(line, at_ms))
 
 
 class _Row(NamedTuple):
@@ -302,10 +302,6 @@ def _points(line: bytes, at_ms: int) -> list[MetricPoint]:
     row = parse_row(line)
     step = int(row.pop("step", None) or 0)
     return [MetricPoint(name, value, at_ms, step) for name, value in row.items() if value is not None]
-
-
-def _key(points: Sequence[MetricPoint]) -> int:
-    return hash((points[0].step, *(point.name for point in points)))
 
 
 def _deliver(backend: MlflowBackend, record: TrackedRun, *, current_run: str) -> None:

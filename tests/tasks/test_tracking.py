@@ -256,7 +256,7 @@ def test_steps_that_are_done_again_are_sent_again_if_their_values_are_others(bac
     stage.run.flush()
     assert [(p.step, p.value) for p in backend.points["r1-sft"]][4:] == [(2, 8.0), (3, 8.0)]
     stage.file.rewind(3)
-    stage.log(3)
+    stage.log(3)  # with its first value
     stage.run.flush()
     assert [(p.step, p.value) for p in backend.points["r1-sft"]][6:] == [(3, 0.3)]
 
