@@ -215,7 +215,7 @@ def show(
     problem_id: Annotated[
         str | None, typer.Argument(help="After the word problem: the id of the problem or its first digits.")
     ] = None,
-    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    root: Root = Path("runs"),
     num_records: Annotated[
         int, typer.Option("--records", min=0, help="Number of records to print from each table.")
     ] = 2,
@@ -248,7 +248,7 @@ def chat(
     question: Annotated[
         str | None, typer.Argument(help="The question; without it, every line of standard input is one.")
     ] = None,
-    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    root: Root = Path("runs"),
     temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of an answer; by default what the model's window leaves.")
@@ -288,7 +288,7 @@ def replay(
         str,
         typer.Option("--of", help="An RL stage (its newest artifact), a fingerprint or its first digits, or a folder."),
     ] = "rl",
-    root: Annotated[Path, typer.Option(help="Workspace to look in.")] = Path("runs"),
+    root: Root = Path("runs"),
     workers: Annotated[
         int | None, typer.Option(min=1, help="Number of learner processes; by default that of the run.")
     ] = None,

@@ -203,7 +203,7 @@ class StageRun:
                 self._metrics.skip_known(backend, opened.run_id)
                 self._opened = opened
             self._metrics.send(backend, self._opened.run_id)
-        except Unreachable as e:
+        except (Unreachable, OSError) as e:  # an OSError is one of reading the metrics file, which the message names
             self._connection.mark_unreachable(str(e))
             self._may_have_backlog = True
             return False

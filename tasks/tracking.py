@@ -77,7 +77,7 @@ def stage_run(
             "metrics_file": str(metrics_file),
         }
     )
-    run = StageRun(_connection(info.workspace), record)
+    run = StageRun(_connection(uri, workspace_root(info.workspace)), record)
     run.start()
     # Once a stage was accepted the credentials are right; a later refusal must not end a run that has cost hours.
     if run.refusal and (uri, info.run_id) not in _parents:
@@ -106,16 +106,15 @@ def parent_run_id(info: RunInfo) -> str | None:
 def end_pipeline(info: RunInfo, status: RunStatus) -> None:
     """Close the pipeline's run if a stage opened it or left a record, and log what MLflow has not received."""
     record = _record_of(info).model_copy(update={"status": status, "ended_ms": now_ms()})
-    undelivered = _undelivered(info.workspace)
+    root = workspace_root(info.workspace)
+    undelivered = _undelivered(root)
     has_waiting_stage = any(r.run_id == info.run_id for r in undelivered.records(record.server))
     if parent_run_id(info) is None and not has_waiting_stage:
         return
     undelivered.save(record)
-    connection = _connection(info.workspace)
+    connection = _connection(tracking_uri(info.workspace), root)
     connection.allow_try()  # the last chance of this run, however recent a failure is
-    connection.deliver_waiting(
-        current_run=info.run_id, except_stage=None
-    )  # the stages' records, and then the run's own
+    connection.deliver_waiting(current_run=info.run_id, except_stage=None)  # the stages' records, and then the run's
     left = undelivered.records(record.server)
     if left:
         num_rows = sum(len(read_metrics(Path(r.metrics_file))) for r in left if r.metrics_file)
@@ -155,18 +154,14 @@ def _record_of(info: RunInfo) -> TrackedRun:
     )
 
 
-_connections: dict[tuple[str, Path], Connection] = {}
+@cache
+def _connection(uri: str, root: Path) -> Connection:
+    """Return the connection that all stages of this process share."""
+    return Connection(mlflow_backend(uri, root), _undelivered(root), server_name(uri))
 
 
-def _connection(workspace: WorkspaceConfig) -> Connection:
-    uri, root = tracking_uri(workspace), workspace_root(workspace)
-    if (uri, root) not in _connections:
-        _connections[uri, root] = Connection(mlflow_backend(uri, root), _undelivered(workspace), server_name(uri))
-    return _connections[uri, root]
-
-
-def _undelivered(workspace: WorkspaceConfig) -> Undelivered:
-    return Undelivered(workspace_root(workspace) / "mlflow" / "undelivered")
+def _undelivered(root: Path) -> Undelivered:
+    return Undelivered(root / "mlflow" / "undelivered")
 
 
 # ---- the context of a stage ----
