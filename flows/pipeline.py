@@ -166,8 +166,11 @@ def _run_selected(
     if again:
         ids = fingerprints_of(with_inputs(stages, again), config.workspace)
         _set_aside_once(config.workspace, [ids[name] for name in again], run_id=run.info.run_id)
-    with _tracked(run.info), reporting_failures(run):
-        run_stages(run)
+    try:
+        with reporting_failures(run):
+            run_stages(run)
+    finally:
+        tracking.end_pipeline(run.info, tracking.status_now())
     return run.result()
 
 
@@ -266,14 +269,6 @@ def _write_failure_report(run: PipelineRun, error: Exception) -> None:
         log.warning("a report on this failed run: %s", file)
     except Exception as e:  # noqa: BLE001  an error of the report must not replace the run's error
         log.warning("could not write a report on this failed run: %s: %s", type(e).__name__, e)
-
-
-@contextmanager
-def _tracked(info: RunInfo) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        tracking.end_pipeline(info, tracking.status_now())
 
 
 # ---- the klear flow ----
