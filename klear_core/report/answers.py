@@ -19,9 +19,9 @@ from typing import assert_never
 
 from klear_core.config.evaluate import PLAIN_TEMPLATE
 from klear_core.errors import ConfigError, DataError
-from klear_core.evaluate.answers.counts import AnswerCounts, Shares
 from klear_core.evaluate.answers.rejudge import mark_of
 from klear_core.evaluate.answers.stored import AnswerSource, Generation, UnreadRow, in_template
+from klear_core.evaluate.counts import AnswerCounts, Shares
 from klear_core.report.run.build import HERE, page_template, stylesheet
 from klear_core.scores import NONE, percent
 from klear_core.types import CodeReference, CustomReference, MathReference, Reference, UnverifiableReference

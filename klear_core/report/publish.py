@@ -12,7 +12,7 @@ from klear_core.artifacts.manifest import MANIFEST
 from klear_core.artifacts.model_files import CARD, check_folder
 from klear_core.config.load import profile_toml
 from klear_core.errors import ConfigError
-from klear_core.evaluate.answers.counts import AnswerCounts
+from klear_core.evaluate.counts import AnswerCounts
 from klear_core.report.run.lineage import Ancestor, DataSource, ancestors, data_sources, own_licence, run_config
 from klear_core.report.run.scores_view import decoding_text
 from klear_core.report.run.warnings import chosen_on

@@ -13,10 +13,9 @@ from klear_core.config.pipeline import PipelineConfig
 from klear_core.config.stage import Stage
 from klear_core.evaluate.compare.promotion import DECISION_FILE, Decision, read_decision
 from klear_core.evaluate.compare.published import PublishedModel
-from klear_core.evaluate.sample import SAMPLES_FOLDER
 from klear_core.metrics import METRICS_FILE, read_metrics
 from klear_core.report.charts import Series
-from klear_core.scores import EvalReport, Range, read_reports, visible
+from klear_core.scores import SAMPLES_FOLDER, EvalReport, Range, read_reports, visible
 from klear_core.types import EvalSample
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from klear_core.config.evaluate import PLAIN_TEMPLATE
 from klear_core.config.settings import DifferentSetting
 from klear_core.errors import DataError
-from klear_core.evaluate.answers.counts import AnswerCounts, Difference, Shares, paired_estimate
-from klear_core.evaluate.answers.stored import Decoding, evaluation_answers
+from klear_core.evaluate.answers.stored import evaluation_answers
+from klear_core.evaluate.compare.paired import PairedDifference, paired_difference
+from klear_core.evaluate.counts import AnswerCounts, Decoding, Shares
 from klear_core.evaluate.stats.significance import holm
 from klear_core.report import charts
 from klear_core.report.answers import PAGE as ANSWERS_PAGE
@@ -202,13 +203,13 @@ def _counts(runs: Sequence[ComparedRun], benchmark: str, maker: str, decoding: D
     return found
 
 
-def _differences(counts: Sequence[AnswerCounts | None]) -> dict[int, Difference | None]:
+def _differences(counts: Sequence[AnswerCounts | None]) -> dict[int, PairedDifference | None]:
     """Return the differences of later runs to the first, by the run's number; None without a problem in common."""
     first = counts[0]
     differences = {}
     for i, own in enumerate(counts[1:], start=1):
         if first is not None and own is not None:
-            differences[i] = paired_estimate(first, own, confidence=CONFIDENCE)
+            differences[i] = paired_difference(first, own, confidence=CONFIDENCE)
     return differences
 
 
@@ -270,7 +271,7 @@ def _unpaired(run: int) -> DifferenceCell:
     )
 
 
-def _difference(run: int, found: Difference, p_corrected: float) -> DifferenceCell:
+def _difference(run: int, found: PairedDifference, p_corrected: float) -> DifferenceCell:
     # The test alone decides, never an interval. The sum avoids 1 - 0.95, which is rounded up.
     standing = "not_shown"
     if p_corrected + CONFIDENCE < 1:
@@ -290,7 +291,7 @@ def _difference(run: int, found: Difference, p_corrected: float) -> DifferenceCe
     )
 
 
-def _notes(found: Difference) -> tuple[str, ...]:
+def _notes(found: PairedDifference) -> tuple[str, ...]:
     assert found.num_changed is not None, "only files of earlier versions lack it"
     too_few = too_few_changed(found.num_changed, found.num_problems, confidence=CONFIDENCE)
     notes = (too_few, floor_note(found.num_problems) if found.floor_binds else "")
