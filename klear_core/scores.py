@@ -73,6 +73,13 @@ class Score(Estimate):
     num_samples: int = Field(ge=1)
     """Scored samples, over all problems."""
 
+    @property
+    def estimate(self) -> Estimate:
+        """The score without the number of its samples, for files that have other counts beside it."""
+        return Estimate(
+            value=self.value, new_problems=self.new_problems, rerun=self.rerun, num_problems=self.num_problems
+        )
+
 
 class PassAtK(Settings):
     """The chance that at least one of k samples is right: the unbiased estimate, averaged over problems."""

@@ -123,10 +123,11 @@ class AnswerCounts:
         """Return the counts so far with the mean over problems."""
         # If a file says it of some answers alone, the others count as not cut off.
         is_known = self.num_ends_unknown < self.num_answers
+        score = self.score(confidence=confidence, has_rerun=self.has_several)
         return Shares(
             num_answers=self.num_answers,
             num_problems=len(self.problems),
-            score=self.score(confidence=confidence, has_rerun=self.has_several),
+            score=score.estimate if score else None,
             num_truncated=self.num_truncated if is_known else None,
             num_no_answer=self.num_no_answer,
             unscored=dict(self.unscored),
