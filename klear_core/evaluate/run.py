@@ -282,8 +282,6 @@ def _summary(
     noted = Counter(str(problem.difficulty) for problem in tagged)
     noted["not_judged"] = sum(not found.num_scored for found in tallies.values())
     noted["tag_changed"] = sum(new.difficulty != old.difficulty for new, old in zip(tagged, untagged, strict=True))
-    step = LedgerStep(
-        step="tag", unit="problem", num_in=len(untagged), num_out=len(tagged), noted=dict(sorted(noted.items()))
-    )
+    step = LedgerStep.of("tag", "problem", num_in=len(untagged), dropped={}, noted=dict(sorted(noted.items())))
     counts = {"problems": len(tagged), "answers": num_scored, "pass_rate": round(num_correct / max(num_scored, 1), 4)}
     return StageSummary(counts=counts, ledger=(step,))

@@ -136,14 +136,9 @@ def ledger_step(benchmark: str, tallies: Tallies) -> LedgerStep:
         noted["no_answer"] += counts.num_no_answer
         for outcome, n in counts.unscored.items():
             unscored[str(outcome)] += n
-    return LedgerStep(
-        step=f"judge_{benchmark}",
-        unit="answer",
-        num_in=num_answers,
-        num_out=num_answers - unscored.total(),
-        dropped=dict(sorted(unscored.items())),
-        noted=dict(+noted),  # without counts of zero
-    )
+    dropped = dict(sorted(unscored.items()))
+    # `+` leaves out counts of zero
+    return LedgerStep.of(f"judge_{benchmark}", "answer", num_in=num_answers, dropped=dropped, noted=+noted)
 
 
 def metrics_of(report: EvalReport) -> dict[str, float]:
