@@ -240,6 +240,11 @@ def points(difference: float) -> str:
     return value.replace("-", MINUS) if value.startswith("-") else f"+{value}"
 
 
+def interval_text(ends: Range) -> str:
+    """Format an interval of a score in percent: `61.0 to 64.2`."""
+    return f"{100 * ends.low:.1f} to {100 * ends.high:.1f}"
+
+
 def range_text(ends: Range) -> str:
     """Format an interval of a difference in percentage points: `+27.9 to +33.6`."""
     return f"{points(ends.low)} to {points(ends.high)}"

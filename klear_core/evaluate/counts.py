@@ -220,7 +220,11 @@ def tally(
     return tallies
 
 
-def count_stored(evaluation: Path) -> Mapping[tuple[str, Decoding], AnswerCounts]:
+CountsBy = Mapping[tuple[str, Decoding], AnswerCounts]
+"""Counts of answers by benchmark and decoding."""
+
+
+def count_stored(evaluation: Path) -> CountsBy:
     """Count the answers in an evaluation's artifact folder by benchmark and decoding."""
     found: dict[tuple[str, Decoding], AnswerCounts] = defaultdict(AnswerCounts)
     # Only counts are kept: all answers of an evaluation would not fit into memory.

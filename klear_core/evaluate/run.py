@@ -1,5 +1,8 @@
 """Evaluate a model, or tag problems with their difficulty: sample answers, judge them as they arrive, and score them.
 
+`evaluate` is the story: `sample.py` plans and samples the answers and has each judged, `counts.py` counts them by
+problem, and `score.py` makes the report from the counts.
+
 The unit of resume is a shard of answers. An answer that could not be judged does not count as wrong: it is kept and
 counted, and the next run judges it again without sampling it again.
 """

@@ -20,7 +20,7 @@ from klear_core.metrics import Telemetry
 from klear_core.prompts import completed
 from klear_core.scores import SAMPLES_FOLDER
 from klear_core.seeding import seed_for
-from klear_core.types import EvalSample, Judge, Outcome, Problem
+from klear_core.types import Completion, EvalSample, Judge, Outcome, Problem
 
 TEMPLATES_FOLDER = "templates"
 """Folder of an evaluation with a folder for each prompt template, which has the answers to the questions in it."""
@@ -168,18 +168,7 @@ class AnswerWorker:
                 f"benchmark {planned.benchmark!r}, problem {problem.problem_id}: the engine aborted the request"
             )
         self.gate.record(key, len(completion.token_ids))
-        sample = EvalSample(
-            benchmark=planned.benchmark,
-            problem_id=problem.problem_id,
-            question=question,
-            difficulty=problem.difficulty,
-            decoding=planned.decoding,
-            sample_idx=planned.sample_idx,
-            response=completion.text,
-            num_tokens=len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-            verdict=await self.setup.judge(problem, completion.text),
-        )
+        sample = await judged(planned, question, completion, self.setup.judge)
         self._count(sample)
         return sample
 
@@ -200,6 +189,23 @@ class AnswerWorker:
                 f"the last: problem {sample.problem_id}: {sample.verdict.detail}. "
                 "Finished shards are kept, and the next run judges their unscored answers again"
             )
+
+
+async def judged(planned: PlannedAnswer, question: str, completion: Completion, judge: Judge) -> EvalSample:
+    """Judge a response to a question, and return it with the verdict."""
+    problem = planned.problem
+    return EvalSample(
+        benchmark=planned.benchmark,
+        problem_id=problem.problem_id,
+        question=question,
+        difficulty=problem.difficulty,
+        decoding=planned.decoding,
+        sample_idx=planned.sample_idx,
+        response=completion.text,
+        num_tokens=len(completion.token_ids),
+        finish_reason=completion.finish_reason,
+        verdict=await judge(problem, completion.text),
+    )
 
 
 def _require_planned(shard: Shard[PlannedAnswer], stored: Sequence[EvalSample]) -> None:

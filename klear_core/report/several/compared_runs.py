@@ -17,15 +17,12 @@ from klear_core.config.data_jobs import section_of, sections_used
 from klear_core.config.settings import DifferentSetting, different_settings
 from klear_core.errors import ArtifactError
 from klear_core.evaluate.answers.stored import is_evaluation
-from klear_core.evaluate.counts import AnswerCounts, Decoding, count_stored
+from klear_core.evaluate.counts import CountsBy, count_stored
 from klear_core.metrics import METRICS_FILE
 from klear_core.report.charts import LineChart, Series, line_chart
 from klear_core.report.run.build import RL_CHARTS, SCORE, SFT_CHARTS, ChartSpec, problems_note, recorded_curve
 from klear_core.report.run.data import read_series
 from klear_core.scores import NONE, EvalReport, duration, read_reports
-
-CountsBy = Mapping[tuple[str, Decoding], AnswerCounts]
-"""Counts of answers by benchmark and decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from klear_core.evaluate.counts import AnswerCounts, Decoding, Shares
 from klear_core.evaluate.stats.significance import holm
 from klear_core.report import charts
 from klear_core.report.answers import PAGE as ANSWERS_PAGE
-from klear_core.report.answers import Viewer, write_viewer
+from klear_core.report.answers import Viewer, shown_shares, write_viewer
 from klear_core.report.run.build import page_template, stylesheet
 from klear_core.report.run.claims import floor_note, too_few_changed
 from klear_core.report.run.warnings import chosen_on
@@ -29,7 +29,7 @@ from klear_core.report.several.compared_runs import (
     stage_charts,
     stages_of_some,
 )
-from klear_core.scores import NONE, Range, p_value, percent, points, range_text, spread_text
+from klear_core.scores import NONE, interval_text, p_value, percent, points, range_text, spread_text
 
 COMPARISON_PAGE = "comparison.html"
 CONFIDENCE = 0.95
@@ -233,27 +233,19 @@ def _chosen(run: ComparedRun, maker: str, benchmark: str) -> str:
 
 
 def _cell(shares: Shares, templates: str, chosen: str) -> ScoreCell:
-    score, num = shares.score, shares.num_answers
-    value, interval, rerun = NONE, "", ""
-    if score is not None:
-        value, interval = percent(score.value), _ends(score.new_problems)
-        rerun = _ends(score.rerun) if score.rerun else ""
-    cut_off = NONE if shares.num_truncated is None else percent(shares.num_truncated / num)
+    _, _, value, interval, cut_off, no_answer, not_judged = shown_shares(shares)
+    score = shares.score
     return ScoreCell(
         value=value,
         interval=interval,
-        rerun=rerun,
+        rerun=interval_text(score.rerun) if score and score.rerun else "",
         cut_off=cut_off,
-        no_answer=percent(shares.num_no_answer / num),
-        not_judged=percent(shares.num_unscored / num),
-        score=None if score is None else score.value,
+        no_answer=no_answer,
+        not_judged=not_judged,
+        score=score.value if score else None,
         templates=templates,
         chosen=chosen,
     )
-
-
-def _ends(ends: Range) -> str:
-    return f"{100 * ends.low:.1f} to {100 * ends.high:.1f}"
 
 
 def _unpaired(run: int) -> DifferenceCell:
