@@ -1,4 +1,4 @@
-"""Describe immutable, content-addressed results of stages, their ledger, and the interface of their store.
+"""Describe immutable, content-addressed results of stages, and their ledger.
 
 An artifact is a folder that a stage wrote, with a manifest. It is addressed by its fingerprint: a hash of what it is
 made from (kind, code version, settings that change the result, inputs), so that it can be computed before anything has
@@ -11,11 +11,10 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 from urllib.parse import unquote, urlparse
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
@@ -229,41 +228,6 @@ def fingerprint(kind: str, version: int, settings: Settings, inputs: Sequence[Ar
 def file_ref(path: str, *, cache: Path | None = None) -> ArtifactId:
     """Return a local file or folder as an input, identified by its content (see `content_digest`)."""
     return ArtifactId(kind="file", fingerprint=content_digest(Path(path), cache=cache))
-
-
-class Slot(Protocol):
-    """The right to build one artifact, or the artifact that is already there."""
-
-    @property
-    def ref(self) -> ArtifactRef | None:
-        """The finished artifact, if it existed already or another process built it while this one waited."""
-
-    @property
-    def workdir(self) -> Path:
-        """The folder to build in; holds what an earlier, interrupted attempt left."""
-
-    @property
-    def attempt(self) -> int:
-        """Number of this attempt: 1 for the first build of this artifact."""
-
-    def publish(self, manifest: Manifest) -> ArtifactRef:
-        """Make the artifact visible, complete and in one step."""
-
-
-class ArtifactStore(Protocol):
-    """Stores artifacts by kind and fingerprint."""
-
-    def find(self, kind: str, fingerprint: str) -> ArtifactRef | None:
-        """Return the artifact if it exists; `verify` tells whether its files are unchanged."""
-
-    def create(self, kind: str, fingerprint: str) -> AbstractContextManager[Slot]:
-        """Take the right to build an artifact; without `publish` nothing becomes visible."""
-
-    def verify(self, ref: ArtifactRef) -> None:
-        """Raise ArtifactError, with its name, for a file that is missing, altered or extra."""
-
-    def manifest(self, ref: ArtifactRef) -> Manifest:
-        """Return the artifact's manifest."""
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -33,9 +33,9 @@ class Headline:
 
 def standing_of(scores: PairedComparison) -> Standing:
     """Return better or worse only if the corrected p-value is below 1 minus the confidence; never by an interval."""
-    if not scores.is_clear:
-        return "not_shown"
-    return "better" if scores.is_better else "worse"
+    if scores.is_better:
+        return "better"
+    return "worse" if scores.is_worse else "not_shown"
 
 
 def why_not_tested(scores: PairedComparison) -> str:
