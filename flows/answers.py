@@ -23,7 +23,6 @@ from klear_core.config.settings import config_digest
 from klear_core.config.verify import VerifyConfig
 from klear_core.data.readers import SUFFIXES
 from klear_core.errors import ArtifactError, ConfigError, DataError
-from klear_core.evaluate.answers.counts import Estimate, Shares
 from klear_core.evaluate.answers.judge_file import JudgeSummary, judge_file
 from klear_core.evaluate.answers.layout_rows import Layout
 from klear_core.evaluate.answers.layouts import foreign_answers
@@ -38,9 +37,10 @@ from klear_core.evaluate.answers.stored import (
     is_rejudged,
     rejudged_answers,
 )
+from klear_core.evaluate.counts import Shares
 from klear_core.prompts import NO_CLOSE_TAG
 from klear_core.report.answers import ALL_TEMPLATES, shown_shares, write_viewer
-from klear_core.scores import points, range_text
+from klear_core.scores import Estimate, points, range_text
 
 _SHOWN_CHANGES = 8
 _MAX_DETAIL = 60

@@ -36,7 +36,7 @@ from tasks.delivery import Connection, StageRun, Undelivered, now_ms
 from tasks.mlflow_backend import EXPERIMENT, TRACKING_VARIABLE, RunStatus, TrackedRun, mlflow_backend, server_name
 
 if TYPE_CHECKING:
-    from klear_core.report.run.data import PairedDifference, ReportInputs, ScoreWarning, StageFolder
+    from klear_core.report.run.data import ComparedModels, ReportInputs, ScoreWarning, StageFolder
 
 __all__ = ["EXPERIMENT", "StageRun", "end_pipeline", "parent_run_id", "stage_run", "status_now", "tracking_uri"]
 
@@ -319,13 +319,13 @@ def _score_warnings(config: PipelineConfig, inputs: Mapping[str, ArtifactRef]) -
             yield ScoreWarning(where=where, text=exposure.warning, scored_by=tuple(scored), benchmarks=benchmarks)
 
 
-def _differences(scores: Mapping[str, ArtifactRef]) -> Iterator[PairedDifference]:
+def _differences(scores: Mapping[str, ArtifactRef]) -> Iterator[ComparedModels]:
     """Yield the paired differences of each evaluated model to the previous one, and of the last to the first.
 
     `scores` are the evaluations by the stage that made the model, in pipeline order.
     """
     from klear_core.evaluate.compare.paired import compare_pairs
-    from klear_core.report.run.data import PairedDifference
+    from klear_core.report.run.data import ComparedModels
 
     names = list(scores)
     pairs = list(itertools.pairwise(names))
@@ -334,19 +334,5 @@ def _differences(scores: Mapping[str, ArtifactRef]) -> Iterator[PairedDifference
     # in one call, because p-values are corrected for all comparisons of the report
     compared = compare_pairs([(scores[before].path, scores[after].path) for before, after in pairs])
     for (before, after), comparisons in zip(pairs, compared, strict=True):
-        for c in comparisons:
-            yield PairedDifference(
-                benchmark=c.benchmark,
-                decoding=c.decoding,
-                before=before,
-                after=after,
-                value=c.difference,
-                rerun=c.rerun,
-                new_problems=c.new_problems,
-                floor_binds=c.floor_binds,
-                p_corrected=c.p_corrected,
-                num_changed=c.num_changed,
-                confidence=c.confidence,
-                num_problems=c.num_problems,
-                is_same_decoding=c.is_same_decoding,
-            )
+        for comparison in comparisons:
+            yield ComparedModels(before=before, after=after, scores=comparison)

@@ -177,9 +177,11 @@ def check_trained_share(progress: RlState, floor: YieldLimits, *, shown: Path) -
 
     `shown` is the folder of saved answers, of which the newest is the error's example.
     """
-    share = progress.trained_share(example=last_shown(shown))
+    what = f"prompts were trained on in {progress.step} steps (last pass rate {progress.pass_rate:.2f})"
     remedy = "Give it problems of another difficulty, a better model to start from, or more samples_per_group"
-    return check_yield(share, floor, key="rl.runtime.informative", remedy=remedy)
+    return check_yield(
+        progress.trained(), what, floor, key="rl.runtime.informative", remedy=remedy, example=last_shown(shown)
+    )
 
 
 async def sync_weights(

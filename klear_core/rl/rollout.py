@@ -11,11 +11,12 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from klear_core.artifacts.manifest import DropCounts
 from klear_core.config.rl import RlConfig
 from klear_core.errors import TrainingError
 from klear_core.generate.engine import InferenceEngine, one_sample
 from klear_core.prompts import completed, opening_of, render_prompt
-from klear_core.rl.groups import CANCELLED, SURPLUS, DropCounts, keep_informative
+from klear_core.rl.groups import CANCELLED, SURPLUS, keep_informative
 from klear_core.rl.rewards import custom_reward, is_positive, overlong_penalty, reward_of
 from klear_core.seeding import seed_for
 from klear_core.types import Completion, Judge, Problem, RewardValues, Rollout, RolloutGroup, Verdict
@@ -260,8 +261,8 @@ class Collector:
                 break
         # Keep the first groups in stream order, because the fastest would be biased towards short answers.
         for surplus in kept[rollout.groups_per_step :]:
-            drops.count_group(SURPLUS)
-            drops.count_rollouts(f"group_{SURPLUS}", len(surplus.rollouts))
+            drops.count("group", SURPLUS)
+            drops.count("rollout", f"group_{SURPLUS}", len(surplus.rollouts))
         return StepRollouts(
             groups=tuple(groups),
             kept=tuple(kept[: rollout.groups_per_step]),
@@ -281,7 +282,7 @@ class Collector:
         for item in items:
             prompt_ids = self._sampler.prompt(item)
             if prompt_ids is None:
-                drops.count_group("prompt_too_long")
+                drops.count("group", "prompt_too_long")
                 continue
             samples = range(self._cfg.rollout.samples_per_group)
             round_.add(item, [asyncio.create_task(self._rollout(item, prompt_ids, i)) for i in samples])
@@ -289,8 +290,8 @@ class Collector:
         # Errors were raised above, so a group without all of its results was cancelled.
         groups = round_.groups()
         for _ in range(len(round_.items) - len(groups)):
-            drops.count_group(CANCELLED)
-            drops.count_rollouts(f"group_{CANCELLED}", self._cfg.rollout.samples_per_group)
+            drops.count("group", CANCELLED)
+            drops.count("rollout", f"group_{CANCELLED}", self._cfg.rollout.samples_per_group)
         return groups
 
     async def _rollout(self, item: StreamItem, prompt_ids: tuple[int, ...], sample_idx: int) -> Rollout:

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from klear_core.artifacts.manifest import DropCounts
 from klear_core.artifacts.records import read_shard, read_shards, write_shard
 from klear_core.config.losses import LossConfig
-from klear_core.rl.groups import TRAINED, DropCounts
+from klear_core.rl.groups import TRAINED
 from klear_core.rl.losses import TokenLoss, TrainBatch
 from klear_core.train.distributed import World
 from klear_core.types import FinishReason, Outcome, Rollout, RolloutGroup
@@ -165,7 +166,7 @@ def describe_groups(groups: Sequence[RolloutGroup], drops: DropCounts) -> dict[s
     have the tags that the reward asks for.
     """
     rollouts = [r for g in groups for r in g.rollouts]  # all that were sampled, also of groups that were dropped
-    by_group, by_rollout = drops.of("group"), drops.of("rollout")
+    by_group, by_rollout = (dict(sorted(drops.of(unit).items())) for unit in ("group", "rollout"))
     # `asked` counts all; then each `pop` takes a reason out, so that what is left below are the other reasons.
     metrics = {
         "rl/groups/asked": float(sum(by_group.values())),

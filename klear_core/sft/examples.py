@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from klear_core.artifacts.manifest import LedgerStep, Yield, check_yield
+from klear_core.artifacts.manifest import LedgerStep, check_yield
 from klear_core.config.settings import YieldLimits
 from klear_core.config.train import SftConfig
 from klear_core.errors import DataError
@@ -182,9 +182,8 @@ def check_store(store: TokenStore, floor: YieldLimits, *, max_tokens: int) -> tu
     Raise DataError if they are too many or all.
     """
     what = f"traces give a training row (sft.max_tokens = {max_tokens})"
-    share = Yield(what=what, num_in=store.ledger.num_in, lost=store.ledger.dropped, example=store.example_lost)
     remedy = "If they are overlong, raise sft.max_tokens, or cut them: --set sft.overlong=cut"
-    return check_yield(share, floor, key="sft.runtime.rows", remedy=remedy)
+    return check_yield(store.ledger, what, floor, key="sft.runtime.rows", remedy=remedy, example=store.example_lost)
 
 
 def _stream(
@@ -306,17 +305,9 @@ class TrainingPlan:
 
     def ledger(self) -> tuple[LedgerStep, ...]:
         """Return the counts of rows that are held out, and of those that are never trained on, by setting."""
-        return self._held_out(), self._weighed()
-
-    def _held_out(self) -> LedgerStep:
-        num_train, num_held_out = len(self.split.train), len(self.split.validation)
-        return LedgerStep(
-            step="hold_out",
-            unit="row",
-            num_in=num_train + num_held_out,
-            num_out=num_train,
-            dropped={"validation": num_held_out},
-        )
+        num_rows, held_out = len(self.split.train), {"validation": len(self.split.validation)}
+        hold_out = LedgerStep.of("hold_out", "row", num_in=num_rows + held_out["validation"], dropped=held_out)
+        return hold_out, self._weighed()
 
     def _weighed(self) -> LedgerStep:
         """Count the rows that are trained on at least once, and the others by the setting that excludes them."""
@@ -324,9 +315,7 @@ class TrainingPlan:
         # Without `max_steps` all of `order` is trained on, so what that lacks is left out by source_weights.
         num_wanted, num_seen = self.order.num_distinct(self.order.num_steps), self.order.num_distinct(self.num_steps)
         dropped = {"source_weights": num_rows - num_wanted, "max_steps": num_wanted - num_seen}
-        return LedgerStep(
-            step="weigh", unit="row", num_in=num_rows, num_out=num_seen, dropped={k: n for k, n in dropped.items() if n}
-        )
+        return LedgerStep.of("weigh", "row", num_in=num_rows, dropped={k: n for k, n in dropped.items() if n})
 
 
 def plan_training(cfg: SftConfig, store: TokenStore, *, seed: int) -> TrainingPlan:

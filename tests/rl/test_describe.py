@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rl_builders import problem
 
-from klear_core.rl.groups import DropCounts
+from klear_core.artifacts.manifest import DropCounts
 from klear_core.rl.loop import speed
 from klear_core.rl.rollout import StepRollouts
 from klear_core.rl.step_metrics import describe_groups
@@ -39,11 +39,11 @@ GROUPS = (
 def test_means_are_of_judged_answers_and_lengths_of_all() -> None:
     """The third answer is right without its tags: it passes, and its reward is that of its form."""
     drops = DropCounts()
-    drops.count_group("trained")
-    drops.count_group("judge_failed")
-    drops.count_rollouts("trained", 2)
-    drops.count_rollouts("judge_failed")
-    drops.count_rollouts("group_judge_failed")
+    drops.count("group", "trained")
+    drops.count("group", "judge_failed")
+    drops.count("rollout", "trained", 2)
+    drops.count("rollout", "judge_failed")
+    drops.count("rollout", "group_judge_failed")
     assert describe_groups(GROUPS, drops) == pytest.approx(
         {
             "rl/groups/asked": 2,
