@@ -1,5 +1,10 @@
 """Sample without rounds: requests in flight are kept at a set number, and steps train on the groups that are finished.
 
+The invariants of `rollout.py` hold. A prompt is in one place at a time: open (being sampled or judged), finished
+(informative, waiting for a step), in one step's `kept`, or counted in one step's `drops`; the last step counts what is
+left. A checkpoint has the positions that are open or finished, and a resumed run asks them again. Which groups a step
+gets depends on what is finished first, unlike in rounds.
+
 An answer that is unfinished when new weights arrive continues under them. Two rules keep the staleness bound, so that
 no finished answer is ever too old. Let s be the next step to be filled, v the version of the engines' weights, b the
 bound and G the number of groups per step. A group that is begun under version v has the deadline v + b: it must be

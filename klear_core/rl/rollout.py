@@ -1,4 +1,13 @@
-"""Sample answers and judge them. Every answer is a separate request, judged as soon as it arrives."""
+"""Turn prompts into judged groups of answers. Every answer is a separate request, judged as soon as it arrives.
+
+These invariants hold in both modes, rounds (here) and continuous (`continuous.py`):
+- Every prompt reaches the learner exactly once or is counted: the group of each position of the stream is in one step's
+  `StepRollouts.kept`, or in one step's `drops` with a reason.
+- An answer's problem and seed follow from its position and index alone, so that a resumed run asks the same again.
+- No token of an answer that is trained on is more than `max_staleness` versions of the weights old.
+- A failure of a judge or a reward function is never a reward: that answer leaves its group and is counted.
+- If nothing is sampled or judged for `stall_timeout_s`, the run ends with an error that says what is pending.
+"""
 
 from __future__ import annotations
 
@@ -224,10 +233,6 @@ class StallWatch:
 def now() -> float:
     """Return the time of the event loop. In simulations it runs faster than the clock."""
     return asyncio.get_running_loop().time()
-
-
-# ---- rounds ----
-# Sample in rounds: all answers of a round are waited for, and later rounds may run while the learner updates.
 
 
 class Collector:

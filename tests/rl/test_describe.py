@@ -71,7 +71,8 @@ def test_when_no_answer_could_be_judged_that_is_what_is_said() -> None:
 
 def test_speed_is_tokens_over_the_seconds_of_their_phase() -> None:
     collected = StepRollouts(groups=GROUPS, kept=(), drops=DropCounts(), position=0, seconds=4.0)
-    assert speed(collected, {"rl/batch/tokens": 30.0}, wait_s=1.0, train_s=5.0, sync_s=0.5) == {
+    seconds = {"sample": 0.75, "select": 0.25, "learn": 5.0, "hand over": 0.5}
+    assert speed(collected, {"rl/batch/tokens": 30.0}, seconds) == {
         "rl/time/rollout_s": 4,
         "rl/time/wait_s": 1,
         "rl/time/train_s": 5,
