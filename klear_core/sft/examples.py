@@ -240,7 +240,7 @@ class RowOrder:
         rows: Sequence[int],
         sources: Sequence[str],
         *,
-        weights: Mapping[str, float],
+        source_weights: Mapping[str, float],
         num_epochs: int,
         rows_per_step: int,
         seed: int,
@@ -250,13 +250,13 @@ class RowOrder:
             by_source.setdefault(sources[row], []).append(row)
         # Sort by name, because `_epoch` draws from one generator source by source.
         self._by_source = {source: np.array(by_source[source]) for source in sorted(by_source)}
-        self._weights = weights
+        self._source_weights = source_weights
         self._rows_per_step = rows_per_step
         self._seed = seed
         self.rows_per_epoch = len(self._epoch(0)) if rows else 0
         if not self.rows_per_epoch:
             raise DataError(
-                f"nothing to train on: source_weights {dict(weights)} leave none of {len(rows)} rows "
+                f"nothing to train on: source_weights {dict(source_weights)} leave none of {len(rows)} rows "
                 f"that are not held out"
             )
         self.num_rows = self.rows_per_epoch * num_epochs
@@ -283,7 +283,7 @@ class RowOrder:
         rng = np.random.default_rng(seed_for(self._seed, "sft/order", epoch))
         parts = []
         for source, rows in self._by_source.items():
-            weight = self._weights.get(source, 1.0)
+            weight = self._source_weights.get(source, 1.0)
             # A weight of 2.3 takes all rows twice, and a random 30 % of them once more.
             parts += [rows] * int(weight)
             parts.append(rng.permutation(rows)[: round((weight - int(weight)) * len(rows))])
@@ -324,7 +324,7 @@ def plan_training(cfg: SftConfig, store: TokenStore, *, seed: int) -> TrainingPl
     order = RowOrder(
         split.train,
         store.sources,
-        weights=cfg.source_weights,
+        source_weights=cfg.source_weights,
         num_epochs=cfg.num_epochs,
         rows_per_step=cfg.rows_per_step,
         seed=seed,
