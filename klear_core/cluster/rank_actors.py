@@ -146,10 +146,6 @@ def _portable(error: Exception, rank: int) -> Exception:
     return error
 
 
-# ---- actors ----
-# Define the code that runs inside the learner's Ray actors, a thin wrapper around a plain class; imports no Ray.
-
-
 Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
 """Weights as (torch dtype, numpy array) by name. Ray shares numpy arrays between processes and pickles tensors."""
 

@@ -40,6 +40,13 @@ if TYPE_CHECKING:
     from klear_core.train.checkpoint import Counters
 
 
+log = logging.getLogger(__name__)
+
+PART_BYTES = 256 << 20
+"""Size of the objects in which weights go through Ray's object store."""
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
 class RayWorkers:
     """Implement `Workers` on the Ray cluster that this process is connected to."""
 
@@ -85,17 +92,6 @@ class RayWorkers:
             await self._engines.close()
         if self._learner is not None:
             self._learner.close()
-
-
-# ---- rl learner ----
-# Run the learner as one Ray actor per rank.
-
-
-log = logging.getLogger(__name__)
-
-PART_BYTES = 256 << 20
-"""Size of the objects in which weights go through Ray's object store."""
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class RayLearner(LearnerHandle):
@@ -277,12 +273,8 @@ class RayLearner(LearnerHandle):
         return {i: outcome for i, outcome in zip(calls, outcomes, strict=True) if isinstance(outcome, BaseException)}
 
 
-# ---- rollout engines ----
-# Run an RL stage's sampling engines as Ray actors whose weights follow the learner's.
-
-
 class RayRolloutEngines:
-    """A pool of rollout actors as one `TrainableEngine`."""
+    """A pool of rollout actors as one `TrainableEngine`, whose weights follow the learner's."""
 
     def __init__(
         self,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from klear_core.rl.learner import Learner
     from klear_core.train.checkpoint import Counters
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
@@ -190,15 +192,10 @@ class LocalLearner(LearnerHandle):
         self._thread.shutdown(wait=False)
 
 
-# ---- start checks ----
-# Check at the start of RL that engines and learner compute the same log-probs from the initial model.
-#
+# ---- the check at the start: engines and learner compute the same log-probs from the initial model ----
 # Seeded answers to a fixed question are sampled at the stage's temperature, at least one by each engine. Of each answer,
 # the mean distance of the engine's log-probs from the learner's must be within a tolerance. An engine with other weights,
 # positions or temperature is off by tenths of a nat and more.
-
-
-log = logging.getLogger(__name__)
 
 _QUESTION = "What is 17 times 23?"
 _NUM_TOKENS = 32  # most of one answer
