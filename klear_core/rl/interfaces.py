@@ -136,7 +136,6 @@ class LocalWorkers:
         # Imported here, because the driver of a cluster imports this module and needs no torch.
         from klear_core.generate.factory import build_trainable_engine
         from klear_core.rl.learner import Learner
-        from klear_core.train.base_model import model_folder
         from klear_core.train.distributed import World
         from klear_core.train.model import pick_device
 
