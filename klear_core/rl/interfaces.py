@@ -192,9 +192,9 @@ class LocalLearner(LearnerHandle):
 
 
 # ---- the check at the start: engines and learner compute the same log-probs from the initial model ----
-# Seeded answers to a fixed question are sampled at the stage's temperature, at least one by each engine. Of each answer,
-# the mean distance of the engine's log-probs from the learner's must be within a tolerance. An engine with other weights,
-# positions or temperature is off by tenths of a nat and more.
+# Seeded answers to a fixed question are sampled at the stage's temperature, at least one by each engine. Of each
+# answer, the mean distance of the engine's log-probs from the learner's must be within a tolerance. An engine with
+# other weights, positions or temperature is off by tenths of a nat and more.
 
 _QUESTION = "What is 17 times 23?"
 _NUM_TOKENS = 32  # most of one answer

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from klear_core.artifacts.manifest import StageSummary, check_yield
+from klear_core.artifacts.manifest import DropCounts, StageSummary, check_yield
 from klear_core.config.rl import RlConfig, RolloutConfig
 from klear_core.config.settings import YieldLimits
 from klear_core.config.verify import VerifyConfig
@@ -29,7 +29,7 @@ from klear_core.generate.engine import SleepingEngine, TrainableEngine
 from klear_core.metrics import Telemetry
 from klear_core.prompts import load_tokenizer
 from klear_core.rl.continuous import ContinuousRollouts
-from klear_core.rl.groups import DropCounts, choose_problems, to_samples
+from klear_core.rl.groups import choose_problems, to_samples
 from klear_core.rl.interfaces import LearnerHandle, LearnerLost, RlSetup, Workers
 from klear_core.rl.rewards import UserRewards
 from klear_core.rl.rollout import Collector, Lookahead, PromptStream, Rollouts, Sampler, StepRollouts, no_rewards, now

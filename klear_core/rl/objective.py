@@ -147,7 +147,7 @@ def loss_head(batch: TrainBatch, cfg: RlConfig, stats: TokenStats) -> Head[HeadO
 
 
 def _kl(ref_logp_N: Tensor, logp_N: Tensor, max_log_ratio: float) -> Tensor:
-    """Return the k3 estimate of KL(policy, initial model): r is initial model over policy, on samples from the policy."""
+    """Return the k3 estimate of KL(policy, initial model): r is initial model over policy, on the policy's tokens."""
     # Subtract in float64: k3 is about half the square of a small gap. The result goes back to the loss's dtype.
     gap_N = (ref_logp_N.double() - logp_N.double()).clamp(-max_log_ratio, max_log_ratio)
     return k3(gap_N).to(logp_N.dtype)
